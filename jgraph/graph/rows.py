@@ -1,0 +1,219 @@
+"""Operations on rows of tables: which rows a step needs, and which shard has them.
+
+A graph states them on arrays of fixed length, padded at the end, so that
+``eval_graph`` can run it anywhere. The runtime moves only the rows that are there.
+
+* ``unique_rows`` is what a step says: these ids, each once, in ascending order.
+* ``route_rows`` replaces it when the table's shards are known.
+* ``merge_rows`` and ``split_rows`` go between one array of rows and one per shard.
+
+Padding of ids is a number past the last row: reads of it give anything, writes to it
+change nothing. Row ``n`` of merged rows belongs to the id of position ``n``; an id out
+of range has position ``len(ids)``, past the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+Array = jax.Array
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the rows of a table lie in its shards.
+
+    Attributes:
+      sizes: rows of each shard.
+      kind: ``"div"``: shard 0 has the first ``sizes[0]`` ids, and so on; ``"mod"``: id
+        ``i`` is row ``i // n`` of shard ``i % n``, for ``n`` shards.
+
+    Example:
+      >>> Layout((3, 2)).rows, Layout((3, 2), "mod").shards
+      (5, 2)
+    """
+
+    sizes: tuple[int, ...]
+    kind: str = "div"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole table."""
+        return sum(self.sizes)
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return len(self.sizes)
+
+    def split(self, ids: Any) -> tuple[Any, Any]:
+        """Returns (shard, row in that shard) of each id that is in range."""
+        if self.kind == "mod":
+            return ids % self.shards, ids // self.shards
+        ends = jnp.cumsum(jnp.asarray(self.sizes, ids.dtype))
+        shard = jnp.searchsorted(ends, ids, side="right").astype(ids.dtype)
+        return shard, ids - jnp.where(shard > 0, ends[shard - 1], 0)
+
+
+def unique_rows(
+    ids: Array, *, rows: int, feature: str = "", drop: bool = False
+) -> tuple[Array, Array]:
+    """Returns (unique ids, position of each id among them).
+
+    Args:
+      ids: int32[n].
+      rows: rows of the table; the padding of the unique ids.
+      feature: where the ids come from, for the message about one out of range.
+      drop: ids out of range are not an error; they have no row.
+
+    Returns:
+      unique: int32[n], ascending, padded with ``rows``.
+      positions: int32[n]; ``n`` for an id out of range.
+
+    Example:
+      >>> unique, positions = unique_rows(jnp.array([4, 1, 4]), rows=5)
+      >>> unique.tolist(), positions.tolist()
+      ([1, 4, 5], [1, 0, 1])
+    """
+    unique, positions = unique_rows_p.bind(ids, rows=rows, feature=feature, drop=drop)
+    return unique, positions
+
+
+def route_rows(
+    ids: Array, *, layout: Layout, feature: str = "", drop: bool = False
+) -> tuple[Array, tuple[Array, ...]]:
+    """Returns (position of each id in the merged rows, unique rows per shard).
+
+    Args:
+      ids: int32[n], ids in the whole table.
+      layout: the shards.
+      feature: as for ``unique_rows``.
+      drop: as for ``unique_rows``.
+
+    Returns:
+      positions: int32[n].
+      local: per shard int32[n]: rows of that shard, ascending, padded with its size.
+
+    Example:
+      >>> positions, (a, b) = route_rows(jnp.array([4, 1, 4]), layout=Layout((3, 2)))
+      >>> positions.tolist(), a.tolist(), b.tolist()
+      ([1, 0, 1], [1, 3, 3], [1, 2, 2])
+    """
+    positions, *local = route_rows_p.bind(
+        ids, layout=layout, feature=feature, drop=drop
+    )
+    return positions, tuple(local)
+
+
+def merge_rows(
+    local: Sequence[Array], rows: Sequence[Array], *, layout: Layout
+) -> Array:
+    """Returns the rows of all shards one after the other, without their padding.
+
+    Args:
+      local: from ``route_rows``.
+      rows: per shard ``[n, …]``, the rows that ``local`` names.
+      layout: the shards.
+
+    Returns:
+      ``[n, …]``, padded with zeros.
+    """
+    (merged,) = merge_rows_p.bind(*local, *rows, layout=layout)
+    return merged
+
+
+def split_rows(
+    values: Array, local: Sequence[Array], *, layout: Layout
+) -> tuple[Array, ...]:
+    """Returns the rows of each shard, padded with zeros: the reverse of merging."""
+    return tuple(split_rows_p.bind(values, *local, layout=layout))
+
+
+def _unique(ids: Array, *, rows: int, feature: str, drop: bool) -> list[Array]:
+    known = jnp.where((ids >= 0) & (ids < rows), ids, rows)
+    unique = jnp.unique(known, size=ids.shape[0], fill_value=rows)
+    positions = jnp.searchsorted(unique, known).astype(jnp.int32)
+    return [unique, jnp.where(known == rows, ids.shape[0], positions)]
+
+
+def _route(ids: Array, *, layout: Layout, feature: str, drop: bool) -> list[Array]:
+    count, rows = ids.shape[0], layout.rows
+    known = (ids >= 0) & (ids < rows)
+    shard, row = layout.split(jnp.where(known, ids, 0))
+    positions = jnp.full(count, count, jnp.int32)
+    parts = []
+    offset = jnp.zeros((), jnp.int32)
+    for number, size in enumerate(layout.sizes):
+        here = known & (shard == number)
+        wanted = jnp.where(here, row, size).astype(jnp.int32)
+        part = jnp.unique(wanted, size=count, fill_value=size)
+        place = jnp.searchsorted(part, wanted).astype(jnp.int32) + offset
+        positions = jnp.where(here, place, positions)
+        offset += jnp.sum(part < size, dtype=jnp.int32)
+        parts.append(part)
+    return [positions, *parts]
+
+
+def _places(local: Sequence[Array], layout: Layout) -> list[tuple[Array, Array]]:
+    """Returns, per shard, (places of its rows in the merged ones, which are there)."""
+    found = []
+    offset = jnp.zeros((), jnp.int32)
+    for part, size in zip(local, layout.sizes, strict=True):
+        there = part < size
+        found.append((offset + jnp.arange(part.shape[0], dtype=jnp.int32), there))
+        offset += jnp.sum(there, dtype=jnp.int32)
+    return found
+
+
+def _merge(*arrays: Array, layout: Layout) -> list[Array]:
+    local, rows = arrays[: layout.shards], arrays[layout.shards :]
+    merged = jnp.zeros_like(rows[0])
+    for (place, there), part in zip(_places(local, layout), rows, strict=True):
+        merged = merged.at[jnp.where(there, place, len(place))].set(part, mode="drop")
+    return [merged]
+
+
+def _split(values: Array, *local: Array, layout: Layout) -> list[Array]:
+    parts = []
+    for place, there in _places(local, layout):
+        part = values.at[place].get(mode="fill", fill_value=0)
+        shape = (-1, *(1,) * (values.ndim - 1))
+        parts.append(jnp.where(there.reshape(shape), part, 0))
+    return parts
+
+
+def _primitive(name: str, fn: Any, results: Any) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(fn)
+    primitive.def_abstract_eval(results)
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=True))
+    return primitive
+
+
+def _same(count: Any) -> Any:
+    """Abstract evaluation: ``count(operands, params)`` results like the first."""
+
+    def results(*avals: Any, **params: Any) -> list[Any]:
+        aval = avals[0]
+        return [aval.update(weak_type=False)] * count(avals, params)
+
+    return results
+
+
+unique_rows_p = _primitive("unique_rows", _unique, _same(lambda avals, params: 2))
+route_rows_p = _primitive(
+    "route_rows", _route, _same(lambda avals, params: 1 + params["layout"].shards)
+)
+merge_rows_p = _primitive(
+    "merge_rows", _merge, lambda *avals, layout: [avals[-1].update(weak_type=False)]
+)
+split_rows_p = _primitive(
+    "split_rows", _split, _same(lambda avals, params: params["layout"].shards)
+)
