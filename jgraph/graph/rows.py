@@ -124,8 +124,8 @@ def merge_rows(
     Returns:
       ``[n, …]``, padded with zeros.
     """
-    (merged,) = merge_rows_p.bind(*local, *rows, layout=layout)
-    return merged
+    merged: list[Array] = merge_rows_p.bind(*local, *rows, layout=layout)
+    return merged[0]
 
 
 def split_rows(
