@@ -93,10 +93,12 @@ def server(
     """Serve one task of a cluster until SIGTERM, which drains it."""
     if job == "ps":  # a ps must not take an accelerator from a worker
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jgraph.cluster.allocator import keep_memory
     from jgraph.cluster.server import Server
     from jgraph.cluster.serving import configure_logging, serve
     from jgraph.cluster.spec import ClusterSpec, TFConfig
 
+    keep_memory()
     configure_logging()
     if cluster is not None:
         spec = ClusterSpec.from_toml(cluster)

@@ -8,6 +8,7 @@ process that started it.
 import json
 import sys
 
+from jgraph.cluster.allocator import keep_memory
 from jgraph.cluster.server import Server
 from jgraph.cluster.serving import configure_logging, hand_over_stdout, serve
 from jgraph.cluster.transport_choice import TransportChoice
@@ -15,6 +16,7 @@ from jgraph.cluster.transport_choice import TransportChoice
 
 def main(job: str, index: int, transport: TransportChoice) -> None:
     """Serves one task on a free loopback port."""
+    keep_memory()
     configure_logging()
     parent = hand_over_stdout()
     server = Server({job: {index: "127.0.0.1:0"}}, job, index, transport=transport)
