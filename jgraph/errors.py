@@ -12,6 +12,9 @@
     │   ├── NonFiniteError            JG-212  NaN or infinity where it was forbidden
     │   ├── FetchError                JG-213  a fetch that the function does not have
     │   ├── DataError                 JG-214  training data that cannot be used
+    │   ├── DataSlotError             JG-215  a piece of the data that ends workers
+    │   ├── SourceError               JG-216  a data source that cannot be read
+    │   ├── ForbiddenSourceError      JG-217  a data source that a server may not import
     │   ├── UninitializedError        JG-231  variable used before initialisation
     │   ├── VariableMismatchError     JG-232  one name, two shapes or dtypes or places
     │   ├── CheckpointError           JG-301  checkpoint missing, damaged or other model
@@ -171,6 +174,24 @@ class DataError(UserError, ValueError):
     """Training data that cannot be used."""
 
     code = "JG-214"
+
+
+class DataSlotError(UserError):
+    """A piece of the data that ends the workers that get it."""
+
+    code = "JG-215"
+
+
+class SourceError(UserError, ValueError):
+    """A data source that cannot be read: missing, damaged, or of another schema."""
+
+    code = "JG-216"
+
+
+class ForbiddenSourceError(UserError):
+    """A data source whose import path a server does not allow."""
+
+    code = "JG-217"
 
 
 class UninitializedError(UserError):
