@@ -73,10 +73,18 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
     ended = jgraph("down")
     assert ended.returncode == 0
     assert "0 processes left" in ended.stdout
-    assert not any(map(psutil.pid_exists, [facts["keeper"], *facts["pids"].values()]))
+    assert not any(map(_runs, [facts["keeper"], *facts["pids"].values()]))
     assert jgraph("down").returncode == 3
     gone = jgraph("status", facts["target"])
     assert (gone.returncode, gone.stderr[:6]) == (3, "JG-101")
+
+
+def test_going_up_and_down_loads_jax_in_the_tasks_only() -> None:
+    """It takes as long to load as everything else together."""
+    code = "import jgraph.cluster.keeper, jgraph.cli, sys; print('jax' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_killed_keeper_takes_its_tasks_along(jgraph: Shell) -> None:
@@ -133,6 +141,14 @@ def test_server_without_cluster_says_what_to_give(jgraph: Shell) -> None:
     assert answer.stderr.startswith("JG-123")
     assert "--cluster cluster.toml" in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def _runs(pid: int) -> bool:
+    # Of what has ended, init may keep the entry for a while.
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _free_ports(count: int) -> list[int]:

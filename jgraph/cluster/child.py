@@ -9,8 +9,9 @@ import json
 import sys
 
 from jgraph.cluster.allocator import keep_memory
+from jgraph.cluster.processes import hand_over_stdout
 from jgraph.cluster.server import Server
-from jgraph.cluster.serving import configure_logging, hand_over_stdout, serve
+from jgraph.cluster.serving import configure_logging, serve
 from jgraph.cluster.transport_choice import TransportChoice
 
 

@@ -1,8 +1,8 @@
 """Named clusters on this machine: started by ``jgraph up``, ended by ``jgraph down``.
 
-A keeper process holds a ``LocalCluster`` and writes what it is to a state file; its
+A keeper process starts the tasks' processes and writes what it is to a state file; the
 tasks end when it ends, however it ends. The file is in the user's own directory, which
-others cannot read.
+others cannot read. Nothing here imports JAX: the tasks' processes do that meanwhile.
 """
 
 import json
@@ -18,8 +18,8 @@ from typing import Any, final
 
 import psutil
 
-from jgraph.cluster.local import LocalCluster, check_counts
-from jgraph.cluster.serving import hand_over_stdout
+from jgraph.clock import SystemClock
+from jgraph.cluster.processes import TaskProcesses, check_counts, hand_over_stdout
 from jgraph.errors import (
     ClusterBusyError,
     ClusterUnreachableError,
@@ -139,15 +139,36 @@ def down(name: str) -> KeptCluster:
             processes.append(psutil.Process(pid))
     with suppress(ProcessLookupError):
         os.kill(kept.keeper, signal.SIGTERM)
-    _, left = psutil.wait_procs(processes, timeout=_END_S)
+    left = _wait_ended(processes, _END_S)
     for process in left:
         process.kill()
-    _, left = psutil.wait_procs(left, timeout=5)
+    left = _wait_ended(left, 5.0)
     if left:
         pids = [process.pid for process in left]
         raise StartError(f"cluster '{name}': killed processes {pids} did not end")
     _state_file(name).unlink(missing_ok=True)
     return kept
+
+
+def _wait_ended(
+    processes: list[psutil.Process], timeout_s: float
+) -> list[psutil.Process]:
+    """Returns those that still run after ``timeout_s``."""
+    clock = SystemClock()
+    deadline = clock.now() + timeout_s
+    left = processes
+    while left and clock.now() < deadline:
+        # A keeper that has ended is a zombie until init looks after it, which may take
+        # seconds and matters to nobody: psutil alone would wait for that too.
+        left = [p for p in psutil.wait_procs(left, timeout=0.05)[1] if _runs(p)]
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def describe(kept: KeptCluster) -> dict[str, Any]:
@@ -174,9 +195,10 @@ def main(name: str, ps: int, workers: int, log_dir: str) -> None:
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    with LocalCluster(ps=ps, workers=workers, log_dir=log_dir) as cluster:
-        pids = {str(task): cluster.pid(task) for task in cluster.tasks()}
-        kept = KeptCluster(name, cluster.target, os.getpid(), pids, log_dir)
+    tasks = TaskProcesses({"ps": ps, "worker": workers}, Path(log_dir), {})
+    try:
+        target = f"jgraph://{tasks.spec.address(tasks.master)}"
+        kept = KeptCluster(name, target, os.getpid(), tasks.pids, log_dir)
         path = _state_file(name)
         new = path.with_suffix(".new")
         new.write_text(json.dumps(asdict(kept)))
@@ -184,6 +206,8 @@ def main(name: str, ps: int, workers: int, log_dir: str) -> None:
         parent.write("ready\n")
         parent.close()
         ended.wait()
+    finally:
+        tasks.end()
 
 
 if __name__ == "__main__":

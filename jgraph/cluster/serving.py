@@ -1,9 +1,7 @@
 """A process that serves one task until it is told to end."""
 
 import logging
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import TextIO
@@ -69,15 +67,3 @@ def _follow_orders(
             answers.write("joined\n")
             answers.flush()
     end(1.0)
-
-
-def hand_over_stdout() -> TextIO:
-    """Returns the standard output, and sends later prints to standard error.
-
-    The first line on a child's standard output is for its parent; whatever a library
-    prints afterwards belongs into the log.
-    """
-    handed = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    return handed

@@ -20,8 +20,7 @@ from typing import Any, TypeAlias, final
 
 from jgraph.cluster.spec_check import Jobs, read_jobs, refuse
 from jgraph.errors import ClusterSpecError, UnknownDeviceError
-from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import DeviceSpec, TaskName
 
 ClusterDict: TypeAlias = Mapping[str, Sequence[str] | Mapping[int, str]]
 """Addresses of each job: a list, or a dict by task index where some are not listed."""

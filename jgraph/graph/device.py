@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
-from typing import final
-
-import jax
+from typing import NewType, final
 
 from jgraph.errors import DeviceSpecError
+
+TaskName = NewType("TaskName", str)
+"""Canonical name of one task, for example ``/job:ps/task:0``."""
 
 _FIELDS = (
     re.compile(r"job:(?P<job>\*|[a-zA-Z][a-zA-Z0-9_]*)"),
@@ -173,6 +174,8 @@ def device(spec: str | DeviceSpec | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def _scope(inner: DeviceSpec | None) -> Iterator[None]:
+    import jax  # not above: who reads cluster descriptions needs no JAX
+
     merged = DeviceSpec() if inner is None else current_device().merge(inner)
     token = _CURRENT.set(merged)
     try:

@@ -5,20 +5,19 @@ There is no second IR of operations: meaning is what ``jax.core.eval_jaxpr`` giv
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NewType, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 
 from jgraph._compat import Equation, Jaxpr
-from jgraph.graph.device import DeviceSpec
+from jgraph.graph.device import DeviceSpec, TaskName
 
 if TYPE_CHECKING:
     import pathlib
 
     from jgraph.graph.svg import Picture
 
-TaskName = NewType("TaskName", str)
-"""Canonical name of one task, for example ``/job:ps/task:0``."""
+__all__ = ["Feed", "Graph", "TaskName", "VariableSpec", "eval_graph"]
 
 
 @final

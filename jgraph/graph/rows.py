@@ -9,8 +9,8 @@ A graph states them on arrays of fixed length, padded at the end, so that
 
 Padding of ids is a number past the last row: reads of it give anything, writes to it
 change nothing. Row ``n`` of merged rows belongs to the id of position ``n``; an id out
-of range has position ``len(ids)``, past the end. ``NO_ID`` among the ids is out of range
-and never an error: a place without an id, as in a bag that is not full.
+of range has position ``len(ids)``, past the end. ``NO_ID`` among the ids is out of
+range and never an error: a place without an id, as in a bag that is not full.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,246 @@
+"""Processes of tasks on this machine, as their parent sees them.
+
+Imports no JAX: a parent need not have loaded what its tasks load at the same time.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO, final
+
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.transport_choice import TransportChoice
+from jgraph.errors import ConfigError, JGError, StartError
+from jgraph.graph.device import TaskName
+
+START_S = 60.0
+_END_S = 5.0
+_LOG_LINES = 20
+
+
+@final
+class TaskProcess:
+    """One task's process.
+
+    Args:
+      job: its job.
+      index: its index in the job.
+      directory: where its log goes.
+      environment: variables to set for it.
+      transport: see ``Server``.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        index: int,
+        directory: Path,
+        environment: Mapping[str, str],
+        transport: TransportChoice = "auto",
+    ) -> None:
+        self.task = TaskName(f"/job:{job}/task:{index}")
+        self.address = ""
+        self.log = directory / f"{job}-{index}.log"
+        child = [sys.executable, "-m", "jgraph.cluster.child"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*child, job, str(index), transport],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **environment},
+                # Ctrl-C in the client's terminal is for the client alone.
+                start_new_session=True,
+            )
+
+    def wait_started(self) -> None:
+        """Waits for the process to tell its address.
+
+        Raises:
+          StartError: it ended instead; the message has the end of its log.
+        """
+        self.address = json.loads(self._line())["address"]
+
+    def join(self, spec: ClusterSpec) -> None:
+        """Gives the process the description of its cluster, and waits till it has it.
+
+        Raises:
+          StartError: it ended instead; the message has the end of its log.
+        """
+        assert self.process.stdin is not None  # a pipe
+        with suppress(BrokenPipeError):  # it has ended, which the answer tells
+            self.process.stdin.write(spec.to_json() + "\n")
+            self.process.stdin.flush()
+        self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None  # a pipe
+        line = self.process.stdout.readline()
+        if not line:
+            code = self.process.wait(_END_S)
+            raise StartError(
+                f"{self.task} ended with exit code {code} while starting. The end of "
+                f"its log:\n{self.tail()}",
+                task=self.task,
+            )
+        return line
+
+    def tail(self, lines: int = _LOG_LINES) -> str:
+        """Returns the last lines of the log."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def end(self) -> None:
+        """Asks the process to end by closing its input."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None and not stream.closed:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    continue
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Waits for the end; kills the process after ``timeout_s``."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(_END_S)
+
+    def kill(self) -> None:
+        """Kills the process, as a crash of its host would."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(_END_S)
+
+
+@final
+class TaskProcesses:
+    """The processes of all tasks of a cluster, started together.
+
+    Their parent holds their inputs open: they end when it ends, however it ends.
+
+    Args:
+      counts: how many tasks each job has.
+      directory: where their logs go.
+      environment: variables to set for them; a ps gets ``JAX_PLATFORMS=cpu`` unless
+        told otherwise, since it must not take an accelerator from a worker.
+      transport: see ``Server``.
+      timeout_s: how long to wait until all listen and know each other.
+
+    Raises:
+      StartError: one ended while starting, or was not ready in time; none is left.
+    """
+
+    def __init__(
+        self,
+        counts: Mapping[str, int],
+        directory: Path,
+        environment: Mapping[str, str],
+        transport: TransportChoice = "auto",
+        timeout_s: float = START_S,
+    ) -> None:
+        self._processes: dict[TaskName, TaskProcess] = {}
+        try:
+            for job, count in counts.items():
+                default = {"JAX_PLATFORMS": "cpu"} if job == "ps" else {}
+                for index in range(count):
+                    process = TaskProcess(
+                        job, index, directory, {**default, **environment}, transport
+                    )
+                    self._processes[process.task] = process
+            self._each(TaskProcess.wait_started, timeout_s)
+            self.spec = self._spec()
+            # A task that does not know the others yet would call itself the cluster.
+            self._each(lambda process: process.join(self.spec), timeout_s)
+        except BaseException:
+            self.end()
+            raise
+
+    def __getitem__(self, task: str) -> TaskProcess:
+        self.spec.address(task)  # refuses a task that the cluster lacks
+        return self._processes[TaskName(task)]
+
+    @property
+    def master(self) -> TaskName:
+        """The chief (worker 0) if there is one: it serves no variables to others."""
+        chief = TaskName("/job:worker/task:0")
+        return chief if chief in self._processes else next(iter(self._processes))
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by task."""
+        return {task: p.process.pid for task, p in self._processes.items()}
+
+    def end(self) -> None:
+        """Ends all processes and waits until they have ended."""
+        for process in self._processes.values():
+            process.end()
+        for process in self._processes.values():
+            process.wait_ended(_END_S)
+
+    def _each(self, act: Callable[[TaskProcess], None], timeout_s: float) -> None:
+        """Does something with all processes at once; kills them all if one fails."""
+        processes = list(self._processes.values())
+        with ThreadPoolExecutor(len(processes)) as pool:
+            waiting = [pool.submit(act, process) for process in processes]
+            try:
+                for process, future in zip(processes, waiting, strict=True):
+                    try:
+                        future.result(timeout_s)
+                    except TimeoutError as error:
+                        if isinstance(error, JGError):
+                            raise
+                        raise StartError(
+                            f"{process.task} did not start within {timeout_s:g} s. "
+                            f"The end of its log:\n{process.tail()}",
+                            task=process.task,
+                        ) from None
+            except BaseException:
+                for process in processes:
+                    process.process.kill()
+                raise
+
+    def _spec(self) -> ClusterSpec:
+        jobs: dict[str, list[str]] = {}
+        for task, process in self._processes.items():
+            job = task.removeprefix("/job:").partition("/")[0]
+            jobs.setdefault(job, []).append(process.address)
+        return ClusterSpec(jobs)
+
+
+def check_counts(counts: Mapping[str, object]) -> None:
+    """Refuses a cluster of no tasks, and counts that are no whole numbers.
+
+    Raises:
+      ConfigError: shows what was given.
+    """
+    told = ", ".join(f"{count!r} {job}" for job, count in counts.items())
+    if not all(isinstance(count, int) and count >= 0 for count in counts.values()):
+        raise ConfigError(
+            f"counts of tasks are whole numbers, not {told}; write for example "
+            "jg.LocalCluster(ps=2, workers=2)"
+        )
+    if not any(counts.values()):
+        raise ConfigError(
+            f"a cluster needs at least one task, and this has {told}; write for "
+            "example jg.LocalCluster(ps=2, workers=2)"
+        )
+
+
+def hand_over_stdout() -> TextIO:
+    """Returns the standard output, and sends later prints to standard error.
+
+    The first line on a child's standard output is for its parent; whatever a library
+    prints afterwards belongs into the log.
+    """
+    handed = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return handed
