@@ -1,0 +1,228 @@
+"""Synchronous steps: which contributions make up the next update of the model.
+
+Two machines. Every ps has a ``SyncGate``: it lets a replica's step read only at a
+version that the replica has not contributed to, and keeps what replicas contribute.
+One ps has the ``Arbiter``: it hears from every ps which contributions are there, and
+decides once, for all ps and so for all variables, which of them are averaged.
+
+A contribution is known by its version (the updates applied to what it was computed
+from) and its data slot: a slot that is computed twice is one contribution. It counts if
+every ps let it read at one and the same version, and has it before that version is
+decided; the others are late, dropped, and counted for their replica.
+
+    gate     open at v --(decided v)--> closed --(applied)--> open at v+1
+    arbiter  collecting v --(enough)--> applying --(applied)--> collecting v+1
+
+Source: tensorflow/python/training/sync_replicas_optimizer.py, whose accumulators decide
+for each variable alone, so that one step may mix sets of replicas.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from jgraph.errors import DeadlineError, JGError, TaskLostError
+from jgraph.graph.ir import TaskName
+
+Step: TypeAlias = tuple[str, int]
+"""(program handle, step id). Each replica has a handle of its own."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """A ps has what a step contributed; the step had been let in at ``version``."""
+
+    shard: TaskName
+    step: Step
+    version: int
+    slot: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """A replica went away; it contributes no more."""
+
+    replica: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The update that was decided last has been applied on every ps."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TimeIsUp:
+    """An update has been waited for too long."""
+
+    timeout_s: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """Somebody asked to stop after the update under way."""
+
+
+Event: TypeAlias = Contributed | ReplicaLost | Applied | TimeIsUp | StopAsked
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Apply the mean of what these steps contributed, in this order: that of slots."""
+
+    version: int
+    steps: tuple[Step, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Void:
+    """Forget a contribution that was not of one version; its replica tries again."""
+
+    step: Step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class End:
+    """No more updates: ``state`` is "done", "stopped" or "failed"."""
+
+    state: str
+    error: JGError | None = None
+
+
+Instruction: TypeAlias = Decide | Void | End
+
+
+@final
+class Arbiter:
+    """State machine that decides what each update is the mean of.
+
+    Args:
+      shards: the ps that keep contributions; each reports every contribution.
+      replicas: task of each replica, by its program handle.
+      wanted: contributions of an update. When fewer replicas are left, as many.
+      version: updates applied so far.
+      steps: how many updates to decide.
+
+    Example:
+      >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+      >>> arbiter = Arbiter([ps], {"w0": worker}, wanted=1, version=0, steps=1)
+      >>> arbiter.handle(Contributed(ps, ("w0", 1), version=0, slot=7))
+      [Decide(version=0, steps=(('w0', 1),))]
+      >>> arbiter.handle(Applied())
+      [End(state='done', error=None)]
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[TaskName],
+        replicas: Mapping[str, TaskName],
+        *,
+        wanted: int,
+        version: int,
+        steps: int,
+    ) -> None:
+        self._shards = frozenset(shards)
+        self._replicas = dict(replicas)
+        self._alive = set(replicas)
+        self._wanted = wanted
+        self._version = version
+        self._end = version + steps
+        self._applying = False
+        self._stopping = False
+        self._over = False
+        # Contributions that some ps have, and those that all have: slot -> step.
+        self._partial: dict[Step, dict[TaskName, int]] = {}
+        self._whole: defaultdict[int, dict[int, Step]] = defaultdict(dict)
+        self.dropped: Counter[str] = Counter()
+        """Contributions that came too late, by replica."""
+
+    @property
+    def needed(self) -> int:
+        """How many contributions the next update takes."""
+        return max(1, min(self._wanted, len(self._alive)))
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Takes an event; returns what to do now."""
+        if self._over:
+            return []
+        match event:
+            case Contributed():
+                return [*self._take(event), *self._go_on()]
+            case ReplicaLost(replica):
+                self._alive.discard(replica)
+                for step in [s for s in self._partial if s[0] == replica]:
+                    del self._partial[step]
+            case Applied():
+                self._applying = False
+                self._version += 1
+            case StopAsked():
+                self._stopping = True
+            case TimeIsUp(timeout_s):
+                return self._finish("failed", self._late(timeout_s))
+        return self._go_on()
+
+    def _take(self, event: Contributed) -> list[Instruction]:
+        step = event.step
+        versions = self._partial.setdefault(step, {})
+        versions[event.shard] = event.version
+        if versions.keys() < self._shards:
+            return []
+        del self._partial[step]
+        if len(set(versions.values())) > 1:
+            self.dropped[step[0]] += 1
+            return [Void(step)]
+        if event.version < self._version + self._applying:
+            self.dropped[step[0]] += 1
+        else:
+            self._whole[event.version].setdefault(event.slot, step)
+        return []
+
+    def _go_on(self) -> list[Instruction]:
+        if self._applying:
+            return []
+        if self._stopping or self._version >= self._end:
+            return self._finish("done" if self._version >= self._end else "stopped")
+        there = list(self._whole[self._version].items())
+        if not there and not self._alive:
+            return self._finish("failed", self._nobody())
+        if len(there) < self.needed:
+            return []
+        # First come, first counted.
+        chosen, late = there[: self.needed], there[self.needed :]
+        del self._whole[self._version]
+        self.dropped.update(step[0] for _, step in late)
+        self._applying = True
+        return [Decide(self._version, tuple(step for _, step in sorted(chosen)))]
+
+    def _finish(self, state: str, error: JGError | None = None) -> list[Instruction]:
+        self._over = True
+        return [End(state, error)]
+
+    def _late(self, timeout_s: float) -> DeadlineError:
+        if self._applying:
+            what, missing = "its update was not applied", sorted(self._shards)
+        else:
+            there = {step[0] for step in self._whole[self._version].values()}
+            missing = sorted(self._replicas[r] for r in self._alive - there)
+            what = f"it has {len(there)} of {self.needed} contributions"
+        return DeadlineError(
+            f"global step {self._version} was not done after {timeout_s:g} s: {what}; "
+            f"still to come: {', '.join(missing)}. Look at these tasks with `jgraph "
+            "status`, use SyncPS(backup_workers=…), or give step_timeout_s=… a larger "
+            "value",
+            pending=missing,
+        )
+
+    def _nobody(self) -> TaskLostError:
+        return TaskLostError(
+            f"no worker is left to contribute to global step {self._version}; all of "
+            f"{', '.join(sorted(self._replicas.values()))} went away"
+        )

@@ -1,0 +1,151 @@
+"""Synchronous steps: one set for all ps, each slot once, nobody waits for ever."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from jgraph.coordination.aggregation import (
+    Applied,
+    Arbiter,
+    Contributed,
+    Decide,
+    End,
+    Instruction,
+    ReplicaLost,
+    StopAsked,
+    TimeIsUp,
+    Void,
+)
+from jgraph.errors import DeadlineError, TaskLostError
+from jgraph.graph.ir import TaskName
+from tests.coordination.sync_world import World
+
+PS = [TaskName("/job:ps/task:0"), TaskName("/job:ps/task:1")]
+A, B, C = ("a", 1), ("b", 1), ("c", 1)
+
+
+def arbiter(
+    replicas: str = "abc", wanted: int = 2, steps: int = 9, shards: int = 1
+) -> Arbiter:
+    names = {r: TaskName(f"/job:worker/task:{i}") for i, r in enumerate(replicas)}
+    return Arbiter(PS[:shards], names, wanted=wanted, version=5, steps=steps)
+
+
+def give(machine: Arbiter, *steps: tuple[str, int], version: int = 5) -> Any:
+    """Reports contributions from the only ps; slots are the replicas' letters."""
+    told: list[Instruction] = []
+    for step in steps:
+        slot = "abc".index(step[0])
+        told += machine.handle(Contributed(PS[0], step, version, slot))
+    return told
+
+
+def test_first_contributions_count_and_are_summed_in_slot_order() -> None:
+    machine = arbiter()
+    assert give(machine, C, A) == [Decide(5, (A, C))]
+
+
+def test_late_contribution_is_dropped_and_counted() -> None:
+    machine = arbiter()
+    give(machine, A, C, B)
+    machine.handle(Applied())
+    assert give(machine, ("b", 2)) == []
+    assert machine.dropped == Counter(b=2)
+
+
+def test_contribution_counts_when_every_ps_has_it_at_one_version() -> None:
+    machine = arbiter("a", wanted=1, shards=2)
+    assert machine.handle(Contributed(PS[0], A, 5, 0)) == []
+    assert machine.handle(Contributed(PS[1], A, 5, 0)) == [Decide(5, (A,))]
+
+
+def test_contribution_read_at_two_versions_is_void() -> None:
+    machine = arbiter("a", wanted=1, shards=2)
+    machine.handle(Contributed(PS[0], A, 5, 0))
+    assert machine.handle(Contributed(PS[1], A, 6, 0)) == [Void(A)]
+    assert machine.dropped == Counter(a=1)
+
+
+def test_slot_that_is_computed_twice_is_one_contribution() -> None:
+    machine = arbiter()
+    assert give(machine, A, ("a", 2)) == []
+    assert give(machine, B) == [Decide(5, (A, B))]
+    assert not machine.dropped
+
+
+def test_replica_that_leaves_is_waited_for_no_longer() -> None:
+    machine = arbiter(wanted=3)
+    assert give(machine, A, B) == []
+    assert machine.handle(ReplicaLost("c")) == [Decide(5, (A, B))]
+
+
+def test_last_contribution_of_a_lost_replica_counts() -> None:
+    machine = arbiter(wanted=3)
+    give(machine, A, C)
+    assert machine.handle(ReplicaLost("c")) == [Decide(5, (A, C))]
+    machine.handle(Applied())
+    assert give(machine, ("a", 2), ("b", 2), version=6) == [
+        Decide(6, (("a", 2), ("b", 2)))
+    ]
+
+
+def test_run_without_a_replica_fails_by_name() -> None:
+    machine = arbiter("a", wanted=1)
+    (end,) = machine.handle(ReplicaLost("a"))
+    assert isinstance(end, End)
+    assert isinstance(end.error, TaskLostError)
+    assert "/job:worker/task:0" in end.error.message
+
+
+def test_wait_that_is_too_long_names_who_is_missing() -> None:
+    machine = arbiter("ab")
+    give(machine, A)
+    (end,) = machine.handle(TimeIsUp(60))
+    assert isinstance(end, End)
+    assert isinstance(end.error, DeadlineError)
+    assert "global step 5 was not done after 60 s: it has 1 of 2" in end.error.message
+    assert "still to come: /job:worker/task:1." in end.error.message
+
+
+@pytest.mark.parametrize("applying", [True, False])
+def test_stop_waits_for_the_update_under_way(applying: bool) -> None:
+    machine = arbiter("a", wanted=1)
+    if applying:
+        give(machine, A)
+        assert machine.handle(StopAsked()) == []
+        assert machine.handle(Applied()) == [End("stopped")]
+    else:
+        assert machine.handle(StopAsked()) == [End("stopped")]
+    assert give(machine, ("a", 2), version=6) == []
+
+
+@given(
+    shards=st.integers(1, 3),
+    replicas=st.integers(1, 4),
+    backups=st.integers(0, 2),
+    lost=st.integers(0, 2),
+    order=st.randoms(use_true_random=False),
+)
+def test_whatever_the_order_all_ps_average_the_same_set(
+    shards: int, replicas: int, backups: int, lost: int, order: Any
+) -> None:
+    wanted = max(1, replicas - backups)
+    world = World(shards, replicas, wanted=wanted, steps=6)
+    leaving = list(range(min(lost, replicas - 1)))
+    while world.pending:
+        if leaving and order.random() < 0.02:
+            world.lose(leaving.pop())
+        world.deliver(order.choice(world.pending))
+    world.check(done=6, least=max(1, wanted - lost))
+
+
+def test_hundreds_of_workers_finish_with_stragglers_left_out() -> None:
+    world = World(shards=2, replicas=300, wanted=280, steps=3)
+    rank = 0
+    while pending := world.pending:
+        rank = (rank * 7919 + 13) % len(pending)
+        world.deliver(pending[rank])
+    world.check(done=3, least=280)
+    assert {len(steps) for _, steps in world.decided} == {280}
