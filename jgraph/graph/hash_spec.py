@@ -1,0 +1,134 @@
+"""What a hash table is: its rows, its budget, which keys come in and which go.
+
+Plain data: a table is made from it on every ps that has a shard, without code of the
+user. The keys are any int64; a row belongs to its key, in whichever shard.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+from jgraph.errors import ConfigError
+
+Kind: TypeAlias = Literal["constant", "normal", "uniform"]
+Eviction: TypeAlias = Literal["lru", "lfu", "ttl"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Initial:
+    """How new values come about: a function of (seed, key, column), so repeatable.
+
+    Attributes:
+      kind: ``"constant"``: ``scale`` itself; ``"normal"``: mean 0, standard deviation
+        ``scale``; ``"uniform"``: from ``-scale`` to ``scale``.
+      scale: see ``kind``.
+      seed: another seed gives other rows.
+
+    Example:
+      >>> Initial("normal", 0.05)
+      Initial(kind='normal', scale=0.05, seed=0)
+    """
+
+    kind: Kind = "constant"
+    scale: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "normal", "uniform"):
+            raise ConfigError(
+                f"there is no initializer '{self.kind}' for a hash table; use "
+                "'constant', 'normal' or 'uniform'"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Values that each row has: the parameter, or one slot of the optimizer.
+
+    Attributes:
+      name: of the column.
+      width: values per row; 0 for a single one.
+      dtype: numpy or ml_dtypes name.
+      initial: values of a new row. A slot with the initial values of the parameter
+        starts equal to it.
+    """
+
+    name: str
+    width: int
+    dtype: str = "float32"
+    initial: Initial = Initial()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Which unknown keys get a row; the others read initial values and learn nothing.
+
+    Attributes:
+      sightings: a key gets a row when it is looked up for the n-th time, counted
+        roughly (never too few, sometimes too many) and forgotten over time.
+      probability: with which a key gets a row each time it is looked up.
+
+    Example:
+      >>> Admission(sightings=3)
+      Admission(sightings=3, probability=1.0)
+    """
+
+    sightings: int = 1
+    probability: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sightings <= 255:
+            raise ConfigError(
+                f"admission after {self.sightings} sightings; give 1 (at once) to 255"
+            )
+        if not 0 < self.probability <= 1:
+            raise ConfigError(
+                f"admission with probability {self.probability}; give more than 0 and "
+                "at most 1"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HashSpec:
+    """One shard of a hash table.
+
+    Attributes:
+      name: of the table, for messages.
+      columns: the parameter first, then the slots of its optimizer. They come and go
+        together.
+      capacity_bytes: of memory for all that this shard keeps.
+      admission: which keys come in.
+      eviction: which keys go when there is no room: ``"lru"``, those not looked up for
+        longest; ``"lfu"``, those looked up least often; ``"ttl"``, none: keys not
+        looked up for ``ttl`` versions go, and while there is no room no key comes in.
+      ttl: with ``"ttl"`` only, in versions of the table.
+
+    Raises:
+      ConfigError: a policy that cannot be.
+
+    Example:
+      >>> HashSpec("ads", (Column("rows", 16),), 1 << 20, eviction="lfu").ttl
+      0
+    """
+
+    name: str
+    columns: tuple[Column, ...]
+    capacity_bytes: int
+    admission: Admission = Admission()
+    eviction: Eviction = "lru"
+    ttl: int = 0
+
+    def __post_init__(self) -> None:
+        if self.eviction not in ("lru", "lfu", "ttl"):
+            raise ConfigError(
+                f"hash table '{self.name}' has eviction='{self.eviction}'; use 'lru', "
+                "'lfu' or 'ttl'"
+            )
+        if (self.eviction == "ttl") != (self.ttl > 0):
+            raise ConfigError(
+                f"hash table '{self.name}' has eviction='{self.eviction}' and "
+                f"ttl={self.ttl}; give ttl, more than 0, with eviction='ttl' only"
+            )

@@ -1,0 +1,308 @@
+"""One shard of a hash table: rows by key, within a budget of bytes.
+
+A key that is looked up and has no row gets one if the table's policy admits it; the row
+starts with values that are a function of its key. When the budget is spent, the policy
+chooses rows to give up. The parameter and the optimizer's slots are columns over the
+same rows, so they come and go together.
+
+Time is the version of the shard, which every update raises by one.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from jgraph.errors import ConfigError
+from jgraph.graph.hash_spec import Eviction, HashSpec
+from jgraph.runtime.hash_index import ABSENT, HashIndex, Keys, Rows, shard_of
+from jgraph.runtime.hash_policy import CountSketch, Gate, victims
+from jgraph.runtime.hash_rows import initial_rows, np_dtype, shape_of
+
+Array: TypeAlias = np.ndarray[Any, Any]
+State: TypeAlias = dict[str, Array]
+"""``keys``, ``age`` (versions since the last lookup), ``uses`` (lookups, where they are
+counted), and each column; all of one length."""
+
+_NO_ROW = 0  # zeros take no memory until a row is used
+_MOST_ROWS = 2**31 - 1
+
+
+@final
+@dataclass(slots=True)
+class HashCounts:
+    """What happened to keys since the shard was made.
+
+    Attributes:
+      found: looked up and there.
+      admitted: got a row.
+      declined: not admitted by the policy.
+      refused: admitted, but there was no room and nothing to evict.
+      evicted: rows given up for others.
+      expired: rows given up because of their age.
+      dropped: updates of keys that had no row.
+    """
+
+    found: int = 0
+    admitted: int = 0
+    declined: int = 0
+    refused: int = 0
+    evicted: int = 0
+    expired: int = 0
+    dropped: int = 0
+
+
+@final
+class HashShard:
+    """Rows of keys; not safe to use from several threads at once.
+
+    Args:
+      spec: the columns, the budget and the policies.
+
+    Raises:
+      ConfigError: the budget is smaller than one row, or more than this host has.
+
+    Example:
+      >>> from jgraph.graph.hash_spec import Column
+      >>> shard = HashShard(HashSpec("ads", (Column("rows", 2),), 1 << 16))
+      >>> keys = np.array([12345678901234, -5])
+      >>> shard.lookup(keys).tolist()
+      [[0.0, 0.0], [0.0, 0.0]]
+      >>> _ = shard.update(keys, lambda rows: [rows + 1])
+      >>> shard.lookup(keys[:1]).tolist(), len(shard)
+      ([[1.0, 1.0]], 2)
+    """
+
+    def __init__(self, spec: HashSpec) -> None:
+        self.spec = spec
+        self.capacity = rows_within(spec)
+        self.version = self._swept = 1
+        self.counts = HashCounts()
+        self._gate = Gate(spec.admission, _sketch_width(self.capacity))
+        # Address space for all rows; the system gives memory when a row is first used.
+        try:
+            self._index = HashIndex(self.capacity)
+            self._used = np.zeros(self.capacity, np.int64)
+            lfu = self.capacity if spec.eviction == "lfu" else 0
+            self._uses = np.zeros(lfu, np.uint32)
+            self._columns = [
+                np.empty(shape_of(column, self.capacity), np_dtype(column))
+                for column in spec.columns
+            ]
+        except MemoryError:
+            raise ConfigError(
+                f"hash table '{spec.name}' may take {spec.capacity_bytes} bytes here, "
+                "more than this host can give; lower capacity_bytes or use more ps"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: rows that were ever used, and what finds them."""
+        return _nbytes_for(self.spec, self._index.high)
+
+    def lookup(self, keys: Keys, *, learn: bool = True) -> Array:
+        """Returns the parameter's rows of these keys.
+
+        Args:
+          keys: int64[n]; equal keys count once for admission.
+          learn: unknown keys may get rows, and known ones become younger. Without, as
+            for evaluation, nothing changes and unknown keys read initial values.
+
+        Returns:
+          ``[n, width]``, a copy.
+        """
+        if learn:
+            self._expire()
+        rows = self._index.find(keys)
+        if learn:
+            self._touch(rows[rows >= 0])
+            absent = np.flatnonzero(rows < 0)
+            if len(absent):
+                rows[absent] = self._admit(keys[absent])
+        return self._take(0, keys, rows)
+
+    def update(self, keys: Keys, run: Callable[..., Sequence[Any]]) -> Sequence[Any]:
+        """Replaces all columns of these keys' rows by ``run(*columns)``.
+
+        A key without a row (evicted since it was looked up, or never admitted) takes
+        part with initial values, and its results are dropped and counted.
+
+        Args:
+          keys: int64[n], each once.
+          run: takes an array ``[n, …]`` per column and returns the new ones, and
+            perhaps more.
+
+        Returns:
+          What ``run`` returned beyond the columns. Nothing changes when it raises.
+        """
+        rows = self._index.find(keys)
+        old = [self._take(c, keys, rows) for c in range(len(self._columns))]
+        results = run(*old)
+        there = rows >= 0
+        everything = bool(there.all())
+        for column, new in zip(self._columns, results, strict=False):
+            if everything:
+                column[rows] = new
+            else:
+                column[rows[there]] = np.asarray(new)[there]
+        self.counts.dropped += len(keys) - int(there.sum())
+        self.version += 1
+        return results[len(self._columns) :]
+
+    def state(self) -> State:
+        """Returns a copy of all rows, ordered by key."""
+        rows = np.flatnonzero(self._used > _NO_ROW).astype(np.int32)
+        keys = self._index.keys_of(rows)
+        order = np.argsort(keys)
+        rows = rows[order]
+        state: State = {"keys": keys[order], "age": self.version - self._used[rows]}
+        uses = self._uses if len(self._uses) else np.ones(self._index.high, np.uint32)
+        state["uses"] = uses[rows]
+        for column, values in zip(self.spec.columns, self._columns, strict=True):
+            state[column.name] = values[rows]
+        return state
+
+    def restore(self, state: State) -> None:
+        """Replaces all rows by those of ``state``; of too many the best are kept."""
+        self._index = HashIndex(self.capacity)
+        self._used = np.zeros(self.capacity, np.int64)
+        count = len(state["keys"])
+        age = state["age"]
+        self.version = self._swept = 1 + int(age.max(initial=0))
+        used = self.version - age
+        kept = np.arange(count)
+        if count > self.capacity:
+            policy: Eviction = "lfu" if len(self._uses) else "lru"
+            gone = victims(
+                used, state["uses"], self.version + 1, count - self.capacity, policy
+            )
+            kept = np.delete(kept, gone)
+            self.counts.evicted += len(gone)
+        rows = self._index.insert(state["keys"][kept])
+        self._used[rows] = used[kept]
+        if len(self._uses):
+            self._uses[rows] = state["uses"][kept]
+        for column, values in zip(self.spec.columns, self._columns, strict=True):
+            values[rows] = state[column.name][kept]
+
+    def _take(self, column: int, keys: Keys, rows: Rows) -> Array:
+        # A key without a row reads any row first.
+        values: Array = self._columns[column].take(rows, axis=0)
+        absent = np.flatnonzero(rows < 0)
+        if len(absent):
+            values[absent] = initial_rows(keys[absent], self.spec.columns[column])
+        return values
+
+    def _touch(self, rows: Rows) -> None:
+        self._used[rows] = self.version
+        if len(self._uses):
+            self._uses[rows] += 1
+        self.counts.found += len(rows)
+
+    def _admit(self, keys: Keys) -> Rows:
+        """Returns the rows of absent keys, or ``ABSENT``."""
+        unique, places = np.unique(keys, return_inverse=True)
+        rows = np.full(len(unique), ABSENT, np.int32)
+        chosen = np.flatnonzero(self._gate.admits(unique, self.version))
+        self.counts.declined += len(unique) - len(chosen)
+        self._make_room(len(chosen))
+        room = min(self._index.room, len(chosen))
+        self.counts.refused += len(chosen) - room
+        self.counts.admitted += room
+        if room:
+            chosen = chosen[:room]
+            new = rows[chosen] = self._index.insert(unique[chosen])
+            self._used[new] = self.version
+            if len(self._uses):
+                self._uses[new] = 1
+            for column, values in zip(self.spec.columns, self._columns, strict=True):
+                values[new] = initial_rows(unique[chosen], column)
+        return rows[places]
+
+    def _make_room(self, count: int) -> None:
+        missing = count - self._index.room
+        if missing <= 0 or self.spec.eviction == "ttl":
+            return
+        # Choosing looks at every row: some more go at a time, so that it is rare.
+        wanted = max(missing, self.capacity // 32)
+        used = self._used[: self._index.high]
+        gone = victims(used, self._uses, self.version, wanted, self.spec.eviction)
+        self.counts.evicted += len(gone)
+        self._give_up(gone)
+
+    def _expire(self) -> None:
+        """Gives up rows over their time to live; looks four times in that time."""
+        ttl = self.spec.ttl
+        if not ttl or self.version - self._swept < max(1, ttl // 4):
+            return
+        self._swept = self.version
+        used = self._used[: self._index.high]
+        gone = np.flatnonzero((used > _NO_ROW) & (used <= self.version - ttl))
+        self.counts.expired += len(gone)
+        self._give_up(gone.astype(np.int32))
+
+    def _give_up(self, rows: Rows) -> None:
+        self._index.remove(rows)
+        self._used[rows] = _NO_ROW
+
+
+def rows_within(spec: HashSpec) -> int:
+    """Returns how many rows the budget of a shard is good for.
+
+    Counted is all that the shard keeps: the columns, the keys, the slots of the index
+    (also while it grows), and what the policies remember.
+
+    Raises:
+      ConfigError: not even one.
+    """
+    least = _nbytes_for(spec, 1)
+    if spec.capacity_bytes < least:
+        raise ConfigError(
+            f"hash table '{spec.name}' has {spec.capacity_bytes} bytes for a shard, "
+            f"and one row with its optimizer state takes {least}; raise capacity_bytes",
+            table=spec.name,
+            needed_bytes=least,
+        )
+    sizes = range(2, _MOST_ROWS)
+    return 1 + bisect_right(
+        sizes, spec.capacity_bytes, key=lambda rows: _nbytes_for(spec, rows)
+    )
+
+
+def reshard(states: Sequence[Mapping[str, Array]], shards: int) -> list[State]:
+    """Returns the states of ``shards`` shards with the rows of all ``states``.
+
+    Args:
+      states: one per shard, as ``HashShard.state`` gives.
+      shards: how many there will be.
+
+    Example:
+      >>> from jgraph.graph.hash_spec import Column
+      >>> one = HashShard(HashSpec("ads", (Column("rows", 2),), 1 << 16))
+      >>> _ = one.lookup(np.arange(5))
+      >>> [state["keys"].tolist() for state in reshard([one.state()], 2)]
+      [[0, 1, 3, 4], [2]]
+    """
+    whole = {name: np.concatenate([s[name] for s in states]) for name in states[0]}
+    order = np.argsort(whole["keys"])
+    homes = shard_of(whole["keys"][order], shards)
+    rows = [order[homes == number] for number in range(shards)]
+    return [{name: values[r] for name, values in whole.items()} for r in rows]
+
+
+def _nbytes_for(spec: HashSpec, rows: int) -> int:
+    values = sum(np_dtype(c).itemsize * max(c.width, 1) for c in spec.columns)
+    remembered = 8 + 4 * (spec.eviction == "lfu")
+    sketch = 0
+    if spec.admission.sightings > 1:
+        sketch = CountSketch.nbytes_for(_sketch_width(rows))
+    return rows * (values + remembered) + HashIndex.nbytes_for(rows) + sketch
+
+
+def _sketch_width(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
