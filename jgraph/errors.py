@@ -30,7 +30,9 @@
     │   ├── DeadlineError             JG-133  a named wait passed its deadline
     │   ├── StartError                JG-134  a task's process ended while starting
     │   ├── VersionError              JG-141  versions that cannot talk to each other
-    │   └── CancelledStepError        JG-135  the step was stopped from outside
+    │   ├── CancelledStepError        JG-135  the step was stopped from outside
+    │   ├── RunOverError              JG-136  the training run needs no more steps
+    │   └── StaleGradientError        JG-137  a gradient older than it may be
     ├── ProtocolError           the other side sent what it must not send
     │   ├── MalformedMessageError     JG-401  bytes that are not a message of ours
     │   ├── MessageTooLargeError      JG-402  a message over the limit
@@ -279,6 +281,18 @@ class CancelledStepError(ClusterError):
     """The step was stopped from outside."""
 
     code = "JG-135"
+
+
+class RunOverError(ClusterError):
+    """The training run needs no more steps."""
+
+    code = "JG-136"
+
+
+class StaleGradientError(ClusterError):
+    """A gradient older than it may be; it is computed anew."""
+
+    code = "JG-137"
 
 
 class VersionError(ClusterError):

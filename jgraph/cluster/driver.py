@@ -79,6 +79,7 @@ class StepDriver:
         *,
         timeout_s: float,
         ordered: bool = False,
+        compute_wait_s: float = 0.0,
     ) -> DrivenStep:
         """Starts a step of a registered program whose driver is this task.
 
@@ -91,6 +92,7 @@ class StepDriver:
             and last.
           timeout_s: limit for the whole step.
           ordered: begin on each task only after the handle's earlier steps.
+          compute_wait_s: emulated computing on this task, see ``StepRun``.
 
         Raises:
           InvalidProgramError: no such program here.
@@ -117,6 +119,7 @@ class StepDriver:
             lambda outcome, times: self._own_part_over(driven, outcome, times),
             feeds=feeds,
             ordered=ordered,
+            compute_wait_s=compute_wait_s,
         )
         return driven
 

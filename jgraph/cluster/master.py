@@ -64,6 +64,8 @@ class Master:
             "Master.Reset": self._each("Reset"),
             "Master.RunLoop": self._run_loop,
             "Master.StopLoop": self._stop_loop,
+            "Master.OpenGate": self._open_gate,
+            "Master.GateReport": self._gate_report,
         }
         service.methods.update(methods)
 
@@ -196,6 +198,19 @@ class Master:
 
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
         yield await self._call(TaskName(body_of(request).task), "StopLoop", request)
+
+    async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
+        shards = map(TaskName, body_of(request).shards)
+        await asyncio.gather(*(self._call(s, "OpenGate", request) for s in shards))
+        yield frame(empty=pb.Empty())
+
+    async def _gate_report(self, request: Frame) -> AsyncIterator[Frame]:
+        shards = map(TaskName, body_of(request).shards)
+        replies = await asyncio.gather(
+            *(self._call(shard, "GateReport", request) for shard in shards)
+        )
+        rows = [row for reply in replies for row in body_of(reply).rows]
+        yield frame(gate_table=pb.GateTable(rows=rows))
 
     def _each(self, method: str) -> Callable[[Frame], AsyncIterator[Frame]]:
         async def forward(request: Frame) -> AsyncIterator[Frame]:

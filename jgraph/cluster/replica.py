@@ -20,9 +20,11 @@ from jgraph.coordination.replica_loop import (
     StepAcknowledged,
     StepComputed,
     StepFailed,
+    StepRefused,
+    StepUnwanted,
     StopAsked,
 )
-from jgraph.errors import JGError
+from jgraph.errors import JGError, RunOverError, StaleGradientError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
@@ -62,6 +64,8 @@ class LoopRun:
         self._batch_cost = Cost()
         self._batch: dict[str, Any] | None = None
         self._waiting_step: int | None = None
+        # Batches of steps under way: a step that is refused is computed anew.
+        self._fed: dict[int, dict[str, Any]] = {}
         self._machine = ReplicaLoop(
             first_step=order.first_step,
             steps=order.steps,
@@ -148,22 +152,25 @@ class LoopRun:
             self._start(step)
 
     def _start(self, step: int) -> None:
-        if self._batch is None:
-            self._waiting_step = step
-            return
+        if step not in self._fed:
+            if self._batch is None:
+                self._waiting_step = step
+                return
+            feeds, self._batch = {**self._batch, **self._numbers}, None
+            self._fetch_batch()
+            if self._order.step_feed:
+                feeds[self._order.step_feed] = np.asarray(step, np.int32)
+            self._fed[step] = feeds
         self._started_at = self._clock.now()
-        feeds, self._batch = {**self._batch, **self._numbers}, None
-        self._fetch_batch()
-        if self._order.step_feed:
-            feeds[self._order.step_feed] = np.asarray(step, np.int32)
         try:
             self._driver.start(
                 self._order.handle,
-                feeds,
+                self._fed[step],
                 lambda fetches, times: self._computed(step, fetches, times),
                 lambda error: self._over(step, error),
                 timeout_s=self._order.step_timeout_s,
                 ordered=True,
+                compute_wait_s=self._order.compute_wait_s,
             )
         except JGError as error:
             self._take(StepFailed(step, error))
@@ -183,7 +190,17 @@ class LoopRun:
         self._take(StepComputed(step))
 
     def _over(self, step: int, error: JGError | None) -> None:
-        self._take(StepAcknowledged(step) if error is None else StepFailed(step, error))
+        if isinstance(error, StaleGradientError):
+            self._take(StepRefused(step))
+            return
+        self._fed.pop(step, None)
+        match error:
+            case None:
+                self._take(StepAcknowledged(step))
+            case RunOverError():
+                self._take(StepUnwanted(step))
+            case _:
+                self._take(StepFailed(step, error))
 
     def _end(self, state: str, error: JGError | None) -> None:
         if error is not None:

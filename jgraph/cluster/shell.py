@@ -82,6 +82,10 @@ class TaskShell:
         header = pb.Values(handle=step[0], step_id=step[1], key=key)
         self._transport.post(dst, frame(values=header, tensors=tuple(values)))
 
+    def later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` after that time, on the event loop."""
+        self._loop.call_later(seconds, callback)
+
     def close(self) -> None:
         """Lets running work end and takes no more."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -14,8 +14,10 @@ import psutil
 
 from jgraph.clock import Clock
 from jgraph.cluster.driver import StepDriver, as_error
+from jgraph.cluster.gates import Gates
 from jgraph.cluster.replica import LoopRun
 from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.sync_loop import SyncLoop
 from jgraph.errors import (
     ClusterBusyError,
     DataError,
@@ -65,11 +67,12 @@ class TaskService:
         self.shell = TaskShell(transport, clock)
         self.runtime = TaskRuntime(task, self.shell)
         self.driver = StepDriver(self.runtime, transport)
+        self.gates = Gates(task, transport, self.runtime.gates)
         self._transport = transport
         self._clock = clock
         self._shutdown = shutdown
         self._data: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-        self._loops: dict[str, LoopRun] = {}
+        self._loops: dict[str, LoopRun | SyncLoop] = {}
         self._drivers_of: dict[StepKey, tuple[TaskName, asyncio.TimerHandle]] = {}
         self.methods: dict[str, Method] = {
             "TaskStatus": self._task_status,
@@ -79,6 +82,8 @@ class TaskService:
             "RunLoop": self._run_loop,
             "StopLoop": self._stop_loop,
             "PutData": self._put_data,
+            "OpenGate": self._open_gate,
+            "GateReport": self._gate_report,
             "Variables": self._variables,
             "Reset": self._reset,
             "Shutdown": self._shut_down,
@@ -93,7 +98,10 @@ class TaskService:
             case "values":
                 step = body.handle, body.step_id
                 self.runtime.deliver(step, body.key, received.tensors)
+            case "gate_event":
+                self.gates.received(src, body)
             case "start_step":
+                self.gates.step_started(src, body.handle)
                 self._start_part(src, body)
             case "step_done":
                 error = from_status(body.status) if body.HasField("status") else None
@@ -108,6 +116,10 @@ class TaskService:
         for step, (driver, _) in list(self._drivers_of.items()):
             if driver == peer:
                 self.runtime.abort(step, error)
+        self.gates.peer_lost(peer)
+        for loop in list(self._loops.values()):
+            if isinstance(loop, SyncLoop):
+                loop.peer_lost(peer)
 
     def _start_part(self, driver: TaskName, order: pb.StartStep) -> None:
         step = order.handle, order.step_id
@@ -214,16 +226,9 @@ class TaskService:
 
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        if order.data not in self._data:
-            raise DataError(
-                f"{self.task} has no data set '{order.data}' (it may have been "
-                "restarted); call fit again to upload the data"
-            )
         if order.loop in self._loops:
             raise ClusterBusyError(f"loop '{order.loop}' already runs on {self.task}")
-        loop = LoopRun(
-            order, self._data[order.data], self.driver, self.shell, self._clock
-        )
+        loop = self._make_loop(order)
         self._loops[order.loop] = loop
         try:
             async for report in loop.reports():
@@ -231,11 +236,33 @@ class TaskService:
         finally:
             del self._loops[order.loop]
 
+    def _make_loop(self, order: pb.RunLoop) -> LoopRun | SyncLoop:
+        if order.HasField("sync"):
+            return SyncLoop(order, self.driver, self.gates, self._clock)
+        if order.data not in self._data:
+            raise DataError(
+                f"{self.task} has no data set '{order.data}' (it may have been "
+                "restarted); call fit again to upload the data"
+            )
+        data = self._data[order.data]
+        return LoopRun(order, data, self.driver, self.shell, self._clock)
+
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
-        loop = self._loops.get(body_of(request).loop)
-        if loop is not None:
+        body = body_of(request)
+        loop = self._loops.get(body.loop)
+        if isinstance(loop, SyncLoop) and body.lost:
+            loop.peer_lost(TaskName(body.lost))
+        elif loop is not None:
             loop.stop()
         yield frame(empty=pb.Empty())
+
+    async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
+        self.gates.open(body_of(request))
+        yield frame(empty=pb.Empty())
+
+    async def _gate_report(self, request: Frame) -> AsyncIterator[Frame]:
+        rows = self.gates.staleness(body_of(request).gate)
+        yield frame(gate_table=pb.GateTable(rows=rows))
 
     async def _variables(self, request: Frame) -> AsyncIterator[Frame]:
         chosen = set(body_of(request).containers)
@@ -255,6 +282,7 @@ class TaskService:
     async def _reset(self, request: Frame) -> AsyncIterator[Frame]:
         containers = list(body_of(request).containers)
         self.runtime.reset(containers)
+        self.gates.drop(containers or list(self.runtime.gates))
         if not containers:
             self._data.clear()
         yield frame(empty=pb.Empty())

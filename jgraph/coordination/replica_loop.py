@@ -46,12 +46,34 @@ class StepFailed:
 
 @final
 @dataclass(frozen=True, slots=True)
+class StepRefused:
+    """A step was not let in because it would be too old; its batch counts again."""
+
+    step: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepUnwanted:
+    """A step was not let in because the run needs no more."""
+
+    step: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """Somebody asked the loop to stop after the steps in flight."""
 
 
 Event: TypeAlias = (
-    LoopStarted | StepComputed | StepAcknowledged | StepFailed | StopAsked
+    LoopStarted
+    | StepComputed
+    | StepAcknowledged
+    | StepFailed
+    | StepRefused
+    | StepUnwanted
+    | StopAsked
 )
 
 
@@ -137,6 +159,13 @@ class ReplicaLoop:
             case StepFailed(_, error):
                 self._over = True
                 return [Report(), End("failed", error)]
+            case StepRefused(step):
+                return [StartStep(step)]
+            case StepUnwanted():
+                self._stopping = True
+                self._computing = False
+                self._outstanding -= 1
+                return self._go_on()
             case StopAsked():
                 self._stopping = True
                 return self._go_on()

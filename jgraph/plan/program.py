@@ -144,6 +144,27 @@ class RecvNode:
     outs: tuple[ValueId, ...]
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class ContributeNode:
+    """Gives the gate a step's values for variables; ``slot`` names its piece of data.
+
+    The variables themselves change only in an ``AggregateNode``.
+    """
+
+    variables: tuple[int, ...]
+    values: tuple[ValueId, ...]
+    slot: ValueId
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AggregateNode:
+    """Sets variables to the means of the contributions that the gate has chosen."""
+
+    variables: tuple[int, ...]
+
+
 Node: TypeAlias = (
     FeedNode
     | FetchNode
@@ -153,6 +174,8 @@ Node: TypeAlias = (
     | SegmentNode
     | SendNode
     | RecvNode
+    | ContributeNode
+    | AggregateNode
 )
 
 
@@ -163,6 +186,8 @@ def inputs_of(node: Node) -> tuple[ValueId, ...]:
             return node.inputs
         case SendNode() | WriteNode() | FetchNode():
             return node.values
+        case ContributeNode():
+            return (*node.values, node.slot)
         case _:
             return ()
 
@@ -193,12 +218,17 @@ class SegmentCode:
 @final
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The part of a program that one task runs."""
+    """The part of a program that one task runs.
+
+    ``gate`` names the gate of the task that each step passes before it starts here; a
+    partition with an ``AggregateNode`` belongs to its gate and passes at once.
+    """
 
     task: TaskName
     values: tuple[ValueType, ...]
     variables: tuple[StoredVariable, ...]
     nodes: tuple[Node, ...]
+    gate: str = ""
 
 
 @final

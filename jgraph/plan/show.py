@@ -12,6 +12,8 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.svg import Picture, shortened
 from jgraph.plan.assemble import SegmentInfo
 from jgraph.plan.program import (
+    AggregateNode,
+    ContributeNode,
     FeedNode,
     FetchNode,
     Node,
@@ -135,7 +137,7 @@ def _boxes(
                 found[position] = group
             case SegmentNode():
                 found[position] = scene.add(_segment_box(task, next(remaining)))
-            case ReadNode() | WriteNode():
+            case ReadNode() | WriteNode() | ContributeNode() | AggregateNode():
                 found[position] = scene.add(_access_box(partition, node))
             case FetchNode() if node.values:
                 count = count_text(len(node.values), "value")
@@ -178,8 +180,10 @@ def _group_box(task: TaskName, infos: list[SegmentInfo]) -> _Box:
     return _Box(task, "segment", title, count_text(equations, "equation"), detail)
 
 
-def _access_box(partition: Partition, node: ReadNode | WriteNode) -> _Box:
-    kind = "read" if isinstance(node, ReadNode) else "write"
+def _access_box(
+    partition: Partition, node: ReadNode | WriteNode | ContributeNode | AggregateNode
+) -> _Box:
+    kind = _ACCESS[type(node)]
     stored = [partition.variables[v] for v in node.variables]
     names = [v.name for v in stored]
     title = f"{kind} {names[0]}" if len(names) == 1 else f"{kind} {len(names)}"
@@ -187,10 +191,18 @@ def _access_box(partition: Partition, node: ReadNode | WriteNode) -> _Box:
     return _Box(partition.task, kind, title, nbytes, "\n".join(names))
 
 
+_ACCESS: dict[type, str] = {
+    ReadNode: "read",
+    WriteNode: "write",
+    ContributeNode: "contribute",
+    AggregateNode: "average",
+}
+
+
 def _touches(node: Node) -> bool:
     if isinstance(node, SegmentNode):
         return bool(node.updates or node.reads)
-    return isinstance(node, (ReadNode, WriteNode))
+    return type(node) in _ACCESS
 
 
 def _made(node: Node) -> tuple[int, ...]:
@@ -202,7 +214,8 @@ def _made(node: Node) -> tuple[int, ...]:
 def _taken(node: Node) -> tuple[int, ...]:
     if isinstance(node, SegmentNode):
         return node.inputs
-    return node.values if isinstance(node, (WriteNode, FetchNode)) else ()
+    takers = WriteNode, FetchNode, ContributeNode
+    return node.values if isinstance(node, takers) else ()
 
 
 def _received(

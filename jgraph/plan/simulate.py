@@ -11,8 +11,11 @@ import numpy as np
 
 from jgraph.errors import FeedError, InternalError, UninitializedError
 from jgraph.graph.ir import TaskName
+from jgraph.plan.accumulate import mean
 from jgraph.plan.program import (
+    AggregateNode,
     ConstNode,
+    ContributeNode,
     FeedNode,
     FetchNode,
     Node,
@@ -136,6 +139,10 @@ class _Step:
             case WriteNode():
                 for v, value in zip(node.variables, node.values, strict=True):
                     self.store[running.key(v)] = np.array(running.values[value])
+            case ContributeNode():
+                self._contribute(running, node)
+            case AggregateNode():
+                self._average(running, node)
             case SendNode():
                 key = (running.partition.task, node.dst, node.key)
                 self.messages[key] = [np.array(v) for v in running.get(node.values)]
@@ -161,6 +168,25 @@ class _Step:
             case RecvNode():
                 got = self.messages.pop(self._key(running, node))
                 values.update(zip(node.outs, got, strict=True))
+
+    # Contributions lie beside their variable, as "name@slot".
+
+    def _contribute(self, running: _Running, node: ContributeNode) -> None:
+        slot = int(running.values[node.slot])
+        for v, value in zip(node.variables, node.values, strict=True):
+            container, name = running.key(v)
+            self.store[container, f"{name}@{slot}"] = np.array(running.values[value])
+
+    def _average(self, running: _Running, node: AggregateNode) -> None:
+        for v in node.variables:
+            container, name = running.key(v)
+            keys = [
+                key
+                for key in self.store
+                if key[0] == container and key[1].rpartition("@")[0] == name
+            ]
+            keys.sort(key=lambda key: int(key[1].rpartition("@")[2]))
+            self.store[container, name] = mean([self.store.pop(key) for key in keys])
 
     def _load(self, running: _Running, variable: int) -> Array:
         key = running.key(variable)

@@ -11,7 +11,9 @@ from typing import assert_never
 from jgraph.errors import InvalidProgramError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.plan.program import (
+    AggregateNode,
     ConstNode,
+    ContributeNode,
     FeedNode,
     FetchNode,
     Node,
@@ -120,6 +122,8 @@ class _PartitionCheck:
                 self.other_task(node.dst)
             case RecvNode():
                 self.other_task(node.src)
+            case ContributeNode() | AggregateNode():
+                self.gated(node)
             case _:
                 assert_never(node)
 
@@ -131,6 +135,13 @@ class _PartitionCheck:
         _check_unique(node.donate, "donated input")
         inside = all(0 <= i < len(node.inputs) for i in node.donate)
         _require(inside, "it donates an input that it does not have")
+
+    def gated(self, node: ContributeNode | AggregateNode) -> None:
+        _require(bool(self.partition.gate), "its partition names no gate")
+        _check_unique(node.variables, "averaged variable")
+        if isinstance(node, ContributeNode):
+            self.same_types(self.stored(node.variables), node.values)
+            self.same_types([ValueType((), "int32")], [node.slot])
 
     def driver_only(self) -> None:
         driver = self.program.driver
@@ -156,7 +167,7 @@ class _PartitionCheck:
 
 def _variables(node: Node) -> Iterator[int]:
     match node:
-        case ReadNode() | WriteNode():
+        case ReadNode() | WriteNode() | ContributeNode() | AggregateNode():
             return iter(node.variables)
         case SegmentNode():
             return chain(node.updates, node.reads)

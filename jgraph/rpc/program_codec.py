@@ -7,14 +7,16 @@ then the values of the constants, partition by partition. What arrives is checke
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
 
 from jgraph.errors import InvalidProgramError, MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program import (
+    AggregateNode,
     ConstNode,
+    ContributeNode,
     FeedNode,
     FetchNode,
     Node,
@@ -110,6 +112,7 @@ def _partition_to(partition: Partition) -> pb.Partition:
             for v in partition.variables
         ],
         nodes=[_node_to(node) for node in partition.nodes],
+        gate=partition.gate,
     )
 
 
@@ -122,6 +125,7 @@ def _partition_from(message: pb.Partition, tensors: Iterator[Tensor]) -> Partiti
             for v in message.variables
         ),
         nodes=tuple(_node_from(node, tensors) for node in message.nodes),
+        gate=message.gate,
     )
 
 
@@ -146,25 +150,10 @@ def _next_tensor(tensors: Iterator[Tensor]) -> Tensor:
 
 
 def _node_to(node: Node) -> pb.Node:
-    match node:
-        case FeedNode():
-            return pb.Node(feed=pb.FeedNode(name=node.name, out=node.out))
-        case FetchNode():
-            return pb.Node(fetch=pb.FetchNode(values=node.values))
-        case ConstNode():
-            return pb.Node(const=pb.ConstNode(out=node.out))
-        case ReadNode():
-            return pb.Node(read=pb.ReadNode(**_fields(node)))
-        case WriteNode():
-            return pb.Node(write=pb.WriteNode(**_fields(node)))
-        case SegmentNode():
-            return pb.Node(segment=pb.SegmentNode(**_fields(node)))
-        case SendNode():
-            return pb.Node(send=pb.SendNode(**_fields(node)))
-        case RecvNode():
-            return pb.Node(recv=pb.RecvNode(**_fields(node)))
-        case _:
-            assert_never(node)
+    if isinstance(node, ConstNode):
+        return pb.Node(const=pb.ConstNode(out=node.out))
+    message = getattr(pb, type(node).__name__)(**_fields(node))
+    return pb.Node(**{_KINDS[type(node)]: message})
 
 
 def _fields(node: Node) -> dict[str, Any]:
@@ -194,7 +183,10 @@ _NODES: dict[str, Any] = {
     "segment": SegmentNode,
     "send": SendNode,
     "recv": RecvNode,
+    "contribute": ContributeNode,
+    "aggregate": AggregateNode,
 }
+_KINDS = {node: kind for kind, node in _NODES.items()}
 
 
 def _plain(value: object) -> object:

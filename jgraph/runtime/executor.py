@@ -14,8 +14,11 @@ import jax
 import numpy as np
 
 from jgraph.graph.ir import TaskName
+from jgraph.plan.accumulate import mean
 from jgraph.plan.program import (
+    AggregateNode,
     ConstNode,
+    ContributeNode,
     FeedNode,
     FetchNode,
     ReadNode,
@@ -27,6 +30,7 @@ from jgraph.plan.program import (
     inputs_of,
     outputs_of,
 )
+from jgraph.runtime.gate import Gate
 from jgraph.runtime.loaded import Cost, LoadedPartition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.store import VariableStore
@@ -90,6 +94,9 @@ class Shell(Protocol):
     ) -> None:
         """Sends values to another task; must not block."""
 
+    def later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` after that time, on the executor's thread."""
+
 
 @final
 class StepRun:
@@ -103,6 +110,9 @@ class StepRun:
       rendezvous: where values from other tasks arrive.
       shell: runs work, sends values.
       on_done: called once with the fetches or the first error.
+      gate: of the partition, if it has one.
+      compute_wait_s: what other tasks send is handed on this much later, as if the
+        step computed for that long.
     """
 
     def __init__(
@@ -114,7 +124,12 @@ class StepRun:
         rendezvous: Rendezvous,
         shell: Shell,
         on_done: Callable[[Outcome], None],
+        *,
+        gate: Gate | None = None,
+        compute_wait_s: float = 0.0,
     ) -> None:
+        self._gate = gate
+        self._compute_wait_s = compute_wait_s
         self.step = step
         self._loaded = loaded
         self._feeds = feeds
@@ -175,7 +190,10 @@ class StepRun:
             case FetchNode():
                 self._fetches = [np.asarray(self._values[v]) for v in node.values]
                 self._complete(index, [])
-            case ReadNode() | WriteNode() | SegmentNode():
+            case ContributeNode():
+                self._contribute(node)
+                self._complete(index, [])
+            case ReadNode() | WriteNode() | SegmentNode() | AggregateNode():
                 work = self._work(index, node)
                 self._shell.submit(
                     work,
@@ -184,7 +202,7 @@ class StepRun:
                 )
 
     def _work(
-        self, index: int, node: ReadNode | WriteNode | SegmentNode
+        self, index: int, node: ReadNode | WriteNode | SegmentNode | AggregateNode
     ) -> Callable[[], list[Any]]:
         variables = self._loaded.partition.variables
         store = self._store
@@ -203,6 +221,16 @@ class StepRun:
                     return []
 
                 return write
+            case AggregateNode():
+                assert self._gate is not None  # the partition's
+                chosen, means = self._gate.chosen(), named(node.variables)
+
+                def average() -> list[Any]:
+                    values = [mean([c[v] for c in chosen]) for v in means]
+                    store.write(means, values, copy=False)
+                    return []
+
+                return average
             case SegmentNode():
                 inputs = [self._values[v] for v in node.inputs]
                 run = self._loaded.executables[index]
@@ -219,10 +247,26 @@ class StepRun:
 
                 return compute
 
+    def _contribute(self, node: ContributeNode) -> None:
+        assert self._gate is not None  # the partition's
+        variables = self._loaded.partition.variables
+        values = {
+            variables[v]: np.asarray(self._values[value])
+            for v, value in zip(node.variables, node.values, strict=True)
+        }
+        self._gate.contribute(self.step, int(self._values[node.slot]), values)
+
     def _received(self, index: int, values: Sequence[Any]) -> None:
         self.times.received = self._shell.now()
-        self._complete(index, values)
-        self._drain()
+
+        def hand_on() -> None:
+            self._complete(index, values)
+            self._drain()
+
+        if self._compute_wait_s:
+            self._shell.later(self._compute_wait_s, hand_on)
+        else:
+            hand_on()
 
     def _worked(self, index: int, result: list[Any] | BaseException) -> None:
         if isinstance(result, BaseException):

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import jax
@@ -81,17 +82,25 @@ class VariableStore:
         with _held(entries):
             return [_view(entry.value) for entry in entries]
 
-    def write(self, variables: Sequence[StoredVariable], values: Sequence[Any]) -> None:
+    def write(
+        self,
+        variables: Sequence[StoredVariable],
+        values: Sequence[Any],
+        *,
+        copy: bool = True,
+    ) -> None:
         """Replaces whole variables at one moment; creates those that are absent.
 
         Args:
           variables: what to write, one per value.
-          values: arrays of the variables' types; they are copied.
+          values: arrays of the variables' types.
+          copy: false if nobody changes the arrays any more.
 
         Raises:
           VariableMismatchError: a stored variable has another shape or dtype.
         """
-        arrays = [jnp.array(value, copy=True) for value in values]
+        take = partial(jnp.array, copy=True) if copy else jax.device_put
+        arrays = [take(value) for value in values]
         pairs = [(_key(v), a) for v, a in zip(variables, arrays, strict=True)]
         with self._lock:
             for variable in variables:

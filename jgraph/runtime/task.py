@@ -13,9 +13,10 @@ from jgraph.errors import (
     VariableMismatchError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program import Program, ValueType
+from jgraph.plan.program import AggregateNode, Program, ValueType
 from jgraph.runtime.compile_cache import CompileCache
 from jgraph.runtime.executor import Outcome, Shell, StepRun, StepTimes
+from jgraph.runtime.gate import Gate
 from jgraph.runtime.loaded import LoadedPartition, load_partition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.store import VariableStore
@@ -33,6 +34,17 @@ class _Registered:
     queue: deque[StepRun] = field(default_factory=deque)
     running: StepRun | None = None
     advancing: bool = False
+
+    @property
+    def gate(self) -> str:
+        """Name of the gate of the partition; empty if it has none."""
+        return self.loaded.partition.gate
+
+    @property
+    def applies(self) -> bool:
+        """Whether the steps are the gate's own: updates of what it has chosen."""
+        nodes = self.loaded.partition.nodes
+        return bool(nodes) and isinstance(nodes[0], AggregateNode)
 
 
 @final
@@ -58,6 +70,8 @@ class TaskRuntime:
         self._rendezvous = Rendezvous()
         self._programs: dict[str, _Registered] = {}
         self._steps: dict[StepKey, StepRun] = {}
+        self.gates: dict[str, Gate] = {}
+        """By name; the cluster opens them."""
         self._when_idle: list[Callable[[], None]] = []
 
     def when_idle(self, callback: Callable[[], None]) -> None:
@@ -153,6 +167,7 @@ class TaskRuntime:
         *,
         feeds: Mapping[str, Any] | None = None,
         ordered: bool = False,
+        compute_wait_s: float = 0.0,
     ) -> None:
         """Begins this task's part of a step.
 
@@ -162,6 +177,7 @@ class TaskRuntime:
             and when the stages of this task's part were over.
           feeds: arrays by feed name (driver only).
           ordered: begin only after the handle's earlier steps are over.
+          compute_wait_s: see ``StepRun``.
 
         Raises:
           InvalidProgramError: no such program here (the task may have restarted), or
@@ -180,13 +196,15 @@ class TaskRuntime:
             self._rendezvous,
             self._shell,
             lambda outcome: self._over(registered, step, outcome, on_done),
+            gate=self._gate(registered),
+            compute_wait_s=compute_wait_s,
         )
         self._steps[step] = run
         if ordered:
             registered.queue.append(run)
             self._advance(registered)
         else:
-            run.start()
+            self._begin(registered, run)
 
     def deliver(self, step: StepKey, key: str, values: Sequence[Any]) -> None:
         """Takes values that another task sent for a step, early or late."""
@@ -231,9 +249,25 @@ class TaskRuntime:
         try:
             while registered.running is None and registered.queue:
                 registered.running = registered.queue.popleft()
-                registered.running.start()
+                self._begin(registered, registered.running)
         finally:
             registered.advancing = False
+
+    def _begin(self, registered: _Registered, run: StepRun) -> None:
+        gate = self.gates.get(registered.gate)
+        if gate is None or registered.applies:
+            run.start()
+        else:
+            gate.ask(run.step, run.start, run.abort)
+
+    def _gate(self, registered: _Registered) -> Gate | None:
+        if registered.gate and registered.gate not in self.gates:
+            raise InvalidProgramError(
+                f"{self.task} has no gate '{registered.gate}': it may have been "
+                "restarted or reset; call fit again",
+                task=self.task,
+            )
+        return self.gates.get(registered.gate)
 
     def _over(
         self,
@@ -245,6 +279,7 @@ class TaskRuntime:
         run = self._steps.pop(step)
         if run in registered.queue:
             registered.queue.remove(run)
+        self._tell_gate(registered, step, done=isinstance(outcome, list))
         on_done(outcome, run.times)
         if registered.running is run:
             registered.running = None
@@ -253,6 +288,15 @@ class TaskRuntime:
             waiting, self._when_idle = self._when_idle, []
             for callback in waiting:
                 callback()
+
+    def _tell_gate(self, registered: _Registered, step: StepKey, *, done: bool) -> None:
+        gate = self.gates.get(registered.gate)
+        if gate is None:
+            return
+        if not registered.applies:
+            gate.ended(step, done=done)
+        elif done:
+            gate.applied()
 
     def _check_variables(self, program: Program) -> None:
         stored = {(row.container, row.name): row.type for row in self.store.table()}

@@ -53,6 +53,9 @@ class Tasks:
     ) -> None:
         self.messages.append((dst, step, key, values))
 
+    def later(self, seconds: float, callback: Callable[[], None]) -> None:
+        callback()
+
     def register(self, handle: str, program: Program) -> None:
         participants = [partition.task for partition in program.partitions]
         for task in participants:

@@ -129,6 +129,10 @@ class Frame(_message.Message):
     CONNECT_FIELD_NUMBER: _builtins.int
     VARIABLE_QUERY_FIELD_NUMBER: _builtins.int
     VARIABLE_TABLE_FIELD_NUMBER: _builtins.int
+    GATE_EVENT_FIELD_NUMBER: _builtins.int
+    OPEN_GATE_FIELD_NUMBER: _builtins.int
+    GATE_QUERY_FIELD_NUMBER: _builtins.int
+    GATE_TABLE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Dense per (sender incarnation, receiver), starting at 1. Exchange only."""
     @_builtins.property
@@ -177,6 +181,14 @@ class Frame(_message.Message):
     def variable_query(self) -> Global___VariableQuery: ...
     @_builtins.property
     def variable_table(self) -> Global___VariableTable: ...
+    @_builtins.property
+    def gate_event(self) -> Global___GateEvent: ...
+    @_builtins.property
+    def open_gate(self) -> Global___OpenGate: ...
+    @_builtins.property
+    def gate_query(self) -> Global___GateQuery: ...
+    @_builtins.property
+    def gate_table(self) -> Global___GateTable: ...
     def __init__(
         self,
         *,
@@ -204,12 +216,16 @@ class Frame(_message.Message):
         connect: Global___ConnectRequest | None = ...,
         variable_query: Global___VariableQuery | None = ...,
         variable_table: Global___VariableTable | None = ...,
+        gate_event: Global___GateEvent | None = ...,
+        open_gate: Global___OpenGate | None = ...,
+        gate_query: Global___GateQuery | None = ...,
+        gate_table: Global___GateTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "empty", b"empty", "hello", b"hello", "loop_report", b"loop_report", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hello", b"hello", "loop_report", b"loop_report", "open_gate", b"open_gate", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "empty", b"empty", "hello", b"hello", "loop_report", b"loop_report", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hello", b"hello", "loop_report", b"loop_report", "open_gate", b"open_gate", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "gate_event", "open_gate", "gate_query", "gate_table"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -484,6 +500,137 @@ class AbortStep(_message.Message):
 Global___AbortStep: _TypeAlias = AbortStep  # noqa: Y015
 
 @_typing.final
+class GateEvent(_message.Message):
+    """Between the ps of one run: who may read, and what is averaged. The first ps of
+    OpenGate.shards decides for all.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATE_FIELD_NUMBER: _builtins.int
+    CONTRIBUTED_FIELD_NUMBER: _builtins.int
+    DECIDED_FIELD_NUMBER: _builtins.int
+    VOIDED_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    LET_IN_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    gate: _builtins.str
+    @_builtins.property
+    def contributed(self) -> Global___Contributed:
+        """ps -> first ps: it has what a step contributed"""
+
+    @_builtins.property
+    def decided(self) -> Global___Steps:
+        """first ps -> ps: average these, in this order; all others are late"""
+
+    @_builtins.property
+    def voided(self) -> Global___StepId:
+        """first ps -> ps: forget what this step contributed"""
+
+    @_builtins.property
+    def closed(self) -> Global___Status:
+        """first ps -> ps: there are no more updates"""
+
+    @_builtins.property
+    def let_in(self) -> Global___StepId:
+        """first ps -> ps: this step may read"""
+
+    @_builtins.property
+    def ended(self) -> Global___StepId:
+        """ps -> first ps: it is done with this step, or gave it up"""
+
+    def __init__(
+        self,
+        *,
+        gate: _builtins.str = ...,
+        contributed: Global___Contributed | None = ...,
+        decided: Global___Steps | None = ...,
+        voided: Global___StepId | None = ...,
+        closed: Global___Status | None = ...,
+        let_in: Global___StepId | None = ...,
+        ended: Global___StepId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "kind", b"kind", "let_in", b"let_in", "voided", b"voided"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "gate", b"gate", "kind", b"kind", "let_in", b"let_in", "voided", b"voided"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["contributed", "decided", "voided", "closed", "let_in", "ended"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___GateEvent: _TypeAlias = GateEvent  # noqa: Y015
+
+@_typing.final
+class StepId(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    handle: _builtins.str
+    step_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        handle: _builtins.str = ...,
+        step_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepId: _TypeAlias = StepId  # noqa: Y015
+
+@_typing.final
+class Steps(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepId]: ...
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___StepId] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Steps: _TypeAlias = Steps  # noqa: Y015
+
+@_typing.final
+class Contributed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """updates applied when the step was let in"""
+    slot: _builtins.int
+    """of the data"""
+    @_builtins.property
+    def step(self) -> Global___StepId: ...
+    def __init__(
+        self,
+        *,
+        step: Global___StepId | None = ...,
+        version: _builtins.int = ...,
+        slot: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot", "step", b"step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Contributed: _TypeAlias = Contributed  # noqa: Y015
+
+@_typing.final
 class TaskStatus(_message.Message):
     """---------------------------------------------------------------- calls to one task
 
@@ -657,6 +804,8 @@ class RunLoop(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     STEP_FEED_FIELD_NUMBER: _builtins.int
     REPLICA_FEED_FIELD_NUMBER: _builtins.int
+    SYNC_FIELD_NUMBER: _builtins.int
+    COMPUTE_WAIT_S_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -675,6 +824,12 @@ class RunLoop(_message.Message):
     """int32 feed: number of the step; empty: none"""
     replica_feed: _builtins.str
     """int32 feed: number of the replica; empty: none"""
+    compute_wait_s: _builtins.float
+    """Benchmarks: what comes from other tasks is handed on this much later, as if the
+    step computed for that long.
+    """
+    @_builtins.property
+    def sync(self) -> Global___SyncOrder: ...
     def __init__(
         self,
         *,
@@ -691,10 +846,12 @@ class RunLoop(_message.Message):
         first_step: _builtins.int = ...,
         step_feed: _builtins.str = ...,
         replica_feed: _builtins.str = ...,
+        sync: Global___SyncOrder | None = ...,
+        compute_wait_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "data", b"data", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -724,10 +881,31 @@ class LoopReport(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class DroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STATE_FIELD_NUMBER: _builtins.int
     STEPS_DONE_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped" """
     steps_done: _builtins.int
@@ -740,6 +918,10 @@ class LoopReport(_message.Message):
         acknowledgements), "input", "pull", "compute", "push", "other".
         """
 
+    @_builtins.property
+    def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Synchronous training: contributions that came too late so far, by task."""
+
     def __init__(
         self,
         *,
@@ -747,14 +929,178 @@ class LoopReport(_message.Message):
         steps_done: _builtins.int = ...,
         seconds: _builtins.float = ...,
         times: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoopReport: _TypeAlias = LoopReport  # noqa: Y015
+
+@_typing.final
+class SyncOrder(_message.Message):
+    """RunLoop on the first ps: decide and apply `steps` updates of synchronous training.
+    `RunLoop.handle` is the program that applies one. Its reports have a row per update:
+    the fetches, and how many contributions were averaged (int32).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    gate: _builtins.str
+    version: _builtins.int
+    """updates applied so far"""
+    wanted: _builtins.int
+    """contributions of an update"""
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the replicas' programs"""
+
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the replicas, in the same order"""
+
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        gate: _builtins.str = ...,
+        version: _builtins.int = ...,
+        wanted: _builtins.int = ...,
+        handles: _abc.Iterable[_builtins.str] | None = ...,
+        tasks: _abc.Iterable[_builtins.str] | None = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SyncOrder: _TypeAlias = SyncOrder  # noqa: Y015
+
+@_typing.final
+class OpenGate(_message.Message):
+    """"OpenGate" (client -> master -> each of `shards`): open a gate for the programs that
+    name it, in place of an earlier one of that name.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATE_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    SYNCHRONOUS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    gate: _builtins.str
+    synchronous: _builtins.bool
+    version: _builtins.int
+    """synchronous: updates applied so far"""
+    max_staleness: _builtins.int
+    """asynchronous; unset: no bound"""
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        gate: _builtins.str = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+        synchronous: _builtins.bool = ...,
+        version: _builtins.int = ...,
+        max_staleness: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "max_staleness", b"max_staleness"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "max_staleness", b"max_staleness", "shards", b"shards", "synchronous", b"synchronous", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
+    _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_staleness) -> _WhichOneofReturnType__max_staleness | None: ...
+
+Global___OpenGate: _TypeAlias = OpenGate  # noqa: Y015
+
+@_typing.final
+class GateQuery(_message.Message):
+    """"GateReport" (client -> master -> each of `shards`): what a gate has counted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATE_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    gate: _builtins.str
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        gate: _builtins.str = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GateQuery: _TypeAlias = GateQuery  # noqa: Y015
+
+@_typing.final
+class GateTable(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StalenessRow]: ...
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___StalenessRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GateTable: _TypeAlias = GateTable  # noqa: Y015
+
+@_typing.final
+class StalenessRow(_message.Message):
+    """`updates` gradients of a replica's program were `staleness` updates old on a task."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    handle: _builtins.str
+    staleness: _builtins.int
+    updates: _builtins.int
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        handle: _builtins.str = ...,
+        staleness: _builtins.int = ...,
+        updates: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "staleness", b"staleness", "task", b"task", "updates", b"updates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StalenessRow: _TypeAlias = StalenessRow  # noqa: Y015
 
 @_typing.final
 class StopLoop(_message.Message):
@@ -764,17 +1110,21 @@ class StopLoop(_message.Message):
 
     LOOP_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     loop: _builtins.str
     task: _builtins.str
+    lost: _builtins.str
+    """set: only tell the loop that this task went away"""
     def __init__(
         self,
         *,
         loop: _builtins.str = ...,
         task: _builtins.str = ...,
+        lost: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loop", b"loop", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loop", b"loop", "lost", b"lost", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1113,7 +1463,10 @@ class Partition(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     VARIABLES_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     task: _builtins.str
+    gate: _builtins.str
+    """steps pass this gate of the task before they start"""
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorType]: ...
     @_builtins.property
@@ -1129,10 +1482,11 @@ class Partition(_message.Message):
         values: _abc.Iterable[Global___TensorType] | None = ...,
         variables: _abc.Iterable[Global___StoredVariable] | None = ...,
         nodes: _abc.Iterable[Global___Node] | None = ...,
+        gate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "task", b"task", "values", b"values", "variables", b"variables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "nodes", b"nodes", "task", b"task", "values", b"values", "variables", b"variables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1154,6 +1508,8 @@ class Node(_message.Message):
     SEGMENT_FIELD_NUMBER: _builtins.int
     SEND_FIELD_NUMBER: _builtins.int
     RECV_FIELD_NUMBER: _builtins.int
+    CONTRIBUTE_FIELD_NUMBER: _builtins.int
+    AGGREGATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def feed(self) -> Global___FeedNode: ...
     @_builtins.property
@@ -1170,6 +1526,10 @@ class Node(_message.Message):
     def send(self) -> Global___SendNode: ...
     @_builtins.property
     def recv(self) -> Global___RecvNode: ...
+    @_builtins.property
+    def contribute(self) -> Global___ContributeNode: ...
+    @_builtins.property
+    def aggregate(self) -> Global___AggregateNode: ...
     def __init__(
         self,
         *,
@@ -1181,12 +1541,14 @@ class Node(_message.Message):
         segment: Global___SegmentNode | None = ...,
         send: Global___SendNode | None = ...,
         recv: Global___RecvNode | None = ...,
+        contribute: Global___ContributeNode | None = ...,
+        aggregate: Global___AggregateNode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["const", b"const", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "read", b"read", "recv", b"recv", "segment", b"segment", "send", b"send", "write", b"write"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "read", b"read", "recv", b"recv", "segment", b"segment", "send", b"send", "write", b"write"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["const", b"const", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "read", b"read", "recv", b"recv", "segment", b"segment", "send", b"send", "write", b"write"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "read", b"read", "recv", b"recv", "segment", b"segment", "send", b"send", "write", b"write"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv", "contribute", "aggregate"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1404,3 +1766,50 @@ class RecvNode(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecvNode: _TypeAlias = RecvNode  # noqa: Y015
+
+@_typing.final
+class ContributeNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VARIABLES_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    @_builtins.property
+    def variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        variables: _abc.Iterable[_builtins.int] | None = ...,
+        values: _abc.Iterable[_builtins.int] | None = ...,
+        slot: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot", "values", b"values", "variables", b"variables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContributeNode: _TypeAlias = ContributeNode  # noqa: Y015
+
+@_typing.final
+class AggregateNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VARIABLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        variables: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["variables", b"variables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AggregateNode: _TypeAlias = AggregateNode  # noqa: Y015

@@ -1,0 +1,201 @@
+"""The gates of one task, and what they say to those of other tasks."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, final
+
+from jgraph.cluster.stale_shard import StaleShard
+from jgraph.cluster.sync_shard import SyncShard
+from jgraph.coordination.admission import Admission, LetIn, StepAsked, StepEnded
+from jgraph.coordination.aggregation import Contributed
+from jgraph.coordination.sync_gate import Tell
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.status import from_status, to_status
+from jgraph.rpc.transport import Transport
+from jgraph.runtime.gate import Gate
+from jgraph.runtime.rendezvous import StepKey
+
+OnContributed: TypeAlias = Callable[[Contributed], None]
+
+
+@final
+class Gates:
+    """Opens the gates of a task, and carries their messages.
+
+    Args:
+      task: the task's name.
+      transport: to the other tasks.
+      opened: where the task's runtime looks gates up.
+    """
+
+    def __init__(
+        self, task: TaskName, transport: Transport, opened: dict[str, Gate]
+    ) -> None:
+        self._task = task
+        self._transport = transport
+        self._opened = opened
+        self._admissions: dict[str, Admission] = {}
+        self._shards: dict[str, list[TaskName]] = {}
+        self._drivers: defaultdict[TaskName, set[str]] = defaultdict(set)
+        self.arbiters: dict[str, OnContributed] = {}
+        """Who decides here about what is contributed, by gate."""
+        self._unheard: defaultdict[str, list[Contributed]] = defaultdict(list)
+
+    # ------------------------------------------------------------ calls
+
+    def open(self, order: pb.OpenGate) -> None:
+        """Opens a gate, in place of an earlier one, if this task is one of its."""
+        shards = [TaskName(shard) for shard in order.shards]
+        if self._task not in shards:
+            return
+        name = order.gate
+        self.drop([name])
+        self._shards[name] = shards
+        if order.synchronous:
+            tell = lambda told: self._contributed(name, told)
+            self._opened[name] = SyncShard(order.version, tell)
+            return
+        if not order.HasField("max_staleness"):
+            self._opened[name] = StaleShard()
+            return
+        if self._task == shards[0]:
+            bound = order.max_staleness
+            self._admissions[name] = Admission(shards, bound=bound)
+        self._opened[name] = StaleShard(
+            ask=lambda step: self._asked(name, step),
+            end=lambda step: self._ended(name, step, self._task),
+        )
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets gates."""
+        for name in names:
+            self._opened.pop(name, None)
+            self._admissions.pop(name, None)
+            self._shards.pop(name, None)
+            self._unheard.pop(name, None)
+
+    def staleness(self, name: str) -> list[pb.StalenessRow]:
+        """Returns what a gate of this task has counted."""
+        gate = self._opened.get(name)
+        if not isinstance(gate, StaleShard):
+            return []
+        return [
+            pb.StalenessRow(
+                task=self._task, handle=handle, staleness=age, updates=updates
+            )
+            for handle, ages in gate.updates.items()
+            for age, updates in sorted(ages.items())
+        ]
+
+    # ------------------------------------------------------------ frames and peers
+
+    def step_started(self, driver: TaskName, handle: str) -> None:
+        """Learns which task drives the steps of a program."""
+        self._drivers[driver].add(handle)
+
+    def peer_lost(self, peer: TaskName) -> None:
+        """Lets nobody wait for the steps of a task that went away."""
+        for handle in self._drivers.pop(peer, ()):
+            for gate in list(self._opened.values()):
+                if isinstance(gate, StaleShard):
+                    gate.replica_lost(handle)
+
+    def received(self, src: TaskName, event: pb.GateEvent) -> None:
+        """Takes a message from a gate, or from who decides for this one."""
+        name, gate = event.gate, self._opened.get(event.gate)
+        match event.WhichOneof("kind"), gate:
+            case "contributed", _:
+                body = event.contributed
+                step = _step(body.step)
+                self._hear(name, Contributed(src, step, body.version, body.slot))
+            case "ended", _:
+                self._ended(name, _step(event.ended), src)
+            case "decided", SyncShard():
+                gate.decided(tuple(map(_step, event.decided.steps)))
+            case "voided", SyncShard():
+                gate.voided(_step(event.voided))
+            case "closed", SyncShard():
+                gate.closed(from_status(event.closed))
+            case "let_in", StaleShard():
+                gate.let_in(_step(event.let_in))
+
+    # ------------------------------------------------------------ synchronous
+
+    def listen(self, name: str, arbiter: OnContributed) -> None:
+        """Makes ``arbiter`` the one who decides; it hears also what came before."""
+        self.arbiters[name] = arbiter
+        for contributed in self._unheard.pop(name, ()):
+            arbiter(contributed)
+
+    def decide(self, name: str, steps: tuple[StepKey, ...]) -> None:
+        """Tells every gate what is averaged next."""
+        body = pb.Steps(steps=map(_step_id, steps))
+        self._tell_all(name, pb.GateEvent(gate=name, decided=body))
+
+    def void(self, name: str, step: StepKey) -> None:
+        """Tells every gate that a contribution cannot be used."""
+        self._tell_all(name, pb.GateEvent(gate=name, voided=_step_id(step)))
+
+    def close(self, name: str, error: JGError) -> None:
+        """Tells every gate that nothing more is decided."""
+        self.arbiters.pop(name, None)
+        self._tell_all(name, pb.GateEvent(gate=name, closed=to_status(error)))
+
+    def _contributed(self, name: str, told: Tell) -> None:
+        leader = self._shards[name][0]
+        if leader == self._task:
+            event = Contributed(self._task, told.step, told.version, told.slot)
+            self._hear(name, event)
+            return
+        body = pb.Contributed(
+            step=_step_id(told.step), version=told.version, slot=told.slot
+        )
+        self._post(leader, pb.GateEvent(gate=name, contributed=body))
+
+    def _hear(self, name: str, event: Contributed) -> None:
+        arbiter = self.arbiters.get(name)
+        if arbiter is None:
+            self._unheard[name].append(event)
+        else:
+            arbiter(event)
+
+    # ------------------------------------------------------------ bounded staleness
+
+    def _asked(self, name: str, step: StepKey) -> None:
+        if name in self._admissions:
+            self._let_in(name, self._admissions[name].handle(StepAsked(step)))
+
+    def _ended(self, name: str, step: StepKey, shard: TaskName) -> None:
+        if name in self._admissions:
+            self._let_in(name, self._admissions[name].handle(StepEnded(shard, step)))
+        elif shard == self._task and name in self._shards:
+            event = pb.GateEvent(gate=name, ended=_step_id(step))
+            self._post(self._shards[name][0], event)
+
+    def _let_in(self, name: str, instructions: list[LetIn]) -> None:
+        for step in (instruction.step for instruction in instructions):
+            self._tell_all(name, pb.GateEvent(gate=name, let_in=_step_id(step)))
+
+    # ------------------------------------------------------------ sending
+
+    def _tell_all(self, name: str, event: pb.GateEvent) -> None:
+        shards = self._shards.get(name, [])
+        for shard in shards:
+            if shard != self._task:
+                self._post(shard, event)
+        if self._task in shards:
+            self.received(self._task, event)
+
+    def _post(self, dst: TaskName, event: pb.GateEvent) -> None:
+        self._transport.post(dst, frame(gate_event=event))
+
+
+def _step(message: pb.StepId) -> StepKey:
+    return message.handle, message.step_id
+
+
+def _step_id(step: StepKey) -> pb.StepId:
+    return pb.StepId(handle=step[0], step_id=step[1])

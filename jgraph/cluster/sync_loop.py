@@ -1,0 +1,181 @@
+"""The loop of synchronous training, on the ps that decides: updates in, reports out."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, final
+
+import numpy as np
+
+from jgraph.clock import Clock
+from jgraph.cluster.driver import Fetches, StepDriver
+from jgraph.cluster.gates import Gates
+from jgraph.coordination.aggregation import (
+    Applied,
+    Arbiter,
+    Decide,
+    End,
+    Event,
+    ReplicaLost,
+    StopAsked,
+    TimeIsUp,
+    Void,
+)
+from jgraph.errors import JGError, RunOverError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
+
+
+@final
+class SyncLoop:
+    """Decides and applies the updates of one order of ``RunLoop`` with ``sync``.
+
+    Args:
+      order: what to run; ``handle`` is the program that applies an update.
+      driver: drives the steps of that program.
+      gates: of this task; the order's is open.
+      clock: time for reports and the deadline.
+    """
+
+    def __init__(
+        self, order: pb.RunLoop, driver: StepDriver, gates: Gates, clock: Clock
+    ) -> None:
+        sync = order.sync
+        tasks = map(TaskName, sync.tasks)
+        self._order = order
+        self._gate = sync.gate
+        self._driver = driver
+        self._gates = gates
+        self._clock = clock
+        self._replicas = dict(zip(sync.handles, tasks, strict=True))
+        self._machine = Arbiter(
+            map(TaskName, sync.shards),
+            self._replicas,
+            wanted=sync.wanted,
+            version=sync.version,
+            steps=order.steps,
+        )
+        self._events: deque[Event] = deque()
+        self._handling = False
+        self._began = self._reported_at = self._progress_at = clock.now()
+        self._rows: list[tuple[int, float, Fetches]] = []
+        self._reports: asyncio.Queue[Frame | JGError | None] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        """Asks the loop to end after the update under way."""
+        self._take(StopAsked())
+
+    def peer_lost(self, peer: TaskName) -> None:
+        """Learns that a task went away, maybe one of a replica."""
+        for handle, task in self._replicas.items():
+            if task == peer:
+                self._take(ReplicaLost(handle))
+
+    async def reports(self) -> AsyncIterator[Frame]:
+        """Runs the loop to its end; yields reports, the last with its final state.
+
+        Raises:
+          JGError: an update failed, nobody is left to contribute, or too much time
+            passed without an update.
+        """
+        self._gates.listen(self._gate, self._take)
+        self._watch_time()
+        try:
+            while (report := await self._reports.get()) is not None:
+                if isinstance(report, JGError):
+                    raise report
+                yield report
+        finally:
+            self.stop()  # the watcher may be gone
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _watch_time(self) -> None:
+        limit = self._order.step_timeout_s
+        left = self._progress_at + limit - self._clock.now()
+        if left <= 0:
+            self._take(TimeIsUp(limit))
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(left, self._watch_time)
+
+    def _take(self, event: Event) -> None:
+        # One after the other: carrying out an instruction may bring the next event.
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for instruction in self._machine.handle(self._events.popleft()):
+                    self._perform(instruction)
+        finally:
+            self._handling = False
+
+    def _perform(self, instruction: Decide | Void | End) -> None:
+        match instruction:
+            case Decide(version, steps):
+                self._gates.decide(self._gate, steps)
+                self._apply(version, len(steps))
+            case Void(step):
+                self._gates.void(self._gate, step)
+            case End(state, error):
+                self._end(state, error)
+
+    def _apply(self, version: int, count: int) -> None:
+        def computed(fetches: Fetches, _: object) -> None:
+            seconds = self._clock.now() - self._began
+            self._rows.append((version, seconds, [*fetches, np.array(count, np.int32)]))
+
+        def over(error: JGError | None) -> None:
+            if error is not None:
+                self._end("failed", error)
+                return
+            self._progress_at = self._clock.now()
+            self._take(Applied())
+            if self._progress_at - self._reported_at >= self._order.report_every_s:
+                self._report("running")
+
+        try:
+            self._driver.start(
+                self._order.handle,
+                {},
+                computed,
+                over,
+                timeout_s=self._order.step_timeout_s,
+            )
+        except JGError as error:
+            self._end("failed", error)
+
+    def _end(self, state: str, error: JGError | None) -> None:
+        over = RunOverError("the training run has all its updates, or was stopped")
+        self._gates.close(self._gate, error or over)
+        if error is not None:
+            self._reports.put_nowait(error)
+            return
+        self._report(state)
+        self._reports.put_nowait(None)
+
+    def _report(self, state: str) -> None:
+        rows, self._rows = self._rows, []
+        self._reported_at = self._clock.now()
+        tensors: list[np.ndarray[Any, Any]] = [
+            np.array([row[0] for row in rows], np.int64),
+            np.array([row[1] for row in rows], np.float64),
+        ]
+        if rows:
+            columns = zip(*(row[2] for row in rows), strict=True)
+            tensors.extend(np.stack(column) for column in columns)
+        header = pb.LoopReport(
+            state=state,
+            steps_done=int(rows[-1][0]) + 1 if rows else 0,
+            seconds=self._reported_at - self._began,
+            dropped={
+                self._replicas[handle]: count
+                for handle, count in self._machine.dropped.items()
+            },
+        )
+        self._reports.put_nowait(frame(loop_report=header, tensors=tensors))

@@ -1,0 +1,163 @@
+"""Synchronous training as two programs: contribute, and apply the mean.
+
+To the planner both are ordinary graphs, and what is averaged are ordinary variables
+that live on the task of what they update. The gradient graph writes them, the apply
+graph reads them. Here writing becomes contributing (``contributing``), and reading is
+of the mean of what was contributed (``averaging``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jgraph.errors import InternalError
+from jgraph.plan.program import (
+    AggregateNode,
+    ContributeNode,
+    Node,
+    Partition,
+    Program,
+    ReadNode,
+    SegmentNode,
+    StoredVariable,
+    ValueId,
+    WriteNode,
+)
+
+MEAN = "mean/"
+"""Prefix of the names of variables that are averaged."""
+
+SLOT = "slot/"
+"""Prefix of the names of the int32 variables that a step writes its data slot to."""
+
+_CHUNK = 1 << 16  # values at a time, so that sums stay in the cache
+
+
+def mean(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Returns the mean of arrays of one type, summed in their order.
+
+    The same arrays in the same order give the same bits. Half types are summed as
+    float32. Of integers and booleans, which count or choose, the first is taken.
+
+    Example:
+      >>> mean([np.float32([1, 2]), np.float32([3, 6])]).tolist()
+      [2.0, 4.0]
+      >>> mean([np.uint32([7]), np.uint32([9])]).tolist()
+      [7]
+    """
+    first = np.asarray(values[0])
+    if first.dtype.kind in "biu":
+        return first
+    half = first.dtype.itemsize < 4
+    result = _aligned(first.size, first.dtype)
+    rows = [np.ascontiguousarray(value).reshape(-1) for value in values]
+    for start in range(0, first.size, _CHUNK):
+        piece = slice(start, start + _CHUNK)
+        total = rows[0][piece].astype(np.float32 if half else first.dtype)
+        for row in rows[1:]:
+            total += row[piece]
+        np.divide(total, len(values), out=total)
+        result[piece] = total
+    return result.reshape(first.shape)
+
+
+def contributing(program: Program, gate: str) -> Program:
+    """Returns a program that contributes what it would write, once per task.
+
+    Args:
+      program: writes variables called ``mean/…``, and on each task that has some also
+        one called ``slot/…``; it writes no others.
+      gate: of the tasks that it contributes to.
+    """
+    return _each(program, lambda p: _contributing(p, gate))
+
+
+def averaging(program: Program, gate: str) -> Program:
+    """Returns a program that first sets its variables ``mean/…`` to what is averaged.
+
+    Args:
+      program: reads variables called ``mean/…``.
+      gate: of the tasks that hold these variables.
+    """
+    return _each(program, lambda p: _averaging(p, gate))
+
+
+def gated(program: Program, gate: str) -> Program:
+    """Returns a program whose steps pass ``gate`` on every task with variables."""
+    return _each(program, lambda p: replace(p, gate=gate) if p.variables else p)
+
+
+def shards_of(program: Program) -> list[str]:
+    """Returns the tasks on which steps of a program pass a gate, sorted."""
+    return sorted(p.task for p in program.partitions if p.gate)
+
+
+def _each(program: Program, change: Any) -> Program:
+    return replace(program, partitions=tuple(map(change, program.partitions)))
+
+
+def _contributing(partition: Partition, gate: str) -> Partition:
+    written: dict[int, ValueId] = {}
+    kept: list[int] = []
+    for index, node in enumerate(partition.nodes):
+        if isinstance(node, WriteNode):
+            written.update(zip(node.variables, node.values, strict=True))
+        else:
+            kept.append(index)
+    if not written:
+        return partition
+    slots = [
+        written.pop(v) for v in list(written) if _starts(partition.variables[v], SLOT)
+    ]
+    others = [v for v in written if not _starts(partition.variables[v], MEAN)]
+    if others or not slots:
+        raise InternalError(
+            f"a gradient graph writes {[partition.variables[v].name for v in others]} "
+            f"on {partition.task}, with {len(slots)} slots"
+        )
+    contribute = ContributeNode(tuple(written), tuple(written.values()), slots[0])
+    place = {old: new for new, old in enumerate(kept)}
+    nodes = [_moved(partition.nodes[old], place) for old in kept]
+    return replace(partition, nodes=(*nodes, contribute), gate=gate)
+
+
+def _averaging(partition: Partition, gate: str) -> Partition:
+    means = tuple(
+        v for v, stored in enumerate(partition.variables) if _starts(stored, MEAN)
+    )
+    if not means:
+        return partition
+    place = {old: old + 1 for old in range(len(partition.nodes))}
+    nodes = [_after_mean(_moved(node, place), means) for node in partition.nodes]
+    return replace(partition, nodes=(AggregateNode(means), *nodes), gate=gate)
+
+
+def _moved(node: Node, place: dict[int, int]) -> Node:
+    """Returns a node of which the nodes that it follows have new places."""
+    if isinstance(node, SegmentNode | ReadNode | WriteNode):
+        return replace(node, after=tuple(place[i] for i in node.after if i in place))
+    return node
+
+
+def _after_mean(node: Node, means: tuple[int, ...]) -> Node:
+    """Returns a node that follows the first one if it reads what that one sets."""
+    match node:
+        case SegmentNode() if {*node.reads, *node.updates} & set(means):
+            return replace(node, after=(0, *node.after))
+        case ReadNode() if set(node.variables) & set(means):
+            return replace(node, after=(0, *node.after))
+        case _:
+            return node
+
+
+def _starts(variable: StoredVariable, prefix: str) -> bool:
+    return variable.name.startswith(prefix)
+
+
+def _aligned(size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Returns an array that JAX takes without a copy: aligned to 64 bytes."""
+    memory = np.empty(size * dtype.itemsize + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size * dtype.itemsize].view(dtype)

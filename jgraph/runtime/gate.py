@@ -1,0 +1,42 @@
+"""The gate of a task: which steps may start here, and what they contribute.
+
+A partition may name a gate. The task asks it before the partition's steps start, and
+tells it when they are over. Who decides is not the runtime's business: the cluster puts
+gates into ``TaskRuntime.gates``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from jgraph.errors import JGError
+from jgraph.plan.program import StoredVariable
+from jgraph.runtime.rendezvous import StepKey
+
+Contribution: TypeAlias = Mapping[StoredVariable, np.ndarray[Any, Any]]
+"""Values by variable."""
+
+
+class Gate(Protocol):
+    """What a task asks and tells. Called on its event loop; returns at once."""
+
+    def ask(
+        self,
+        step: StepKey,
+        let_in: Callable[[], None],
+        refuse: Callable[[JGError], None],
+    ) -> None:
+        """Calls ``let_in`` when the step may start here, or ``refuse``, once."""
+
+    def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
+        """Takes what a step that was let in contributes for a data slot."""
+
+    def chosen(self) -> Sequence[Contribution]:
+        """Returns the contributions to average, in the order in which to sum them."""
+
+    def ended(self, step: StepKey, *, done: bool) -> None:
+        """Learns that a step that asked is over; ``done`` unless it failed."""
+
+    def applied(self) -> None:
+        """Learns that the update of the chosen contributions is applied here."""
