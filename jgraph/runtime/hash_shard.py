@@ -16,8 +16,9 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from jgraph.errors import ConfigError
+from jgraph.graph.hash_keys import Keys, shard_of
 from jgraph.graph.hash_spec import Eviction, HashSpec
-from jgraph.runtime.hash_index import ABSENT, HashIndex, Keys, Rows, shard_of
+from jgraph.runtime.hash_index import ABSENT, HashIndex, Rows
 from jgraph.runtime.hash_policy import CountSketch, Gate, victims
 from jgraph.runtime.hash_rows import initial_rows, np_dtype, shape_of
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jgraph.errors import ConfigError
+from jgraph.graph.hash_keys import Keys, shard_of
 from jgraph.graph.hash_spec import Admission, Column, Eviction, HashSpec, Initial
-from jgraph.runtime.hash_index import Keys, shard_of
 from jgraph.runtime.hash_rows import initial_rows
 from jgraph.runtime.hash_shard import HashShard, _nbytes_for, reshard, rows_within
 
