@@ -16,6 +16,10 @@ from jgraph.errors import GraphError
 Keys: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Pairs: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
 Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+Positions: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
+
+NO_KEY = -(2**63)
+"""Stands for no key among int64 keys: it never has a row, as in a bag not full."""
 
 
 def split_keys(keys: Any) -> Pairs:
@@ -128,3 +132,30 @@ def shard_of(keys: Keys, shards: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """
     # The high bits: the low ones choose the slot inside a shard.
     return ((hash_keys(keys) >> np.uint64(33)) % np.uint64(shards)).astype(np.int64)
+
+
+def route_keys(keys: Keys, shards: int) -> tuple[Positions, list[Keys]]:
+    """Returns (position of each key in the merged rows, needed keys per shard).
+
+    Args:
+      keys: int64[n].
+      shards: how many there are.
+
+    Returns:
+      positions: int32[n]: the place of each key's row among the rows of all shards,
+        one shard after the other; ``n`` for ``NO_KEY``.
+      local: per shard int64[m]: its keys, each once, ascending.
+
+    Example:
+      >>> positions, local = route_keys(np.array([2, 1, 2, NO_KEY]), 2)
+      >>> positions.tolist(), [part.tolist() for part in local]
+      ([1, 0, 1, 4], [[1], [2]])
+    """
+    needed, found = np.unique(keys, return_inverse=True)
+    none = int(len(needed) > 0 and needed[0] == NO_KEY)  # the least of all
+    homes = shard_of(needed[none:], shards)
+    order = np.argsort(homes, kind="stable")
+    place = np.full(len(needed), len(keys), np.int32)
+    place[none + order] = np.arange(len(order), dtype=np.int32)
+    ends = np.cumsum(np.bincount(homes, minlength=shards))
+    return place[found], np.split(needed[none:][order], ends[:-1])

@@ -10,7 +10,7 @@ from flax import nnx
 from jgraph.graph.find_keys import find_keys
 from jgraph.graph.hash_keys import Keys, as_pairs, join_keys, split_keys
 from jgraph.graph.hash_spec import Admission, Eviction, Initial, TableOptions
-from jgraph.runtime.hash_shard import rows_within
+from jgraph.runtime.hash_budget import rows_within
 
 
 class KnownKeys(nnx.Variable[jax.Array]):

@@ -8,7 +8,14 @@ from hypothesis import given, settings, strategies as st
 
 from jgraph.errors import GraphError
 from jgraph.graph.find_keys import find_keys
-from jgraph.graph.hash_keys import as_pairs, join_keys, shard_of, split_keys
+from jgraph.graph.hash_keys import (
+    NO_KEY,
+    as_pairs,
+    join_keys,
+    route_keys,
+    shard_of,
+    split_keys,
+)
 from jgraph.graph.hash_spec import TableOptions
 
 HOMES = [2, 2, 4, 4, 0, 3, 3, 0, 0, 1, 0, 4, 2, 0, 0, 2]
@@ -81,6 +88,20 @@ def test_finding_works_under_jit_vmap_and_grad() -> None:
     rows = jnp.arange(3.0)
     assert jax.jit(jax.vmap(loss, (None, 0)))(rows, ids).tolist() == [2.0, 2.0]
     assert jax.grad(loss)(rows, ids).tolist() == [1.0, 2.0, 1.0]
+
+
+@given(st.lists(KEYS | st.just(NO_KEY), max_size=30), st.integers(1, 4))
+def test_routed_rows_are_those_of_the_keys(keys: list[int], shards: int) -> None:
+    array = np.array(keys, np.int64)
+    positions, local = route_keys(array, shards)
+    assert len(local) == shards
+    for number, part in enumerate(local):
+        assert part.tolist() == sorted(part.tolist())
+        assert (shard_of(part, shards) == number).all()
+    merged = [*np.concatenate(local).tolist()]
+    assert len(set(merged)) == len(merged) == len(set(keys) - {NO_KEY})
+    merged += [NO_KEY] * (len(keys) + 1 - len(merged))
+    assert [merged[p] for p in positions] == keys
 
 
 def test_home_of_a_key_never_changes() -> None:
