@@ -21,11 +21,19 @@ def event_loop() -> asyncio.AbstractEventLoop:
     global _loop  # noqa: PLW0603  # one per process is the point
     with _lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
+            _loop = _new_loop()
             threading.Thread(
                 target=_loop.run_forever, name="jgraph-loop", daemon=True
             ).start()
         return _loop
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop  # a message costs a quarter less with it
+    except ImportError:  # there is none for Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -8,6 +8,7 @@ Every value between nodes is a plain array (``ValueType``): typed PRNG keys trav
 are stored as their key data (uint32); segments wrap and unwrap them inside.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
@@ -30,9 +31,7 @@ class ValueType:
     @property
     def np_dtype(self) -> np.dtype[Any]:
         """The dtype as numpy knows it (ml_dtypes included)."""
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        return _dtype_named(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -41,6 +40,13 @@ class ValueType:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@functools.cache
+def _dtype_named(name: str) -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 @final

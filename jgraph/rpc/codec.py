@@ -6,9 +6,10 @@ The bytes of one direction of a stream are frames one after the other:
 small frames share one. ``jgraph.rpc.decoder`` is the way back.
 """
 
+import functools
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
@@ -50,6 +51,9 @@ def _allowed_dtypes() -> dict[str, np.dtype[Any]]:
 
 DTYPES: Final = _allowed_dtypes()
 """Every dtype that may travel, by its name on the wire."""
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}  # dtype.name is slow
+_SMALL_BYTES: Final = 1024
+"""JAX copies a smaller array in less time than it takes to align it."""
 
 
 @final
@@ -111,7 +115,7 @@ def prepare(
       MessageTooLargeError: more than ``max_frame_bytes``.
     """
     arrays = tuple(_sendable(i, t) for i, t in enumerate(frame.tensors))
-    named = [pb.TensorType(dtype=a.dtype.name, shape=a.shape) for a in arrays]
+    named = [pb.TensorType(dtype=_NAMES[a.dtype], shape=a.shape) for a in arrays]
     types = pb.Frame(tensors=named, sequence=sequence)
     header = frame.header
     if header.tensors or header.sequence:
@@ -160,7 +164,7 @@ def _sendable(index: int, tensor: Tensor) -> Tensor:
     array = np.asarray(tensor)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if array.dtype.name not in DTYPES:
+    if array.dtype not in _NAMES:
         raise MalformedMessageError(
             f"tensor {index} has dtype '{array.dtype}', which cannot be sent; allowed "
             f"are booleans and the number types of numpy and ml_dtypes"
@@ -222,7 +226,9 @@ def pack(pieces: Iterable[Buffer], chunk_bytes: int = CHUNK_BYTES) -> Iterator[b
 
 
 def aligned_empty(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Returns ``nbytes`` of fresh memory that begins at a multiple of 64 bytes."""
+    """Returns fresh memory; from 1 KiB on it begins at a multiple of 64 bytes."""
+    if nbytes < _SMALL_BYTES:
+        return np.empty(nbytes, np.uint8)
     try:
         raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     except MemoryError as error:
@@ -241,25 +247,35 @@ def aligned_copy(tensor: Tensor) -> Tensor:
     return buffer.view(array.dtype).reshape(array.shape)
 
 
-def check_type(type_: pb.TensorType, where: str) -> tuple[np.dtype[Any], int]:
-    """Returns (dtype, bytes) of a tensor type; allocates nothing.
+def check_type(type_: pb.TensorType, *where: object) -> tuple[np.dtype[Any], int]:
+    """Returns (dtype, bytes) of a tensor's type; allocates nothing.
+
+    Args:
+      type_: the type.
+      *where: words for what has it, for the message.
 
     Raises:
       MalformedMessageError: the dtype is not allowed or the shape cannot be.
     """
-    dtype = DTYPES.get(type_.dtype)
+    try:
+        return _size_of(type_.dtype, tuple(type_.shape))
+    except ValueError as error:
+        what = " ".join(map(str, where))
+        raise MalformedMessageError(f"{what} has {error}") from None
+
+
+@functools.lru_cache(4096)
+def _size_of(name: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], int]:
+    dtype = DTYPES.get(name)
     if dtype is None:
-        raise MalformedMessageError(
-            f"{where} has dtype '{type_.dtype[:40]}', which is not allowed; allowed "
-            f"are booleans and the number types of numpy and ml_dtypes"
+        raise ValueError(
+            f"dtype '{name[:40]}', which is not allowed; allowed are booleans and the "
+            "number types of numpy and ml_dtypes"
         )
-    shape: Sequence[int] = type_.shape
     if len(shape) > MAX_NDIM:
-        raise MalformedMessageError(
-            f"{where} has {len(shape)} dimensions; at most {MAX_NDIM} are allowed"
-        )
+        raise ValueError(f"{len(shape)} dimensions; at most {MAX_NDIM} are allowed")
     # Without the zeros: numpy refuses (0, 2**62, 2**62) although it has no bytes.
     extent = math.prod(max(n, 1) for n in shape) * dtype.itemsize
     if any(n < 0 for n in shape) or extent >= 1 << 63:
-        raise MalformedMessageError(f"{where} has shape {list(shape)}, not allowed")
+        raise ValueError(f"shape {list(shape)}, not allowed")
     return dtype, math.prod(shape) * dtype.itemsize

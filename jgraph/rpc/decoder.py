@@ -101,20 +101,28 @@ class Decoder:
         return frames
 
     def _feed_head(self, view: memoryview) -> memoryview:
+        if not self._head and len(view) >= LENGTH.size:  # nearly always it is whole
+            end = LENGTH.size + self._header_bytes(view)
+            if len(view) >= end:
+                self._body = self._parse(bytes(view[LENGTH.size : end]))
+                return view[end:]
         part = view[: self._need - len(self._head)]
         self._head += part
         if len(self._head) == self._need == LENGTH.size:
-            (length,) = LENGTH.unpack(self._head)
-            if length > MAX_HEADER_BYTES:
-                raise MalformedMessageError(
-                    f"these bytes are not a jgraph message: a header of {length:,} "
-                    f"bytes is announced, the limit is {MAX_HEADER_BYTES:,}"
-                )
-            self._need += length
+            self._need += self._header_bytes(self._head)
         if len(self._head) == self._need:
             self._body = self._parse(bytes(self._head[LENGTH.size :]))
             self._head, self._need = bytearray(), LENGTH.size
         return view[len(part) :]
+
+    def _header_bytes(self, head: Buffer | bytearray) -> int:
+        length: int = LENGTH.unpack_from(head)[0]
+        if length > MAX_HEADER_BYTES:
+            raise MalformedMessageError(
+                f"these bytes are not a jgraph message: a header of {length:,} "
+                f"bytes is announced, the limit is {MAX_HEADER_BYTES:,}"
+            )
+        return length
 
     def _parse(self, text: bytes) -> "_Body":
         try:
@@ -127,7 +135,7 @@ class Decoder:
             raise MalformedMessageError(
                 "a frame without a body, or of a kind that this version does not know"
             )
-        types = [check_type(t, f"tensor {i}") for i, t in enumerate(header.tensors)]
+        types = [check_type(t, "tensor", i) for i, t in enumerate(header.tensors)]
         nbytes = LENGTH.size + len(text) + sum(n for _, n in types)
         if nbytes > self._max_frame_bytes:
             raise MessageTooLargeError(

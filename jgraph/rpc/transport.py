@@ -32,8 +32,9 @@ class Frame:
     """A header and its tensors.
 
     ``header`` is a protobuf message of ``protos/jgraph.proto``; ``tensors`` are C-order
-    numpy arrays, sent as raw little-endian bytes. Received tensors are 64-byte
-    aligned, so that JAX takes them without a copy, and belong to the receiver.
+    numpy arrays, sent as raw little-endian bytes. Received tensors of
+    1 KiB and more are 64-byte aligned, so that JAX takes them without a copy; all
+    belong to the receiver.
     """
 
     header: Any

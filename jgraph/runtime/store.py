@@ -194,8 +194,10 @@ class VariableStore:
         entry = self._entries.get(_key(variable))
         if entry is None:
             return
-        stored = _type_of(entry.value)
-        if stored != variable.type:
+        value, wanted = entry.value, variable.type
+        # Asked at each step: the name of a dtype, as in ValueType, takes too long.
+        if value.shape != wanted.shape or value.dtype != wanted.np_dtype:
+            stored = _type_of(value)
             raise VariableMismatchError(
                 f"variable '{variable.name}' on {self.task} is {stored}, and this "
                 f"program says {variable.type}; choose another name, or drop the old "

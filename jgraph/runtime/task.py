@@ -144,7 +144,7 @@ class TaskRuntime:
                     f"{', '.join(n for n, _ in program.feeds)}",
                     feed=name,
                 )
-            if value.shape != wanted.shape or value.dtype.name != wanted.dtype:
+            if value.shape != wanted.shape or value.dtype != wanted.np_dtype:
                 given = ValueType(tuple(value.shape), value.dtype.name)
                 raise FeedError(
                     f"feed '{name}' of '{program.name}' is {given}; the program takes "

@@ -25,7 +25,7 @@ def test_arrays_in_use_never_overlap(actions: list[tuple[int, bool]]) -> None:
             del used[nbytes % len(used)]
         array = buffers.take(nbytes)
         assert array.size == nbytes
-        assert address(array) % 64 == 0
+        assert array.size < 1024 or address(array) % 64 == 0
         used.append(array)
         ends = sorted((address(a), address(a) + a.size) for a in used)
         flat = [end for pair in ends for end in pair]
