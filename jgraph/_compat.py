@@ -36,6 +36,7 @@ __all__ = [
     "is_ref",
     "make_jaxpr",
     "name_stack_of",
+    "new_var",
     "no_locations",
     "open_jaxpr",
     "rebuild_equation",
@@ -129,6 +130,11 @@ def is_checkpoint(equation: Equation) -> bool:
 def fresh_var(like: Var) -> Var:
     """Returns a new variable of the same type; a dropped one stays dropped."""
     return type(like)(like.aval)
+
+
+def new_var(aval: Any) -> Var:
+    """Returns a variable of this type that no equation makes yet."""
+    return Var(aval)
 
 
 def is_dropped(var: Any) -> bool:

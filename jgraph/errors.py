@@ -15,6 +15,7 @@
     │   ├── DataSlotError             JG-215  a piece of the data that ends workers
     │   ├── SourceError               JG-216  a data source that cannot be read
     │   ├── ForbiddenSourceError      JG-217  a data source that a server may not import
+    │   ├── RowIdError                JG-218  an id that names no row of its table
     │   ├── UninitializedError        JG-231  variable used before initialisation
     │   ├── VariableMismatchError     JG-232  one name, two shapes or dtypes or places
     │   ├── CheckpointError           JG-301  checkpoint missing, damaged or other model
@@ -194,6 +195,12 @@ class ForbiddenSourceError(UserError):
     """A data source whose import path a server does not allow."""
 
     code = "JG-217"
+
+
+class RowIdError(UserError, IndexError):
+    """An id out of the range of its table."""
+
+    code = "JG-218"
 
 
 class UninitializedError(UserError):

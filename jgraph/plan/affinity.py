@@ -4,8 +4,8 @@ Adam's moments belong beside their parameter: apart, each step would send them. 
 what lies between the read of a variable and its write belongs on the variable's task:
 anywhere else, an update made meanwhile by another step would be lost. The passes need
 no names; they follow each written value back through elementwise operations of the
-variable's shape to the variables read there. Stamped operations stop them: those are
-where the user wants them.
+written shape to the variables (or to their same rows) that are read there. Stamped
+operations stop them: those are where the user wants them.
 """
 
 import re
@@ -28,10 +28,10 @@ def companions(flow: Flow) -> list[set[int]]:
     nothing to send.
     """
     found = []
-    for write in _whole_writes(flow):
+    for write in _writes(flow):
         if flow.graph.variables[write.writes[0]].shape:
             ops = _behind(flow, write)
-            near = {op.reads[0][0] for op in ops if op.is_whole_read}
+            near = {op.reads[0][0] for op in ops if _is_read(op, write)}
             found.append(near | {write.writes[0]})
     return [near for near in found if len(near) > 1]
 
@@ -39,11 +39,11 @@ def companions(flow: Flow) -> list[set[int]]:
 def between_read_and_write(flow: Flow) -> dict[int, int]:
     """Returns the variable of each op on the way from its read to its write."""
     found: dict[int, int] = {}
-    for write in _whole_writes(flow):
+    for write in _writes(flow):
         variable = write.writes[0]
         path: set[int] = set()
         for op in sorted(_behind(flow, write), key=lambda op: op.index):
-            if op.is_whole_read:
+            if _is_read(op, write):
                 on_path = op.reads[0][0] == variable
             else:
                 on_path = any(flow.producer.get(v) in path for v in flow.inputs(op))
@@ -53,21 +53,33 @@ def between_read_and_write(flow: Flow) -> dict[int, int]:
     return found
 
 
-def _whole_writes(flow: Flow) -> list[Op]:
-    return [op for op in flow.ops.values() if op.is_whole_write]
+def _writes(flow: Flow) -> list[Op]:
+    """Returns the writes of whole variables and of whole rows."""
+    return [
+        op
+        for op in flow.ops.values()
+        if op.is_whole_write or (op.writes and op.rows is not None)
+    ]
+
+
+def _is_read(op: Op, write: Op) -> bool:
+    """Whether ``op`` only reads a variable, in the same places as ``write``."""
+    if write.rows is None:
+        return op.is_whole_read
+    return op.rows is write.rows and not op.writes
 
 
 def _behind(flow: Flow, write: Op) -> list[Op]:
     """Returns the elementwise ops and the reads that a written value follows from."""
-    shape = flow.graph.variables[write.writes[0]].shape
     value = write.equation.invars[1]
+    shape = getattr(value.aval, "shape", None)
     todo: list[Var] = [] if isinstance(value, Literal) else [value]
     seen = set(todo)
     found: dict[int, Op] = {}
     while todo:
         producer = flow.producer.get(todo.pop())
         op = None if producer is None else flow.ops[producer]
-        if op is None or not (op.is_whole_read or _follows(flow, op)):
+        if op is None or not (_is_read(op, write) or _follows(flow, op)):
             continue
         found[op.index] = op
         near = [v for v in flow.inputs(op) if v not in seen]

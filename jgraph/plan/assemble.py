@@ -5,8 +5,8 @@ is in topological order, and no set of partitions can wait for each other.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
@@ -14,24 +14,32 @@ import numpy as np
 from jgraph._compat import Atom, Literal, Var
 from jgraph.graph.ir import TaskName
 from jgraph.plan.cut import Cluster, Cut
+from jgraph.plan.flow import Op
 from jgraph.plan.lower import Segment, lower, segment_of
 from jgraph.plan.program import (
     ConstNode,
     FeedNode,
     FetchNode,
+    LookupNode,
+    MergeNode,
     Node,
     Partition,
     Program,
     ReadNode,
     RecvNode,
+    RouteNode,
+    Rows,
     SegmentCode,
     SegmentNode,
     SendNode,
+    SplitNode,
     StoredVariable,
     ValueId,
     ValueType,
     WriteNode,
+    inputs_of,
 )
+from jgraph.plan.row_access import RowAccess
 from jgraph.plan.types import is_float0, to_plain, value_type
 
 
@@ -81,8 +89,8 @@ class _Builder:
         self.types.append(type_)
         return len(self.types) - 1
 
-    def define(self, var: Var) -> ValueId:
-        self.ids[var] = self.new(value_type(var.aval))
+    def define(self, var: Var, type_: ValueType) -> ValueId:
+        self.ids[var] = self.new(type_)
         return self.ids[var]
 
     def variable(self, index: int) -> int:
@@ -179,7 +187,7 @@ class Assembler:
         used = [v for v in flow.feeds if v in self.cut.users or v in fetched]
         for var in used:
             name = flow.graph.feeds[flow.feeds[var]].name
-            builder.nodes.append(FeedNode(name, builder.define(var)))
+            builder.nodes.append(FeedNode(name, self._define(builder, var)))
         self._send(self.driver, used)
 
     def _send(self, src: TaskName, values: list[Var]) -> None:
@@ -195,13 +203,13 @@ class Assembler:
             self._message(src, dst, wanted[dst])
 
     def _message(self, src: TaskName, dst: TaskName, values: list[Var]) -> None:
-        key = f"m{len(self.edges)}"
+        flow, key = self.cut.flow, f"m{len(self.edges)}"
         sender, receiver = self._builder(src), self._builder(dst)
         sent = tuple(sender.ids[v] for v in values)
         sender.nodes.append(SendNode(dst, key, sent))
-        received = tuple(receiver.define(v) for v in values)
+        received = tuple(self._define(receiver, v) for v in values)
         receiver.nodes.append(RecvNode(src, key, received))
-        types = tuple(value_type(v.aval) for v in values)
+        types = tuple(flow.type_of(v) for v in values)
         self.edges.append(Edge(src, dst, key, types))
 
     def _value(self, builder: _Builder, atom: Atom) -> ValueId:
@@ -219,9 +227,14 @@ class Assembler:
         if cluster.kind == "read":
             indices = [op.reads[0][0] for op in ops]
             after = builder.order(set(indices), set())
-            ids = tuple(builder.define(op.equation.outvars[0]) for op in ops)
+            ids = tuple(self._define(builder, op.equation.outvars[0]) for op in ops)
             variables = tuple(builder.variable(i) for i in indices)
             builder.nodes.append(ReadNode(variables, ids, after))
+        elif cluster.kind == "lookup":
+            self._lookup(builder, ops)
+        elif cluster.kind != "segment":
+            for op in ops:
+                self._move(builder, op)
         elif self._only_writes(cluster):
             pairs = [
                 (op.writes[0], self._value(builder, op.equation.invars[1]))
@@ -245,6 +258,45 @@ class Assembler:
             if v in fetched or any(u != position for u in self.cut.users.get(v, ()))
         ]
 
+    def _define(self, builder: _Builder, var: Var) -> ValueId:
+        return builder.define(var, self.cut.flow.type_of(var))
+
+    def _lookup(self, builder: _Builder, ops: list[Op]) -> None:
+        after = builder.order({op.reads[0][0] for op in ops}, set())
+        taken = [(op.reads[0][0], op.rows) for op in ops if op.rows is not None]
+        rows = self._rows(builder, taken)
+        outs = tuple(self._define(builder, op.equation.outvars[0]) for op in ops)
+        builder.nodes.append(LookupNode(rows, outs, after))
+
+    def _rows(
+        self, builder: _Builder, accesses: Iterable[RowAccess]
+    ) -> tuple[Rows, ...]:
+        return tuple(Rows(builder.variable(v), builder.ids[ids]) for v, ids in accesses)
+
+    def _move(self, builder: _Builder, op: Op) -> None:
+        """Emits the node of one of the primitives of ``jgraph.graph.rows``."""
+        params, operands = op.equation.params, op.equation.invars
+        values = [self._value(builder, a) for a in operands]
+        outs = tuple(self._define(builder, v) for v in op.equation.outvars)
+        shards = params["layout"].shards
+        match op.equation.primitive.name:
+            case "route_rows":
+                node: Node = RouteNode(
+                    ids=values[0],
+                    layout=params["layout"],
+                    feature=params["feature"],
+                    drop=params["drop"],
+                    positions=outs[0],
+                    local=outs[1:],
+                )
+            case "merge_rows":
+                node = MergeNode(
+                    tuple(values[:shards]), tuple(values[shards:]), outs[0]
+                )
+            case _:
+                node = SplitNode(values[0], tuple(values[1:]), outs)
+        builder.nodes.append(node)
+
     def _only_writes(self, cluster: Cluster) -> bool:
         return all(self.cut.flow.ops[i].is_whole_write for i in cluster.ops)
 
@@ -257,17 +309,18 @@ class Assembler:
     def _segment(self, builder: _Builder, cluster: Cluster, leaving: list[Var]) -> None:
         flow = self.cut.flow
         ops = [flow.ops[i] for i in cluster.ops]
-        inside = {v for op in ops for v in op.equation.outvars}
-        inputs = list(
-            dict.fromkeys(v for op in ops for v in flow.inputs(op) if v not in inside)
-        )
-        segment = segment_of(flow, ops, inputs, leaving)
+        segment = segment_of(flow, ops, leaving)
         code = lower(flow, segment, self.platforms.get(cluster.task, ("cpu",)))
         self._codes.setdefault(code.digest, code)
-        taken = tuple(self._value(builder, v) for v in inputs)
-        after = builder.order(set(segment.reads), set(segment.updates))
+        taken = tuple(self._value(builder, v) for v in segment.inputs)
+        row_updates = self._rows(builder, segment.row_updates)
+        row_reads = self._rows(builder, segment.row_reads)
+        after = builder.order(
+            {*segment.reads, *(v for v, _ in segment.row_reads)},
+            {*segment.updates, *(v for v, _ in segment.row_updates)},
+        )
         outs = tuple(
-            builder.define(a)
+            self._define(builder, a)
             if n < len(leaving) and not isinstance(a, Literal)
             else builder.new(value_type(a.aval))
             for n, a in enumerate(segment.outs)
@@ -281,6 +334,8 @@ class Assembler:
                 inputs=taken,
                 outs=outs,
                 after=after,
+                row_updates=row_updates,
+                row_reads=row_reads,
             )
         )
         self._note(cluster, segment, code)
@@ -289,7 +344,11 @@ class Assembler:
 
     def _note(self, cluster: Cluster, segment: Segment, code: SegmentCode) -> None:
         specs = self.cut.flow.graph.variables
-        written = [*segment.updates, *(v for v, _ in segment.blind)]
+        written = [
+            *segment.updates,
+            *(v for v, _ in segment.row_updates),
+            *(v for v, _ in segment.blind),
+        ]
         self.segments.append(
             SegmentInfo(
                 cluster.task,
@@ -317,7 +376,7 @@ def _with_donation(builder: _Builder) -> list[Node]:
     came over the wire may lie in the transport's memory. One per result of the same
     type, because JAX warns about buffers it has no use for.
     """
-    uses = Counter(v for node in builder.nodes for v in _used(node))
+    uses = Counter(v for node in builder.nodes for v in inputs_of(node))
     nodes: list[Node] = []
     for node in builder.nodes:
         if not isinstance(node, SegmentNode):
@@ -330,25 +389,5 @@ def _with_donation(builder: _Builder) -> list[Node]:
             if value in builder.made_here and uses[value] == 1 and room[type_]:
                 room[type_] -= 1
                 donate.append(position)
-        nodes.append(
-            SegmentNode(
-                node.digest,
-                node.updates,
-                node.reads,
-                node.inputs,
-                node.outs,
-                tuple(donate),
-                node.after,
-            )
-        )
+        nodes.append(replace(node, donate=tuple(donate)))
     return nodes
-
-
-def _used(node: Node) -> tuple[ValueId, ...]:
-    match node:
-        case SegmentNode():
-            return node.inputs
-        case SendNode() | WriteNode() | FetchNode():
-            return node.values
-        case _:
-            return ()

@@ -27,7 +27,9 @@ class Cluster:
 
     Attributes:
       task: where.
-      kind: ``read`` for whole reads whose values leave the task, else ``segment``.
+      kind: ``read`` for whole reads whose values leave the task, ``lookup`` for such
+        reads of rows, ``route``, ``merge`` and ``split`` for what moves rows, else
+        ``segment``.
       ops: indices, in program order, with the copies of what is repeated.
       roots: the ops that are not copies.
     """
@@ -79,8 +81,10 @@ class _Links:
     after: dict[int, set[int]] = field(default_factory=dict)
     before: dict[int, set[int]] = field(default_factory=dict)
     _reread: set[int] = field(default_factory=set)
+    _followed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self._followed = self._find_followed()
         self._find_reread()
         self._find_roots()
         self.after = {i: set() for i in self.roots}
@@ -118,15 +122,19 @@ class _Links:
         return found
 
     def kind(self, index: int) -> Kind:
-        return "read" if self.flow.ops[index].is_whole_read else "segment"
+        op = self.flow.ops[index]
+        if op.is_whole_read:
+            return "read"
+        if not op.writes and self.flow.is_row_access(op):
+            return "lookup"
+        return self.flow.moves_rows(op) or "segment"
 
     def _find_reread(self) -> None:
         last = self._last_writes()
         for op in self.flow.ops.values():
-            if op.reads and op.equation.primitive.name == "get":
-                stable = all(self._stays_readable(v, last) for v in op.reads)
-                if stable and not list(self.flow.inputs(op)):
-                    self._reread.add(op.index)
+            read = op.reads and op.equation.primitive.name == "get"
+            if read and all(self._stays_readable(v, last) for v in op.reads):
+                self._reread.add(op.index)
 
     def _last_writes(self) -> dict[int, list[int]]:
         writes: dict[int, list[int]] = {}
@@ -138,14 +146,29 @@ class _Links:
     def _stays_readable(self, version: Version, writes: dict[int, list[int]]) -> bool:
         """Whether a read of this version may be put off to any of its users.
 
-        So it is when the next write is the last one and replaces all: nothing
-        depends on such a write, so it can wait for every reader.
+        So it is when the next write is the last one and nothing depends on it: it can
+        wait for every reader.
         """
         variable, written = version
         later = [w for w in writes.get(variable, ()) if w > written]
         if not later:
             return True
-        return len(later) == 1 and self.flow.ops[later[0]].is_whole_write
+        if len(later) != 1:
+            return False
+        whole = self.flow.ops[later[0]].is_whole_write
+        return whole or later[0] not in self._followed
+
+    def _find_followed(self) -> set[int]:
+        """Returns the writes whose results something takes or reads."""
+        ops = self.flow.ops.values()
+        taken = {v for op in ops for v in self.flow.inputs(op)}
+        taken |= {a for a in self.flow.fetches if not isinstance(a, Literal)}
+        read = {written for op in ops for _, written in op.reads}
+        return {
+            op.index
+            for op in ops
+            if op.writes and (op.index in read or taken & set(op.equation.outvars))
+        }
 
     def _find_roots(self) -> None:
         optional = self._reread | self.flow.free

@@ -9,7 +9,7 @@ clipped gradient). These have no task: whoever needs one makes it again.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, final
+from typing import Any, Literal as TypingLiteral, TypeAlias, final
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.ir import Graph
+from jgraph.plan.program import ValueType
 from jgraph.plan.types import is_float0, num_elements, value_type
 
 Version: TypeAlias = tuple[int, int]
@@ -27,6 +28,15 @@ SMALL_CONST_BYTES = 1024
 
 SCALAR_ELEMENTS = 8
 """Stored values up to this size count as a number; it covers the data of a few keys."""
+
+RowMove: TypeAlias = TypingLiteral["route", "merge", "split"]
+
+ROW_MOVES: dict[str, RowMove] = {
+    "route_rows": "route",
+    "merge_rows": "merge",
+    "split_rows": "split",
+}
+"""Primitives that runtime nodes do, and the kind of their clusters."""
 
 # What makes a value without reading much: repeating it beats sending it.
 _CHEAP = re.compile(
@@ -44,7 +54,8 @@ class Op:
     """One live equation: its state accesses beside the equation itself.
 
     ``whole`` marks a read of all of one variable, or a write of all of one variable
-    whose old value nobody takes.
+    whose old value nobody takes. ``rows`` are the ids of an access to whole rows of
+    one variable.
     """
 
     index: int
@@ -52,6 +63,7 @@ class Op:
     reads: tuple[Version, ...] = ()
     writes: tuple[int, ...] = ()
     whole: bool = False
+    rows: Var | None = None
 
     @property
     def is_whole_read(self) -> bool:
@@ -77,6 +89,7 @@ class Flow:
       feeds: position of the feed that a value is.
       consts: captured arrays, small and large.
       free: ops without a task, repeated by whoever needs them.
+      ragged: values that have fewer rows at run time: routed ids, and rows of these.
     """
 
     graph: Graph
@@ -86,6 +99,26 @@ class Flow:
     feeds: dict[Var, int]
     consts: dict[Var, Any]
     free: frozenset[int]
+    ragged: frozenset[Var]
+
+    def is_row_access(self, op: Op) -> bool:
+        """Whether ``op`` reads or writes the rows that routed ids name."""
+        return op.rows is not None and op.rows in self.ragged
+
+    def moves_rows(self, op: Op) -> "RowMove | None":
+        """Returns which runtime node does ``op``, if one does."""
+        kind = ROW_MOVES.get(op.equation.primitive.name)
+        if kind is None or kind == "route":
+            return kind
+        routed = [v for v in self.inputs(op) if v in self.ragged]
+        shards = op.equation.params["layout"].shards
+        at = slice(shards) if kind == "merge" else slice(1, 1 + shards)
+        return kind if all(v in routed for v in op.equation.invars[at]) else None
+
+    def type_of(self, atom: Atom) -> ValueType:
+        """Returns the plain type of a value between nodes."""
+        ragged = not isinstance(atom, Literal) and atom in self.ragged
+        return value_type(atom.aval, ragged=ragged)
 
     def inputs(self, op: Op) -> Iterator[Var]:
         """Yields the distinct values that ``op`` takes: no Ref, no small constant."""
@@ -133,6 +166,7 @@ def analyze(graph: Graph) -> Flow:
         feeds={v: i for i, v in enumerate(graph.jaxpr.invars[len(graph.variables) :])},
         consts=consts,
         free=frozenset(),
+        ragged=_ragged(ops.values()),
     )
     return replace(flow, free=_free(flow))
 
@@ -216,7 +250,8 @@ class _Walk:
         read = tuple(dict.fromkeys(self._variables[r] for r in refs))
         write = tuple(v for v in read if _compat.writes(equation, self._ref(v)))
         reads = tuple(self._at(v) for v in read)
-        self.ops[index] = Op(index, equation, reads, write)
+        rows = _row_ids(equation)
+        self.ops[index] = Op(index, equation, reads, write, rows=rows)
         for variable in read:
             self._unseen.pop(variable, None)
         for variable in write:
@@ -242,6 +277,39 @@ def _is_whole(equation: Equation, name: str, operands: int) -> bool:
         return False
     indexers = jax.tree.unflatten(equation.params["tree"], ())
     return all(type(i).__name__ == "NDIndexer" for i in indexers)
+
+
+def _row_ids(equation: Equation) -> Var | None:
+    """Returns the ids of a read or write of whole rows; None for other accesses."""
+    operands = {"get": 1, "swap": 2}.get(equation.primitive.name)
+    if operands is None or len(equation.invars) != operands + 1:
+        return None
+    ids = equation.invars[-1]
+    indexers = jax.tree.unflatten(equation.params["tree"], [ids])
+    if len(indexers) != 1 or type(indexers[0]).__name__ != "NDIndexer":
+        return None
+    first, *others = indexers[0].indices
+    if first is not ids or isinstance(ids, Literal) or ids.aval.ndim != 1:
+        return None
+    sizes = equation.invars[0].aval.shape[1:]
+    whole = [
+        (getattr(s, "start", None), getattr(s, "size", None), getattr(s, "stride", 1))
+        for s in others
+    ]
+    return ids if whole == [(0, size, 1) for size in sizes] else None
+
+
+def _ragged(ops: Iterable[Op]) -> frozenset[Var]:
+    found: set[Var] = set()
+    for op in ops:
+        name, operands = op.equation.primitive.name, op.equation.invars
+        if name == "route_rows":
+            found.update(op.equation.outvars[1:])
+        elif (name == "get" and op.rows in found) or (
+            name == "split_rows" and all(v in found for v in operands[1:])
+        ):
+            found.update(op.equation.outvars)
+    return frozenset(found)
 
 
 def _live(ops: dict[int, Op], fetches: Iterable[Atom]) -> dict[int, Op]:
@@ -296,6 +364,8 @@ def is_cheap(op: Op) -> bool:
     """Whether repeating ``op`` costs less than a message with its result."""
     equation = op.equation
     if equation.effects or any(_compat.inner_jaxprs(equation)):
+        return False
+    if equation.primitive.name in ROW_MOVES:
         return False
     return bool(_CHEAP.match(equation.primitive.name)) or is_scalar(op)
 

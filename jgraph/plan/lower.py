@@ -7,7 +7,7 @@ several traces, have equal bytes and one digest.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.errors import NotExportableError
 from jgraph.plan.flow import Flow, Op
 from jgraph.plan.program import SegmentCode, ValueType
+from jgraph.plan.row_access import RowAccess, RowValues, row_accesses
 from jgraph.plan.types import from_plain, is_key, to_plain, value_type
 
 _HEAVY = ("dot_general", "conv_general_dilated", "scan", "while", "cond", "gather")
@@ -38,6 +39,8 @@ class Segment:
       inputs: values from outside.
       outs: values for outside.
       blind: (variable, position in ``outs``) of what a ``WriteNode`` is to write.
+      row_updates: variables of which rows are taken and given back.
+      row_reads: variables of which rows are only looked at.
     """
 
     ops: tuple[Op, ...]
@@ -46,11 +49,11 @@ class Segment:
     inputs: tuple[Var, ...]
     outs: tuple[Atom, ...]
     blind: tuple[tuple[int, int], ...] = ()
+    row_updates: tuple[RowAccess, ...] = ()
+    row_reads: tuple[RowAccess, ...] = ()
 
 
-def segment_of(
-    flow: Flow, ops: Sequence[Op], inputs: Sequence[Var], needed: Sequence[Var]
-) -> Segment:
+def segment_of(flow: Flow, ops: Sequence[Op], needed: Sequence[Var]) -> Segment:
     """Returns the calling convention of a cluster's operations.
 
     A variable that nothing in the program reads need not exist to be written: its
@@ -60,7 +63,6 @@ def segment_of(
     Args:
       flow: the graph.
       ops: the operations with their copies, in program order.
-      inputs: values that come from outside.
       needed: values that others need.
     """
     read_anywhere = {v for op in flow.ops.values() for v, _ in op.reads}
@@ -68,7 +70,9 @@ def segment_of(
     looked_at = {v for op in ops for v, _ in op.reads}
     written = dict.fromkeys(v for op in ops for v in op.writes)
     blind = [v for v in written if v not in read_anywhere and v not in touched]
-    updates = tuple(sorted(v for v in written if v not in blind))
+    by_rows = row_accesses(flow, ops)
+    updates = sorted(v for v in written if v not in blind)
+    reads = sorted(looked_at - set(updates))
     outs: list[Atom] = list(needed)
     positions = []
     for op in ops:
@@ -77,12 +81,26 @@ def segment_of(
             outs.append(op.equation.invars[1])
     return Segment(
         ops=tuple(ops),
-        updates=updates,
-        reads=tuple(sorted(looked_at - set(updates))),
-        inputs=tuple(inputs),
+        updates=tuple(v for v in updates if v not in by_rows),
+        reads=tuple(v for v in reads if v not in by_rows),
+        inputs=_inputs(flow, ops, by_rows),
         outs=tuple(outs),
         blind=tuple(positions),
+        row_updates=tuple((v, by_rows[v]) for v in updates if v in by_rows),
+        row_reads=tuple((v, by_rows[v]) for v in reads if v in by_rows),
     )
+
+
+def _inputs(
+    flow: Flow, ops: Sequence[Op], by_rows: Mapping[int, Var]
+) -> tuple[Var, ...]:
+    """Returns the values from outside; ids of rows only if anything else takes them."""
+    inside = {v for op in ops for v in op.equation.outvars}
+    found: dict[Var, None] = {}
+    for op in ops:
+        ids = op.rows if _variable(op) in by_rows else None
+        found.update(dict.fromkeys(v for v in flow.inputs(op) if v is not ids))
+    return tuple(v for v in found if v not in inside)
 
 
 def lower(flow: Flow, segment: Segment, platforms: tuple[str, ...]) -> SegmentCode:
@@ -96,10 +114,7 @@ def lower(flow: Flow, segment: Segment, platforms: tuple[str, ...]) -> SegmentCo
     Raises:
       NotExportableError: JAX cannot export one of its operations.
     """
-    variables = [*segment.updates, *segment.reads]
-    avals: list[Any] = [flow.graph.variables[v].aval for v in variables]
-    avals += [v.aval for v in segment.inputs]
-    function = _function(flow, segment, avals)
+    function, avals = _function(flow, segment)
     try:
         exported = _export(function, [value_type(a) for a in avals], platforms)
     except Exception as error:
@@ -148,37 +163,48 @@ def _export(
 
 
 def _function(
-    flow: Flow, segment: Segment, avals: Sequence[Any]
-) -> Callable[..., list[Any]]:
-    """Returns the segment as a function over plain arrays."""
-    refs = _touched_by_ref(segment.ops)
+    flow: Flow, segment: Segment
+) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Returns the segment as a function over plain arrays, and their types."""
+    accesses = [v for v, _ in (*segment.row_updates, *segment.row_reads)]
+    refs = _touched_by_ref(segment.ops) - set(accesses)
     variables = [*segment.updates, *segment.reads]
     whole = [op for op in segment.ops if op.whole and _variable(op) not in refs]
+    rows = RowValues()
+    for op in segment.ops:
+        if op not in whole:
+            rows.add(op, _variable(op) if _variable(op) in accesses else None)
     direct = {v: n for n, v in enumerate(variables) if v not in refs}
     by_ref = {v: n for n, v in enumerate(variables) if v in refs}
-    skipped = {op.index for op in whole}
-    reads = {op.equation.outvars[0]: _variable(op) for op in whole if not op.writes}
-    written = {_variable(op): op.equation.invars[1] for op in whole if op.writes}
+    reads = {op.equation.outvars[0]: op.reads[0][0] for op in whole if not op.writes}
+    written = {
+        _variable(op): rows.renamed(op.equation.invars[1]) for op in whole if op.writes
+    }
+    new_rows = [rows.given[v] for v, _ in segment.row_updates]
     consts = {
         v: flow.consts[v]
         for op in segment.ops
         for v in op.equation.invars
         if not isinstance(v, Literal) and v in flow.consts and flow.is_small_const(v)
     }
-    outs = [written[v] for v in segment.updates if v in written] + list(segment.outs)
+    outs = [written[v] for v in segment.updates if v in written]
+    outs += [*new_rows, *(rows.renamed(a) for a in segment.outs)]
     for atom in outs:
         if not isinstance(atom, Literal) and flow.is_small_const(atom):
             consts[atom] = flow.consts[atom]
     ref_vars = [flow.graph.jaxpr.invars[v] for v in by_ref]
     jaxpr = _compat.build_jaxpr(
-        invars=[*ref_vars, *consts, *reads, *segment.inputs],
-        outvars=outs,
-        equations=[
-            _compat.without_source(op.equation)
-            for op in segment.ops
-            if op.index not in skipped
+        invars=[
+            *(*ref_vars, *consts, *reads),
+            *(rows.taken[v] for v in accesses),
+            *segment.inputs,
         ],
+        outvars=outs,
+        equations=[_compat.without_source(e) for e in rows.equations],
     )
+    avals: list[Any] = [flow.graph.variables[v].aval for v in variables]
+    avals += [rows.taken[v].aval for v in accesses]
+    avals += [v.aval for v in segment.inputs]
     num_direct = len([v for v in segment.updates if v in written])
 
     def function(*args: Any) -> list[Any]:
@@ -199,11 +225,14 @@ def _function(
         ]
         return [to_plain(jnp.asarray(x)) for x in new + list(results[num_direct:])]
 
-    return function
+    return function, avals
 
 
-def _variable(op: Op) -> int:
-    return op.writes[0] if op.writes else op.reads[0][0]
+def _variable(op: Op) -> int | None:
+    """Returns the variable of an access to one; None if there is none."""
+    if op.writes:
+        return op.writes[0]
+    return op.reads[0][0] if op.reads else None
 
 
 def _not_exportable(

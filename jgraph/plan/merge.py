@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from jgraph.graph.ir import TaskName
 
-Kind: TypeAlias = Literal["read", "segment"]
+Kind: TypeAlias = Literal["read", "lookup", "route", "merge", "split", "segment"]
 
 
 def topological(before: Mapping[int, Iterable[int]]) -> list[int]:

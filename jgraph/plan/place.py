@@ -57,6 +57,8 @@ class _Placer:
     _consumers: dict[Var, list[int]] = field(default_factory=dict)
     _nbytes: dict[Var, int] = field(default_factory=dict)
     _fetched: frozenset[Var] = frozenset()
+    # Of each op that moves rows its route, which goes where its ids are.
+    _beside: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for op in self._placeable():
@@ -80,6 +82,8 @@ class _Placer:
                 self.task[op.index] = task
             elif len(allowed) == 1:
                 self.task[op.index] = allowed[0]
+            elif self.flow.moves_rows(op):
+                self._beside[op.index] = self._route_of(op)
             else:
                 self._allowed[op.index] = allowed
 
@@ -96,18 +100,31 @@ class _Placer:
 
     def follow_inputs(self) -> None:
         """Places the rest where most bytes of their inputs are."""
-        for index in sorted(self._allowed):
+        for index in sorted([*self._allowed, *self._beside]):
             if index in self.task:
+                continue
+            if self._beside.get(index, index) != index:
+                self.task[index] = self.task[self._beside[index]]
                 continue
             near: Counter[TaskName] = Counter()
             for var in self._inputs[index]:
                 source = self._source(var)
-                if source is not None and self._may(index, source):
+                may = index in self._beside or self._may(index, source)
+                if source is not None and may:
                     near[source] += self._bytes(var)
             if near:
                 self.task[index] = max(near, key=lambda t: (near[t], _order(self, t)))
             else:
                 self.task[index] = self._fallback(index)
+
+    def _route_of(self, op: Op) -> int:
+        """Returns the op that routed the ids by which ``op`` moves rows."""
+        if self.flow.moves_rows(op) == "route":
+            return op.index
+        routed = [v for v in self.flow.inputs(op) if v in self.flow.ragged]
+        makers = (self.flow.ops[self.flow.producer[v]] for v in routed)
+        names = ((m.equation.primitive.name, m.index) for m in makers)
+        return next(index for name, index in names if name == "route_rows")
 
     def improve(self) -> None:
         """Moves ops, alone or all that use one value, while bytes shrink."""
@@ -159,7 +176,7 @@ class _Placer:
             self.task[index] = task
 
     def _fallback(self, index: int) -> TaskName:
-        options = self._allowed[index] or self.tasks.default_tasks()
+        options = self._allowed.get(index) or self.tasks.default_tasks()
         return self.tasks.driver if self.tasks.driver in options else options[0]
 
     def _source(self, var: Var) -> TaskName | None:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from jgraph.graph.ir import TaskName
+from jgraph.graph.rows import Layout
 
 ValueId: TypeAlias = int
 """Index into ``Partition.values``; ids are per partition."""
@@ -23,10 +24,15 @@ ValueId: TypeAlias = int
 @final
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """Shape and numpy/ml_dtypes dtype name (``"float32"``, ``"bfloat16"``, …)."""
+    """Shape and numpy/ml_dtypes dtype name (``"float32"``, ``"bfloat16"``, …).
+
+    A ``ragged`` value has at most ``shape[0]`` rows at run time: those that are there.
+    Executables take it padded, see ``jgraph.plan.row_values.padded``.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    ragged: bool = False
 
     @property
     def np_dtype(self) -> np.dtype[Any]:
@@ -35,11 +41,12 @@ class ValueType:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire and in memory."""
+        """Bytes on the wire and in memory; of a ragged value the most there can be."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.np_dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        most = "≤" if self.ragged else ""
+        return f"{self.dtype}[{most}{','.join(map(str, self.shape))}]"
 
 
 @functools.cache
@@ -111,14 +118,24 @@ class WriteNode:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a variable that a ragged value of ids names, each once."""
+
+    variable: int
+    ids: ValueId
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class SegmentNode:
     """Runs one XLA executable.
 
     The executable's flat arguments are: the ``updates`` variables (donated), the
-    ``reads`` variables, then ``inputs``. Its flat results are: the new values of
-    ``updates``, then ``outs``. Taking the variables and putting back the new ones is
-    atomic per task: no other step sees or changes them in between. ``donate`` are
-    positions in ``inputs`` whose buffers may be reused.
+    ``reads`` variables, the rows of ``row_updates`` and of ``row_reads``, padded, then
+    ``inputs``. Its flat results are: the new values of ``updates``, the new rows of
+    ``row_updates``, then ``outs``. Taking variables and rows and putting back the new
+    ones is atomic per task: no other step sees or changes them in between. ``donate``
+    are positions in ``inputs`` whose buffers may be reused.
     """
 
     digest: str
@@ -128,6 +145,55 @@ class SegmentNode:
     outs: tuple[ValueId, ...]
     donate: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    row_updates: tuple[Rows, ...] = ()
+    row_reads: tuple[Rows, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RouteNode:
+    """Finds the rows of a sharded table that ids need (``route_rows``).
+
+    Gives the position of each id among the merged rows, and per shard the rows there:
+    each once, ascending, only those that are needed.
+    """
+
+    ids: ValueId
+    layout: Layout
+    feature: str
+    drop: bool
+    positions: ValueId
+    local: tuple[ValueId, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LookupNode:
+    """Reads rows of variables, all at one version of the task's store."""
+
+    rows: tuple[Rows, ...]
+    outs: tuple[ValueId, ...]
+    after: tuple[int, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MergeNode:
+    """Puts the rows of all shards one after the other, then zeros (``merge_rows``)."""
+
+    local: tuple[ValueId, ...]
+    values: tuple[ValueId, ...]
+    out: ValueId
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SplitNode:
+    """Cuts merged rows into those of each shard (``split_rows``)."""
+
+    value: ValueId
+    local: tuple[ValueId, ...]
+    outs: tuple[ValueId, ...]
 
 
 @final
@@ -178,6 +244,10 @@ Node: TypeAlias = (
     | ReadNode
     | WriteNode
     | SegmentNode
+    | RouteNode
+    | LookupNode
+    | MergeNode
+    | SplitNode
     | SendNode
     | RecvNode
     | ContributeNode
@@ -189,7 +259,16 @@ def inputs_of(node: Node) -> tuple[ValueId, ...]:
     """Returns the values a node takes."""
     match node:
         case SegmentNode():
-            return node.inputs
+            rows = *node.row_updates, *node.row_reads
+            return (*(r.ids for r in rows), *node.inputs)
+        case RouteNode():
+            return (node.ids,)
+        case LookupNode():
+            return tuple(r.ids for r in node.rows)
+        case MergeNode():
+            return (*node.local, *node.values)
+        case SplitNode():
+            return (node.value, *node.local)
         case SendNode() | WriteNode() | FetchNode():
             return node.values
         case ContributeNode():
@@ -201,10 +280,12 @@ def inputs_of(node: Node) -> tuple[ValueId, ...]:
 def outputs_of(node: Node) -> tuple[ValueId, ...]:
     """Returns the values a node makes."""
     match node:
-        case SegmentNode() | ReadNode() | RecvNode():
+        case SegmentNode() | ReadNode() | RecvNode() | LookupNode() | SplitNode():
             return node.outs
-        case FeedNode() | ConstNode():
+        case FeedNode() | ConstNode() | MergeNode():
             return (node.out,)
+        case RouteNode():
+            return (node.positions, *node.local)
         case _:
             return ()
 
@@ -235,6 +316,12 @@ class Partition:
     variables: tuple[StoredVariable, ...]
     nodes: tuple[Node, ...]
     gate: str = ""
+
+
+def row_type(partition: Partition, rows: Rows) -> ValueType:
+    """Returns the type of the rows of a variable that ids name, padded."""
+    stored, ids = partition.variables[rows.variable].type, partition.values[rows.ids]
+    return ValueType((*ids.shape, *stored.shape[1:]), stored.dtype, ids.ragged)
 
 
 @final

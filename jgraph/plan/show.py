@@ -13,17 +13,24 @@ from jgraph.graph.svg import Picture, shortened
 from jgraph.plan.assemble import SegmentInfo
 from jgraph.plan.program import (
     AggregateNode,
+    ConstNode,
     ContributeNode,
     FeedNode,
     FetchNode,
+    LookupNode,
+    MergeNode,
     Node,
     Partition,
     Program,
     ReadNode,
     RecvNode,
+    RouteNode,
     SegmentNode,
     SendNode,
+    SplitNode,
     WriteNode,
+    inputs_of,
+    outputs_of,
 )
 from jgraph.plan.table import bytes_text, count_text, names_text
 
@@ -139,6 +146,10 @@ def _boxes(
                 found[position] = scene.add(_segment_box(task, next(remaining)))
             case ReadNode() | WriteNode() | ContributeNode() | AggregateNode():
                 found[position] = scene.add(_access_box(partition, node))
+            case LookupNode():
+                found[position] = scene.add(_lookup_box(partition, node))
+            case RouteNode() | MergeNode() | SplitNode():
+                found[position] = scene.add(_move_box(partition, node))
             case FetchNode() if node.values:
                 count = count_text(len(node.values), "value")
                 found[position] = scene.add(_Box(task, "fetches", "fetches", count))
@@ -199,23 +210,33 @@ _ACCESS: dict[type, str] = {
 }
 
 
+def _lookup_box(partition: Partition, node: LookupNode) -> _Box:
+    names = [partition.variables[r.variable].name for r in node.rows]
+    title = f"rows of {names[0]}" if len(names) == 1 else f"rows of {len(names)}"
+    nbytes = bytes_text(sum(partition.values[v].nbytes for v in node.outs))
+    return _Box(partition.task, "read", title, f"up to {nbytes}", "\n".join(names))
+
+
+def _move_box(partition: Partition, node: RouteNode | MergeNode | SplitNode) -> _Box:
+    word = {RouteNode: "route ids", MergeNode: "merge rows", SplitNode: "split rows"}
+    feature = node.feature if isinstance(node, RouteNode) else ""
+    line = f"of {count_text(len(node.local), 'shard')}"
+    return _Box(partition.task, "rows", word[type(node)], line, feature)
+
+
 def _touches(node: Node) -> bool:
     if isinstance(node, SegmentNode):
-        return bool(node.updates or node.reads)
-    return type(node) in _ACCESS
+        return bool(node.updates or node.reads or node.row_updates or node.row_reads)
+    return type(node) in _ACCESS or isinstance(node, LookupNode)
 
 
 def _made(node: Node) -> tuple[int, ...]:
-    if isinstance(node, FeedNode):
-        return (node.out,)
-    return node.outs if isinstance(node, (ReadNode, SegmentNode)) else ()
+    ends = isinstance(node, (ConstNode, RecvNode))
+    return () if ends else outputs_of(node)
 
 
 def _taken(node: Node) -> tuple[int, ...]:
-    if isinstance(node, SegmentNode):
-        return node.inputs
-    takers = WriteNode, FetchNode, ContributeNode
-    return node.values if isinstance(node, takers) else ()
+    return () if isinstance(node, SendNode) else inputs_of(node)
 
 
 def _received(

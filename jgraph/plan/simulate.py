@@ -18,16 +18,24 @@ from jgraph.plan.program import (
     ContributeNode,
     FeedNode,
     FetchNode,
+    LookupNode,
+    MergeNode,
     Node,
     Partition,
     Program,
     ReadNode,
     RecvNode,
+    RouteNode,
+    Rows,
     SegmentNode,
     SendNode,
+    SplitNode,
     ValueId,
     WriteNode,
+    outputs_of,
+    row_type,
 )
+from jgraph.plan.row_values import moved, padded
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Store: TypeAlias = MutableMapping[tuple[str, str], Array]
@@ -91,6 +99,10 @@ class _Running:
     def get(self, ids: tuple[ValueId, ...]) -> list[Any]:
         return [self.values[i] for i in ids]
 
+    def padded(self, ids: tuple[ValueId, ...]) -> list[Any]:
+        types = self.partition.values
+        return [padded(self.values[i], types[i]) for i in ids]
+
     def key(self, variable: int) -> tuple[str, str]:
         stored = self.partition.variables[variable]
         return stored.container, stored.name
@@ -147,12 +159,21 @@ class _Step:
                 key = (running.partition.task, node.dst, node.key)
                 self.messages[key] = [np.array(v) for v in running.get(node.values)]
             case FetchNode():
-                self.fetched = [np.array(v) for v in running.get(node.values)]
+                self.fetched = [np.array(v) for v in running.padded(node.values)]
             case _:
                 self._produce(running, node)
 
     def _produce(
-        self, running: _Running, node: FeedNode | ConstNode | ReadNode | RecvNode
+        self,
+        running: _Running,
+        node: FeedNode
+        | ConstNode
+        | ReadNode
+        | RecvNode
+        | LookupNode
+        | RouteNode
+        | MergeNode
+        | SplitNode,
     ) -> None:
         values = running.values
         match node:
@@ -168,6 +189,16 @@ class _Step:
             case RecvNode():
                 got = self.messages.pop(self._key(running, node))
                 values.update(zip(node.outs, got, strict=True))
+            case LookupNode():
+                found = [self._rows(running, r) for r in node.rows]
+                values.update(zip(node.outs, found, strict=True))
+            case _:
+                made = moved(node, values.__getitem__, running.partition.values)
+                values.update(zip(outputs_of(node), made, strict=True))
+
+    def _rows(self, running: _Running, rows: Rows) -> Array:
+        found: Array = self._load(running, rows.variable)[running.values[rows.ids]]
+        return found
 
     # Contributions lie beside their variable, as "name@slot".
 
@@ -201,14 +232,25 @@ class _Step:
     def _segment(self, running: _Running, node: SegmentNode) -> None:
         variables = [self._load(running, v) for v in (*node.updates, *node.reads)]
         owned = [jnp.array(v, copy=True) for v in variables]
-        results = self._executable(node)(*owned, *running.get(node.inputs))
-        for v, new in zip(node.updates, results, strict=False):
-            self.store[running.key(v)] = np.array(new)
-        outs = results[len(node.updates) :]
+        rows = [
+            padded(self._rows(running, r), row_type(running.partition, r))
+            for r in (*node.row_updates, *node.row_reads)
+        ]
+        inputs = running.padded(node.inputs)
+        results = iter(self._executable(node)(*owned, *rows, *inputs))
+        for v in node.updates:
+            self.store[running.key(v)] = np.array(next(results))
+        for r in node.row_updates:
+            ids = running.values[r.ids]
+            changed = np.array(self._load(running, r.variable))
+            changed[ids] = np.asarray(next(results))[: len(ids)]
+            self.store[running.key(r.variable)] = changed
+        outs = list(results)
         running.values.update(zip(node.outs, outs, strict=True))
 
     def _executable(self, node: SegmentNode) -> Any:
-        offset = len(node.updates) + len(node.reads)
+        rows = len(node.row_updates) + len(node.row_reads)
+        offset = len(node.updates) + len(node.reads) + rows
         donate = (
             *range(len(node.updates)),
             *(offset + n for n in node.donate),

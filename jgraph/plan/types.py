@@ -24,7 +24,7 @@ def num_elements(aval: Any) -> int:
     return math.prod(getattr(aval, "shape", ()))
 
 
-def value_type(aval: Any) -> ValueType:
+def value_type(aval: Any, *, ragged: bool = False) -> ValueType:
     """Returns the plain type that stands for values of ``aval`` between nodes.
 
     Typed PRNG keys are their key data; float0 is bool, all False.
@@ -39,8 +39,8 @@ def value_type(aval: Any) -> ValueType:
         struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         aval = jax.eval_shape(jax.random.key_data, struct)
     if is_float0(aval):
-        return ValueType(tuple(aval.shape), "bool")
-    return ValueType(tuple(aval.shape), jnp.dtype(aval.dtype).name)
+        return ValueType(tuple(aval.shape), "bool", ragged)
+    return ValueType(tuple(aval.shape), jnp.dtype(aval.dtype).name, ragged)
 
 
 def to_plain(value: Any) -> Any:

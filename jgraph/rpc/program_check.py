@@ -16,19 +16,24 @@ from jgraph.plan.program import (
     ContributeNode,
     FeedNode,
     FetchNode,
+    LookupNode,
+    MergeNode,
     Node,
     Partition,
     Program,
     ReadNode,
     RecvNode,
+    RouteNode,
     SegmentNode,
     SendNode,
+    SplitNode,
     ValueId,
     ValueType,
     WriteNode,
     inputs_of,
     outputs_of,
 )
+from jgraph.rpc.row_check import check_rows, require, require_types, rows_of
 
 
 def check_program(program: Program) -> None:
@@ -68,7 +73,7 @@ class _PartitionCheck:
         nodes = self.partition.nodes
         _check_unique([n.name for n in nodes if isinstance(n, FeedNode)], "feed")
         fetching = [n for n in nodes if isinstance(n, FetchNode)]
-        _require(len(fetching) <= 1, f"{task} has {len(fetching)} fetch nodes")
+        require(len(fetching) <= 1, f"{task} has {len(fetching)} fetch nodes")
         for index, node in enumerate(nodes):
             try:
                 self.node(index, node)
@@ -81,17 +86,17 @@ class _PartitionCheck:
 
     def node(self, index: int, node: Node) -> None:
         after = getattr(node, "after", ())
-        _require(all(0 <= i < index for i in after), "it waits for a later node")
+        require(all(0 <= i < index for i in after), "it waits for a later node")
         for value in inputs_of(node):
-            _require(value in self.known, f"value {value} is used before it is made")
+            require(value in self.known, f"value {value} is used before it is made")
         for value in outputs_of(node):
-            _require(
+            require(
                 0 <= value < len(self.partition.values) and value not in self.known,
                 f"value {value} does not exist or is made twice",
             )
             self.known.add(value)
         for variable in _variables(node):
-            _require(
+            require(
                 0 <= variable < len(self.partition.variables),
                 f"variable {variable} does not exist",
             )
@@ -103,11 +108,11 @@ class _PartitionCheck:
             case FeedNode():
                 self.driver_only()
                 same = self.feeds.get(node.name) == self.type(node.out)
-                _require(same, f"'{node.name[:80]}' is no feed of this type")
+                require(same, f"'{node.name[:80]}' is no feed of this type")
             case FetchNode():
                 self.driver_only()
                 given, due = len(node.values), len(self.program.fetches)
-                _require(given == due, f"{given} values for {due} fetches")
+                require(given == due, f"{given} values for {due} fetches")
             case ConstNode():
                 value = ValueType(node.value.shape, node.value.dtype.name)
                 self.same_types([value], [node.out])
@@ -118,26 +123,27 @@ class _PartitionCheck:
                 _check_unique(node.variables, "written variable")
             case SegmentNode():
                 self.segment(node)
-            case SendNode():
-                self.other_task(node.dst)
-            case RecvNode():
-                self.other_task(node.src)
+            case LookupNode() | RouteNode() | MergeNode() | SplitNode():
+                check_rows(self.partition, node)
+            case SendNode() | RecvNode():
+                self.other_task(node.dst if isinstance(node, SendNode) else node.src)
             case ContributeNode() | AggregateNode():
                 self.gated(node)
             case _:
                 assert_never(node)
 
     def segment(self, node: SegmentNode) -> None:
-        _require(node.digest in self.digests, "its code did not come with the program")
+        require(node.digest in self.digests, "its code did not come with the program")
         _check_unique(node.updates, "updated variable")
-        both = set(node.updates) & set(node.reads)
-        _require(not both, f"it both donates and reads variables {sorted(both)}")
+        for rows in (*node.row_updates, *node.row_reads):
+            rows_of(self.partition, rows)
+        _check_unique(list(_variables(node)), "variable")
         _check_unique(node.donate, "donated input")
         inside = all(0 <= i < len(node.inputs) for i in node.donate)
-        _require(inside, "it donates an input that it does not have")
+        require(inside, "it donates an input that it does not have")
 
     def gated(self, node: ContributeNode | AggregateNode) -> None:
-        _require(bool(self.partition.gate), "its partition names no gate")
+        require(bool(self.partition.gate), "its partition names no gate")
         _check_unique(node.variables, "averaged variable")
         if isinstance(node, ContributeNode):
             self.same_types(self.stored(node.variables), node.values)
@@ -145,11 +151,11 @@ class _PartitionCheck:
 
     def driver_only(self) -> None:
         driver = self.program.driver
-        _require(self.partition.task == driver, f"only the driver {driver} has these")
+        require(self.partition.task == driver, f"only the driver {driver} has these")
 
     def other_task(self, task: str) -> None:
         _check_task(task)
-        _require(task != self.partition.task, "it talks to its own task")
+        require(task != self.partition.task, "it talks to its own task")
 
     def type(self, value: ValueId) -> ValueType:
         return self.partition.values[value]
@@ -158,11 +164,7 @@ class _PartitionCheck:
         return [self.partition.variables[i].type for i in variables]
 
     def same_types(self, due: Sequence[ValueType], values: Sequence[ValueId]) -> None:
-        given = [self.type(v) for v in values]
-        _require(
-            list(due) == given,
-            f"types {_listed(given)} where {_listed(due)} are due",
-        )
+        require_types([self.type(v) for v in values], due)
 
 
 def _variables(node: Node) -> Iterator[int]:
@@ -170,7 +172,10 @@ def _variables(node: Node) -> Iterator[int]:
         case ReadNode() | WriteNode() | ContributeNode() | AggregateNode():
             return iter(node.variables)
         case SegmentNode():
-            return chain(node.updates, node.reads)
+            rows = chain(node.row_updates, node.row_reads)
+            return chain(node.updates, node.reads, (r.variable for r in rows))
+        case LookupNode():
+            return (r.variable for r in node.rows)
         case _:
             return iter(())
 
@@ -191,7 +196,7 @@ def _check_messages(program: Program) -> None:
     for src, dst, key in sorted(sent.keys() | received.keys()):
         if src in here and dst in here:
             ends = sent.get((src, dst, key)), received.get((src, dst, key))
-            _require(
+            require(
                 ends[0] == ends[1] and ends[0] is not None,
                 f"message '{key[:80]}' from {src} to {dst} is not sent and received "
                 f"with the same types",
@@ -204,7 +209,7 @@ def _put(
     types: list[ValueType],
 ) -> None:
     src, dst, key = end
-    _require(end not in table, f"message '{key[:80]}' from {src} to {dst} comes twice")
+    require(end not in table, f"message '{key[:80]}' from {src} to {dst} comes twice")
     table[end] = types
 
 
@@ -213,21 +218,12 @@ def _check_task(name: str) -> str:
         canonical = DeviceSpec.from_string(name).task_name
     except JGError:
         canonical = None
-    _require(canonical == name, f"'{name[:80]}' is not the name of a task")
+    require(canonical == name, f"'{name[:80]}' is not the name of a task")
     return name
 
 
 def _check_unique(items: Sequence[object], what: str) -> None:
     seen: set[object] = set()
     for item in items:
-        _require(item not in seen, f"{what} {str(item)[:80]} comes twice")
+        require(item not in seen, f"{what} {str(item)[:80]} comes twice")
         seen.add(item)
-
-
-def _listed(types: Sequence[ValueType]) -> str:
-    return "[" + ", ".join(map(str, types))[:200] + "]"
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvalidProgramError(message)

@@ -13,20 +13,26 @@ import numpy as np
 
 from jgraph.errors import InvalidProgramError, MalformedMessageError
 from jgraph.graph.ir import TaskName
+from jgraph.graph.rows import Layout
 from jgraph.plan.program import (
     AggregateNode,
     ConstNode,
     ContributeNode,
     FeedNode,
     FetchNode,
+    LookupNode,
+    MergeNode,
     Node,
     Partition,
     Program,
     ReadNode,
     RecvNode,
+    RouteNode,
+    Rows,
     SegmentCode,
     SegmentNode,
     SendNode,
+    SplitNode,
     StoredVariable,
     ValueType,
     WriteNode,
@@ -95,12 +101,12 @@ def decode_program(message: pb.Program, tensors: Sequence[Tensor]) -> Program:
 
 
 def _type_to(type_: ValueType) -> pb.TensorType:
-    return pb.TensorType(dtype=type_.dtype, shape=type_.shape)
+    return pb.TensorType(dtype=type_.dtype, shape=type_.shape, ragged=type_.ragged)
 
 
 def _type_from(message: pb.TensorType) -> ValueType:
     check_type(message, "a value")
-    return ValueType(tuple(message.shape), message.dtype)
+    return ValueType(tuple(message.shape), message.dtype, message.ragged)
 
 
 def _partition_to(partition: Partition) -> pb.Partition:
@@ -158,7 +164,20 @@ def _node_to(node: Node) -> pb.Node:
 
 def _fields(node: Node) -> dict[str, Any]:
     """Returns the fields of a node whose message has the same names."""
-    return {name: getattr(node, name) for name in node.__dataclass_fields__}
+    return {n: _message(getattr(node, n)) for n in node.__dataclass_fields__}
+
+
+def _message(value: Any) -> Any:
+    """Returns a field's value as its message takes it."""
+    match value:
+        case Rows():
+            return pb.Rows(variable=value.variable, ids=value.ids)
+        case Layout():
+            return pb.Layout(sizes=value.sizes, kind=value.kind)
+        case tuple():
+            return [_message(v) for v in value]
+        case _:
+            return value
 
 
 def _node_from(message: pb.Node, tensors: Iterator[Tensor]) -> Node:
@@ -178,9 +197,14 @@ def _node_from(message: pb.Node, tensors: Iterator[Tensor]) -> Node:
 _NODES: dict[str, Any] = {
     "feed": FeedNode,
     "fetch": FetchNode,
+    "const": ConstNode,
     "read": ReadNode,
     "write": WriteNode,
     "segment": SegmentNode,
+    "route": RouteNode,
+    "lookup": LookupNode,
+    "merge": MergeNode,
+    "split": SplitNode,
     "send": SendNode,
     "recv": RecvNode,
     "contribute": ContributeNode,
@@ -190,7 +214,13 @@ _KINDS = {node: kind for kind, node in _NODES.items()}
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, (str, int)):
-        return value
-    assert isinstance(value, Sequence)
-    return tuple(value)
+    match value:
+        case str() | int():
+            return value
+        case pb.Rows():
+            return Rows(value.variable, value.ids)
+        case pb.Layout():
+            return Layout(tuple(value.sizes), value.kind)
+        case _:
+            assert isinstance(value, Sequence)
+            return tuple(_plain(v) for v in value)

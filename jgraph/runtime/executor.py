@@ -21,15 +21,23 @@ from jgraph.plan.program import (
     ContributeNode,
     FeedNode,
     FetchNode,
+    LookupNode,
+    MergeNode,
     ReadNode,
     RecvNode,
+    RouteNode,
+    Rows,
     SegmentNode,
     SendNode,
+    SplitNode,
     StoredVariable,
     WriteNode,
     inputs_of,
     outputs_of,
+    row_type,
 )
+from jgraph.plan.row_values import moved, padded
+from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.loaded import Cost, LoadedPartition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
@@ -188,12 +196,12 @@ class StepRun:
                 self._shell.send(node.dst, self.step, node.key, values)
                 self._complete(index, [])
             case FetchNode():
-                self._fetches = [np.asarray(self._values[v]) for v in node.values]
+                self._fetches = [np.asarray(self._padded(v)) for v in node.values]
                 self._complete(index, [])
             case ContributeNode():
                 self._contribute(node)
                 self._complete(index, [])
-            case ReadNode() | WriteNode() | SegmentNode() | AggregateNode():
+            case _:
                 work = self._work(index, node)
                 self._shell.submit(
                     work,
@@ -202,56 +210,96 @@ class StepRun:
                 )
 
     def _work(
-        self, index: int, node: ReadNode | WriteNode | SegmentNode | AggregateNode
+        self,
+        index: int,
+        node: ReadNode
+        | WriteNode
+        | SegmentNode
+        | AggregateNode
+        | LookupNode
+        | RouteNode
+        | MergeNode
+        | SplitNode,
     ) -> Callable[[], list[Any]]:
-        variables = self._loaded.partition.variables
-        store = self._store
-
-        def named(ids: tuple[int, ...]) -> list[StoredVariable]:
-            return [variables[i] for i in ids]
+        partition, store, owned = (
+            self._loaded.partition,
+            self._store,
+            self._loaded.owned,
+        )
+        values = {v: self._values[v] for v in inputs_of(node)}
 
         match node:
             case ReadNode():
-                return lambda: list(store.read(named(node.variables)))
+                return lambda: list(store.read(self._named(node.variables)))
             case WriteNode():
-                values = [self._values[v] for v in node.values]
 
                 def write() -> list[Any]:
-                    store.write(named(node.variables), values)
+                    mine = [n for n, v in enumerate(node.values) if v in owned]
+                    given = [values[v] for v in node.values]
+                    store.write(self._named(node.variables), given, mine)
                     return []
 
                 return write
             case AggregateNode():
                 assert self._gate is not None  # the partition's
-                chosen, means = self._gate.chosen(), named(node.variables)
+                chosen, means = self._gate.chosen(), self._named(node.variables)
 
                 def average() -> list[Any]:
-                    values = [mean([c[v] for c in chosen]) for v in means]
-                    store.write(means, values, copy=False)
+                    made = [mean([c[v] for c in chosen]) for v in means]
+                    store.write(means, made, range(len(made)))
                     return []
 
                 return average
+            case LookupNode():
+                wanted = [
+                    (partition.variables[r.variable], values[r.ids]) for r in node.rows
+                ]
+                return lambda: list(store.lookup(wanted))
             case SegmentNode():
-                inputs = [self._values[v] for v in node.inputs]
-                run = self._loaded.executables[index]
-                assert run is not None  # load_partition compiled it
+                return lambda: self._compute(index, node, values)
+            case _:
+                types = partition.values
+                return lambda: list(moved(node, values.__getitem__, types))
 
-                def compute() -> list[Any]:
-                    results = store.update(
-                        named(node.updates),
-                        named(node.reads),
-                        lambda *state: run(*state, *inputs),
-                    )
-                    jax.block_until_ready(results)
-                    return results
+    def _compute(
+        self, index: int, node: SegmentNode, values: Mapping[int, Any]
+    ) -> list[Any]:
+        partition = self._loaded.partition
+        run = self._loaded.executables[index]
+        assert run is not None  # load_partition compiled it
+        inputs = [padded(values[v], partition.values[v]) for v in node.inputs]
 
-                return compute
+        def rows_of(rows: Sequence[Rows]) -> list[RowsOf]:
+            return [
+                RowsOf(
+                    partition.variables[r.variable],
+                    values[r.ids],
+                    row_type(partition, r),
+                )
+                for r in rows
+            ]
+
+        results = self._store.update(
+            self._named(node.updates),
+            self._named(node.reads),
+            lambda *state: run(*state, *inputs),
+            rows_of(node.row_updates),
+            rows_of(node.row_reads),
+        )
+        jax.block_until_ready(results)
+        return results
+
+    def _named(self, variables: Sequence[int]) -> list[StoredVariable]:
+        return [self._loaded.partition.variables[i] for i in variables]
+
+    def _padded(self, value: int) -> Any:
+        return padded(self._values[value], self._loaded.partition.values[value])
 
     def _contribute(self, node: ContributeNode) -> None:
         assert self._gate is not None  # the partition's
         variables = self._loaded.partition.variables
         values = {
-            variables[v]: np.asarray(self._values[value])
+            variables[v]: np.asarray(self._padded(value))
             for v, value in zip(node.variables, node.values, strict=True)
         }
         self._gate.contribute(self.step, int(self._values[node.slot]), values)

@@ -6,11 +6,14 @@ from typing import final
 
 from jgraph.errors import InvalidProgramError
 from jgraph.plan.program import (
+    LookupNode,
     Node,
     Partition,
     ReadNode,
     SegmentCode,
     SegmentNode,
+    StoredVariable,
+    ValueId,
     WriteNode,
     inputs_of,
 )
@@ -56,6 +59,7 @@ class LoadedPartition:
       consumers: per value, the nodes that take it.
       followers: per node, the nodes that name it in ``after``.
       costs: per node, what running it has cost so far.
+      owned: values that a segment makes for one node only.
     """
 
     partition: Partition
@@ -64,6 +68,17 @@ class LoadedPartition:
     consumers: tuple[tuple[int, ...], ...]
     followers: tuple[tuple[int, ...], ...]
     costs: tuple[Cost, ...]
+    owned: frozenset[ValueId]
+
+    @property
+    def row_variables(self) -> list[StoredVariable]:
+        """The variables of which this partition updates rows."""
+        return [
+            self.partition.variables[rows.variable]
+            for node in self.partition.nodes
+            if isinstance(node, SegmentNode)
+            for rows in node.row_updates
+        ]
 
 
 def load_partition(
@@ -94,12 +109,19 @@ def load_partition(
         tuple(map(tuple, consumers)),
         tuple(map(tuple, followers)),
         tuple(Cost() for _ in partition.nodes),
+        frozenset(
+            value
+            for node in partition.nodes
+            if isinstance(node, SegmentNode)
+            for value in node.outs
+            if len(consumers[value]) == 1
+        ),
     )
 
 
 def _after(node: Node) -> tuple[int, ...]:
     match node:
-        case SegmentNode() | ReadNode() | WriteNode():
+        case SegmentNode() | ReadNode() | WriteNode() | LookupNode():
             return node.after
         case _:
             return ()
@@ -115,6 +137,7 @@ def _executable(
             f"the program names segment {node.digest[:12]}… and does not bring it",
             digest=node.digest,
         )
-    state = len(node.updates) + len(node.reads)
+    rows = len(node.row_updates) + len(node.row_reads)
+    state = len(node.updates) + len(node.reads) + rows
     donated = (*range(len(node.updates)), *(state + i for i in node.donate))
     return cache.load(codes[node.digest], donated)

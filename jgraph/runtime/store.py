@@ -7,22 +7,29 @@ the locks of the variables it touches: updates of different variables run side b
 A reader gets views of one version of all it asked for, without a copy, and never half
 an update. While a view lives, an update of that variable is computed into other memory
 and the view keeps its values; when nobody holds one, the update is made in place.
+
+Rows are looked up and updated in the memory of that same array, at the cost of these
+rows, so that a variable may be used by rows here and whole there.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.errors import InternalError, UninitializedError, VariableMismatchError
+from jgraph.errors import (
+    InternalError,
+    UninitializedError,
+    VariableMismatchError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program import StoredVariable, ValueType
+from jgraph.plan.row_values import aligned_empty
+from jgraph.runtime.entry import Entry, RowsOf, held, padded_rows
 
 Key: TypeAlias = tuple[str, str]
 """(container, name)."""
@@ -41,15 +48,6 @@ class VariableInfo:
     version: int
 
 
-class _Entry:
-    __slots__ = ("lock", "value", "version")
-
-    def __init__(self, value: jax.Array) -> None:
-        self.value = value
-        self.version = 0
-        self.lock = threading.Lock()
-
-
 class VariableStore:
     """Variables of one task; safe to use from several threads.
 
@@ -66,7 +64,8 @@ class VariableStore:
 
     def __init__(self, task: TaskName) -> None:
         self.task = task
-        self._entries: dict[Key, _Entry] = {}
+        self._entries: dict[Key, Entry] = {}
+        self._by_rows: set[Key] = set()
         self._lock = threading.Lock()
 
     def read(self, variables: Sequence[StoredVariable]) -> list[np.ndarray[Any, Any]]:
@@ -79,72 +78,123 @@ class VariableStore:
           UninitializedError: one of them has no value yet.
         """
         entries = self._found(variables)
-        with _held(entries):
-            return [_view(entry.value) for entry in entries]
+        with held(entries):
+            return [entry.view() for entry in entries]
+
+    def lookup(
+        self, rows: Sequence[tuple[StoredVariable, np.ndarray[Any, Any]]]
+    ) -> list[np.ndarray[Any, Any]]:
+        """Returns copies of rows of variables, all of one moment.
+
+        Args:
+          rows: (variable, ids of its rows).
+
+        Raises:
+          UninitializedError: a variable has no value yet.
+          MalformedMessageError: a variable has no such row.
+        """
+        entries = self._found([variable for variable, _ in rows])
+        found = []
+        with held(entries):
+            for entry, (variable, ids) in zip(entries, rows, strict=True):
+                shape = len(ids), *variable.type.shape[1:]
+                out = aligned_empty(ValueType(shape, variable.type.dtype))
+                entry.rows(write=False).lookup(ids, out)
+                found.append(out)
+        return found
+
+    def use_rows(self, variables: Iterable[StoredVariable]) -> None:
+        """Says that rows of these will be changed in place.
+
+        From now on no function that reads one is left running behind.
+        """
+        with self._lock:
+            self._by_rows.update(_key(variable) for variable in variables)
 
     def write(
         self,
         variables: Sequence[StoredVariable],
         values: Sequence[Any],
-        *,
-        copy: bool = True,
+        owned: Container[int] = (),
     ) -> None:
         """Replaces whole variables at one moment; creates those that are absent.
 
         Args:
           variables: what to write, one per value.
-          values: arrays of the variables' types.
-          copy: false if nobody changes the arrays any more.
+          values: arrays of the variables' types; they are copied.
+          owned: positions of values that nobody else has: these are taken as they are.
 
         Raises:
           VariableMismatchError: a stored variable has another shape or dtype.
         """
-        take = partial(jnp.array, copy=True) if copy else jax.device_put
-        arrays = [take(value) for value in values]
+        arrays = [
+            jax.device_put(value) if n in owned else jnp.array(value, copy=True)
+            for n, value in enumerate(values)
+        ]
         pairs = [(_key(v), a) for v, a in zip(variables, arrays, strict=True)]
         with self._lock:
             for variable in variables:
                 self._check_type(variable)
             known = {k: self._entries[k] for k, _ in pairs if k in self._entries}
-        with _held(list(known.values())):
+        with held(list(known.values())):
             for key, array in pairs:
                 if key in known:
-                    known[key].value = array
+                    known[key].value, known[key].device = array, None
                     known[key].version += 1
             with self._lock:
                 for key, array in pairs:
-                    self._entries.setdefault(key, _Entry(array))
+                    self._entries.setdefault(key, Entry(array))
 
     def update(
         self,
         updates: Sequence[StoredVariable],
         reads: Sequence[StoredVariable],
         run: Update,
+        row_updates: Sequence[RowsOf] = (),
+        row_reads: Sequence[RowsOf] = (),
     ) -> list[jax.Array]:
-        """Runs ``run(*updates, *reads)`` atomically and stores the new ``updates``.
+        """Runs ``run`` atomically and stores the new ``updates`` and ``row_updates``.
 
         Updates of other variables, and work on none, go on at the same time.
 
         Args:
           updates: variables whose buffers are donated to ``run``.
           reads: variables that ``run`` only reads.
-          run: returns the new values of ``updates`` followed by other results.
+          run: takes the values of ``updates`` and ``reads``, then the padded rows of
+            ``row_updates`` and ``row_reads``; returns the new values of ``updates``,
+            the new rows of ``row_updates``, then other results.
+          row_updates: rows that are replaced by those that ``run`` returns.
+          row_reads: rows that ``run`` only reads.
 
         Returns:
           The other results. Nothing is changed when ``run`` raises before it starts.
         """
         entries, others = self._found(updates), self._found(reads)
-        with _held([*entries, *others]):
-            old = [entry.value for entry in [*entries, *others]]
+        changed = self._found([rows.variable for rows in row_updates])
+        looked_at = self._found([rows.variable for rows in row_reads])
+        first = len(entries)
+        with held([*entries, *others, *changed, *looked_at]):
+            old = [entry.argument() for entry in [*entries, *others]]
+            both = zip([*changed, *looked_at], [*row_updates, *row_reads], strict=True)
+            taken = [padded_rows(entry, rows) for entry, rows in both]
             try:
-                results = list(run(*old))
+                results = list(run(*old, *taken))
+                if self._changes_in_place([*updates, *reads]):
+                    jax.block_until_ready(results)
             except BaseException as error:
                 self._drop_donated(updates, error)
                 raise
             for entry, value in zip(entries, results, strict=False):
-                entry.value = value
+                entry.value, entry.device = value, None
                 entry.version += 1
-        return results[len(entries) :]
+            new = [np.asarray(r) for r in results[first : first + len(changed)]]
+            for entry, rows, values in zip(changed, row_updates, new, strict=True):
+                entry.rows(write=True).update(rows.ids, values[: len(rows.ids)])
+                entry.version += 1
+        return results[first + len(changed) :]
+
+    def _changes_in_place(self, variables: Iterable[StoredVariable]) -> bool:
+        return not self._by_rows.isdisjoint(_key(v) for v in variables)
 
     def drop(self, containers: Iterable[str] = ()) -> int:
         """Forgets the variables of these containers (none named: all).
@@ -173,11 +223,11 @@ class VariableStore:
         """Bytes of all values."""
         return sum(row.type.nbytes for row in self.table())
 
-    def _found(self, variables: Sequence[StoredVariable]) -> list[_Entry]:
+    def _found(self, variables: Sequence[StoredVariable]) -> list[Entry]:
         with self._lock:
             return [self._entry(variable) for variable in variables]
 
-    def _entry(self, variable: StoredVariable) -> _Entry:
+    def _entry(self, variable: StoredVariable) -> Entry:
         entry = self._entries.get(_key(variable))
         if entry is None:
             raise UninitializedError(
@@ -227,25 +277,6 @@ class VariableStore:
                 "values; restore a checkpoint",
                 task=self.task,
             ) from cause
-
-
-@contextmanager
-def _held(entries: Sequence[_Entry]) -> Iterator[None]:
-    # In one order for all, so that two updates never wait for each other.
-    locks = sorted({id(entry): entry.lock for entry in entries}.items())
-    for _, lock in locks:
-        lock.acquire()
-    try:
-        yield
-    finally:
-        for _, lock in locks:
-            lock.release()
-
-
-def _view(array: jax.Array) -> np.ndarray[Any, Any]:
-    # Not np.asarray(array): that keeps the view in the array, and then every update
-    # would find the buffer in use.
-    return np.asarray(array.addressable_data(0))
 
 
 def _key(variable: StoredVariable) -> Key:

@@ -102,7 +102,9 @@ class TaskRuntime:
                 f"program '{program.name}' has no partition for {self.task}"
             ) from None
         self._check_variables(program)
-        return load_partition(partition, program.segments, self.cache)
+        loaded = load_partition(partition, program.segments, self.cache)
+        self.store.use_rows(loaded.row_variables)
+        return loaded
 
     def register(
         self,

@@ -13,12 +13,13 @@ from jgraph.graph.ir import Graph, TaskName, eval_graph
 from jgraph.graph.trace import trace
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import (
-    Node,
     Partition,
     Program,
     RecvNode,
     SegmentNode,
     SendNode,
+    inputs_of,
+    outputs_of,
 )
 from jgraph.plan.simulate import Compiled, run_program
 from jgraph.plan.types import from_plain, to_plain
@@ -157,30 +158,17 @@ def _check_partition(partition: Partition, digests: set[str]) -> None:
     assert all(count == 1 for count in sent.values()), "a value is sent twice"
     known: set[int] = set()
     for position, node in enumerate(partition.nodes):
-        assert known.issuperset(takes(node))
+        assert known.issuperset(inputs_of(node))
         assert all(n < position for n in getattr(node, "after", ()))
-        made = gives(node)
+        made = outputs_of(node)
         assert not known & set(made)
         known.update(made)
         if isinstance(node, SegmentNode):
             assert node.digest in digests
-    uses = Counter(v for n in partition.nodes for v in takes(n))
+    uses = Counter(v for n in partition.nodes for v in inputs_of(n))
     for node in partition.nodes:
         if isinstance(node, SegmentNode):
             assert all(uses[node.inputs[p]] == 1 for p in node.donate)
-
-
-def takes(node: Node) -> tuple[int, ...]:
-    """Returns the values that a node takes."""
-    if isinstance(node, SegmentNode):
-        return node.inputs
-    return getattr(node, "values", ())
-
-
-def gives(node: Node) -> tuple[int, ...]:
-    """Returns the values that a node makes."""
-    out = getattr(node, "out", None)
-    return getattr(node, "outs", ()) if out is None else (out,)
 
 
 def segments_per_task(planned: Plan) -> Mapping[TaskName, int]:

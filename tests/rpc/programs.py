@@ -1,24 +1,31 @@
 """Hypothesis strategies of programs that are right, for the tests of their codec."""
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from jgraph.graph.ir import TaskName
+from jgraph.graph.rows import Layout
 from jgraph.plan.program import (
     ConstNode,
     FeedNode,
     FetchNode,
+    LookupNode,
+    MergeNode,
     Node,
     Partition,
     Program,
     ReadNode,
     RecvNode,
+    RouteNode,
+    Rows,
     SegmentCode,
     SegmentNode,
     SendNode,
+    SplitNode,
     StoredVariable,
     ValueType,
 )
@@ -83,6 +90,8 @@ class _Builder:
             read = self.some_variables()
             after = self.after()
             self.nodes.append(ReadNode(read, self.new(*self.stored(read)), after))
+        elif kind == "rows":
+            self.add_rows(digests)
         else:
             both = self.some_variables()
             cut = draw(st.integers(0, len(both)))
@@ -93,6 +102,41 @@ class _Builder:
             self.nodes.append(
                 SegmentNode(digest, both[:cut], both[cut:], inputs, outs, donate, after)
             )
+
+    def add_rows(self, digests: list[str]) -> None:
+        """Routes ids, looks their rows up, merges, splits and updates them."""
+        draw, count = self.draw, self.draw(st.integers(0, 4))
+        sizes = draw(st.sampled_from([(3,), (2, 2), (0, 5)]))
+        layout = Layout(sizes, "mod" if sizes == (2, 2) else "div")
+        plain = ValueType((count,), "int32")
+        ragged = replace(plain, ragged=True)
+        (ids,) = self.new(plain)
+        self.nodes.append(ConstNode(np.zeros(count, np.int32), ids))
+        positions, *local = self.new(plain, *[ragged] * len(sizes))
+        names = draw(st.text("ab", max_size=2)), draw(st.booleans())
+        self.nodes.append(RouteNode(ids, layout, *names, positions, tuple(local)))
+        first = len(self.variables)
+        self.variables += [
+            StoredVariable(f"table{first + n}", ValueType((size, 2), "float32"))
+            for n, size in enumerate(sizes)
+        ]
+        rows = tuple(Rows(first + n, v) for n, v in enumerate(local))
+        whole = ValueType((count, 2), "float32")
+        found = self.new(*[replace(whole, ragged=True)] * len(sizes))
+        self.nodes.append(LookupNode(rows, found, self.after()))
+        (merged,) = self.new(whole)
+        self.nodes.append(MergeNode(tuple(local), found, merged))
+        parts = self.new(*[replace(whole, ragged=True)] * len(sizes))
+        self.nodes.append(SplitNode(merged, tuple(local), parts))
+        cut = draw(st.integers(0, len(rows)))
+        digest = draw(st.sampled_from(digests))
+        self.nodes.append(
+            SegmentNode(
+                *(digest, (), (), parts, self.new(whole)),
+                row_updates=rows[:cut],
+                row_reads=rows[cut:],
+            )
+        )
 
     def partition(self) -> Partition:
         values, variables = tuple(self.values), tuple(self.variables)
@@ -112,7 +156,7 @@ def programs(draw: st.DrawFn) -> Program:
     feeds = tuple((f"x{i}", t) for i, t in enumerate(draw(st.lists(types, max_size=3))))
     for name, type_ in feeds:
         driver.nodes.append(FeedNode(name, *driver.new(type_)))
-    kinds = st.sampled_from(["const", "read", "segment"])
+    kinds = st.sampled_from(["const", "read", "segment", "rows"])
     for builder in (driver, ps):
         for kind in draw(st.lists(kinds, max_size=4)):
             builder.add(kind, digests)

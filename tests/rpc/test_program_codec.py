@@ -12,18 +12,24 @@ from hypothesis import given, strategies as st
 
 from jgraph.errors import InvalidProgramError
 from jgraph.graph.ir import TaskName
+from jgraph.graph.rows import Layout
 from jgraph.plan.program import (
     ConstNode,
     FeedNode,
     FetchNode,
+    LookupNode,
+    MergeNode,
     Node,
     Partition,
     Program,
     ReadNode,
     RecvNode,
+    RouteNode,
+    Rows,
     SegmentCode,
     SegmentNode,
     SendNode,
+    SplitNode,
     StoredVariable,
     ValueType,
     WriteNode,
@@ -148,9 +154,7 @@ WRONG: dict[str, Program] = {
     "donated input 1 comes twice": with_ps_node(
         3, dataclasses.replace(SEGMENT, donate=(1, 1))
     ),
-    "both donates and reads variables [0]": with_ps_node(
-        3, dataclasses.replace(SEGMENT, reads=(0,))
-    ),
+    "variable 0 comes twice": with_ps_node(3, dataclasses.replace(SEGMENT, reads=(0,))),
     "written variable 1 comes twice": with_ps_node(4, WriteNode((1, 1), (3, 3))),
     "it talks to its own task": with_ps_node(5, SendNode(PS, "y", (3,))),
     "is not the name of a task": with_ps_node(5, SendNode(TaskName("ps0"), "y", (3,))),
@@ -160,6 +164,70 @@ WRONG: dict[str, Program] = {
     "only the driver /job:worker/task:0 has these": with_ps_node(4, FetchNode((3,))),
     "types [float32[2]] where [float32[3]] are due": with_ps_node(
         0, ConstNode(np.ones(3, np.float32), 0)
+    ),
+}
+
+
+IDS = ValueType((3,), "int32")
+RAGGED = ValueType((3,), "int32", ragged=True)
+FOUND = ValueType((3, 2), "float32", ragged=True)
+MERGED = ValueType((3, 2), "float32")
+ROUTE = RouteNode(0, Layout((4, 4), "mod"), "colour", False, 1, (2, 3))
+LOOKUP = LookupNode((Rows(0, 2), Rows(1, 3)), (4, 5))
+MERGE, SPLIT = MergeNode((2, 3), (4, 5), 6), SplitNode(6, (2, 3), (7, 8))
+UPDATE = SegmentNode(DIGEST, (), (), (7, 8), (), row_updates=LOOKUP.rows)
+
+
+def rows_program(**changed: Node | ValueType) -> Program:
+    """A task routes ids to its two tables, and updates their rows."""
+    tables = tuple(
+        StoredVariable(f"table{n}", ValueType((4, 2), "float32")) for n in range(2)
+    )
+    types = dict.fromkeys((2, 3), RAGGED) | dict.fromkeys((4, 5, 7, 8), FOUND)
+    values = tuple(types.get(n, MERGED if n == 6 else IDS) for n in range(9))
+    nodes: dict[str, Node] = {
+        "const": ConstNode(np.zeros(3, np.int32), 0),
+        "route": ROUTE,
+        "lookup": LOOKUP,
+        "merge": MERGE,
+        "split": SPLIT,
+        "update": UPDATE,
+    }
+    for name, new in changed.items():
+        if isinstance(new, ValueType):
+            at = int(name.removeprefix("value"))
+            values = (*values[:at], new, *values[at + 1 :])
+        else:
+            nodes[name] = new
+    partition = Partition(PS, values, tables, tuple(nodes.values()))
+    return dataclasses.replace(small(), partitions=(partition,))
+
+
+def test_program_of_rows_comes_back_equal() -> None:
+    assert same(over_the_wire(rows_program()), rows_program())
+
+
+def of_layout(*sizes: int, kind: str = "div") -> Program:
+    return rows_program(route=dataclasses.replace(ROUTE, layout=Layout(sizes, kind)))
+
+
+WRONG |= {
+    "layout 'hash'": of_layout(4, 4, kind="hash"),
+    "a shard of negative size": of_layout(-1, 4),
+    "more rows than int32 counts": of_layout(2**31, 4),
+    "another number of shards": of_layout(8),
+    "do not go round 2 shards": of_layout(3, 5, kind="mod"),
+    "ids of type int32[3], which no route gives": rows_program(
+        split=SPLIT, lookup=dataclasses.replace(LOOKUP, rows=(Rows(0, 0), Rows(1, 3)))
+    ),
+    "types [float32[3,2], ": rows_program(value4=MERGED),
+    "[int32[3], int32[≤3], int32[≤3]] are due": rows_program(value3=IDS),
+    "variable 7 does not exist": rows_program(
+        update=dataclasses.replace(UPDATE, row_reads=(Rows(7, 2),))
+    ),
+    "rows of type float32[≤3,2]": rows_program(value6=FOUND),
+    "variable 1 comes twice": rows_program(
+        update=dataclasses.replace(UPDATE, row_reads=(Rows(1, 2),))
     ),
 }
 

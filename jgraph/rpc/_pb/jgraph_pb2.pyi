@@ -46,8 +46,11 @@ class TensorType(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    RAGGED_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """numpy / ml_dtypes name: "float32", "bfloat16", "int4", … No object dtypes."""
+    ragged: _builtins.bool
+    """Of a value of a partition: at run time it has at most shape[0] rows."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -62,10 +65,11 @@ class TensorType(_message.Message):
         dtype: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         shared: Global___SharedBlock | None = ...,
+        ragged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "shape", b"shape", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "ragged", b"ragged", "shape", b"shape", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1508,6 +1512,10 @@ class Node(_message.Message):
     SEGMENT_FIELD_NUMBER: _builtins.int
     SEND_FIELD_NUMBER: _builtins.int
     RECV_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
+    LOOKUP_FIELD_NUMBER: _builtins.int
+    MERGE_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
     CONTRIBUTE_FIELD_NUMBER: _builtins.int
     AGGREGATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -1527,6 +1535,14 @@ class Node(_message.Message):
     @_builtins.property
     def recv(self) -> Global___RecvNode: ...
     @_builtins.property
+    def route(self) -> Global___RouteNode: ...
+    @_builtins.property
+    def lookup(self) -> Global___LookupNode: ...
+    @_builtins.property
+    def merge(self) -> Global___MergeNode: ...
+    @_builtins.property
+    def split(self) -> Global___SplitNode: ...
+    @_builtins.property
     def contribute(self) -> Global___ContributeNode: ...
     @_builtins.property
     def aggregate(self) -> Global___AggregateNode: ...
@@ -1541,14 +1557,18 @@ class Node(_message.Message):
         segment: Global___SegmentNode | None = ...,
         send: Global___SendNode | None = ...,
         recv: Global___RecvNode | None = ...,
+        route: Global___RouteNode | None = ...,
+        lookup: Global___LookupNode | None = ...,
+        merge: Global___MergeNode | None = ...,
+        split: Global___SplitNode | None = ...,
         contribute: Global___ContributeNode | None = ...,
         aggregate: Global___AggregateNode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "read", b"read", "recv", b"recv", "segment", b"segment", "send", b"send", "write", b"write"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "write", b"write"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "read", b"read", "recv", b"recv", "segment", b"segment", "send", b"send", "write", b"write"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "write", b"write"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv", "contribute", "aggregate"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv", "route", "lookup", "merge", "split", "contribute", "aggregate"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1683,6 +1703,8 @@ class SegmentNode(_message.Message):
     OUTS_FIELD_NUMBER: _builtins.int
     DONATE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    ROW_UPDATES_FIELD_NUMBER: _builtins.int
+    ROW_READS_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     @_builtins.property
     def updates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1696,6 +1718,10 @@ class SegmentNode(_message.Message):
     def donate(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def row_updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rows]: ...
+    @_builtins.property
+    def row_reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rows]: ...
     def __init__(
         self,
         *,
@@ -1706,14 +1732,187 @@ class SegmentNode(_message.Message):
         outs: _abc.Iterable[_builtins.int] | None = ...,
         donate: _abc.Iterable[_builtins.int] | None = ...,
         after: _abc.Iterable[_builtins.int] | None = ...,
+        row_updates: _abc.Iterable[Global___Rows] | None = ...,
+        row_reads: _abc.Iterable[Global___Rows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "digest", b"digest", "donate", b"donate", "inputs", b"inputs", "outs", b"outs", "reads", b"reads", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "digest", b"digest", "donate", b"donate", "inputs", b"inputs", "outs", b"outs", "reads", b"reads", "row_reads", b"row_reads", "row_updates", b"row_updates", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SegmentNode: _TypeAlias = SegmentNode  # noqa: Y015
+
+@_typing.final
+class Rows(_message.Message):
+    """The rows of a variable that a value of ids names, each once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VARIABLE_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    variable: _builtins.int
+    ids: _builtins.int
+    def __init__(
+        self,
+        *,
+        variable: _builtins.int = ...,
+        ids: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "variable", b"variable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rows: _TypeAlias = Rows  # noqa: Y015
+
+@_typing.final
+class RouteNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    FEATURE_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
+    ids: _builtins.int
+    feature: _builtins.str
+    drop: _builtins.bool
+    """ids out of range are not an error"""
+    positions: _builtins.int
+    @_builtins.property
+    def layout(self) -> Global___Layout: ...
+    @_builtins.property
+    def local(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one per shard"""
+
+    def __init__(
+        self,
+        *,
+        ids: _builtins.int = ...,
+        layout: Global___Layout | None = ...,
+        feature: _builtins.str = ...,
+        drop: _builtins.bool = ...,
+        positions: _builtins.int = ...,
+        local: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "feature", b"feature", "ids", b"ids", "layout", b"layout", "local", b"local", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteNode: _TypeAlias = RouteNode  # noqa: Y015
+
+@_typing.final
+class Layout(_message.Message):
+    """How the rows of a table lie in its shards."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZES_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"div", "mod" """
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+        kind: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "sizes", b"sizes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Layout: _TypeAlias = Layout  # noqa: Y015
+
+@_typing.final
+class LookupNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    OUTS_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rows]: ...
+    @_builtins.property
+    def outs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___Rows] | None = ...,
+        outs: _abc.Iterable[_builtins.int] | None = ...,
+        after: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "outs", b"outs", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupNode: _TypeAlias = LookupNode  # noqa: Y015
+
+@_typing.final
+class MergeNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOCAL_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    OUT_FIELD_NUMBER: _builtins.int
+    out: _builtins.int
+    @_builtins.property
+    def local(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        local: _abc.Iterable[_builtins.int] | None = ...,
+        values: _abc.Iterable[_builtins.int] | None = ...,
+        out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "out", b"out", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MergeNode: _TypeAlias = MergeNode  # noqa: Y015
+
+@_typing.final
+class SplitNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
+    OUTS_FIELD_NUMBER: _builtins.int
+    value: _builtins.int
+    @_builtins.property
+    def local(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def outs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        value: _builtins.int = ...,
+        local: _abc.Iterable[_builtins.int] | None = ...,
+        outs: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "outs", b"outs", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SplitNode: _TypeAlias = SplitNode  # noqa: Y015
 
 @_typing.final
 class SendNode(_message.Message):

@@ -1,0 +1,113 @@
+"""One stored variable: its value, its version, its lock, and its rows."""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.errors import MalformedMessageError
+from jgraph.plan.program import StoredVariable, ValueType
+from jgraph.plan.row_values import aligned_empty
+from jgraph.runtime.tables import ArrayTable, Table, on_cpu
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowsOf:
+    """Rows of a variable for an update.
+
+    Attributes:
+      variable: which.
+      ids: int32[m], the rows, each once.
+      type: of the rows as the update takes them: padded to its first dimension.
+    """
+
+    variable: StoredVariable
+    ids: np.ndarray[Any, Any]
+    type: ValueType
+
+
+@final
+class Entry:
+    """The value of one variable; whoever uses it holds its lock."""
+
+    __slots__ = ("device", "lock", "table", "value", "version", "views")
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+        self.version = 0
+        self.lock = threading.Lock()
+        self.table: ArrayTable | None = None
+        # Where functions take the value; set when its rows are used on the CPU.
+        self.device: Any = None
+        self.views: list[weakref.ref[Any]] = []
+
+    def view(self) -> np.ndarray[Any, Any]:
+        """Returns a view that keeps its values, see ``rows``."""
+        view = _view(self.value)
+        self.views = [ref for ref in self.views if ref() is not None]
+        self.views.append(weakref.ref(view))
+        return view
+
+    def argument(self) -> jax.Array:
+        """Returns the value for a function that may take it over."""
+        if self.device is None:
+            return self.value
+        moved: jax.Array = jax.device_put(self.value, self.device)
+        return moved
+
+    def rows(self, *, write: bool) -> Table:
+        """Returns the table of the rows; to write, nobody else sees them change."""
+        if write and any(ref() is not None for ref in self.views):
+            self.value, self.views = jnp.array(self.value, copy=True), []
+        if not on_cpu(self.value):
+            (self.device,) = self.value.devices()
+            cpu = jax.local_devices(backend="cpu")[0]
+            self.value = jax.device_put(self.value, cpu)
+        if self.table is None or self.table.value is not self.value:
+            self.table = ArrayTable(self.value)
+        table: Table = self.table
+        return table
+
+
+@contextmanager
+def held(entries: Sequence[Entry]) -> Iterator[None]:
+    """Holds the locks of these entries."""
+    # In one order for all, so that two updates never wait for each other.
+    locks = sorted({id(entry): entry.lock for entry in entries}.items())
+    for _, lock in locks:
+        lock.acquire()
+    try:
+        yield
+    finally:
+        for _, lock in locks:
+            lock.release()
+
+
+def padded_rows(entry: Entry, rows: RowsOf) -> np.ndarray[Any, Any]:
+    """Returns the rows as an executable takes them.
+
+    Raises:
+      MalformedMessageError: an id without a row, or more than are due.
+    """
+    padded, count = aligned_empty(rows.type), len(rows.ids)
+    if count > len(padded):
+        raise MalformedMessageError(
+            f"{count:,} rows of '{rows.variable.name}' are asked for where at most "
+            f"{len(padded):,} are due; the sender's program is another one"
+        )
+    entry.rows(write=False).lookup(rows.ids, padded[:count])
+    padded[count:] = 0
+    return padded
+
+
+def _view(array: jax.Array) -> np.ndarray[Any, Any]:
+    # Not np.asarray(array): that keeps the view in the array, and then every update
+    # would find the buffer in use.
+    return np.asarray(array.addressable_data(0))

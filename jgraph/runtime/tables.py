@@ -1,0 +1,86 @@
+"""Rows of a variable: looked up and changed in place, at their own cost only."""
+
+import ctypes
+from typing import Any, Protocol, TypeAlias, final
+
+import jax
+import numpy as np
+
+from jgraph.errors import MalformedMessageError
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class Table(Protocol):
+    """Rows found by their ids. Its user holds the lock of its variable."""
+
+    def lookup(self, ids: Array, out: Array) -> None:
+        """Copies the rows of ``ids`` to ``out``, which has as many.
+
+        Raises:
+          MalformedMessageError: an id without a row.
+        """
+
+    def update(self, ids: Array, rows: Array) -> None:
+        """Replaces the rows of ``ids``, each of which is there once.
+
+        Raises:
+          MalformedMessageError: an id without a row; nothing is changed.
+        """
+
+
+@final
+class ArrayTable:
+    """The rows of one array, changed in the array's own memory.
+
+    Nothing else may use the array meanwhile: to JAX it never changes.
+
+    Args:
+      value: an array on a CPU; its memory must belong to it alone.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> array = jnp.zeros((3, 2))
+      >>> ArrayTable(array).update(np.array([1]), np.ones((1, 2)))
+      >>> array.tolist()
+      [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    """
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+        self._rows = _writable(value)
+
+    def lookup(self, ids: Array, out: Array) -> None:
+        """Copies the rows of ``ids`` to ``out``."""
+        self._check(ids)
+        # The default mode would fill a buffer first, to leave ``out`` alone on errors.
+        np.take(self._rows, ids, axis=0, out=out, mode="clip")
+
+    def update(self, ids: Array, rows: Array) -> None:
+        """Replaces the rows of ``ids``."""
+        self._check(ids)
+        self._rows[ids] = rows
+
+    def _check(self, ids: Array) -> None:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self._rows):
+            raise MalformedMessageError(
+                f"rows {int(ids.min())} to {int(ids.max())} of a table of "
+                f"{len(self._rows):,} rows are asked for; the sender's program is "
+                "another one"
+            )
+
+
+def on_cpu(value: jax.Array) -> bool:
+    """Whether a CPU holds the array."""
+    return all(device.platform == "cpu" for device in value.devices())
+
+
+def _writable(value: jax.Array) -> Array:
+    # numpy's own views of JAX arrays can only be read.
+    value.block_until_ready()
+    flat = np.zeros(0, np.uint8)
+    if value.nbytes:
+        pointer = value.addressable_data(0).unsafe_buffer_pointer()
+        memory = (ctypes.c_uint8 * value.nbytes).from_address(pointer)
+        flat = np.ctypeslib.as_array(memory)
+    return flat.view(value.dtype).reshape(value.shape)

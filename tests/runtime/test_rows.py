@@ -1,0 +1,224 @@
+"""Rows of stored variables: looked up and updated in place, none lost, none torn."""
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgraph as jg
+from jgraph.errors import MalformedMessageError, RowIdError
+from jgraph.graph.ir import TaskName
+from jgraph.graph.rows import Layout, merge_rows, route_rows, split_rows
+from jgraph.graph.trace import trace
+from jgraph.plan.plan import plan
+from jgraph.plan.program import Program, StoredVariable, ValueType
+from jgraph.runtime.entry import RowsOf
+from jgraph.runtime.store import VariableStore
+from tests.runtime.tasks import Tasks
+
+PS = TaskName("/job:ps/task:0")
+WORKERS = [TaskName(f"/job:worker/task:{i}") for i in range(2)]
+SIZE, WIDTH, COUNT = 100, 4, 5
+TABLE = StoredVariable("table", ValueType((SIZE, WIDTH), "float32"))
+ROWS = ValueType((COUNT, WIDTH), "float32", ragged=True)
+
+
+def ids(*numbers: int) -> np.ndarray[Any, Any]:
+    return np.array(numbers, np.int32)
+
+
+@pytest.fixture
+def store() -> VariableStore:
+    store = VariableStore(PS)
+    store.write([TABLE], [np.zeros((SIZE, WIDTH), np.float32)])
+    return store
+
+
+def add(store: VariableStore, rows: np.ndarray[Any, Any], amount: float = 1.0) -> None:
+    run = jax.jit(lambda taken: [taken + amount])
+    store.update([], [], run, [RowsOf(TABLE, rows, ROWS)])
+
+
+def test_lookup_gives_as_many_rows_as_ids(store: VariableStore) -> None:
+    add(store, ids(3, 7))
+    (found,) = store.lookup([(TABLE, ids(7, 2, 7))])
+    assert found[:, 0].tolist() == [1.0, 0.0, 1.0]
+    (nothing,) = store.lookup([(TABLE, ids())])
+    assert nothing.shape == (0, WIDTH)
+
+
+def test_update_changes_the_named_rows_and_no_others(store: VariableStore) -> None:
+    add(store, ids(0, 99))
+    assert float(store.read([TABLE])[0].sum()) == 2 * WIDTH
+    assert [row.version for row in store.table()] == [1]
+
+
+def test_update_of_rows_moves_no_memory(store: VariableStore) -> None:
+    add(store, ids(1))
+    before = store.read([TABLE])[0].ctypes.data
+    add(store, ids(2))
+    assert store.read([TABLE])[0].ctypes.data == before
+
+
+def test_whole_view_keeps_its_values_while_rows_change(store: VariableStore) -> None:
+    whole = store.read([TABLE])[0]
+    part = whole[:4].reshape(-1)
+    del whole
+    add(store, ids(1))
+    assert float(part.sum()) == 0.0
+    assert float(store.read([TABLE])[0].sum()) == WIDTH
+
+
+def test_rows_and_whole_updates_take_turns(store: VariableStore) -> None:
+    double = jax.jit(lambda whole: [whole * 2], donate_argnums=0)
+    for _ in range(3):
+        add(store, ids(5))
+        store.update([TABLE], [], double)
+    assert store.lookup([(TABLE, ids(5))])[0][0, 0] == 14.0
+    store.write([TABLE], [np.ones((SIZE, WIDTH), np.float32)])
+    assert store.lookup([(TABLE, ids(5))])[0][0, 0] == 1.0
+
+
+def test_array_that_nobody_else_has_is_stored_without_a_copy() -> None:
+    store = VariableStore(PS)
+    made = jnp.zeros((SIZE, WIDTH)) + 1
+    pointer = made.unsafe_buffer_pointer()
+    store.write([TABLE], [made], owned=[0])
+    assert store.read([TABLE])[0].ctypes.data == pointer
+
+
+@pytest.mark.parametrize("wrong", [ids(-1), ids(2, SIZE)], ids=str)
+def test_row_that_is_not_there_is_refused_and_nothing_changes(
+    store: VariableStore, wrong: np.ndarray[Any, Any]
+) -> None:
+    with pytest.raises(MalformedMessageError, match="a table of 100 rows"):
+        store.lookup([(TABLE, wrong)])
+    with pytest.raises(MalformedMessageError, match="a table of 100 rows"):
+        add(store, wrong)
+    with pytest.raises(MalformedMessageError, match="6 rows of 'table'"):
+        add(store, ids(1, 2, 3, 4, 5, 6))
+    assert float(store.read([TABLE])[0].sum()) == 0.0
+
+
+def test_every_concurrent_update_counts_and_no_reader_sees_half_of_one(
+    store: VariableStore,
+) -> None:
+    torn: list[float] = []
+
+    def worker(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(50):
+            some = np.sort(rng.choice(SIZE, COUNT, replace=False)).astype(np.int32)
+            add(store, some)
+            (seen,) = store.lookup([(TABLE, some)])
+            torn.extend(np.ptp(seen, axis=1))
+
+    threads = [threading.Thread(target=worker, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert float(store.read([TABLE])[0].sum()) == 4 * 50 * COUNT * WIDTH
+    assert not any(torn)
+
+
+def routed_program() -> Program:
+    """A worker reads rows and sends one for each back; the ps adds them."""
+    layout = Layout((SIZE,))
+    table = jg.Variable("table", jnp.zeros((SIZE, WIDTH)), device=PS)
+
+    def step(ids: jax.Array) -> jax.Array:
+        with jg.device(WORKERS[0]):
+            _, local = route_rows(ids, layout=layout, feature="colour")
+        rows = table[local[0]]
+        with jg.device(WORKERS[0]):
+            merged = merge_rows(local, [rows], layout=layout)
+            (ones,) = split_rows(merged * 0 + 1, local, layout=layout)
+        table[local[0]] = rows + ones
+        with jg.device(WORKERS[0]):
+            total: jax.Array = merged.sum()
+        return total
+
+    return planned(step)
+
+
+def ordinary_program() -> Program:
+    """The same without routing: ids as they are."""
+    table = jg.Variable("table", jnp.zeros((SIZE, WIDTH)), device=PS)
+
+    def step(ids: jax.Array) -> jax.Array:
+        rows = table[ids]
+        with jg.device(WORKERS[0]):
+            ones = rows * 0 + 1
+            total: jax.Array = rows.sum()
+        table[ids] = rows + ones
+        return total
+
+    return planned(step)
+
+
+def planned(step: Any) -> Program:
+    graph, _ = trace(step, jax.ShapeDtypeStruct((COUNT,), jnp.int32))
+    return plan(graph, tasks=[PS, *WORKERS], driver=WORKERS[0]).program
+
+
+@pytest.fixture
+def tasks() -> Tasks:
+    tasks = Tasks(PS, *WORKERS)
+    zeros = np.zeros((SIZE, WIDTH), np.float32)
+    tasks.runtimes[PS].store.write([TABLE], [zeros])
+    return tasks
+
+
+@pytest.mark.parametrize("program", [routed_program(), ordinary_program()])
+def test_two_workers_that_read_the_same_rows_before_either_writes_both_count(
+    tasks: Tasks, program: Program
+) -> None:
+    for worker in WORKERS:
+        renamed = program.rename_task(WORKERS[0], worker)
+        handle = worker[-1]
+        participants = [p.task for p in renamed.partitions]
+        for task in participants:
+            runtime = tasks.runtimes[task]
+            loaded = runtime.load(renamed)
+            runtime.register(handle, renamed, loaded, participants)
+        feeds = {"ids": ids(1, 2, 3, 4, 5)}
+        for task in participants:
+            runtime = tasks.runtimes[task]
+            given = feeds if task == worker else None
+            runtime.start_step((handle, 1), lambda *_: None, feeds=given)
+    tasks.deliver_all()  # in the order of sending: both read first
+    table = tasks.runtimes[PS].store.read([TABLE])[0]
+    assert table[1:6].tolist() == [[2.0] * WIDTH] * 5
+
+
+def test_only_rows_that_are_there_travel(tasks: Tasks) -> None:
+    tasks.register("rows", routed_program())
+    tasks.start("rows", 1, {"ids": ids(7, 3, 7, 7, 3)})
+    sizes = []
+    while tasks.messages:
+        _, _, _, values = tasks.messages[0]
+        sizes.append([v.shape for v in values])
+        tasks.deliver_one()
+    assert sizes == [[(2,)], [(2, WIDTH)], [(2, WIDTH)]]
+
+
+def test_id_out_of_range_ends_the_step_and_changes_nothing(tasks: Tasks) -> None:
+    tasks.register("rows", routed_program())
+    step = tasks.start("rows", 1, {"ids": ids(7, 3, SIZE, 7, 3)})
+    tasks.deliver_all()
+    outcome = tasks.outcomes[WORKERS[0], step]
+    assert isinstance(outcome, RowIdError)
+    assert "feature 'colour' has the id 100 at position 2" in str(outcome)
+    assert float(tasks.runtimes[PS].store.read([TABLE])[0].sum()) == 0.0
+
+
+def test_rows_that_no_route_gave_are_refused(tasks: Tasks) -> None:
+    tasks.register("rows", routed_program())
+    step = tasks.start("rows", 1, {"ids": ids(7, 3, 1, 7, 3)})
+    dst, key, name, _ = tasks.messages.popleft()
+    tasks.runtimes[dst].deliver(key, name, [ids(1, SIZE)])
+    assert isinstance(tasks.outcomes[PS, step], MalformedMessageError)
