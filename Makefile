@@ -26,16 +26,22 @@ bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks selection
 	$(BIN)/python -m benchmarks report
 
-# TensorFlow, for benchmarks/compare.py only; nothing else needs it.
-peers: .venv-peers/installed.stamp
+# What benchmarks/compare.py compares with; nothing else needs it. Each has an
+# environment of its own: one that cannot be had does not stop the others.
+peers:
+	$(MAKE) --keep-going peers-tensorflow peers-ray peers-torch
 
-.venv-peers/installed.stamp: benchmarks/peers/requirements.txt
-	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip --disable-pip-version-check install --quiet -r $<
+peers-%: .venv-peers-%/installed.stamp
+	@:
+
+.PRECIOUS: .venv-peers-%/installed.stamp
+.venv-peers-%/installed.stamp: benchmarks/peers/%.txt
+	$(PYTHON) -m venv .venv-peers-$*
+	.venv-peers-$*/bin/pip --disable-pip-version-check install --quiet -r $<
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-peers demo-output build dist *.egg-info
+	rm -rf .venv .venv-newest .venv-peers* demo-output build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:

@@ -32,7 +32,7 @@ def emit(benchmark: str, **figures: Any) -> dict[str, Any]:
 def circumstances() -> dict[str, Any]:
     """Versions, cores, and how many processes wanted them during the last minute."""
     found = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "tensorflow-cpu"):
+    for name in ("jax", "jaxlib", "tensorflow-cpu", "ray", "torch"):
         try:
             found[name.removesuffix("-cpu")] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jgraph as jg
 from benchmarks import measure
-from benchmarks.mlp import MLP, loss_fn, make_data
+from benchmarks.models.mlp import MLP, loss_fn, make_data
 
 BASE_MB = 250
 
@@ -23,7 +23,7 @@ def run(width: int, steps: int) -> None:
         idle = measure.peak_mb(cluster.pid(ps))
         model = MLP((784, width, width, 10), rngs=nnx.Rngs(0))
         trainer = jg.Trainer(model, loss_fn, optax.adam(1e-4), cluster=cluster)
-        data = make_data((784,), 512)
+        data = make_data(512)
         trainer.fit(data, steps=steps, batch_size=64, progress=False)
         status = next(t for t in cluster.status().tasks if t.task == ps)
         held = status.variable_bytes / 1e6

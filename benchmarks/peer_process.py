@@ -1,4 +1,4 @@
-"""A peer in an environment of its own, told to run steps over a pipe."""
+"""Peers in environments of their own, told to run steps over a pipe."""
 
 import json
 import subprocess
@@ -11,12 +11,23 @@ import numpy as np
 from benchmarks import measure
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+# Of each peer: the environment that it runs in (`make peers-…`), and its name.
+PEERS = {
+    "tensorflow_ps": ("tensorflow", "TensorFlow's ps"),
+    "tensorflow_strategy": ("tensorflow", "TensorFlow's ParameterServerStrategy"),
+    "ray_ps": ("ray", "Ray's actors"),
+    "torch_ddp": ("torch", "PyTorch's DDP (gloo)"),
+}
 
 
-def is_installed() -> bool:
-    """Whether ``make peers`` has been run."""
-    return PYTHON.exists()
+def python(peer: str) -> Path:
+    """Returns the interpreter that has the peer installed, or would have."""
+    return ROOT / f".venv-peers-{PEERS[peer][0]}" / "bin" / "python"
+
+
+def installed() -> list[str]:
+    """Returns the peers that ``make peers`` has installed."""
+    return [peer for peer in PEERS if python(peer).exists()]
 
 
 @final
@@ -32,9 +43,11 @@ class Peer:
     """
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
-        if not is_installed():
-            raise RuntimeError("the peers are not installed; type: make peers")
-        command = [str(PYTHON), "-m", f"benchmarks.peers.{module}", "--serve"]
+        if module not in installed():
+            raise RuntimeError(
+                f"{module} is not installed; type: make peers-{PEERS[module][0]}"
+            )
+        command = [str(python(module)), "-m", f"benchmarks.peers.{module}", "--serve"]
         self._process = subprocess.Popen(
             [*command, *arguments],
             cwd=ROOT,
@@ -65,6 +78,8 @@ class Peer:
         _open(self._process.stdin).close()
         try:
             self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            pass  # it has been measured: how it ends is its own affair
         finally:
             self._process.kill()
             self._process.wait()

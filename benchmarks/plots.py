@@ -1,22 +1,30 @@
 """Plots of results, for ``benchmarks.report``."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from benchmarks.peer_process import PEERS
+
 Line: TypeAlias = dict[str, Any]
-COLOURS = {"auto": "C0", "grpc": "C1", "TensorFlow": "C7"}
+COLOURS = {
+    "auto": "C0",
+    "grpc": "C1",
+    **dict(zip(PEERS, ("C7", "C8", "C3", "C4"), strict=True)),
+}
 
 
 def draw(lines: list[Line], folder: Path) -> list[Path]:
     """Draws what the lines are good for; returns the files."""
     folder.mkdir(exist_ok=True)
+    compared = [x for x in lines if x["benchmark"] == "compare"]
     drawings = {
-        "workers": (_workers, [x for x in lines if x["benchmark"] == "compare"]),
-        "ratios": (_ratios, [x for x in lines if x["benchmark"] == "compare"]),
+        "workers": (_workers, compared),
+        "ratios": (_ratios, compared),
         "transport": (_transport, [x for x in lines if x["benchmark"] == "transport"]),
     }
     made = []
@@ -34,23 +42,33 @@ def _name(line: Line) -> str:
 
 
 def _workers(lines: list[Line]) -> Figure:
-    """Steps per second over workers, ours and TensorFlow's."""
-    groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    """Steps per second over workers, ours and the peers'."""
+    groups: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
-        groups[_name(line)][line["transport"]].append(line)
+        groups[_name(line)].append(line)
     figure = Figure(figsize=(3.2 * len(groups), 3.2), layout="constrained")
     all_axes = figure.subplots(1, len(groups), squeeze=False)[0]
-    for axes, (name, sides) in zip(all_axes, groups.items(), strict=True):
-        for transport, found in sides.items():
-            _line(axes, found, "steps_per_s", transport)
-        _line(axes, next(iter(sides.values())), "peer_steps_per_s", "TensorFlow")
+    for axes, (name, found) in zip(all_axes, groups.items(), strict=True):
+        for label, figure_name, side in _sides(found):
+            _line(axes, side, figure_name, label)
         axes.set_title(name, fontsize=10)
         axes.set_xlabel("workers")
         axes.set_ylim(bottom=0)
         axes.grid(visible=True, alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=7)
     all_axes[0].set_ylabel("steps/s")
     return figure
+
+
+def _sides(lines: list[Line]) -> Iterator[tuple[str, str, list[Line]]]:
+    """Yields (name, figure, lines) of each side, one line per number of workers."""
+    for key, figure in (("transport", "steps_per_s"), ("beside", "peer_steps_per_s")):
+        sides: dict[str, dict[int, Line]] = defaultdict(dict)
+        for line in lines:
+            # Of a side that several lines tell of, the first counts.
+            sides[line[key]].setdefault(line["workers"], line)
+        for name, found in sides.items():
+            yield name, figure, list(found.values())
 
 
 def _line(axes: Any, lines: list[Line], figure: str, label: str) -> None:
@@ -59,17 +77,21 @@ def _line(axes: Any, lines: list[Line], figure: str, label: str) -> None:
     middle = [line[figure] for line in found]
     low = [line[figure] - line[f"{figure}_min"] for line in found]
     high = [line[f"{figure}_max"] - line[figure] for line in found]
+    name = PEERS[label][1] if label in PEERS else label
     colour = COLOURS[label]
     axes.errorbar(
-        workers, middle, (low, high), marker="o", capsize=3, label=label, color=colour
+        workers, middle, (low, high), marker="o", capsize=3, label=name, color=colour
     )
 
 
 def _ratios(lines: list[Line]) -> Figure:
-    """Our steps per second by TensorFlow's, with the range over the rounds."""
+    """Our steps per second by the peers', with the range over the rounds."""
     figure = Figure(figsize=(7, 0.3 * len(lines) + 1), layout="constrained")
     axes = figure.subplots()
-    labels = [f"{_name(x)}, {x['workers']} w, {x['transport']}" for x in lines]
+    labels = [
+        f"{_name(x)}, {x['workers']} w, {x['transport']} by {PEERS[x['beside']][1]}"
+        for x in lines
+    ]
     middle = [line["ratio"] for line in lines]
     low = [line["ratio"] - line["ratio_min"] for line in lines]
     high = [line["ratio_max"] - line["ratio"] for line in lines]
@@ -77,7 +99,7 @@ def _ratios(lines: list[Line]) -> Figure:
     axes.barh(labels, middle, xerr=(low, high), color=colours, capsize=2)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.set_xlabel("steps/s by TensorFlow's in the same run")
+    axes.set_xlabel("steps/s by the peer's in the same run")
     return figure
 
 

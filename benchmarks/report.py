@@ -6,20 +6,23 @@ two marks, and draws ``benchmarks/results/*.png`` (needs ``jgraph[demo]``).
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks import measure
+from benchmarks.peer_process import PEERS
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 # What tells two configurations of a benchmark apart.
 KEYS = (
     *("benchmark", "what", "kind", "model", "mb", "rows", "mode", "strategy"),
-    *("transport", "ps", "workers", "way", "bytes"),
+    *("transport", "ps", "workers", "way", "bytes", "beside", "batch_size"),
 )
+FIRST_PEER = "tensorflow_ps"
 # Least ratios to TensorFlow that we hold ourselves to.
 AIMS: dict[str, dict[int, float]] = {
     "scalar": {1: 1.2, 4: 1.3, 8: 1.3},
@@ -38,6 +41,8 @@ def read(paths: Iterable[Path]) -> list[Line]:
     for path in paths:
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
+            if line["benchmark"] == "compare":
+                line.setdefault("beside", FIRST_PEER)
             found[tuple(line.get(key) for key in KEYS)] = line
     return list(found.values())
 
@@ -50,6 +55,8 @@ def work(line: Line) -> str:
 
 def aim(line: Line) -> float | None:
     """Returns the least ratio that this line should have."""
+    if line["beside"] != FIRST_PEER:
+        return None
     kind = line["kind"]
     if line["transport"] == "grpc":
         kind += " grpc"
@@ -78,9 +85,49 @@ def compare_table(lines: list[Line]) -> str:
                 line["transport"],
                 ranged(line, "steps_per_s"),
                 ranged(line, "peer_steps_per_s"),
-                f"**{line['ratio']:.2f}** ({line['ratio_min']:.2f} to "
-                f"{line['ratio_max']:.2f})",
+                ratio(line),
                 aim(line) or "",
+            )
+            for line in lines
+        ],
+    )
+
+
+def peers_table(lines: list[Line]) -> str:
+    return table(
+        ["work", "workers", "transport", "steps/s", "beside", "its steps/s", "ratio"],
+        [
+            (
+                work(line),
+                line["workers"],
+                line["transport"],
+                ranged(line, "steps_per_s"),
+                PEERS[line["beside"]][1],
+                ranged(line, "peer_steps_per_s"),
+                ratio(line),
+            )
+            for line in lines
+        ],
+    )
+
+
+def ratio(line: Line) -> str:
+    """Returns the ratio to the peer, with its range."""
+    low, high = line["ratio_min"], line["ratio_max"]
+    return f"**{line['ratio']:.2f}** ({low:.2f} to {high:.2f})"
+
+
+def null_table(lines: list[Line]) -> str:
+    return table(
+        ["work", "mode", "ps + workers", "transport", "steps/s", "step p50, p99"],
+        [
+            (
+                work(line),
+                line["mode"],
+                f"{line['ps']} + {line['workers']}",
+                line["transport"],
+                ranged(line, "steps_per_s"),
+                "{p50:.1f}, {p99:.1f} ms".format(**line["step_ms"]),
             )
             for line in lines
         ],
@@ -89,14 +136,18 @@ def compare_table(lines: list[Line]) -> str:
 
 def train_table(lines: list[Line]) -> str:
     return table(
-        ["model", "ps + workers", "examples/s", "plain JAX", "ratio", "step p50, p99"],
+        [
+            *("model", "strategy", "ps + workers", "examples/s"),
+            *("plain JAX", "ratio", "step p50, p99"),
+        ],
         [
             (
                 line["model"],
+                line["strategy"],
                 f"{line['ps']} + {line['workers']}",
                 ranged(line, "examples_per_s"),
-                f"{line.get('plain_jax_examples_per_s', 0):,.0f}",
-                f"{line.get('ratio_to_plain_jax', 0):.2f}",
+                format(line.get("plain_jax_examples_per_s", math.nan), ",.0f"),
+                format(line.get("ratio_to_plain_jax", math.nan), ".2f"),
                 "{p50:.1f}, {p99:.1f} ms".format(**line["step_ms"]),
             )
             for line in lines
@@ -144,6 +195,8 @@ def _text(value: Any) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
     "compare": ("Beside TensorFlow's parameter servers", compare_table),
+    "peers": ("Beside other systems", peers_table),
+    "null_step": ("The null step alone", null_table),
     "train": ("Training on a cluster beside plain JAX", train_table),
     "train_local": ("The Trainer in one process", plain_table),
     "transport": ("Transport", transport_table),
@@ -159,9 +212,10 @@ def write(readme: Path, lines: list[Line]) -> None:
     """Puts the tables between the marks of the README."""
     groups: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
-        groups[line["benchmark"]].append(line)
+        groups[group(line)].append(line)
     parts = []
-    for name, (title, make) in TABLES.items():
+    for name in [*TABLES, *(name for name in groups if name not in TABLES)]:
+        title, make = TABLES.get(name, (name.replace("_", " "), plain_table))
         if name in groups:
             parts.append(
                 f"### {title}\n\n{make(groups[name])}\n\n{about(groups[name])}"
@@ -172,6 +226,12 @@ def write(readme: Path, lines: list[Line]) -> None:
     after = rest.partition(END)[2]
     body = "\n\n".join(parts)
     readme.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{after}", encoding="utf-8")
+
+
+def group(line: Line) -> str:
+    """Returns the table that a line belongs to."""
+    others = line.get("beside", FIRST_PEER) != FIRST_PEER
+    return "peers" if others else str(line["benchmark"])
 
 
 def about(lines: list[Line]) -> str:

@@ -101,9 +101,9 @@ def client(target: str) -> None:
     import optax
 
     import jgraph as jg
-    from benchmarks.mlp import loss_fn, make_data, make_model
+    from benchmarks.models.mlp import loss_fn, make_data, make_model
 
-    data, model = make_data((784,), 1024), make_model()
+    data, model = make_data(1024), make_model()
     laps.append(time.perf_counter())
     cluster = jg.connect(target)
     laps.append(time.perf_counter())

@@ -1,14 +1,20 @@
-"""Training steps of ``jg.Trainer``, here and on a cluster, beside plain ``jax.jit``.
+"""Training steps beside plain JAX: ``python -m benchmarks.train --model mlp cnn``.
 
-Run: ``python -m benchmarks.train`` for the Trainer in this process beside a loop
+Without ``--ps`` the Trainer trains in this process, in turns with a ``jax.jit`` loop
 written by hand, one JSON line per model; ``python -m benchmarks.train --ps 1 --workers
 1 2 4 --baseline`` for clusters, one line per number of workers. What is compared takes
 turns in one run; ``ratio`` is the median over pairs of neighbouring rounds.
+
+Data is made up, of the right shapes; ``--data FILE`` takes it from a file: a text for
+``lstm`` and ``transformer``, census rows ("adult.data") for ``wide_deep``, ``x`` and
+``y`` of ``numpy.savez`` for the others.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
@@ -17,33 +23,31 @@ import optax
 from flax import nnx
 
 import jgraph as jg
-from benchmarks import measure
-from benchmarks.mlp import BATCH, loss_fn, make_data, make_model
+from benchmarks import measure, models
 from jgraph.runtime.data import BatchStream
-from jgraph.train.demo import CNN
 
-MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    "mlp": (make_model, (784,)),
-    "cnn": (lambda: CNN(rngs=nnx.Rngs(0)), (8, 8, 1)),
-}
+STRATEGIES: dict[str, Callable[[], Any]] = {"AsyncPS": jg.AsyncPS}
+RATE = 1e-3
 
 
 class ByHand:
     """The loop that a JAX user writes: jit, donated state, batches by index."""
 
-    def __init__(self, model: Any, tx: Any, data: tuple[Any, Any]) -> None:
-        split: Any = nnx.split(model, nnx.Param, ...)
+    def __init__(self, work: models.Work, data: tuple[Any, ...], batch: int) -> None:
+        tx = optax.adam(RATE)
+        split: Any = nnx.split(work.make_model(), nnx.Param, ...)
         graphdef, params, rest = split
         state = params, rest, tx.init(params)
         self.state = jax.tree.map(jnp.copy, state)
-        self.stream = BatchStream({"x": data[0], "y": data[1]}, BATCH, seed=0)
+        fields = {str(i): field for i, field in enumerate(data)}
+        self.stream = BatchStream(fields, batch, seed=0)
 
-        def step(state: Any, x: Any, y: Any) -> Any:
+        def step(state: Any, batch: Any) -> Any:
             params, rest, opt = state
 
             def loss(params: Any) -> Any:
                 model = nnx.merge(graphdef, params, rest, copy=True)
-                value = loss_fn(model, (x, y))
+                value = work.loss_fn(model, batch)
                 changed: Any = nnx.split(model, nnx.Param, ...)
                 return value, changed[2]
 
@@ -56,8 +60,8 @@ class ByHand:
     def run(self, steps: int) -> None:
         losses = []
         for _ in range(steps):
-            batch = next(self.stream)
-            loss, self.state = self.step(self.state, batch["x"], batch["y"])
+            batch = tuple(next(self.stream).values())
+            loss, self.state = self.step(self.state, batch)
             losses.append(loss)
         jax.block_until_ready(losses)
 
@@ -66,10 +70,13 @@ class OnCluster:
     """A Trainer on a cluster of its own.
 
     Args:
-      model: ``mlp`` or ``cnn``.
+      model: one of ``models.NAMES``.
       ps: parameter servers.
       workers: all of them train.
       transport: how tensors travel, see ``jg.LocalCluster``.
+      strategy: one of ``STRATEGIES``.
+      batch: examples of one step; the model's own number if unset.
+      source: a file of data; made up if unset.
     """
 
     def __init__(
@@ -79,18 +86,26 @@ class OnCluster:
         ps: int,
         workers: int,
         transport: Literal["auto", "grpc"] = "auto",
+        strategy: str = "AsyncPS",
+        batch: int | None = None,
+        source: Path | None = None,
     ) -> None:
-        make, shape = MODELS[model]
-        self.data = make_data(shape)
+        self.work = models.get(model)
+        self.batch = batch or self.work.BATCH
+        self.data = self.work.make_data(source=source)
         self.cluster = jg.LocalCluster(ps=ps, workers=workers, transport=transport)
         self.trainer = jg.Trainer(
-            make(), loss_fn, optax.adam(1e-3), cluster=self.cluster
+            self.work.make_model(),
+            self.work.loss_fn,
+            optax.adam(RATE),
+            cluster=self.cluster,
+            strategy=STRATEGIES[strategy](),
         )
 
     def run(self, workers: int, steps: int) -> measure.Times:
         """Runs ``steps`` steps on each of the workers."""
         run = self.trainer.fit(
-            self.data, steps=workers * steps, batch_size=BATCH, progress=False
+            self.data, steps=workers * steps, batch_size=self.batch, progress=False
         )
         losses = run.metrics("loss")
         return [losses["seconds"][losses["replica"] == i] for i in range(workers)]
@@ -115,35 +130,46 @@ class OnCluster:
         self.close()
 
 
-def measure_local(name: str, steps: int, rounds: int) -> None:
+def measure_local(a: argparse.Namespace, name: str) -> None:
     """Compares the Trainer in this process with a loop by hand."""
-    make, shape = MODELS[name]
-    data, tx = make_data(shape), optax.adam(1e-3)
-    by_hand = ByHand(make(), tx, data)
-    trainer = jg.Trainer(make(), loss_fn, tx)
+    work = models.get(name)
+    batch = a.batch_size or work.BATCH
+    data = work.make_data(source=a.data)
+    by_hand = ByHand(work, data, batch)
+    trainer = jg.Trainer(work.make_model(), work.loss_fn, optax.adam(RATE))
 
     def fit(steps: int) -> None:
-        trainer.fit(data, steps=steps, batch_size=BATCH, progress=False)
+        trainer.fit(data, steps=steps, batch_size=batch, progress=False)
 
+    warm_up = min(a.steps, 10)
     times = measure.take_turns(
-        {"by_hand": timed(by_hand.run, steps), "trainer": timed(fit, steps)}, rounds
+        {
+            "by_hand": timed(by_hand.run, a.steps, warm_up),
+            "trainer": timed(fit, a.steps, warm_up),
+        },
+        a.rounds,
     )
+    rates = [1 / seconds for seconds in times["trainer"]]
     measure.emit(
         "train_local",
         model=name,
-        batch_size=BATCH,
-        steps=steps,
-        rounds=rounds,
+        batch_size=batch,
+        steps=a.steps,
+        rounds=a.rounds,
         **measure.spread("by_hand_us", [t * 1e6 for t in times["by_hand"]]),
         **measure.spread("trainer_us", [t * 1e6 for t in times["trainer"]]),
         **measure.ratio("ratio", times["trainer"], times["by_hand"], 4),
+        **measure.spread("steps_per_s", rates),
+        **measure.spread("examples_per_s", [batch * rate for rate in rates], 0),
+        bytes_per_step=0,
+        peak_rss_mb={"client": measure.peak_mb(os.getpid())},
         device=jax.devices()[0].device_kind,
     )
 
 
-def timed(run: Callable[[int], Any], steps: int) -> Callable[[], float]:
+def timed(run: Callable[[int], Any], steps: int, warm_up: int) -> Callable[[], float]:
     """Returns what runs ``steps`` steps and gives the seconds of one; warms up."""
-    run(10)
+    run(warm_up)
 
     def call() -> float:
         began = time.perf_counter()
@@ -155,22 +181,29 @@ def timed(run: Callable[[int], Any], steps: int) -> Callable[[], float]:
 
 def measure_cluster(a: argparse.Namespace, name: str, workers: int) -> None:
     """Measures a cluster, and plain JAX in turns with it if asked."""
-    with OnCluster(name, ps=a.ps, workers=workers, transport=a.transport) as work:
+    with OnCluster(
+        name,
+        ps=a.ps,
+        workers=workers,
+        transport=a.transport,
+        strategy=a.strategy,
+        batch=a.batch_size,
+        source=a.data,
+    ) as work:
         work.run(workers, min(a.steps, 20))
         ways: dict[str, Callable[[], float | measure.Rates]] = {
             "cluster": lambda: measure.rates(work.run(workers, a.steps))
         }
         if a.baseline:
-            make, shape = MODELS[name]
-            by_hand = ByHand(make(), optax.adam(1e-3), make_data(shape))
-            ways["plain"] = timed(by_hand.run, a.steps)
+            by_hand = ByHand(work.work, work.data, work.batch)
+            ways["plain"] = timed(by_hand.run, a.steps, min(a.steps, 10))
         found = measure.take_turns(ways, a.rounds)
         rates: Any = found["cluster"]
         plain: Any = found.get("plain")
-        examples = [r.steps_per_s * BATCH for r in rates]
+        examples = [r.steps_per_s * work.batch for r in rates]
         beside: dict[str, float] = {}
         if plain is not None:
-            alone = [BATCH / seconds for seconds in plain]
+            alone = [work.batch / seconds for seconds in plain]
             beside = {
                 **measure.spread("plain_jax_examples_per_s", alone, 0),
                 **measure.ratio("ratio_to_plain_jax", examples, alone),
@@ -182,7 +215,7 @@ def measure_cluster(a: argparse.Namespace, name: str, workers: int) -> None:
             transport=a.transport,
             ps=a.ps,
             workers=workers,
-            batch_size=BATCH,
+            batch_size=work.batch,
             steps=a.steps,
             rounds=a.rounds,
             **measure.rate_figures(rates),
@@ -195,18 +228,20 @@ def measure_cluster(a: argparse.Namespace, name: str, workers: int) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = measure.parser(__doc__)
-    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["mlp"])
+    parser.add_argument("--model", nargs="+", choices=models.NAMES, default=["mlp"])
     parser.add_argument("--ps", type=int, default=0, help="0: train in this process")
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
-    parser.add_argument("--strategy", choices=["AsyncPS"], default="AsyncPS")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default="AsyncPS")
     parser.add_argument("--transport", choices=["auto", "grpc"], default="auto")
     parser.add_argument("--baseline", action="store_true", help="plain JAX as well")
+    parser.add_argument("--batch-size", type=int, help="the model's own if unset")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="made up if unset")
     parser.add_argument("--steps", type=int, default=200, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=5)
     a = parser.parse_args(args)
     for name in a.model:
         if a.ps == 0:
-            measure_local(name, a.steps, a.rounds)
+            measure_local(a, name)
             continue
         for workers in a.workers:
             measure_cluster(a, name, workers)

@@ -9,12 +9,15 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from benchmarks import (
+    __main__ as selecting,
     compare,
     imports,
     measure,
     memory,
+    models,
     null_step,
     overhead,
     report,
@@ -42,8 +45,8 @@ class PeerThatCounts:
     """Takes the orders of a peer, and says that each step took 10 ms."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
-        self.about = {"tensorflow": "0.0"}
-        assert (module, arguments[0]) == ("tensorflow_ps", "--kind=scalar")
+        self.about = {"ray": "0.0"}
+        assert arguments[0] == "--kind=dense"
 
     def __enter__(self) -> Self:
         return self
@@ -109,14 +112,58 @@ def test_null_step_of_a_sparse_table_sends_rows_only(bench: Bench) -> None:
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_comparison_prints_both_sides_and_their_ratio(
+def test_comparison_prints_a_line_for_each_peer_that_can_do_the_work(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "Peer", PeerThatCounts)
-    words = "--only scalar --workers 1 --rounds 2 --seconds 0.01 --least 5"
-    (line,) = bench(compare.main, words)
-    assert line["peer_steps_per_s"] == pytest.approx(100)
-    assert line["ratio"] == pytest.approx(line["steps_per_s"] / 100, rel=0.01)
+    words = "--only sparse dense8 --workers 1 --rounds 2 --seconds 0.01 --least 5"
+    lines = bench(compare.main, f"{words} --transport auto --peer ray_ps torch_ddp")
+    assert [line["beside"] for line in lines] == ["ray_ps", "torch_ddp"]
+    for line in lines:
+        assert line["peer"] == "ray 0.0"
+        assert line["peer_steps_per_s"] == pytest.approx(100)
+        assert line["ratio"] == pytest.approx(line["steps_per_s"] / 100, rel=0.01)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_every_model_has_a_loss_of_its_data(name: str) -> None:
+    work = models.get(name)
+    data = work.make_data(8)
+    assert {len(field) for field in data} == {8}
+    loss = nnx.eval_shape(lambda: work.loss_fn(work.make_model(), data))
+    assert (loss.shape, loss.dtype) == ((), "float32")
+
+
+def test_data_of_a_model_can_come_from_a_file(tmp_path: Path) -> None:
+    census = "39, Private, 77516, B, 13, N, A, O, W, M, 2174, 0, 40, US, {}\n"
+    heading = ",".join("abcdefghijklmno")
+    rows = tmp_path / "census.csv"
+    rows.write_text(heading + "\n" + census.format("<=50K") + census.format(">50K."))
+    words, numbers, label = models.get("wide_deep").make_data(10, rows)
+    assert words.shape == (2, 8)
+    assert numbers[0, 0] == pytest.approx(np.log(40))
+    assert label.tolist() == [0, 1]
+
+    text = tmp_path / "text.txt"
+    text.write_text("ab" * 65)
+    (pieces,) = models.get("lstm").make_data(10, text)
+    assert pieces.shape == (2, 65)
+    assert pieces[1, :2].tolist() == [ord("b"), ord("a")]
+
+    np.savez(tmp_path / "x.npz", x=np.ones((3, 784)), y=np.arange(3))
+    x, y = models.get("cnn").make_data(2, tmp_path / "x.npz")
+    assert (x.shape, y.tolist()) == ((2, 28, 28, 1), [0, 1])
+
+
+def test_selection_runs_each_comparison_once_with_the_peers_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(selecting, "installed", lambda: ["ray_ps", "torch_ddp"])
+    (together,) = [w for w in selecting.selection() if w.startswith("compare")]
+    assert together.endswith("--peer ray_ps torch_ddp")
+    monkeypatch.setattr(selecting, "installed", list)
+    assert not any(w.startswith("compare") for w in selecting.selection())
+    assert "make peers" in capsys.readouterr().err
 
 
 @pytest.mark.procs
@@ -194,7 +241,9 @@ def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> Non
         compared(4, "auto", 1.5),  # an earlier run of the same
         compared(4, "auto", 2.5),
         compared(8, "grpc", 1.25),
+        {**compared(4, "auto", 3.5), "beside": "ray_ps"},
         {"benchmark": "memory", "ps_peak_mb": 300.5, "steps": 2},
+        {"benchmark": "a_new_one", "kind": "bag", "figure": 7, "figure_min": 6},
     ]
     results = tmp_path / "one.jsonl"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -205,7 +254,10 @@ def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> Non
     assert "old" not in text
     assert "| dense 8 MB | 4 | auto | 250 (250 to 250) |" in text
     assert "**1.25** (1.25 to 1.25) | 1.1 |" in text
+    assert "Ray's actors | 100 (100 to 100) | **3.50** (3.50 to 3.50) |" in text
     assert "| ps_peak_mb | 300.5 |" in text
+    assert "### a new one" in text
+    assert "| bag | figure | 7 |" in text
     assert sorted(p.name for p in (tmp_path / "results").iterdir()) == [
         "ratios.png",
         "workers.png",

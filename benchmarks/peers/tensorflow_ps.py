@@ -14,112 +14,34 @@ import argparse
 import itertools
 import json
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks import measure
+from benchmarks.peers import tasks
 
 WIDTH, LOOKUPS = 64, 32
-SIZES, BATCH, EXAMPLES = (784, 512, 512, 10), 128, 4096
 # Of TensorFlow's two kinds of variables, the faster one for each work; they differ by
 # about 5 %.
 FASTEST = {"scalar": "ref", "dense": "ref", "sparse": "resource", "mlp": "resource"}
 
 
-class Cluster:
-    """One process per task; ends them all when it is closed.
+class Cluster(tasks.Tasks):
+    """TensorFlow's servers; worker 0 makes the variables before the others start."""
 
-    Args:
-      options: what every task is told: kind, mb, rows.
-      ps: parameter servers.
-      workers: workers.
-    """
-
-    def __init__(self, options: Sequence[str], ps: int, workers: int) -> None:
-        names = [
-            *(f"ps:{i}" for i in range(ps)),
-            *(f"worker:{i}" for i in range(workers)),
-        ]
-        ports = free_ports(len(names))
-        spec: dict[str, list[str]] = {"ps": [], "worker": []}
-        for name, port in zip(names, ports, strict=True):
-            spec[name.partition(":")[0]].append(f"127.0.0.1:{port}")
-        self.tasks: dict[str, subprocess.Popen[str]] = {}
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in close()
-        try:
-            for name in names:
-                command = [sys.executable, "-m", "benchmarks.peers.tensorflow_ps"]
-                self.tasks[name] = subprocess.Popen(
-                    [*command, "--task", name, "--cluster", json.dumps(spec), *options],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._log,
-                    text=True,
-                )
-            for name in names:
-                self._hear(name)
-            for i in range(workers):  # worker 0 makes the variables
-                self._tell(f"worker:{i}", 0)
-                self._hear(f"worker:{i}")
-        except BaseException:
-            self.close()
-            raise
-
-    def run(self, workers: int, steps: int) -> list[list[float]]:
-        """Runs steps on the first workers; returns when each step was done."""
+    def __init__(self, options: list[str], ps: int, workers: int) -> None:
+        super().__init__("tensorflow_ps", options, ps, workers)
         for i in range(workers):
-            self._tell(f"worker:{i}", steps)
-        return [self._hear(f"worker:{i}") for i in range(workers)]
-
-    def close(self) -> None:
-        """Ends the processes, workers first."""
-        for process in self.tasks.values():
-            process.kill()
-        for process in self.tasks.values():
-            process.communicate()
-        self._log.close()
-
-    def _tell(self, name: str, steps: int) -> None:
-        pipe = self.tasks[name].stdin
-        assert pipe is not None  # asked for
-        pipe.write(f"{steps}\n")
-        pipe.flush()
-
-    def _hear(self, name: str) -> Any:
-        pipe = self.tasks[name].stdout
-        assert pipe is not None  # asked for
-        line = pipe.readline()
-        if not line:
-            self._log.seek(0)
-            raise RuntimeError(f"TensorFlow's {name} ended: {self._log.read()[-2000:]}")
-        return json.loads(line)
-
-
-def free_ports(count: int) -> list[int]:
-    """TensorFlow's servers must be told their ports before they start."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+            self._tell(f"worker:{i}", 0)
+            self._hear(f"worker:{i}")
 
 
 def serve_task(a: argparse.Namespace) -> None:
     """One task: a ps waits for the end, a worker for numbers of steps."""
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print
-    import tensorflow as tf  # type: ignore[import-untyped, import-not-found, unused-ignore]
-
-    def reply(value: Any) -> None:
-        answer.write(json.dumps(value) + "\n")
-        answer.flush()
+    reply = tasks.take_over_stdout()
+    import tensorflow as tf
 
     v1 = tf.compat.v1
     v1.disable_eager_execution()
@@ -142,7 +64,7 @@ def serve_worker(
     index: int,
     spec: Any,
     server: Any,
-    reply: Callable[[Any], None],
+    reply: tasks.Reply,
 ) -> None:
     """The first order makes things ready; each further one is a number of steps."""
     v1 = tf.compat.v1
@@ -203,16 +125,14 @@ def sparse_step(tf: Any, a: argparse.Namespace, worker: str, ps: int) -> Any:
 def mlp_step(tf: Any, a: argparse.Namespace, worker: str, ps: int) -> Any:
     """A step of Adam on the MLP: gradients on the worker, the update on the ps."""
     v1 = tf.compat.v1
-    rng = np.random.default_rng(0)
-    images = rng.normal(size=(EXAMPLES, SIZES[0])).astype(np.float32)
+    images, labels = tasks.random_examples(0)
     place = v1.train.replica_device_setter(ps_tasks=ps, worker_device=worker)
     with v1.device(place):
-        picked = tf.random.uniform([BATCH], maxval=EXAMPLES, dtype=tf.int32)
+        picked = tf.random.uniform([tasks.BATCH], maxval=tasks.EXAMPLES, dtype=tf.int32)
         x = tf.gather(tf.constant(images), picked)
-        labels = rng.integers(0, 10, EXAMPLES).astype(np.int32)
-        y = tf.gather(tf.constant(labels), picked)
-        last = len(SIZES) - 2
-        for i, (rows, columns) in enumerate(itertools.pairwise(SIZES)):
+        y = tf.gather(tf.constant(labels.astype(np.int32)), picked)
+        last = len(tasks.SIZES) - 2
+        for i, (rows, columns) in enumerate(itertools.pairwise(tasks.SIZES)):
             w = v1.get_variable(f"w{i}", [rows, columns])
             b = v1.get_variable(f"b{i}", [columns], initializer=v1.zeros_initializer())
             x = tf.matmul(x, w) + b
@@ -223,31 +143,9 @@ def mlp_step(tf: Any, a: argparse.Namespace, worker: str, ps: int) -> Any:
         return v1.train.AdamOptimizer(1e-3).minimize(loss)
 
 
-def serve_orders(cluster: Cluster) -> None:
-    """Answers orders on standard input until it ends."""
-    tasks = {
-        f"/job:{t.replace(':', '/task:')}": p.pid for t, p in cluster.tasks.items()
-    }
-    print(json.dumps({"tasks": tasks, **measure.circumstances()}), flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        seconds = cluster.run(order["workers"], order["steps"])
-        print(json.dumps(seconds), flush=True)
-
-
 def main() -> None:
-    parser = measure.parser(__doc__)
-    parser.add_argument("--kind", choices=list(FASTEST), default="scalar")
-    parser.add_argument("--mb", type=float, default=8)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--ps", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1)
+    parser = tasks.parser(__doc__, list(FASTEST))
     parser.add_argument("--variables", choices=["resource", "ref"])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--serve", action="store_true", help="take orders")
-    parser.add_argument("--task", help="used inside: the task of this process")
-    parser.add_argument("--cluster", help="used inside: all addresses, as JSON")
     a = parser.parse_args()
     if a.task:
         serve_task(a)
@@ -255,24 +153,7 @@ def main() -> None:
     a.variables = a.variables or FASTEST[a.kind]
     names = ("kind", "mb", "rows", "variables")
     options = [f"--{name}={getattr(a, name)}" for name in names]
-    cluster = Cluster(options, a.ps, a.workers)
-    try:
-        if a.serve:
-            serve_orders(cluster)
-            return
-        rounds = [cluster.run(a.workers, a.steps) for _ in range(a.rounds)]
-        found = [measure.rates([np.asarray(s) for s in times]) for times in rounds]
-        measure.emit(
-            "tensorflow_ps",
-            kind=a.kind,
-            ps=a.ps,
-            workers=a.workers,
-            steps=a.steps,
-            rounds=a.rounds,
-            **measure.rate_figures(found),
-        )
-    finally:
-        cluster.close()
+    tasks.serve("tensorflow_ps", Cluster(options, a.ps, a.workers), a, orders=sys.stdin)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""The multilayer perceptron that several benchmarks train, and its data."""
+"""A multilayer perceptron 784-512-512-10: 0.67 million parameters, 2.7 MB."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import optax
 from flax import nnx
+
+from benchmarks.models import pictures
+from benchmarks.models.pictures import loss_fn
+
+__all__ = ["BATCH", "MLP", "SIZES", "loss_fn", "make_data", "make_model"]
 
 BATCH = 128
 SIZES = (784, 512, 512, 10)
@@ -27,18 +31,9 @@ class MLP(nnx.Module):
 
 
 def make_model() -> MLP:
-    """The model 784-512-512-10."""
     return MLP(SIZES, rngs=nnx.Rngs(0))
 
 
-def loss_fn(model: Any, batch: Any) -> jax.Array:
-    x, y = batch
-    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
-    return losses.mean()
-
-
-def make_data(shape: tuple[int, ...], examples: int = 4096) -> tuple[Any, Any]:
-    """Random examples and labels of 10 classes."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(examples, *shape)).astype(np.float32)
-    return x, rng.integers(0, 10, examples).astype(np.int32)
+def make_data(examples: int = 4096, source: Path | None = None) -> tuple[Any, Any]:
+    """Vectors float32[n, 784] and labels."""
+    return pictures.make_data(SIZES[:1], examples, source)
