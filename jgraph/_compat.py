@@ -40,7 +40,9 @@ __all__ = [
     "no_locations",
     "open_jaxpr",
     "rebuild_equation",
+    "run_equation",
     "type_error",
+    "under",
     "user_line",
     "with_outer_scope",
     "without_source",
@@ -160,6 +162,46 @@ def rebuild_equation(
         outvars=list(outvars),
         effects=effects,
     )
+
+
+def run_equation(
+    equation: Equation, operands: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[Any]:
+    """Returns the results of an equation on other operands, under its own scopes.
+
+    Args:
+      equation: what to do.
+      operands: a value per operand; what stands for a literal is not looked at.
+      params: parameters in place of the equation's own.
+    """
+    names = [v if isinstance(v, Literal) else fresh_var(v) for v in equation.invars]
+    outvars = [Var(v.aval) for v in equation.outvars]
+    alone = equation.replace(
+        invars=names,
+        outvars=outvars,
+        params=equation.params if params is None else params,
+        effects=set(),
+    )
+    taken = [
+        (name, value)
+        for name, value in zip(names, operands, strict=True)
+        if isinstance(name, Var)
+    ]
+    jaxpr = build_jaxpr(
+        invars=[name for name, _ in taken], outvars=outvars, equations=[alone]
+    )
+    results: list[Any] = jax.core.eval_jaxpr(jaxpr, (), *[v for _, v in taken])
+    return results
+
+
+def under(equation: Equation) -> AbstractContextManager[Any]:
+    """Gives operations traced inside the scopes and the source line of an equation."""
+    source = equation.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    manager: AbstractContextManager[Any] = source_info_util.user_context(
+        source.traceback, name_stack=stack
+    )
+    return manager
 
 
 def with_outer_scope(equation: Equation, outer: Equation) -> Equation:

@@ -18,6 +18,7 @@
     │   ├── RowIdError                JG-218  an id that names no row of its table
     │   ├── UninitializedError        JG-231  variable used before initialisation
     │   ├── VariableMismatchError     JG-232  one name, two shapes or dtypes or places
+    │   ├── ShardingError             JG-233  a variable that cannot be cut like this
     │   ├── CheckpointError           JG-301  checkpoint missing, damaged or other model
     │   ├── ClusterSpecError          JG-123  a cluster description that cannot be
     │   ├── ConfigError               JG-124  an option outside what is allowed
@@ -213,6 +214,12 @@ class VariableMismatchError(UserError):
     """One variable name stands for two shapes, dtypes or places."""
 
     code = "JG-232"
+
+
+class ShardingError(UserError, ValueError):
+    """A variable that cannot be cut into shards like this."""
+
+    code = "JG-233"
 
 
 class CheckpointError(UserError):

@@ -11,6 +11,7 @@ import jax
 
 from jgraph._compat import Equation, Jaxpr
 from jgraph.graph.device import DeviceSpec, TaskName
+from jgraph.graph.sharding import Sharding
 
 if TYPE_CHECKING:
     import pathlib
@@ -25,7 +26,8 @@ __all__ = ["Feed", "Graph", "TaskName", "VariableSpec", "eval_graph"]
 class VariableSpec:
     """What a graph knows of a variable: its name, type and where it may live.
 
-    Two graphs share a variable when (container, name) are equal.
+    Two graphs share a variable when (container, name) are equal. One with ``sharding``
+    is logical: a plan replaces it by its ``shards``.
     """
 
     name: str
@@ -33,6 +35,26 @@ class VariableSpec:
     dtype: Any
     device: DeviceSpec
     container: str = ""
+    sharding: Sharding | None = None
+    shard_devices: tuple[DeviceSpec, ...] = ()
+
+    @property
+    def shards(self) -> tuple["VariableSpec", ...]:
+        """The variables that hold it: ``<name>/part_<k>``, or itself if it is whole."""
+        cut = self.sharding
+        if cut is None:
+            return (self,)
+        devices = self.shard_devices or (self.device,) * cut.shards
+        return tuple(
+            VariableSpec(
+                f"{self.name}/part_{n}",
+                cut.part_shape(self.shape, n),
+                self.dtype,
+                self.device.merge(device),
+                self.container,
+            )
+            for n, device in enumerate(devices)
+        )
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -47,6 +69,24 @@ class Feed:
 
     name: str
     aval: Any
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A sharded value that an operation needs whole, on one task.
+
+    Attributes:
+      primitive: the operation.
+      line: the user's line that made it.
+      variable: the sharded variable that the value was computed from.
+      nbytes: bytes of the whole value.
+    """
+
+    primitive: str
+    line: str
+    variable: str
+    nbytes: int
 
 
 @final
@@ -77,6 +117,10 @@ class Graph:
     in_tree: Any
     out_tree: Any
     name: str = "step"
+    logical: tuple[VariableSpec, ...] = ()
+    """The sharded variables, where ``variables`` has their shards."""
+    gathered: tuple[Gathered, ...] = ()
+    """What could not be done shard by shard."""
 
     @property
     def equations(self) -> Sequence[Equation]:

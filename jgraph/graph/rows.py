@@ -64,6 +64,12 @@ class Layout:
         shard = jnp.searchsorted(ends, ids, side="right").astype(ids.dtype)
         return shard, ids - jnp.where(shard > 0, ends[shard - 1], 0)
 
+    def ids(self, shard: int, rows: Any) -> Any:
+        """Returns the ids of rows of one shard; the reverse of ``split``."""
+        if self.kind == "mod":
+            return rows * self.shards + shard
+        return rows + sum(self.sizes[:shard])
+
 
 def unique_rows(
     ids: Array, *, rows: int, feature: str = "", drop: bool = False

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import jax
@@ -90,6 +90,37 @@ def trace(
         name=title,
     )
     return graph, tuple(known[i] for i in touched)
+
+
+def retrace(
+    graph: Graph,
+    variables: Sequence[VariableSpec],
+    run: Callable[[list[Any], list[Any]], list[Any]],
+) -> Graph:
+    """Returns a graph of other equations with the feeds and fetches of ``graph``.
+
+    Args:
+      graph: gives the names of what goes in and out.
+      variables: those of the new graph.
+      run: called with a Ref per variable and a value per feed; returns the fetches.
+    """
+    count = len(variables)
+
+    def over_values(values: list[Any], feeds: list[Any]) -> list[Any]:
+        with _TRACE(next(_counter)):
+            return run([jax.new_ref(value) for value in values], feeds)
+
+    jaxpr, consts, _ = _compat.make_jaxpr(
+        over_values, [v.aval for v in variables], [f.aval for f in graph.feeds]
+    )
+    flat = inline_calls(_refs_as_inputs(jaxpr, count, list(range(count))), consts)
+    return replace(
+        graph,
+        jaxpr=flat.jaxpr,
+        consts=flat.consts,
+        variables=tuple(variables),
+        stamps=flat.stamps,
+    )
 
 
 def _run(

@@ -3,7 +3,7 @@
 import contextvars
 import html
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias, final
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jgraph.errors import GraphError, UninitializedError, VariableMismatchError
 from jgraph.graph.device import DeviceSpec, as_spec, current_device
 from jgraph.graph.ir import VariableSpec
+from jgraph.graph.sharding import Partitioner, check_devices, sharding_of
 
 Initializer: TypeAlias = Callable[[], Any]
 ShapeInit: TypeAlias = tuple[Any, Any, Callable[..., Any] | None]
@@ -43,6 +44,11 @@ class Variable:
       device: where it lives, for example ``"/job:ps/task:0"``; merged over the
         ``jg.device`` scope around the call. Unset fields are chosen by the plan.
       container: variables of equal name in different containers are different.
+      partitioner: cuts the variable into shards, ``<name>/part_<k>``, which may live
+        on different tasks; functions use the variable as if it were whole.
+      partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or
+        ``"mod"`` (every n-th).
+      shard_devices: where each shard lives, merged over ``device``.
 
     Attributes:
       spec: name, shape, dtype and device, as graphs know them.
@@ -51,15 +57,19 @@ class Variable:
     Raises:
       GraphError: no name, or an initial value that is none.
       DeviceSpecError: ``device`` is not a device string.
+      ShardingError: ``partitioner`` wants shards that cannot be.
 
     Example:
       >>> import jax.numpy as jnp
       >>> w = Variable("w", jnp.zeros((784, 10)), device="/job:ps/task:0")
       >>> w
       Variable('w', float32[784,10], device='/job:ps/task:0')
+      >>> halves = lambda shape, dtype: [2, 1]
+      >>> Variable("v", jnp.zeros((5, 2)), partitioner=halves).shards
+      (Variable('v/part_0', float32[3,2]), Variable('v/part_1', float32[2,2]))
     """
 
-    __slots__ = ("init", "spec")
+    __slots__ = ("_is_given", "init", "spec")
 
     # Without this, Python would iterate by w[0], w[1], ... and JAX's indexing, which
     # clamps, would never end it.
@@ -72,6 +82,9 @@ class Variable:
         *,
         device: str | DeviceSpec = "",
         container: str = "",
+        partitioner: Partitioner | None = None,
+        partition_strategy: str = "div",
+        shard_devices: Sequence[str | DeviceSpec] = (),
     ) -> None:
         if not name or str(name).strip() != name:
             raise GraphError(
@@ -79,8 +92,18 @@ class Variable:
                 "jg.Variable('w', jnp.zeros((3,)))"
             )
         aval, self.init = _shape_and_init(name, initial_value)
+        self._is_given = not isinstance(initial_value, tuple)
         place = current_device().merge(as_spec(device))
-        self.spec = VariableSpec(name, tuple(aval.shape), aval.dtype, place, container)
+        shape = tuple(aval.shape)
+        sharding = None
+        if partitioner is not None:
+            counts = partitioner(shape, aval.dtype)
+            sharding = sharding_of(name, shape, counts, partition_strategy)
+        devices = tuple(map(as_spec, shard_devices))
+        check_devices(name, sharding, devices)
+        self.spec = VariableSpec(
+            name, shape, aval.dtype, place, container, sharding, devices
+        )
 
     @property
     def name(self) -> str:
@@ -101,6 +124,29 @@ class Variable:
     def device(self) -> DeviceSpec:
         """Where the variable was asked to live; unset fields are the plan's choice."""
         return self.spec.device
+
+    @property
+    def shards(self) -> "tuple[Variable, ...]":
+        """The variables that hold it on their tasks; itself if it is whole."""
+        if self.spec.sharding is None:
+            return (self,)
+        return tuple(self._shard(n) for n in range(self.spec.sharding.shards))
+
+    def _shard(self, number: int) -> "Variable":
+        spec = self.spec.shards[number]
+        init = None if self.init is None else lambda *_: self._part(number)
+        shard = Variable(spec.name, (spec.shape, spec.dtype, init))
+        shard.spec = spec
+        return shard
+
+    def _part(self, number: int) -> Any:
+        assert self.init is not None
+        assert self.spec.sharding is not None
+        if not self._is_given:
+            # Traced with its use: XLA then makes no more than this shard.
+            return self.spec.sharding.part(self.init(), number)
+        with jax.ensure_compile_time_eval():
+            return self.spec.sharding.part(self.init(), number)
 
     def __getitem__(self, index: Any) -> Any:
         return self._ref()[index]

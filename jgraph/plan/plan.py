@@ -17,8 +17,9 @@ from jgraph.plan.cut import cut
 from jgraph.plan.flow import analyze
 from jgraph.plan.place import place, state_groups
 from jgraph.plan.program import Program
+from jgraph.plan.shard import shard
 from jgraph.plan.show import plan_picture
-from jgraph.plan.table import bytes_text, count_text, table
+from jgraph.plan.table import bytes_text, count_text, sharding_lines, table
 from jgraph.plan.tasks import Tasks, assign_variables
 
 
@@ -28,7 +29,7 @@ class Plan:
     """A graph, where its parts go, and the program that runs it.
 
     Attributes:
-      graph: what was planned.
+      graph: what was planned, over the shards of sharded variables.
       program: what the tasks run.
       placement: task of each equation of the graph; None for those that nothing
         needs and those that are repeated at each use.
@@ -72,7 +73,8 @@ class Plan:
             f"{bytes_text(self.nbytes_per_step)} per step"
         )
         homes = [(v, self.variable_tasks[v.name]) for v in specs]
-        return table(title, homes, self.segments, self.edges)
+        text = table(title, homes, self.segments, self.edges)
+        return "\n".join([text, *sharding_lines(self.graph)])
 
     def __repr__(self) -> str:
         return str(self).split("\n", 1)[0]
@@ -111,6 +113,7 @@ def plan(
             device=driver,
         )
     check(graph, where.names)
+    graph = shard(graph)
     flow = analyze(graph)
     homes = assign_variables(
         graph.variables,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jgraph.graph.ir import TaskName, VariableSpec
+from jgraph.graph.ir import Graph, TaskName, VariableSpec
 from jgraph.plan.assemble import Edge, SegmentInfo
 from jgraph.plan.spread import nbytes_of
 from jgraph.plan.types import value_type
@@ -80,6 +80,32 @@ def table(
             ),
         ]
     )
+
+
+def sharding_lines(graph: Graph) -> list[str]:
+    """Returns the sharded variables, and what could not be done by shards."""
+    if not graph.logical:
+        return []
+    rows = [
+        (
+            v.name,
+            str(value_type(v.aval)),
+            bytes_text(nbytes_of(v)),
+            f"{len(v.shards)} shards along axis {v.sharding.axis}",
+        )
+        for v in graph.logical
+        if v.sharding is not None
+    ]
+    notes = [
+        (f"'{g.primitive}' at {g.line}", f"of '{g.variable}'", bytes_text(g.nbytes))
+        for g in graph.gathered
+    ]
+    title = "gathered on one task, as it cannot be done by shards"
+    return [
+        "sharded variables",
+        *_aligned(rows),
+        *([title, *_aligned(notes)] if notes else []),
+    ]
 
 
 def _variable_lines(variables: list[tuple[VariableSpec, TaskName]]) -> list[str]:

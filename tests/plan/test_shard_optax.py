@@ -1,0 +1,147 @@
+"""Every optimizer of optax means the same on sharded variables as on whole ones."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jgraph.graph.device import device
+from jgraph.graph.ir import Graph
+from jgraph.graph.trace import trace
+from jgraph.graph.variable import Variable
+from tests.plan.sharded import check_shard
+
+SHAPES = {"a": (5, 4), "b": (3,), "c": (2, 3, 4)}
+CUTS = {"a": [3, 1], "b": [2], "c": [1, 1, 2]}
+
+# What an optimizer needs beside its learning rate.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adafactor": {"min_dim_size_to_factor": 3},
+    "lbfgs": {"linesearch": None, "memory_size": 2},
+    "noisy_sgd": {"key": 0},
+}
+
+
+def aliases() -> list[str]:
+    """Names of the functions of optax that make an optimizer."""
+    import optax._src.alias as made
+
+    return sorted(
+        name
+        for name, fn in inspect.getmembers(made, inspect.isfunction)
+        if fn.__module__ == made.__name__ and hasattr(optax, name)
+    )
+
+
+def alias(name: str) -> optax.GradientTransformation:
+    make = getattr(optax, name)
+    options = dict(OPTIONS.get(name, {}))
+    if inspect.signature(make).parameters["learning_rate"].default is inspect._empty:
+        options["learning_rate"] = 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # still an alias
+        return make(**options)
+
+
+def state_of(tx: optax.GradientTransformation) -> tuple[list[Variable], Any, list[Any]]:
+    rng = np.random.default_rng(0)
+    params = {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+    tree = {"params": params, "opt": tx.init(params)}
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    variables = []
+    for path, value in leaves:
+        name = getattr(path[-1], "key", "")
+        cut = CUTS.get(name) if SHAPES.get(name) == value.shape else None
+        partitioner = None if cut is None else lambda shape, dtype, cut=cut: cut
+        variables.append(
+            Variable(jax.tree_util.keystr(path), value, partitioner=partitioner)
+        )
+    return variables, treedef, [value for _, value in leaves]
+
+
+def step_graph(tx: optax.GradientTransformation) -> tuple[Graph, list[Any]]:
+    """Returns a step as a Trainer traces it, and the values of its variables."""
+    variables, tree, values = state_of(tx)
+    tx = optax.with_extra_args_support(tx)
+
+    def loss(params: Any, x: Any) -> Any:
+        return sum(jnp.sum(jnp.tanh(p * x) ** 2) for p in params.values())
+
+    def step(x: Any) -> Any:
+        now = jax.tree.unflatten(tree, [v[...] for v in variables])
+        with device("/job:worker/task:0"):
+            value, grads = jax.value_and_grad(loss)(now["params"], x)
+        old = jax.tree.unflatten(tree, [v[...] for v in variables])
+        updates, opt = tx.update(grads, old["opt"], old["params"], value=value)
+        new = {"params": optax.apply_updates(old["params"], updates), "opt": opt}
+        for variable, leaf in zip(variables, jax.tree.leaves(new), strict=True):
+            variable[...] = leaf.astype(variable.dtype)
+        return value
+
+    return trace(step, jnp.float32(0.5), variables=variables)[0], values
+
+
+def check_steps(tx: optax.GradientTransformation) -> Graph:
+    graph, values = step_graph(tx)
+    return check_shard(graph, values, jnp.float32(0.5))
+
+
+@pytest.mark.parametrize("name", aliases())
+def test_an_optimizer_on_shards_is_the_optimizer(name: str) -> None:
+    sharded = check_steps(alias(name))
+    assert len(sharded.variables) > len(sharded.logical)
+
+
+WRAPPED: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "clip_by_global_norm": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adam(0.1)
+    ),
+    "clip_by_block_rms": lambda: optax.chain(
+        optax.clip_by_block_rms(0.1), optax.scale(0.1)
+    ),
+    "adaptive_grad_clip": lambda: optax.chain(
+        optax.adaptive_grad_clip(0.1), optax.sgd(0.1)
+    ),
+    "multi_transform": lambda: optax.multi_transform(
+        {"fast": optax.adam(0.1), "slow": optax.sgd(0.01, 0.9)},
+        {"a": "fast", "b": "slow", "c": "fast"},
+    ),
+    "masked": lambda: optax.masked(
+        optax.adamw(0.1), {"a": True, "b": False, "c": True}
+    ),
+    "schedule": lambda: optax.adam(optax.exponential_decay(0.1, 10, 0.9)),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.sgd)(0.1, 0.9),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
+    "multi_steps": lambda: optax.MultiSteps(
+        optax.adam(0.1), 1
+    ).gradient_transformation(),
+    "multi_steps_of_2": lambda: optax.MultiSteps(
+        optax.adam(0.1), 2
+    ).gradient_transformation(),
+    "centralize": lambda: optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapped_optimizer_on_shards_is_the_optimizer(name: str) -> None:
+    assert not check_steps(WRAPPED[name]()).gathered
+
+
+def test_what_mixes_all_elements_is_gathered_and_named() -> None:
+    sharded = check_steps(optax.flatten(optax.sgd(0.1)))
+    found = {(g.primitive, g.variable, g.nbytes) for g in sharded.gathered}
+    assert found == {
+        ("reshape", "['params']['a']", 5 * 4 * 4),
+        ("concatenate", "['params']['b']", 3 * 4),
+        ("reshape", "['params']['c']", 2 * 3 * 4 * 4),
+    }

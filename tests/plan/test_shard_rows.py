@@ -1,0 +1,178 @@
+"""Tables by rows: what a step does to rows is done by the shards that have them."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jgraph.graph.device import device
+from jgraph.graph.ir import Graph
+from jgraph.graph.rows import unique_rows
+from jgraph.graph.trace import trace
+from jgraph.graph.variable import Variable
+from tests.plan.sharded import check_shard, checker
+
+ROWS = 7
+IDS = np.array([4, 1, 4, 6], np.int32)
+CHOICES = [(1, "div"), (3, "div"), (3, "mod")]
+
+
+def table(name: str, shards: int, kind: str = "div", width: int = 2) -> Variable:
+    value = np.random.default_rng(len(name)).normal(size=(ROWS, width))
+    return Variable(
+        name,
+        value.astype(np.float32),
+        partitioner=lambda shape, dtype: [shards, 1],
+        partition_strategy=kind,
+    )
+
+
+def values_of(graph: Graph, *variables: Variable) -> list[Any]:
+    by_name = {v.name: v.init() for v in variables if v.init is not None}
+    return [by_name[spec.name] for spec in graph.variables]
+
+
+def primitives(graph: Graph) -> Counter[str]:
+    return Counter(e.primitive.name for e in graph.equations)
+
+
+Step = Callable[..., Any]
+
+
+def adam_step(tables: list[Variable], slots: list[list[Variable]]) -> Step:
+    """A step that trains tables by their rows: one lookup of each, adam on rows."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.scale_by_adam())
+
+    def step(*ids: Any) -> Any:
+        with device("/job:worker/task:0"):
+            found = [unique_rows(i, rows=ROWS) for i in ids]
+        now = [t[u] for t, (u, _) in zip(tables, found, strict=True)]
+
+        def loss(rows: Any) -> Any:
+            taken = [r[p] for r, (_, p) in zip(rows, found, strict=True)]
+            return sum(jnp.sum(jnp.sin(x)) for x in taken)
+
+        with device("/job:worker/task:0"):
+            value, grads = jax.value_and_grad(loss)(now)
+        state = tx.init(grads)
+        pairs = list(zip(slots, found, strict=True))
+        mu, nu = ([s[n][u] for s, (u, _) in pairs] for n in (0, 1))
+        adam = state[1]._replace(mu=mu, nu=nu)
+        updates, (_, adam) = tx.update(grads, (state[0], adam))
+        for n, (unique, _) in enumerate(found):
+            tables[n][unique] = tables[n][unique] - 0.1 * updates[n]
+            slots[n][0][unique] = adam.mu[n]
+            slots[n][1][unique] = adam.nu[n]
+        return value
+
+    return step
+
+
+@pytest.mark.parametrize(("shards", "kind"), CHOICES)
+def test_an_update_of_rows_is_the_same_in_shards(shards: int, kind: str) -> None:
+    t, m, v = (table(name, shards, kind) for name in ("t", "mu", "nunu"))
+    graph, _ = trace(adam_step([t], [[m, positive(v)]]), IDS)
+    _, check = checker(graph)
+    values = values_of(graph, t, m, v)
+
+    @settings(max_examples=10, deadline=None)
+    @given(st.lists(st.integers(0, ROWS - 1), min_size=4, max_size=4))
+    def holds(ids: list[int]) -> None:
+        check(values, np.array(ids, np.int32))
+
+    holds()
+
+
+def positive(variable: Variable) -> Variable:
+    assert variable.init is not None
+    value = abs(variable.init())
+    variable.init = lambda: value
+    return variable
+
+
+def test_rows_go_by_route_and_come_back_split() -> None:
+    t, m, v = (table(name, 3) for name in ("t", "mu", "nunu"))
+    graph, _ = trace(adam_step([t], [[m, v]]), IDS)
+    sharded = check_shard(graph, values_of(graph, t, m, positive(v)), IDS)
+    names = primitives(sharded)
+    assert (names["route_rows"], names["merge_rows"], names["split_rows"]) == (1, 1, 1)
+    assert not sharded.gathered
+    pairs = zip(sharded.equations, sharded.stamps, strict=True)
+    placed = [stamp.job for e, stamp in pairs if e.primitive.name.endswith("_rows")]
+    assert placed == ["worker"] * 4  # unique_rows too, which nothing needs any more
+
+
+def test_a_table_of_one_shard_goes_by_route_too() -> None:
+    t, m, v = (table(name, 1) for name in ("t", "mu", "nunu"))
+    graph, _ = trace(adam_step([t], [[m, v]]), IDS)
+    sharded = check_shard(graph, values_of(graph, t, m, positive(v)), IDS)
+    assert [s.name for s in sharded.variables] == [s.name for s in graph.variables]
+    assert primitives(sharded)["route_rows"] == 1
+
+
+def test_tables_with_other_ids_and_layouts_are_trained_together() -> None:
+    t, u = table("t", 3, "mod"), table("uu", 2)
+    slots = [
+        [positive(table(f"{n}{s}", c, k)) for s in ("m", "vv")]
+        for n, (c, k) in (("t", (3, "mod")), ("uu", (2, "div")))
+    ]
+    graph, _ = trace(adam_step([t, u], slots), IDS, IDS[::-1])
+    every = [t, u, *slots[0], *slots[1]]
+    check_shard(graph, values_of(graph, *every), IDS, np.array([0, 0, 5, 6], np.int32))
+
+
+@pytest.mark.parametrize("kind", ["div", "mod"])
+def test_tables_of_several_layouts_share_ids(kind: str) -> None:
+    t, u = table("t", 3, kind), table("uu", 2, kind)
+
+    def step(ids: Any) -> Any:
+        with device("/job:worker/task:0"):
+            unique, positions = unique_rows(ids, rows=ROWS)
+        a, b = t[unique], u[unique]
+        with device("/job:worker/task:0"):
+            both = (a + 2 * b) * jnp.where(unique < ROWS, 1.0, 0.0)[:, None]
+            result = both[positions]
+        t[unique] = t[unique] + u[unique]
+        return result
+
+    graph, _ = trace(step, IDS)
+    check_shard(graph, values_of(graph, t, u), IDS)
+
+
+def test_rows_of_a_mask_by_ids_are_masked_in_each_shard() -> None:
+    t = table("t", 3)
+
+    def step(ids: Any) -> Any:
+        with device("/job:worker/task:0"):
+            unique, _ = unique_rows(ids, rows=ROWS)
+        there = (unique < ROWS)[:, None]
+        rows = jnp.where(there, t[unique], 0.0)
+        norm = jnp.sqrt(jnp.sum(rows**2))
+        t[unique] = rows / norm
+        return norm
+
+    graph, _ = trace(step, IDS)
+    assert not check_shard(graph, values_of(graph, t), IDS).gathered
+
+
+def test_a_table_that_is_also_read_whole_stays_right() -> None:
+    t = table("t", 3)
+
+    def step(ids: Any) -> Any:
+        with device("/job:worker/task:0"):
+            unique, positions = unique_rows(ids, rows=ROWS)
+        rows, whole = t[unique], t[...]
+        with device("/job:worker/task:0"):
+            result = (rows[positions] @ whole.T).sum()
+        t[unique] = rows * 2
+        return result, t[ids]
+
+    graph, _ = trace(step, IDS)
+    sharded = check_shard(graph, values_of(graph, t), IDS)
+    assert [g.variable for g in sharded.gathered] == ["t"]
