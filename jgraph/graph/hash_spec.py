@@ -132,3 +132,59 @@ class HashSpec:
                 f"hash table '{self.name}' has eviction='{self.eviction}' and "
                 f"ttl={self.ttl}; give ttl, more than 0, with eviction='ttl' only"
             )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TableOptions:
+    """What a user asks of a hash table; all of its shards together.
+
+    Attributes:
+      dim: values per row.
+      capacity_bytes: of memory, over all shards: rows, optimizer slots and index.
+      initial: values of a new row.
+      admission: which keys come in.
+      eviction: as for ``HashSpec``.
+      ttl: as for ``HashSpec``.
+      dtype: of the rows.
+
+    Raises:
+      ConfigError: a row without values.
+
+    Example:
+      >>> options = TableOptions(16, 1 << 30, Initial("normal", 0.05), eviction="lfu")
+      >>> options.shard("ads", (), 2).capacity_bytes == 1 << 29
+      True
+    """
+
+    dim: int
+    capacity_bytes: int
+    initial: Initial = Initial()
+    admission: Admission = Admission()
+    eviction: Eviction = "lru"
+    ttl: int = 0
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dim < 1:
+            raise ConfigError(
+                f"a hash table has dim={self.dim}; a row has 1 value or more"
+            )
+
+    def shard(self, name: str, slots: tuple[Column, ...], shards: int) -> HashSpec:
+        """Returns what one of ``shards`` shards is.
+
+        Args:
+          name: of the parameter, and of the table in messages.
+          slots: columns of its optimizer.
+          shards: how many share the budget, in equal parts, as they do the keys.
+        """
+        rows = Column(name, self.dim, self.dtype, self.initial)
+        return HashSpec(
+            name=name,
+            columns=(rows, *slots),
+            capacity_bytes=self.capacity_bytes // shards,
+            admission=self.admission,
+            eviction=self.eviction,
+            ttl=self.ttl,
+        )

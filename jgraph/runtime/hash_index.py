@@ -14,49 +14,15 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-Keys: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+from jgraph.graph.hash_keys import Keys, hash_keys
+
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
-Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 ABSENT = -1
 """In place of the row of a key that has none."""
 
 _FREE, _GONE = -1, -2
 _LEAST_SLOTS = 64
-
-
-def hash_keys(keys: Keys, seed: int = 0) -> Hashes:
-    """Returns 64 well mixed bits of each key: a bijection for each seed.
-
-    The finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
-    number generators, OOPSLA 2014).
-
-    Args:
-      keys: int64 or uint64, any shape.
-      seed: another seed is another function.
-
-    Example:
-      >>> [hex(h) for h in hash_keys(np.array([0, 1])).tolist()]
-      ['0x0', '0x5692161d100b05e5']
-    """
-    bits = keys.view(np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
-    bits ^= bits >> np.uint64(30)
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
-    bits ^= bits >> np.uint64(27)
-    bits *= np.uint64(0x94D049BB133111EB)
-    bits ^= bits >> np.uint64(31)
-    return bits
-
-
-def shard_of(keys: Keys, shards: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Returns the shard that each key belongs to, below ``shards``.
-
-    Example:
-      >>> shard_of(np.array([0, 1, 2, 3, -1]), 2).tolist()
-      [0, 0, 1, 0, 0]
-    """
-    # The high bits: the low ones choose the slot inside a shard.
-    return ((hash_keys(keys) >> np.uint64(33)) % np.uint64(shards)).astype(np.int64)
 
 
 @final

@@ -4,8 +4,9 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from jgraph.graph.hash_keys import Keys, hash_keys
 from jgraph.graph.hash_spec import Admission, Eviction
-from jgraph.runtime.hash_index import Keys, Rows, hash_keys
+from jgraph.runtime.hash_index import Rows
 
 Counts: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -5,8 +5,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jgraph.graph.hash_keys import Keys, hash_keys
 from jgraph.graph.hash_spec import Column, Initial
-from jgraph.runtime.hash_index import Keys, hash_keys
 
 
 def np_dtype(column: Column) -> np.dtype[Any]:

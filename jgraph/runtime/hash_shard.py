@@ -8,7 +8,6 @@ same rows, so they come and go together.
 Time is the version of the shard, which every update raises by one.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -16,9 +15,11 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from jgraph.errors import ConfigError
+from jgraph.graph.hash_keys import Keys, shard_of
 from jgraph.graph.hash_spec import Eviction, HashSpec
-from jgraph.runtime.hash_index import ABSENT, HashIndex, Keys, Rows, shard_of
-from jgraph.runtime.hash_policy import CountSketch, Gate, victims
+from jgraph.runtime.hash_budget import nbytes_for, rows_within, sketch_width
+from jgraph.runtime.hash_index import ABSENT, HashIndex, Rows
+from jgraph.runtime.hash_policy import Gate, victims
 from jgraph.runtime.hash_rows import initial_rows, np_dtype, shape_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -27,7 +28,6 @@ State: TypeAlias = dict[str, Array]
 counted), and each column; all of one length."""
 
 _NO_ROW = 0  # zeros take no memory until a row is used
-_MOST_ROWS = 2**31 - 1
 
 
 @final
@@ -80,7 +80,8 @@ class HashShard:
         self.capacity = rows_within(spec)
         self.version = self._swept = 1
         self.counts = HashCounts()
-        self._gate = Gate(spec.admission, _sketch_width(self.capacity))
+        self._gate = Gate(spec.admission, sketch_width(self.capacity))
+        self._found: tuple[Keys, Rows] | None = None
         # Address space for all rows; the system gives memory when a row is first used.
         try:
             self._index = HashIndex(self.capacity)
@@ -103,7 +104,7 @@ class HashShard:
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows that were ever used, and what finds them."""
-        return _nbytes_for(self.spec, self._index.high)
+        return nbytes_for(self.spec, self._index.high)
 
     def lookup(self, keys: Keys, *, learn: bool = True) -> Array:
         """Returns the parameter's rows of these keys.
@@ -117,14 +118,8 @@ class HashShard:
           ``[n, width]``, a copy.
         """
         if learn:
-            self._expire()
-        rows = self._index.find(keys)
-        if learn:
-            self._touch(rows[rows >= 0])
-            absent = np.flatnonzero(rows < 0)
-            if len(absent):
-                rows[absent] = self._admit(keys[absent])
-        return self._take(0, keys, rows)
+            self.see(keys)
+        return self.take(0, keys)
 
     def update(self, keys: Keys, run: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Replaces all columns of these keys' rows by ``run(*columns)``.
@@ -140,19 +135,52 @@ class HashShard:
         Returns:
           What ``run`` returned beyond the columns. Nothing changes when it raises.
         """
-        rows = self._index.find(keys)
-        old = [self._take(c, keys, rows) for c in range(len(self._columns))]
-        results = run(*old)
+        count = len(self._columns)
+        results = run(*(self.take(column, keys) for column in range(count)))
+        for column, new in enumerate(results[:count]):
+            self.put(column, keys, np.asarray(new))
+        self.updated(keys)
+        return results[count:]
+
+    def see(self, keys: Keys) -> None:
+        """Takes a lookup of these keys into account: unknown ones may get rows."""
+        self._expire()
+        rows = self._rows_of(keys)
+        self._touch(rows[rows >= 0])
+        absent = np.flatnonzero(rows < 0)
+        if len(absent):
+            rows[absent] = self._admit(keys[absent])
+            self._found = keys, rows
+
+    def take(self, column: int, keys: Keys, out: Array | None = None) -> Array:
+        """Returns the rows of one column, initial values for keys without one.
+
+        Args:
+          column: number of the column.
+          keys: int64[n].
+          out: where to put them.
+        """
+        rows = self._rows_of(keys)
+        # The default mode would fill a buffer first; a key without a row reads any.
+        values: Array = self._columns[column].take(rows, axis=0, out=out, mode="clip")
+        absent = np.flatnonzero(rows < 0)
+        if len(absent):
+            values[absent] = initial_rows(keys[absent], self.spec.columns[column])
+        return values
+
+    def put(self, column: int, keys: Keys, values: Array) -> None:
+        """Replaces the rows of one column, of those keys that have one."""
+        rows = self._rows_of(keys)
         there = rows >= 0
-        everything = bool(there.all())
-        for column, new in zip(self._columns, results, strict=False):
-            if everything:
-                column[rows] = new
-            else:
-                column[rows[there]] = np.asarray(new)[there]
-        self.counts.dropped += len(keys) - int(there.sum())
+        if there.all():
+            self._columns[column][rows] = values
+        else:
+            self._columns[column][rows[there]] = values[there]
+
+    def updated(self, keys: Keys) -> None:
+        """Ends an update of the columns of these keys: the next version begins."""
+        self.counts.dropped += int(np.sum(self._rows_of(keys) < 0))
         self.version += 1
-        return results[len(self._columns) :]
 
     def state(self) -> State:
         """Returns a copy of all rows, ordered by key."""
@@ -169,7 +197,7 @@ class HashShard:
 
     def restore(self, state: State) -> None:
         """Replaces all rows by those of ``state``; of too many the best are kept."""
-        self._index = HashIndex(self.capacity)
+        self._index, self._found = HashIndex(self.capacity), None
         self._used = np.zeros(self.capacity, np.int64)
         count = len(state["keys"])
         age = state["age"]
@@ -190,13 +218,11 @@ class HashShard:
         for column, values in zip(self.spec.columns, self._columns, strict=True):
             values[rows] = state[column.name][kept]
 
-    def _take(self, column: int, keys: Keys, rows: Rows) -> Array:
-        # A key without a row reads any row first.
-        values: Array = self._columns[column].take(rows, axis=0)
-        absent = np.flatnonzero(rows < 0)
-        if len(absent):
-            values[absent] = initial_rows(keys[absent], self.spec.columns[column])
-        return values
+    def _rows_of(self, keys: Keys) -> Rows:
+        # A lookup and an update ask for the same keys several times.
+        if self._found is None or self._found[0] is not keys:
+            self._found = keys, self._index.find(keys)
+        return self._found[1]
 
     def _touch(self, rows: Rows) -> None:
         self._used[rows] = self.version
@@ -247,31 +273,41 @@ class HashShard:
         self._give_up(gone.astype(np.int32))
 
     def _give_up(self, rows: Rows) -> None:
+        self._found = None
         self._index.remove(rows)
         self._used[rows] = _NO_ROW
 
 
-def rows_within(spec: HashSpec) -> int:
-    """Returns how many rows the budget of a shard is good for.
+@final
+class HashColumn:
+    """One column of a shard as a table of rows by their ids, which are the keys.
 
-    Counted is all that the shard keeps: the columns, the keys, the slots of the index
-    (also while it grows), and what the policies remember.
+    Args:
+      shard: whose.
+      column: the column's name.
 
-    Raises:
-      ConfigError: not even one.
+    Example:
+      >>> from jgraph.graph.hash_spec import Column
+      >>> shard = HashShard(HashSpec("ads", (Column("rows", 2),), 1 << 16))
+      >>> keys, out = np.array([2**40]), np.empty((1, 2), np.float32)
+      >>> shard.see(keys)
+      >>> HashColumn(shard, "rows").update(keys, np.ones((1, 2)))
+      >>> HashColumn(shard, "rows").lookup(keys, out)
+      >>> out.tolist()
+      [[1.0, 1.0]]
     """
-    least = _nbytes_for(spec, 1)
-    if spec.capacity_bytes < least:
-        raise ConfigError(
-            f"hash table '{spec.name}' has {spec.capacity_bytes} bytes for a shard, "
-            f"and one row with its optimizer state takes {least}; raise capacity_bytes",
-            table=spec.name,
-            needed_bytes=least,
-        )
-    sizes = range(2, _MOST_ROWS)
-    return 1 + bisect_right(
-        sizes, spec.capacity_bytes, key=lambda rows: _nbytes_for(spec, rows)
-    )
+
+    def __init__(self, shard: HashShard, column: str) -> None:
+        self._shard = shard
+        self._number = [c.name for c in shard.spec.columns].index(column)
+
+    def lookup(self, ids: Keys, out: Array) -> None:
+        """Copies the rows of ``ids`` to ``out``; initial values for those without."""
+        self._shard.take(self._number, ids, out)
+
+    def update(self, ids: Keys, rows: Array) -> None:
+        """Replaces the rows of ``ids`` that are there."""
+        self._shard.put(self._number, ids, rows)
 
 
 def reshard(states: Sequence[Mapping[str, Array]], shards: int) -> list[State]:
@@ -293,16 +329,3 @@ def reshard(states: Sequence[Mapping[str, Array]], shards: int) -> list[State]:
     homes = shard_of(whole["keys"][order], shards)
     rows = [order[homes == number] for number in range(shards)]
     return [{name: values[r] for name, values in whole.items()} for r in rows]
-
-
-def _nbytes_for(spec: HashSpec, rows: int) -> int:
-    values = sum(np_dtype(c).itemsize * max(c.width, 1) for c in spec.columns)
-    remembered = 8 + 4 * (spec.eviction == "lfu")
-    sketch = 0
-    if spec.admission.sightings > 1:
-        sketch = CountSketch.nbytes_for(_sketch_width(rows))
-    return rows * (values + remembered) + HashIndex.nbytes_for(rows) + sketch
-
-
-def _sketch_width(rows: int) -> int:
-    return 1 << (rows - 1).bit_length()

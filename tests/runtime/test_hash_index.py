@@ -2,13 +2,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jgraph.runtime.hash_index import (
-    ABSENT,
-    HashIndex,
-    Keys,
-    hash_keys,
-    shard_of,
-)
+from jgraph.graph.hash_keys import Keys, hash_keys, shard_of
+from jgraph.runtime.hash_index import ABSENT, HashIndex
 
 ANY_KEY = st.integers(-(2**63), 2**63 - 1)
 FEW_KEYS = st.integers(-20, 20)

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jgraph.errors import ConfigError
+from jgraph.graph.hash_keys import Keys, shard_of
 from jgraph.graph.hash_spec import Admission, Column, Eviction, HashSpec, Initial
-from jgraph.runtime.hash_index import Keys, shard_of
+from jgraph.runtime.hash_budget import nbytes_for, rows_within
 from jgraph.runtime.hash_rows import initial_rows
-from jgraph.runtime.hash_shard import HashShard, _nbytes_for, reshard, rows_within
+from jgraph.runtime.hash_shard import HashShard, reshard
 
 COLUMNS = (
     Column("rows", 3, initial=Initial("normal", 0.1, seed=1)),
@@ -22,7 +23,7 @@ Arrays = tuple[np.ndarray[Any, Any], ...]
 def shard_for(rows: int, **policy: Any) -> HashShard:
     """A shard with room for exactly ``rows`` rows."""
     spec = HashSpec("ads", COLUMNS, 1 << 30, **policy)
-    size = _nbytes_for(spec, rows)
+    size = nbytes_for(spec, rows)
     shard = HashShard(HashSpec("ads", COLUMNS, size, **policy))
     assert shard.capacity == rows
     return shard

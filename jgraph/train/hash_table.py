@@ -1,0 +1,118 @@
+"""An embedding for ids from an unbounded space, as a layer of a Flax model."""
+
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jgraph.graph.find_keys import find_keys
+from jgraph.graph.hash_keys import Keys, as_pairs, join_keys, split_keys
+from jgraph.graph.hash_spec import Admission, Eviction, Initial, TableOptions
+from jgraph.runtime.hash_budget import rows_within
+
+
+class KnownKeys(nnx.Variable[jax.Array]):
+    """The keys that a table has rows for, as ``find_keys`` takes them."""
+
+
+@final
+class HashTable(nnx.Module):
+    """A row per id, for any int64 ids, made when an id is first seen.
+
+    Trained over parameter servers, rows lie on them by hash of their id, within one
+    budget of memory; ids come in and go by the policies given here, together with
+    their optimizer state. Elsewhere the layer has the rows that it was given, and all
+    other ids share one more row, the first: this is what an exported model does.
+
+    In a linen model: ``nnx.bridge.to_linen(jg.HashTable, 16, 1 << 30, skip_rng=True)``.
+
+    Args:
+      dim: values per row.
+      capacity_bytes: memory over all shards, for rows, optimizer state and index.
+      initializer: values of a new row; a number is that number.
+      admission: which ids get a row; all of them if unset.
+      eviction: which ids go when the memory is spent: ``"lru"``, ``"lfu"``, or
+        ``"ttl"``, those not seen for ``ttl`` updates.
+      ttl: with ``"ttl"`` only.
+      dtype: of the rows.
+
+    Raises:
+      ConfigError: options that cannot be, or a budget under one row.
+
+    Example:
+      >>> table = HashTable(dim=4, capacity_bytes=1 << 30)
+      >>> ids = split_keys(np.array([[12345678901234, -5]]))
+      >>> table(ids).shape
+      (1, 2, 4)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        capacity_bytes: int,
+        *,
+        initializer: Initial | float = 0.0,
+        admission: Admission | None = None,
+        eviction: Eviction = "lru",
+        ttl: int = 0,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        if not isinstance(initializer, Initial):
+            initializer = Initial(scale=float(initializer))
+        self.options = TableOptions(
+            dim=dim,
+            capacity_bytes=capacity_bytes,
+            initial=initializer,
+            admission=admission or Admission(),
+            eviction=eviction,
+            ttl=ttl,
+            dtype=jnp.dtype(dtype).name,
+        )
+        rows_within(self.options.shard(f"of {dim} columns", (), 1))
+        self.rows = nnx.Param(jnp.zeros((1, dim), dtype))
+        self.known = KnownKeys(jnp.zeros((1, 2), jnp.uint32))
+
+    def __call__(self, ids: Any) -> jax.Array:
+        """Returns the rows of these ids.
+
+        Args:
+          ids: signed integers of any shape, or pairs ``uint32[..., 2]`` that
+            ``split_keys`` made of 64-bit ones.
+
+        Returns:
+          ``[..., dim]``.
+
+        Raises:
+          GraphError: ids that are not whole numbers.
+        """
+        places = find_keys(self.known[...], as_pairs(ids), options=self.options)
+        rows: jax.Array = self.rows[...]
+        return rows.at[places].get(mode="promise_in_bounds")
+
+    def with_rows(self, keys: Keys, rows: Any) -> "HashTable":
+        """Returns a table of these rows; ids without one read zeros.
+
+        Args:
+          keys: int64[n], each once.
+          rows: ``[n, dim]``.
+
+        Example:
+          >>> table = HashTable(dim=2, capacity_bytes=1 << 20)
+          >>> full = table.with_rows(np.array([7, -5]), [[1.0, 1.0], [2.0, 2.0]])
+          >>> full(jnp.array([-5, 6])).tolist()
+          [[2.0, 2.0], [0.0, 0.0]]
+        """
+        # Pairs are in order of their high half, as unsigned numbers.
+        order = np.argsort(np.asarray(keys, np.int64).view(np.uint64))
+        values = np.asarray(rows, self.rows.dtype)[order]
+        pairs = split_keys(np.asarray(keys)[order])
+        table: HashTable = nnx.clone(self)
+        table.rows = nnx.Param(jnp.pad(values, ((1, 0), (0, 0))))
+        table.known = KnownKeys(jnp.pad(pairs, ((1, 0), (0, 0))))
+        return table
+
+    def keys(self) -> Keys:
+        """Returns int64[n]: the ids of the rows here, from row 1 on."""
+        return join_keys(np.asarray(self.known[1:]))
