@@ -1,6 +1,8 @@
 """Replica loops as the client sees them: orders out, reports in."""
 
 import asyncio
+import json
+import logging
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +14,35 @@ import numpy as np
 
 from jgraph.cluster import loop
 from jgraph.cluster.client import unique
-from jgraph.errors import DeadlineError, JGError
+from jgraph.coordination.dispatch import LEASE_S
+from jgraph.coordination.slots import SlotPlan
+from jgraph.errors import DeadlineError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
+
+_LOG = logging.getLogger("jgraph.loops")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DealtData:
+    """Data that the master deals out to all loops of a run.
+
+    Attributes:
+      plan: its slots; every worker has the data under the same name.
+      batches: how many to deal, all loops together.
+      position: where to begin; see ``Dispatch``.
+      lease_s: a worker that holds data and is silent for so long is lost.
+    """
+
+    plan: SlotPlan
+    batches: int
+    position: Mapping[str, Any] | None = None
+    lease_s: float = LEASE_S
 
 
 @final
@@ -30,7 +54,7 @@ class LoopRequest:
       task: the worker; the driver of the program.
       handle: the registered program.
       data: name of a data set put on that worker; its fields are feeds.
-      steps: how many steps.
+      steps: how many steps; at most, where data is dealt.
       batch_size: examples per step.
       seed: decides the order of the examples.
       replica: number of this replica.
@@ -63,7 +87,8 @@ class LoopReport:
     Attributes:
       replica: number of the replica.
       task: its worker.
-      state: "running", "done" or "stopped".
+      state: "running", "done", "stopped", or "lost": its worker is gone, and others go
+        on with its data.
       steps: numbers of the steps, int64[n].
       seconds: when each was computed, since the loop began, float64[n].
       fetches: per fetch of the program, its values stacked over the n steps.
@@ -78,6 +103,7 @@ class LoopReport:
     seconds: np.ndarray[Any, Any]
     fetches: tuple[np.ndarray[Any, Any], ...]
     times: Mapping[str, float]
+    error: JGError | None = None
 
 
 _Item: TypeAlias = LoopReport | JGError
@@ -87,13 +113,23 @@ _Item: TypeAlias = LoopReport | JGError
 class LoopHandle:
     """Loops under way: iterate for their reports until all have ended.
 
-    Iterating raises the first error of any loop, after asking the others to stop.
+    Iterating raises the first error of any loop, after asking the others to stop. With
+    dealt data the loss of a worker is no error while another one goes on.
     """
 
-    def __init__(self, cluster: "Cluster", requests: Sequence[LoopRequest]) -> None:
+    def __init__(
+        self,
+        cluster: "Cluster",
+        requests: Sequence[LoopRequest],
+        data: DealtData | None = None,
+    ) -> None:
         self._cluster = cluster
         self._name = unique("loop")
         self._requests = list(requests)
+        self._data = data
+        self._plan = "" if data is None else json.dumps(data.plan.to_dict())
+        if data is not None:
+            self._open(data)
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._left = len(self._requests)
         self._stopped = threading.Event()
@@ -116,9 +152,36 @@ class LoopHandle:
                 if item.state != "running":
                     self._left -= 1
                 yield item
+                if item.error is not None and not self._left:
+                    raise item.error  # nobody is left to go on
         finally:
             if self._left:
                 self.stop()
+
+    def position(self) -> dict[str, Any]:
+        """Returns where in the data the run is, as plain data for a checkpoint."""
+        return self._ask_position("Master.DataPosition")
+
+    def close(self) -> dict[str, Any]:
+        """Ends the dealing of the data and returns the last position."""
+        return self._ask_position("Master.CloseDataRun")
+
+    def _ask_position(self, method: str) -> dict[str, Any]:
+        request = frame(data_run=pb.DataRun(run=self._name))
+        reply = body_of(self._cluster.call(method, request))
+        position: dict[str, Any] = json.loads(reply.position)
+        return position
+
+    def _open(self, data: DealtData) -> None:
+        order = pb.OpenDataRun(
+            run=self._name,
+            plan=self._plan,
+            budget=data.batches,
+            workers=len(self._requests),
+            position="" if data.position is None else json.dumps(data.position),
+            lease_s=data.lease_s,
+        )
+        self._cluster.call("Master.OpenDataRun", frame(open_data_run=order))
 
     def stop(self) -> None:
         """Asks all loops to end after their steps in flight; returns at once."""
@@ -157,6 +220,8 @@ class LoopHandle:
             first_step=request.first_step,
             step_feed=request.step_feed,
             replica_feed=request.replica_feed,
+            data_run=self._name if self._data is not None else "",
+            data_plan=self._plan,
         )
         try:
             replies = self._cluster.transport.call(
@@ -180,4 +245,21 @@ class LoopHandle:
                     )
                 )
         except JGError as error:
-            self._items.put(error)
+            self._items.put(self._lost(request, error) or error)
+
+    def _lost(self, request: LoopRequest, error: JGError) -> LoopReport | None:
+        """Returns what to tell of a worker that others can do without."""
+        of_worker = isinstance(error, TaskLostError) and (
+            error.details.get("task") == request.task
+        )
+        if self._data is None or not of_worker or request.task == self._cluster.master:
+            return None
+        _LOG.warning(
+            "%s was lost; the other workers go on with its data: %s",
+            request.task,
+            error.message,
+        )
+        none = np.empty(0)
+        return LoopReport(
+            request.replica, request.task, "lost", none, none, (), {}, error
+        )

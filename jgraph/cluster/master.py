@@ -6,12 +6,15 @@ reports. It is not on the path of a step of a loop.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
+from jgraph.clock import Clock
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S, call_one
+from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import Method, TaskService
@@ -36,6 +39,7 @@ from jgraph.plan.program import Program, SegmentNode
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.program_codec import decode_program, encode_program
+from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame, Transport
 
 _ASK_AGAIN_S = 0.2
@@ -48,24 +52,32 @@ class Master:
     Args:
       service: the service of the task that this master runs in.
       transport: carries calls to the other tasks.
+      clock: dates what happens.
     """
 
-    def __init__(self, service: TaskService, transport: Transport) -> None:
+    def __init__(
+        self, service: TaskService, transport: Transport, clock: Clock
+    ) -> None:
         self._service = service
         self._transport = transport
+        self.dealers = Dealers(clock)
         self._spec = ClusterSpec({})
         self._addresses: dict[TaskName, str] = {}
         methods: Mapping[str, Method] = {
             "Master.Connect": self._connect,
             "Master.Status": self._status,
             "Master.RegisterProgram": self._register_program,
-            "Master.UnregisterProgram": self._each("UnregisterProgram"),
+            "Master.UnregisterProgram": self._each("UnregisterProgram", lost_ok=True),
             "Master.Variables": self._variables,
             "Master.Reset": self._each("Reset"),
             "Master.RunLoop": self._run_loop,
             "Master.StopLoop": self._stop_loop,
             "Master.OpenGate": self._open_gate,
             "Master.GateReport": self._gate_report,
+            "Master.OpenDataRun": self._open_data_run,
+            "Master.AskData": self._ask_data,
+            "Master.DataPosition": self._data_position,
+            "Master.CloseDataRun": self._close_data_run,
         }
         service.methods.update(methods)
 
@@ -173,28 +185,65 @@ class Master:
         )
 
     async def _variables(self, request: Frame) -> AsyncIterator[Frame]:
-        replies = await asyncio.gather(
-            *(self._call(task, "Variables", request) for task in self._addresses)
-        )
-        rows = [row for reply in replies for row in body_of(reply).variables]
-        yield frame(variable_table=pb.VariableTable(variables=rows))
+        # What a lost worker does not hold can be told without it; who asks for
+        # something that nobody has sees who is missing.
+        table = pb.VariableTable()
+        calls = (self._call(task, "Variables", request) for task in self._addresses)
+        for reply in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(reply, TaskLostError):
+                table.missing.append(to_status(reply))
+            elif isinstance(reply, BaseException):
+                raise reply
+            else:
+                table.variables.extend(body_of(reply).variables)
+        yield frame(variable_table=table)
 
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         task = TaskName(order.task)
-        limit = 60.0 + order.steps * order.step_timeout_s
+        order.dealer, order.dealer_address = self._service.task, self._service.address
+        reports = self._relay(task, request)
+        if order.data_run:
+            reports = self.dealers.get(order.data_run).watch(order.loop, reports)
+        try:
+            async for report in reports:
+                yield report
+        except TaskLostError as error:
+            raise error if error.details else _of_task(task, error) from error
+
+    async def _relay(self, task: TaskName, request: Frame) -> AsyncIterator[Frame]:
         if task == self._service.task:
             async for report in self._service.handle_call("RunLoop", request):
                 yield report
             return
+        order, address = body_of(request), self._address(task)
         reports = self._transport.call(
-            self._address(task), "RunLoop", request, timeout_s=limit
+            address,
+            "RunLoop",
+            request,
+            timeout_s=60.0 + order.steps * order.step_timeout_s,
         )
         try:
             async for report in reports:
                 yield report
         except (ClusterUnreachableError, TaskLostError) as error:
+            if error.details.get("address") != address:
+                raise  # another task's, which this one told of
             raise _of_task(task, error) from error
+
+    async def _open_data_run(self, request: Frame) -> AsyncIterator[Frame]:
+        self.dealers.open(body_of(request))
+        yield frame(empty=pb.Empty())
+
+    async def _ask_data(self, request: Frame) -> AsyncIterator[Frame]:
+        question = body_of(request)
+        yield frame(data_deal=await self.dealers.get(question.run).ask(question))
+
+    async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
+        yield _position(self.dealers.get(body_of(request).run).position())
+
+    async def _close_data_run(self, request: Frame) -> AsyncIterator[Frame]:
+        yield _position(self.dealers.close(body_of(request).run))
 
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
         yield await self._call(TaskName(body_of(request).task), "StopLoop", request)
@@ -212,12 +261,16 @@ class Master:
         rows = [row for reply in replies for row in body_of(reply).rows]
         yield frame(gate_table=pb.GateTable(rows=rows))
 
-    def _each(self, method: str) -> Callable[[Frame], AsyncIterator[Frame]]:
+    def _each(
+        self, method: str, *, lost_ok: bool = False
+    ) -> Callable[[Frame], AsyncIterator[Frame]]:
         async def forward(request: Frame) -> AsyncIterator[Frame]:
             # Every task is asked, also when one of them does not answer.
             calls = (self._call(task, method, request) for task in self._addresses)
             results = await asyncio.gather(*calls, return_exceptions=True)
             for result in results:
+                if lost_ok and isinstance(result, TaskLostError):
+                    continue  # a task that is gone has forgotten it
                 if isinstance(result, BaseException):
                     raise result
             yield frame(empty=pb.Empty())
@@ -249,6 +302,10 @@ class Master:
                 raise _of_task(task, error) from error
         answers = [reply async for reply in self._service.handle_call(method, request)]
         return answers[-1]
+
+
+def _position(position: Mapping[str, Any]) -> Frame:
+    return frame(data_position=pb.DataPosition(position=json.dumps(position)))
 
 
 def _of_task(task: TaskName, error: JGError) -> TaskLostError:

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any, final
 
 import numpy as np
 
 from jgraph.clock import Clock
+from jgraph.cluster.data_feed import DataFeed, NumberedBatch
 from jgraph.cluster.driver import Fetches, StepDriver, as_error
-from jgraph.cluster.shell import TaskShell
 from jgraph.coordination.replica_loop import (
     End,
     Event,
@@ -20,6 +20,7 @@ from jgraph.coordination.replica_loop import (
     StepAcknowledged,
     StepComputed,
     StepFailed,
+    StepNotStarted,
     StepRefused,
     StepUnwanted,
     StopAsked,
@@ -29,9 +30,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.data import BatchStream
 from jgraph.runtime.executor import StepTimes
-from jgraph.runtime.loaded import Cost
 
 
 @final
@@ -40,29 +39,22 @@ class LoopRun:
 
     Args:
       order: what to run.
-      arrays: the data set, by feed name.
+      feed: gives the batches.
       driver: drives the steps.
-      shell: threads for gathering batches.
       clock: time for reports.
     """
 
     def __init__(
         self,
         order: pb.RunLoop,
-        arrays: Mapping[str, np.ndarray[Any, Any]],
+        feed: DataFeed,
         driver: StepDriver,
-        shell: TaskShell,
         clock: Clock,
     ) -> None:
         self._order = order
         self._driver = driver
-        self._shell = shell
         self._clock = clock
-        self._batches = BatchStream(
-            arrays, order.batch_size, seed=order.seed, start=order.first_step
-        )
-        self._batch_cost = Cost()
-        self._batch: dict[str, Any] | None = None
+        self._feed = feed
         self._waiting_step: int | None = None
         # Batches of steps under way: a step that is refused is computed anew.
         self._fed: dict[int, dict[str, Any]] = {}
@@ -88,6 +80,10 @@ class LoopRun:
     def stop(self) -> None:
         """Asks the loop to end after the steps in flight."""
         self._take(StopAsked())
+        if self._waiting_step is not None:
+            self._waiting_step = None
+            self._take(StepNotStarted(over=False))
+        self._feed.close()
 
     async def reports(self) -> AsyncIterator[Frame]:
         """Runs the loop to its end; yields reports, the last with its final state.
@@ -95,7 +91,6 @@ class LoopRun:
         Raises:
           JGError: a step failed.
         """
-        self._fetch_batch()
         self._take(LoopStarted())
         try:
             while (report := await self._reports.get()) is not None:
@@ -135,32 +130,31 @@ class LoopRun:
         self._turn_used = False
         self._handle_events()
 
-    def _fetch_batch(self) -> None:
-        self._shell.submit(
-            lambda: next(self._batches), self._batch_ready, self._batch_cost
-        )
-
-    def _batch_ready(self, batch: dict[str, Any] | BaseException) -> None:
-        if isinstance(batch, BaseException):
-            step, self._waiting_step = self._waiting_step, None
-            error = as_error(batch, TaskName(self._order.task))
-            self._take(StepFailed(-1 if step is None else step, error))
-            return
-        self._batch = batch
-        if self._waiting_step is not None:
-            step, self._waiting_step = self._waiting_step, None
-            self._start(step)
-
     def _start(self, step: int) -> None:
-        if step not in self._fed:
-            if self._batch is None:
-                self._waiting_step = step
-                return
-            feeds, self._batch = {**self._batch, **self._numbers}, None
-            self._fetch_batch()
-            if self._order.step_feed:
-                feeds[self._order.step_feed] = np.asarray(step, np.int32)
-            self._fed[step] = feeds
+        if step in self._fed:
+            self._drive(step)
+            return
+        self._waiting_step = step
+        self._feed.take(self._batch_ready)
+
+    def _batch_ready(self, batch: NumberedBatch | BaseException | None) -> None:
+        step, self._waiting_step = self._waiting_step, None
+        if step is None:  # stopped meanwhile
+            return
+        match batch:
+            case None:
+                self._take(StepNotStarted(over=True))
+            case NumberedBatch():
+                feeds = {**batch.fields, **self._numbers}
+                if self._order.step_feed:
+                    feeds[self._order.step_feed] = np.asarray(step, np.int32)
+                self._fed[step] = feeds
+                self._drive(step)
+            case error:
+                task = TaskName(self._order.task)
+                self._take(StepFailed(step, as_error(error, task)))
+
+    def _drive(self, step: int) -> None:
         self._started_at = self._clock.now()
         try:
             self._driver.start(
@@ -196,6 +190,7 @@ class LoopRun:
         self._fed.pop(step, None)
         match error:
             case None:
+                self._feed.acknowledge(step - self._order.first_step)
                 self._take(StepAcknowledged(step))
             case RunOverError():
                 self._take(StepUnwanted(step))
@@ -203,6 +198,7 @@ class LoopRun:
                 self._take(StepFailed(step, error))
 
     def _end(self, state: str, error: JGError | None) -> None:
+        self._feed.close()
         if error is not None:
             self._reports.put_nowait(error)
             return
@@ -223,6 +219,7 @@ class LoopRun:
             steps_done=int(rows[-1][0]) + 1 if rows else 0,
             seconds=self._clock.now() - self._began,
             times=self._times,
+            data_done=self._feed.done,
         )
         self._times = defaultdict(float)
         self._reports.put_nowait(frame(loop_report=header, tensors=tensors))

@@ -57,10 +57,9 @@ class TaskServer:
             task, bind=bind, shared_memory="auto" if transport == "auto" else "off"
         )
         self._health = HealthServer()
-        self.service = TaskService(
-            task, self._transport, clock or SystemClock(), self._shutdown_asked
-        )
-        self.master = Master(self.service, self._transport)
+        clock = clock or SystemClock()
+        self.service = TaskService(task, self._transport, clock, self._shutdown_asked)
+        self.master = Master(self.service, self._transport, clock)
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -94,6 +93,7 @@ class TaskServer:
         await self.service.drain(grace_s)
         gone = TaskLostError(f"{self.task} was stopped")
         self.service.driver.close(gone)
+        self.master.dealers.close_all()
         await self._transport.close()
         await self._health.close()
         self.service.shell.close()

@@ -11,7 +11,7 @@ import numpy as np
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.client import unique
 from jgraph.cluster.feeding import as_result, feed_arrays
-from jgraph.cluster.loops import LoopHandle, LoopRequest
+from jgraph.cluster.loops import DealtData, LoopHandle, LoopRequest
 from jgraph.cluster.variables import (
     VariableDirectory,
     as_variables,
@@ -244,10 +244,17 @@ class Session:
             to=self._cluster.spec.address(task),
         )
 
-    def run_loops(self, requests: Sequence[LoopRequest]) -> LoopHandle:
-        """Sets replica loops going on their workers; iterate over it for reports."""
+    def run_loops(
+        self, requests: Sequence[LoopRequest], data: DealtData | None = None
+    ) -> LoopHandle:
+        """Sets replica loops going on their workers; iterate over it for reports.
+
+        Args:
+          requests: a loop each.
+          data: what the master deals out to them; None: each has data of its own.
+        """
         self._check_open()
-        return LoopHandle(self._cluster, requests)
+        return LoopHandle(self._cluster, requests, data)
 
     def variable_tasks(self, variables: Sequence[Variable]) -> dict[str, TaskName]:
         """Returns the task of each variable by name, choosing where it is free."""

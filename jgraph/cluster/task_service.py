@@ -1,23 +1,28 @@
 """What one task does with what arrives: step frames, and calls to this task."""
 
 import asyncio
+import json
 import os
 import platform
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import jax
 import jax.export
-import numpy as np
 import psutil
 
 from jgraph.clock import Clock
+from jgraph.cluster.calls import CONTROL_S, call_one
+from jgraph.cluster.data_feed import Ask, DataFeed, deal_alone
+from jgraph.cluster.dealer import ANSWER_S
 from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.replica import LoopRun
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.sync_loop import SyncLoop
+from jgraph.coordination.dispatch import Dispatch
+from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import (
     ClusterBusyError,
     DataError,
@@ -31,6 +36,7 @@ from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
 from jgraph.rpc.program_codec import decode_program
 from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame, Transport
+from jgraph.runtime.batches import ArrayReader, Reader
 from jgraph.runtime.executor import Outcome, StepTimes
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.task import TaskRuntime
@@ -71,7 +77,7 @@ class TaskService:
         self._transport = transport
         self._clock = clock
         self._shutdown = shutdown
-        self._data: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+        self._data: dict[str, Reader] = {}
         self._loops: dict[str, LoopRun | SyncLoop] = {}
         self._drivers_of: dict[StepKey, tuple[TaskName, asyncio.TimerHandle]] = {}
         self.methods: dict[str, Method] = {
@@ -221,7 +227,8 @@ class TaskService:
 
     async def _put_data(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        self._data[body.name] = dict(zip(body.fields, request.tensors, strict=True))
+        arrays = dict(zip(body.fields, request.tensors, strict=True))
+        self._data[body.name] = ArrayReader(arrays)
         yield frame(empty=pb.Empty())
 
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
@@ -244,8 +251,51 @@ class TaskService:
                 f"{self.task} has no data set '{order.data}' (it may have been "
                 "restarted); call fit again to upload the data"
             )
-        data = self._data[order.data]
-        return LoopRun(order, data, self.driver, self.shell, self._clock)
+        feed = self._feed(order, self._data[order.data])
+        return LoopRun(order, feed, self.driver, self._clock)
+
+    def _feed(self, order: pb.RunLoop, reader: Reader) -> DataFeed:
+        if order.data_plan:
+            plan = SlotPlan.from_dict(json.loads(order.data_plan))
+        else:
+            plan = SlotPlan(
+                reader.parts, order.batch_size, order.seed, shuffle=reader.shuffle
+            )
+        if order.data_run:
+            ask = self._ask_master(order)
+        else:
+            own = Dispatch(plan, budget=order.steps, workers=1, skip=order.first_step)
+            ask = deal_alone(own)
+        return DataFeed(plan, reader, ask, self.shell, self._clock)
+
+    def _ask_master(self, order: pb.RunLoop) -> Ask:
+        dealer = TaskName(order.dealer)
+
+        async def ask(done: int, batches: int, idle: bool) -> pb.DataDeal:
+            question = pb.AskData(
+                run=order.data_run,
+                loop=order.loop,
+                done=done,
+                batches=batches,
+                idle=idle,
+            )
+            request = frame(ask_data=question)
+            method = "Master.AskData"
+            if dealer == self.task:
+                replies = self.handle_call(method, request)
+                (reply,) = [reply async for reply in replies]
+            else:
+                reply = await call_one(
+                    self._transport,
+                    order.dealer_address,
+                    method,
+                    request,
+                    timeout_s=ANSWER_S + CONTROL_S,
+                )
+            deal: pb.DataDeal = body_of(reply)
+            return deal
+
+        return ask
 
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)

@@ -13,6 +13,7 @@ from jgraph.plan.tasks import Tasks, assign_variables
 from jgraph.plan.types import value_type
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.status import from_status
 
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
@@ -42,13 +43,16 @@ class VariableDirectory:
           (container, name) of everything stored.
 
         Raises:
+          TaskLostError: one of ``specs`` may be on a task that does not answer.
           VariableMismatchError: one of ``specs`` is stored with another shape or dtype,
             or on another task than it asks for.
         """
         query = frame(variable_query=pb.VariableQuery())
-        rows = body_of(self._cluster.call("Master.Variables", query)).variables
-        stored = {(row.container, row.name): row for row in rows}
+        table = body_of(self._cluster.call("Master.Variables", query))
+        stored = {(row.container, row.name): row for row in table.variables}
         for spec in specs:
+            if table.missing and key_of(spec) not in stored:
+                raise from_status(table.missing[0])  # it may be there
             if (row := stored.get(key_of(spec))) is not None:
                 _check_stored(spec, row)
                 self.tasks[spec.name] = TaskName(row.task)

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, final
 from jgraph.coordination.slots import Lease, SlotPlan
 from jgraph.errors import DataSlotError, JGError, TaskLostError
 
+LEASE_S = 120.0
 _DEATHS = 3
 
 
@@ -62,11 +63,21 @@ class WorkerEnded:
 
 @final
 @dataclass(frozen=True, slots=True)
+class WaitEnded:
+    """An idle worker waits no longer for its answer; it may ask again."""
+
+    worker: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Nothing happened; look for leases that have passed."""
 
 
-Event: TypeAlias = Asked | Progressed | WorkerLost | WorkerEnded | TimePassed
+Event: TypeAlias = (
+    Asked | Progressed | WorkerLost | WorkerEnded | WaitEnded | TimePassed
+)
 
 
 @final
@@ -128,8 +139,9 @@ class Dispatch:
       budget: batches of this run.
       workers: how many take part; nobody gets more than its share of what is left.
       lease_s: a worker that holds batches and is silent for so long is lost.
-      position: where to begin, from ``state``. One of other data or another batch size
-        tells only the epoch: the next one is begun.
+      skip: batches to leave out at the beginning.
+      position: where to begin, from ``state``, in place of ``skip``. One of other data
+        or another batch size tells only the epoch: the next one is begun.
 
     Example:
       >>> from jgraph.coordination.slots import Part
@@ -145,7 +157,8 @@ class Dispatch:
         *,
         budget: int,
         workers: int,
-        lease_s: float = 120.0,
+        lease_s: float = LEASE_S,
+        skip: int = 0,
         position: Mapping[str, Any] | None = None,
     ) -> None:
         self.plan = plan
@@ -153,7 +166,7 @@ class Dispatch:
         self._shares = 2 * max(1, workers)
         self._lease_s = lease_s
         self._workers: dict[str, _Worker] = {}
-        self._lost: set[str] = set()
+        self._gone: set[str] = set()
         self._deaths: dict[tuple[int, int], int] = {}
         self._failed = False
         self._returned: deque[Lease] = deque()
@@ -162,7 +175,9 @@ class Dispatch:
         """Batches done, over all runs."""
         self.again = 0
         """Batches dealt again, over all runs; each may have been done twice."""
-        if position is not None:
+        if position is None:
+            self._skip(skip)
+        else:
             self._restore(position)
         self._order = plan.order(self._epoch)
 
@@ -188,6 +203,14 @@ class Dispatch:
             "again": self.again,
         }
 
+    def _skip(self, batches: int) -> None:
+        self._epoch, batches = divmod(batches, self.plan.batches_per_epoch)
+        self._order = self.plan.order(self._epoch)
+        while batches >= (size := self.plan.span(self._order[self._index]).batches):
+            batches -= size
+            self._index += 1
+        self._first = batches
+
     def _restore(self, position: Mapping[str, Any]) -> None:
         self.done, self.again = int(position["done"]), int(position["again"])
         if position["plan"] != self.plan.to_dict():
@@ -212,17 +235,19 @@ class Dispatch:
             case WorkerLost(name):
                 return [*self._lose(name), *self._answer_waiting()]
             case WorkerEnded(name):
-                worker = self._workers.pop(name, None)
-                if worker is not None:
-                    self._give_back(worker)
+                self._give_back(name)
                 return self._answer_waiting()
+            case WaitEnded(name):
+                if name in self._workers:
+                    self._workers[name].wanted = 0
+                return []
             case TimePassed():
                 return self._expire(now)
 
     def _asked(
         self, name: str, done: int, batches: int, now: float, *, idle: bool
     ) -> list[Instruction]:
-        if name in self._lost:
+        if name in self._gone:
             return [Expel(name, _silent(name, self._lease_s))]
         worker = self._workers.setdefault(name, _Worker(now))
         self._progress(name, done, now)
@@ -267,13 +292,9 @@ class Dispatch:
     # ------------------------------------------------------------ losses
 
     def _lose(self, name: str) -> list[Instruction]:
-        self._lost.add(name)
-        worker = self._workers.pop(name, None)
-        if worker is None:
-            return []
-        suspects = {(lease.epoch, lease.slot) for lease in worker.held}
-        self.again += worker.batches
-        self._give_back(worker)
+        held = self._give_back(name)
+        self.again += sum(lease.batches for lease in held)
+        suspects = {(lease.epoch, lease.slot) for lease in held}
         for epoch, slot in sorted(suspects):
             deaths = self._deaths[epoch, slot] = self._deaths.get((epoch, slot), 0) + 1
             if deaths >= _DEATHS:
@@ -281,9 +302,15 @@ class Dispatch:
                 return [Fail(_deadly(self.plan.name(slot), slot, epoch, deaths))]
         return []
 
-    def _give_back(self, worker: _Worker) -> None:
+    def _give_back(self, name: str) -> list[Lease]:
+        """Forgets a worker, which must not come back; returns what it held."""
+        self._gone.add(name)
+        worker = self._workers.pop(name, None)
+        if worker is None:
+            return []
         self._left += worker.batches
         self._returned.extendleft(reversed(worker.held))
+        return list(worker.held)
 
     def _expire(self, now: float) -> list[Instruction]:
         late = [

@@ -62,6 +62,14 @@ class StepUnwanted:
 
 @final
 @dataclass(frozen=True, slots=True)
+class StepNotStarted:
+    """The step that was to start last has no data; with ``over`` no step will have."""
+
+    over: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """Somebody asked the loop to stop after the steps in flight."""
 
@@ -73,6 +81,7 @@ Event: TypeAlias = (
     | StepFailed
     | StepRefused
     | StepUnwanted
+    | StepNotStarted
     | StopAsked
 )
 
@@ -109,7 +118,7 @@ class ReplicaLoop:
 
     Args:
       first_step: number of the first step.
-      steps: how many steps to run.
+      steps: how many steps to run at most.
       report_every_s: least time between reports, in seconds.
       max_outstanding: most steps started and not acknowledged.
 
@@ -161,14 +170,23 @@ class ReplicaLoop:
                 return [Report(), End("failed", error)]
             case StepRefused(step):
                 return [StartStep(step)]
-            case StepUnwanted():
-                self._stopping = True
-                self._computing = False
-                self._outstanding -= 1
-                return self._go_on()
+            case StepUnwanted() | StepNotStarted():
+                return self._take_back(event)
             case StopAsked():
                 self._stopping = True
                 return self._go_on()
+
+    def _take_back(self, event: StepUnwanted | StepNotStarted) -> list[Instruction]:
+        """Counts a step as not under way."""
+        self._computing = False
+        self._outstanding -= 1
+        match event:
+            case StepUnwanted():
+                self._stopping = True
+            case StepNotStarted(over):
+                self._next -= 1
+                self._end = self._next if over else self._end
+        return self._go_on()
 
     def _maybe_report(self, now: float) -> list[Instruction]:
         if self._reported_at is None or now - self._reported_at < self._report_every_s:

@@ -9,11 +9,15 @@ import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 
 from jgraph.errors import DataError
+
+Shuffle: TypeAlias = Literal["examples", "slots", "none"]
+"""Over the whole of the data; slots and the examples of each, as files are read best;
+not at all."""
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -85,8 +89,7 @@ class SlotPlan:
       parts: what there is.
       batch_size: examples per batch.
       seed: with the number of the epoch it decides every order.
-      by_slot: shuffle slots, and examples within a slot, as files are read best;
-        else examples over the whole of the data, which must be one part.
+      shuffle: what is shuffled; ``"examples"`` only where there is one part.
       slot_batches: batches per slot; the last slot of a part has what is left.
 
     Raises:
@@ -104,14 +107,15 @@ class SlotPlan:
         batch_size: int,
         seed: int,
         *,
-        by_slot: bool = False,
+        shuffle: Shuffle = "examples",
         slot_batches: int = _SLOT_BATCHES,
     ) -> None:
         self.parts = tuple(parts)
         self.batch_size = batch_size
         self.seed = seed
-        self.by_slot = by_slot
+        self.shuffle = shuffle
         self.slot_batches = slot_batches
+        self._whole: tuple[int, Rows] = -1, np.empty(0, np.int64)
         self._batches = [part.examples // batch_size for part in self.parts]
         self.batches_per_epoch = sum(self._batches)
         if not self.batches_per_epoch:
@@ -134,7 +138,7 @@ class SlotPlan:
 
     def order(self, epoch: int) -> Rows:
         """Returns the slots in the order in which they are dealt in an epoch."""
-        if self.by_slot:
+        if self.shuffle == "slots":
             return epoch_order(len(self), self.seed, epoch)
         return np.arange(len(self))
 
@@ -158,18 +162,31 @@ class SlotPlan:
         return f"data slot {slot} ({self.parts[span.part].name}, {first} to {last - 1})"
 
     def rows(self, epoch: int, slot: int) -> Rows:
-        """Returns the examples of a slot by ``by_slot``: rows of its part, shuffled.
+        """Returns the examples of a slot: rows of its part, batch by batch.
 
-        Also examples of the part's partial batch come, as the seed has it, when the
-        slot is the last of its part.
+        Shuffled by slots, the last slot of a part chooses also from the examples that
+        do not fill a batch.
         """
         span = self.span(slot)
+        if self.shuffle == "examples":
+            whole = self._epoch_order(epoch)
+            return whole[span.first * self.batch_size :][
+                : span.batches * self.batch_size
+            ]
         first = span.first * self.batch_size
         end = first + span.batches * self.batch_size
+        if self.shuffle == "none":
+            return np.arange(first, end)
         if span.first + span.batches == self._batches[span.part]:
             end = self.parts[span.part].examples
         mixed = epoch_order(end - first, self.seed, epoch, int(slot))
         return first + mixed[: span.batches * self.batch_size]
+
+    def _epoch_order(self, epoch: int) -> Rows:
+        if self._whole[0] != epoch:
+            order = epoch_order(self.parts[0].examples, self.seed, epoch)
+            self._whole = epoch, order
+        return self._whole[1]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data."""
@@ -177,7 +194,7 @@ class SlotPlan:
             "parts": [[part.name, part.examples] for part in self.parts],
             "batch_size": self.batch_size,
             "seed": self.seed,
-            "by_slot": self.by_slot,
+            "shuffle": self.shuffle,
             "slot_batches": self.slot_batches,
         }
 
@@ -188,6 +205,6 @@ class SlotPlan:
             [Part(str(name), int(examples)) for name, examples in plain["parts"]],
             int(plain["batch_size"]),
             int(plain["seed"]),
-            by_slot=bool(plain["by_slot"]),
+            shuffle=plain["shuffle"],
             slot_batches=int(plain["slot_batches"]),
         )

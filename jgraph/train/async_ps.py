@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.loops import LoopHandle, LoopReport, LoopRequest
+from jgraph.cluster.loops import DealtData, LoopHandle, LoopReport, LoopRequest
 from jgraph.cluster.session import Session
-from jgraph.errors import ConfigError, JGError
+from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.spread import assign_largest_first
 from jgraph.train.data import Dataset
-from jgraph.train.runner import Chunk, Order
+from jgraph.train.runner import Chunk, Order, Position, position_in
 from jgraph.train.step import TrainStep
 
 
@@ -32,8 +32,8 @@ class AsyncPS:
 
     Variables are spread over the ``ps`` tasks by bytes; an update runs where its
     variables are. A worker's gradient may be of a version that others have updated
-    meanwhile. The data is cut into one part per worker: worker ``i`` of ``n`` gets
-    examples ``i, i + n, …``.
+    meanwhile. The master deals out the data as workers ask for it, so a slow one gets
+    less; what a lost worker held goes to the others.
 
     Args:
       step_timeout_s: limit for one step of a worker.
@@ -121,6 +121,8 @@ class AsyncRunner:
         self._done = [0] * len(self._workers)
         # Which data the workers hold: the same data of a later fit is not sent again.
         self._uploaded = ""
+        self._position: Position = None
+        self._loops: LoopHandle | None = None
 
     @property
     def replicas(self) -> int:
@@ -159,7 +161,9 @@ class AsyncRunner:
                     for worker in self._workers
                 ]
             self._upload(prepared.graph, order.dataset)
-            loops = self._session.run_loops(self._requests(prepared, order))
+            loops = self._loops = self._session.run_loops(
+                self._requests(prepared, order), self._dealt(order)
+            )
         try:
             for report in loops:
                 if order.stop.is_set():
@@ -173,6 +177,21 @@ class AsyncRunner:
         except JGError:
             self._uploaded = ""  # a worker may have been started anew
             raise
+        finally:
+            with self._lock:
+                self._loops = None
+                with contextlib.suppress(ClusterError):  # gone, and the run with it
+                    self._position = loops.close()
+
+    def position(self) -> Position:
+        """See ``Runner.position``."""
+        with self._lock:
+            return self._position if self._loops is None else self._loops.position()
+
+    def _dealt(self, order: Order) -> DealtData:
+        plan = order.dataset.plan(order.batch_size, order.seed)
+        position = position_in(plan, self._position, sum(self._done))
+        return DealtData(plan, order.steps, position)
 
     def global_step(self) -> int:
         """See ``Runner.global_step``."""
@@ -194,12 +213,13 @@ class AsyncRunner:
             values = self._session.read(wanted)
         return [values.get(name) for name in self._step.names]
 
-    def load(self, values: Sequence[Any]) -> None:
+    def load(self, values: Sequence[Any], position: Position = None) -> None:
         """See ``Runner.load``."""
         with self._lock:
             new = dict(zip(self._step.variables, values, strict=True))
             self._session.write(new)
             self._initialized = True
+            self._position = position
             steps = int(self._step.unflatten(values)["global_step"])
             self._done = _shares(steps, len(self._workers))
 
@@ -224,9 +244,8 @@ class AsyncRunner:
             return
         self._uploaded = ""
         feeds = [feed.name for feed in graph.feeds[: len(dataset.fields)]]
-        for index, worker in enumerate(self._workers):
-            shard = dataset.shard(index, len(self._workers))
-            arrays = dict(zip(feeds, shard.fields.values(), strict=True))
+        arrays = dict(zip(feeds, dataset.fields.values(), strict=True))
+        for worker in self._workers:
             self._session.put_data(worker, self._data_name, arrays)
         self._uploaded = digest
 
@@ -236,13 +255,12 @@ class AsyncRunner:
 
     def _requests(self, prepared: _Prepared, order: Order) -> list[LoopRequest]:
         feeds = {name for name, _ in prepared.plan.program.feeds}
-        shares = _shares(order.steps, len(self._workers))
         return [
             LoopRequest(
                 task=worker,
                 handle=prepared.handles[replica],
                 data=self._data_name,
-                steps=shares[replica],
+                steps=order.steps,
                 batch_size=order.batch_size,
                 seed=order.seed,
                 replica=replica,
@@ -253,7 +271,6 @@ class AsyncRunner:
                 report_every_s=order.report_every_s,
             )
             for replica, worker in enumerate(self._workers)
-            if shares[replica]
         ]
 
 

@@ -6,8 +6,11 @@ Layout: ``{"params": …, "opt_state": …, "state": …, "global_step": …}``.
 
     tree = orbax.checkpoint.StandardCheckpointer().restore(path)
     tree["params"]["Dense_0"]["kernel"]
+
+Beside it, ``jgraph_data.json`` says where in the data the training was.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,20 @@ import numpy as np
 
 from jgraph.errors import CheckpointError
 from jgraph.train.adapters import Tree
+from jgraph.train.runner import Position
+
+_POSITION = "jgraph_data.json"
 
 
-def save(path: str | Path, tree: Tree, *, overwrite: bool = False) -> Path:
+def save(
+    path: str | Path, tree: Tree, position: Position = None, *, overwrite: bool = False
+) -> Path:
     """Writes a state tree to a new directory, and returns its absolute path.
 
     Args:
       path: the directory; ``~`` and relative paths are fine.
       tree: ``{"params", "opt", "state", "global_step"}``.
+      position: where in the data the training is.
       overwrite: replace what is there.
 
     Raises:
@@ -40,6 +49,8 @@ def save(path: str | Path, tree: Tree, *, overwrite: bool = False) -> Path:
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(target, _layout(tree), force=overwrite)
+        if position is not None:
+            (target / _POSITION).write_text(json.dumps(position))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the checkpoint could not be written to {target}: {error}"
@@ -80,6 +91,25 @@ def restore(path: str | Path, like: Tree) -> Tree:
             f"the checkpoint at {target} cannot be read: {error}"
         ) from error
     return _from_layout(restored, like)
+
+
+def restore_position(path: str | Path) -> Position:
+    """Returns where in the data the training was; None: the checkpoint does not say.
+
+    Raises:
+      CheckpointError: what it says cannot be read.
+    """
+    file = Path(path).expanduser().absolute() / _POSITION
+    try:
+        position: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}; delete it to begin the data by the "
+            "number of the step"
+        ) from error
+    return position
 
 
 def _here() -> jax.Device:

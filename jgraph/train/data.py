@@ -10,8 +10,10 @@ import jax
 import numpy as np
 from flax.errors import FlaxError
 
+from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.errors import DataError, JGError
-from jgraph.runtime.data import Array, BatchStream, check_batch_size, check_lengths
+from jgraph.runtime.batches import ArrayReader, Reader
+from jgraph.runtime.data import Array, check_lengths
 
 Data: TypeAlias = Mapping[str, Any] | Sequence[Any] | np.ndarray[Any, Any] | jax.Array
 """A dict of arrays, a tuple of arrays such as ``(x, y)``, or one array."""
@@ -51,13 +53,13 @@ class Dataset:
         """Returns the first example of the first field, as a batch of one."""
         return next(iter(self.fields.values()))[:1]
 
-    def shard(self, index: int, count: int) -> "Dataset":
-        """Returns examples ``index``, ``index + count``, …: those of one worker."""
-        fields = {
-            name: np.ascontiguousarray(a[index::count])
-            for name, a in self.fields.items()
-        }
-        return Dataset(fields, self.tree)
+    def plan(self, batch_size: int, seed: int) -> SlotPlan:
+        """Returns how the data is cut into slots and shuffled."""
+        return SlotPlan([Part("the data", len(self))], batch_size, seed)
+
+    def reader(self) -> Reader:
+        """Returns what reads batches in this process."""
+        return ArrayReader(self.fields)
 
     def describe(self, examples: int | None = None) -> str:
         """Returns names and types of the fields, for messages."""
@@ -74,11 +76,6 @@ class Dataset:
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
             digest.update(np.ascontiguousarray(array).view(np.uint8).data)
         return digest.hexdigest()
-
-    def stream(self, batch_size: int, seed: int, start: int = 0) -> Iterator[Batch]:
-        """Yields shuffled batches without end; see ``BatchStream``."""
-        for fields in BatchStream(self.fields, batch_size, seed, start):
-            yield self.batch(list(fields.values()))
 
     def batches(self, batch_size: int) -> Iterator[tuple[int, Batch]]:
         """Yields (examples, batch) once, in order; the last one is smaller."""
@@ -126,17 +123,6 @@ def as_dataset(
         fields[field] = _as_array(value, field, finite=finite)
     check_lengths({field: len(array) for field, array in fields.items()})
     return Dataset(fields, tree)
-
-
-def check_batches(dataset: Dataset, batch_size: int, workers: int = 1) -> None:
-    """Refuses a batch size that the smallest shard cannot fill.
-
-    Raises:
-      DataError: the batch is larger than a worker's part of the data.
-    """
-    length = len(dataset) // workers
-    whose = "the data" if workers == 1 else f"the part of each of {workers} workers"
-    check_batch_size(batch_size, length, whose)
 
 
 def _as_array(value: Any, field: str, *, finite: bool) -> Array:

@@ -12,7 +12,7 @@ from jgraph.errors import ClusterError
 from jgraph.train.history import History
 from jgraph.train.progress import Display, Report, make_display
 from jgraph.train.run import Callback, Run
-from jgraph.train.runner import Order, Runner
+from jgraph.train.runner import Order, Position, Runner
 from jgraph.train.watch import Watch, check_finite
 
 
@@ -61,6 +61,7 @@ class Fit:
         total = self.history.steps + self.order.steps
         error: BaseException | None = None
         values: Sequence[Any] | None = None
+        position: Position = None
         try:
             self._follow(total)
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
@@ -69,12 +70,13 @@ class Fit:
             # Of a cluster that failed, asking again would only take time.
             if not isinstance(error, ClusterError):
                 values = self.runner.values()
+                position = self.runner.position()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = error or caught
         finally:
             release()
         done = "done" if self.history.steps >= total else "stopped"
-        self.run.finish("failed" if error else done, values, error)
+        self.run.finish("failed" if error else done, values, position, error)
 
     def _follow(self, total: int) -> None:
         watch = Watch(

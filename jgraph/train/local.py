@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,14 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.clock import Clock, SystemClock
+from jgraph.coordination.dispatch import Asked, Deal, Dispatch, Progressed
 from jgraph.graph.ir import Graph, eval_graph
+from jgraph.runtime.batches import LeasedBatches
 from jgraph.train.data import Batch, Dataset
-from jgraph.train.runner import Chunk, Order, stack
+from jgraph.train.runner import Chunk, Order, Position, position_in, stack
 from jgraph.train.step import TrainStep
 
 # JAX dispatches without waiting. More steps in flight than this gain nothing and hold
 # the memory of their batches.
 _IN_FLIGHT = 16
+_ASK_FOR = 64
 
 
 @final
@@ -54,6 +57,8 @@ class LocalRunner:
         # Held while buffers change hands: users may look at a run from any thread.
         self._lock = threading.Lock()
         self._values: list[Any] = []
+        self._position: Position = None
+        self._dispatch: Dispatch | None = None
         self.load(step.initial_values)
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
@@ -80,7 +85,8 @@ class LocalRunner:
         assert self._last is not None
         compiled, now = self._last, self._clock.now
         first = self.global_step()
-        batches = order.dataset.stream(order.batch_size, order.seed, first)
+        dispatch = self._deal_from(order, first)
+        batches = self._batches(order, dispatch)
         began = reported = now()
         gathering = 0.0
         done: list[tuple[int, float, list[Any]]] = []
@@ -90,6 +96,7 @@ class LocalRunner:
             batch = next(batches)
             gathering += now() - asked
             out = self._one(compiled, batch, number)
+            dispatch.handle(Progressed("", number - first + 1), 0.0)
             time = now()
             done.append((number, time - began, out))
             if len(recent) == _IN_FLIGHT:
@@ -103,6 +110,27 @@ class LocalRunner:
                 break
         if done:
             yield _chunk(done, compiled.names, gathering, now() - reported)
+
+    def _deal_from(self, order: Order, first: int) -> Dispatch:
+        """Goes on in the data; what deals it is also where it is."""
+        plan = order.dataset.plan(order.batch_size, order.seed)
+        position = position_in(plan, self.position(), first)
+        self._dispatch = Dispatch(
+            plan, budget=order.steps, workers=1, position=position
+        )
+        return self._dispatch
+
+    def _batches(self, order: Order, dispatch: Dispatch) -> Iterator[Batch]:
+        reader = LeasedBatches(order.dataset.reader(), dispatch.plan)
+        done = 0
+        while done < order.steps:
+            (deal,) = dispatch.handle(Asked("", done, _ASK_FOR), 0.0)
+            assert isinstance(deal, Deal)  # the budget is that of the loop
+            for lease in deal.leases:
+                for index in range(lease.first, lease.first + lease.batches):
+                    fields = reader.read(lease, index)
+                    yield order.dataset.batch(list(fields.values()))
+                    done += 1
 
     def _one(self, compiled: _Compiled, batch: Batch, number: int) -> list[Any]:
         feeds = jax.tree.leaves(batch)
@@ -127,11 +155,16 @@ class LocalRunner:
                 for name, value in zip(self._step.names, self._values, strict=True)
             ]
 
-    def load(self, values: Sequence[Any]) -> None:
+    def position(self) -> Position:
+        """See ``Runner.position``."""
+        return self._position if self._dispatch is None else self._dispatch.state()
+
+    def load(self, values: Sequence[Any], position: Position = None) -> None:
         """See ``Runner.load``."""
         # The step donates them: the caller's own arrays must stay alive.
         with self._lock:
             self._values = [jnp.array(v, copy=True) for v in values]
+            self._position, self._dispatch = position, None
 
     def plan(self) -> Any:
         """Returns the graph of the step: all of it runs here."""

@@ -13,6 +13,7 @@ from jgraph.train.data import Data
 from jgraph.train.history import History
 from jgraph.train.profile import Profile
 from jgraph.train.progress import Report
+from jgraph.train.runner import Position
 
 
 class Result(Protocol):
@@ -22,9 +23,17 @@ class Result(Protocol):
         """Returns the trained model of these variable values."""
 
     def save_values(
-        self, path: str | Path, values: Sequence[Any], *, overwrite: bool
+        self,
+        path: str | Path,
+        values: Sequence[Any],
+        position: Position,
+        *,
+        overwrite: bool,
     ) -> Path:
-        """Writes a checkpoint of these variable values."""
+        """Writes a checkpoint of these variable values and position in the data."""
+
+    def current_position(self) -> Position:
+        """Returns where in the data the training is now."""
 
     def evaluate_values(
         self, values: Sequence[Any], data: Data, batch_size: int
@@ -40,6 +49,7 @@ class Result(Protocol):
 class _Outcome:
     state: str = "running"
     values: Sequence[Any] | None = None
+    position: Position = None
     error: BaseException | None = None
     report: Report | None = None
 
@@ -125,7 +135,12 @@ class Run:
         Raises:
           CheckpointError: the directory exists, or cannot be written.
         """
-        return self._result.save_values(path, self._values(), overwrite=overwrite)
+        # The position first: what is trained meanwhile comes again, none is left out.
+        ended = self._outcome.values is not None
+        position = self._outcome.position if ended else self._result.current_position()
+        return self._result.save_values(
+            path, self._values(), position, overwrite=overwrite
+        )
 
     def evaluate(self, data: Data, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the Trainer's metrics on ``data``; see Trainer."""
@@ -158,11 +173,12 @@ class Run:
         self,
         state: str,
         values: Sequence[Any] | None,
+        position: Position = None,
         error: BaseException | None = None,
     ) -> None:
         """Ends the run, once. Called by the Trainer."""
         report = self._outcome.report
-        self._outcome = _Outcome(state, values, error, report)
+        self._outcome = _Outcome(state, values, position, error, report)
         self._done.set()
 
     def _values(self) -> Sequence[Any]:

@@ -3,12 +3,17 @@
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 
+from jgraph.coordination.dispatch import Dispatch
+from jgraph.coordination.slots import SlotPlan
 from jgraph.runtime.data import Array
 from jgraph.train.data import Dataset
+
+Position: TypeAlias = Mapping[str, Any] | None
+"""Plain data; see ``Dispatch.state``. None: as the number of updates says."""
 
 
 @final
@@ -46,6 +51,11 @@ class Chunk:
         return len(self.steps)
 
 
+def position_in(plan: SlotPlan, position: Position, steps: int) -> dict[str, Any]:
+    """Returns where to begin: at ``position``, else after ``steps`` batches."""
+    return Dispatch(plan, budget=0, workers=1, skip=steps, position=position).state()
+
+
 class Runner(Protocol):
     """Holds the state of a training run and performs its steps."""
 
@@ -64,8 +74,14 @@ class Runner(Protocol):
         With ``model_only`` the optimizer's state is None.
         """
 
-    def load(self, values: Sequence[Any]) -> None:
-        """Replaces the value of every variable."""
+    def position(self) -> Position:
+        """Returns where in the data the training is."""
+
+    def load(self, values: Sequence[Any], position: Position = None) -> None:
+        """Replaces the value of every variable, and the position in the data.
+
+        Without a position it is that of training from the beginning for as many steps.
+        """
 
     def plan(self) -> Any:
         """Returns what goes where; prints and shows itself in a notebook."""

@@ -12,6 +12,7 @@ import optax
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ClusterBusyError, ConfigError
+from jgraph.runtime.data import check_batch_size
 from jgraph.train import checkpoint
 from jgraph.train.adapters import (
     Adapter,
@@ -28,7 +29,6 @@ from jgraph.train.data import (
     Dataset,
     as_dataset,
     check_alike,
-    check_batches,
     naming_data,
 )
 from jgraph.train.evaluate import Evaluator
@@ -36,7 +36,7 @@ from jgraph.train.fit import Fit, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.local import Local, LocalRunner
 from jgraph.train.run import Callback, Run
-from jgraph.train.runner import Order, Runner
+from jgraph.train.runner import Order, Position, Runner
 from jgraph.train.step import TrainStep
 
 Strategy: TypeAlias = Local | AsyncPS
@@ -255,10 +255,13 @@ class Trainer:
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint of the state as it is now; see ``Run.save``."""
-        return self.save_values(path, self.current_values(), overwrite=overwrite)
+        position = self.current_position()
+        return self.save_values(
+            path, self.current_values(), position, overwrite=overwrite
+        )
 
     def restore(self, path: str | Path) -> "Trainer":
-        """Takes model, optimizer state and step number from a checkpoint.
+        """Takes model, optimizer state, step number and position in the data.
 
         The number of tasks may differ from that at saving. A linen model needs
         ``variables=model.init(…)`` at the Trainer, or one ``fit``, before.
@@ -268,7 +271,8 @@ class Trainer:
         """
         step, runner, _ = self._made()
         like = step.unflatten(step.initial_values)
-        runner.load(jax.tree.leaves(checkpoint.restore(path, like)))
+        values = jax.tree.leaves(checkpoint.restore(path, like))
+        runner.load(values, checkpoint.restore_position(path))
         return self
 
     def close(self) -> None:
@@ -294,12 +298,21 @@ class Trainer:
         tree = step.unflatten(values)
         return step.adapter.model(tree["params"], tree["state"])
 
+    def current_position(self) -> Position:
+        """Returns where in the data the training is now. Called by ``Run``."""
+        return self._made()[1].position()
+
     def save_values(
-        self, path: str | Path, values: Sequence[Any], *, overwrite: bool
+        self,
+        path: str | Path,
+        values: Sequence[Any],
+        position: Position,
+        *,
+        overwrite: bool,
     ) -> Path:
         """Writes a checkpoint of these values. Called by ``Run``."""
         tree = self._made()[0].unflatten(values)
-        return checkpoint.save(path, tree, overwrite=overwrite)
+        return checkpoint.save(path, tree, position, overwrite=overwrite)
 
     def evaluate_values(
         self, values: Sequence[Any] | None, data: Data | Dataset, batch_size: int
@@ -324,7 +337,7 @@ class Trainer:
             raise ConfigError("this Trainer was closed; make a new jg.Trainer(…)")
         self._check_alike(dataset)
         parts = self._made(dataset)
-        check_batches(dataset, batch_size, parts[1].replicas)
+        check_batch_size(batch_size, len(dataset))
         with naming_data(dataset, batch_size):
             parts[1].prepare(dataset, batch_size)
         self._trained_on = dataset

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from jgraph.cluster import loop
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.server import Server
 from jgraph.cluster.session import Session
@@ -33,6 +34,12 @@ class Servers:
 
     def server(self, task: str) -> Server:
         return next(s for s in self.servers if s.task == task)
+
+    def lose(self, task: str) -> None:
+        """Cuts a task off, as the end of its host would."""
+        server = self.server(task)._server
+        assert server is not None
+        loop.run(server._transport.close())
 
     def stop(self) -> None:
         for server in self.servers:

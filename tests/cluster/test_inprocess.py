@@ -44,7 +44,9 @@ async def cluster_of(
         task: TaskService(task, transport, SystemClock(), lambda grace_s: None)
         for task, transport in transports.items()
     }
-    masters = [Master(s, transports[task]) for task, s in services.items()]
+    masters = [
+        Master(s, transports[task], SystemClock()) for task, s in services.items()
+    ]
     client = network.transport(None)
     async with AsyncExitStack() as stack:
         for task, service in services.items():

@@ -24,7 +24,7 @@ from jgraph.errors import DataSlotError
 
 def plan(batches: int = 20, slot_batches: int = 4, seed: int = 0) -> SlotPlan:
     parts = [Part("data", batches)]
-    return SlotPlan(parts, 1, seed, by_slot=True, slot_batches=slot_batches)
+    return SlotPlan(parts, 1, seed, shuffle="slots", slot_batches=slot_batches)
 
 
 def ask(
@@ -273,3 +273,13 @@ def test_position_of_other_data_begins_the_next_epoch() -> None:
     new = Dispatch(plan(9), budget=5, workers=1, position=old.state())
     assert ask(new, "a")[0].epoch == 4
     assert new.done == 30
+
+
+@given(skip=st.integers(0, 60))
+def test_skipping_is_as_if_the_batches_had_been_dealt(skip: int) -> None:
+    done = Dispatch(plan(13, 3), budget=skip, workers=1)
+    crew = Crew(done, 1)
+    crew.finish()
+    after = Dispatch(plan(13, 3), budget=1, workers=1, position=done.state())
+    skipped = Dispatch(plan(13, 3), budget=1, workers=1, skip=skip)
+    assert ask(skipped, "a") == ask(after, "a")

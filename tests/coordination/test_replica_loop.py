@@ -10,6 +10,7 @@ from jgraph.coordination.replica_loop import (
     StepAcknowledged,
     StepComputed,
     StepFailed,
+    StepNotStarted,
     StopAsked,
 )
 from jgraph.errors import TaskLostError
@@ -45,6 +46,22 @@ def test_failure_ends_the_loop_once_and_reports_what_was_done() -> None:
     error = TaskLostError("ps went away")
     assert loop.handle(StepFailed(0, error), 0.0) == [Report(), End("failed", error)]
     assert loop.handle(StepFailed(1, error), 0.0) == []
+
+
+def test_loop_ends_where_its_data_ends() -> None:
+    loop = ReplicaLoop(first_step=0, steps=9)
+    loop.handle(LoopStarted(), 0.0)
+    assert loop.handle(StepComputed(0), 0.0) == [StartStep(1)]
+    assert loop.handle(StepAcknowledged(0), 0.0) == []
+    assert loop.handle(StepNotStarted(over=True), 0.0) == [Report(), End("done")]
+
+
+def test_loop_that_is_stopped_while_it_waits_for_data_ends_at_once() -> None:
+    loop = ReplicaLoop(first_step=0, steps=9)
+    loop.handle(LoopStarted(), 0.0)
+    assert loop.handle(StopAsked(), 0.0) == []
+    ended = loop.handle(StepNotStarted(over=False), 0.0)
+    assert ended == [Report(), End("stopped")]
 
 
 @given(

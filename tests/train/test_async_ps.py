@@ -13,7 +13,7 @@ from flax import nnx
 
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.session import Session
-from jgraph.errors import ConfigError, DataError, JGError, NonFiniteError
+from jgraph.errors import ConfigError, JGError, NonFiniteError
 from jgraph.graph.ir import TaskName
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.data import as_dataset
@@ -91,7 +91,7 @@ def test_two_workers_share_the_steps_and_one_model(two_workers: Cluster) -> None
     there = trainer(cluster=two_workers)
     run = fit(there, 41, eval_data=data(), eval_every=20)
     loss = run.metrics("loss")
-    assert sorted(loss["replica"].tolist()) == [0] * 21 + [1] * 20
+    assert set(loss["replica"].tolist()) == {0, 1}
     assert loss["step"].tolist() == list(range(1, 42))
     assert loss["value"][-10:].mean() < loss["value"][:10].mean()
     values = dict(zip(there.names, there.current_values(), strict=True))
@@ -102,20 +102,73 @@ def test_two_workers_share_the_steps_and_one_model(two_workers: Cluster) -> None
     there.close()
 
 
-def test_workers_see_disjoint_parts_of_the_data(two_workers: Cluster) -> None:
-    def loss(model: Any, batch: Any) -> Any:
-        x, ids = batch
-        return jnp.sum(model(x)) * 0.0, {"ids": ids}
+def with_ids(model: Any, batch: Any) -> Any:
+    x, ids = batch
+    return jnp.sum(model(x)) * 0.0, {"ids": ids}
 
-    there = trainer(loss=loss, cluster=two_workers)
-    x, _ = data(24)
-    ids = np.arange(24)
-    run = there.fit((x, ids), steps=6, batch_size=4, progress=False)
-    found = run.metrics("ids")
-    for replica in (0, 1):
-        mine = found["value"][found["replica"] == replica]
-        assert sorted(mine.ravel().tolist()) == list(range(replica, 24, 2))
+
+def test_workers_together_see_every_example_once_per_epoch(
+    two_workers: Cluster,
+) -> None:
+    there = trainer(loss=with_ids, cluster=two_workers)
+    run = there.fit(
+        (data(24)[0], np.arange(24)), steps=18, batch_size=4, progress=False
+    )
+    found = run.metrics("ids")["value"]
+    assert sorted(found.ravel().tolist()) == sorted(3 * list(range(24)))
     there.close()
+
+
+def test_resumed_run_goes_on_where_the_data_was(
+    one_worker: Cluster, tmp_path: Path
+) -> None:
+    ids = np.arange(24)
+
+    def train(trainer: Trainer, steps: int) -> list[list[int]]:
+        run = trainer.fit((data(24)[0], ids), steps=steps, batch_size=4, progress=False)
+        run.save(tmp_path / f"{steps}", overwrite=True)
+        rows: list[list[int]] = run.metrics("ids")["value"].tolist()
+        return rows
+
+    whole = trainer(loss=with_ids)
+    here, there = trainer(loss=with_ids), trainer(loss=with_ids, cluster=one_worker)
+    expected = train(whole, 17)
+    begun = train(there, 8)
+    here.restore(tmp_path / "8")
+    assert begun + train(here, 9) == expected
+    assert (tmp_path / "8" / "jgraph_data.json").stat().st_size < 1000
+    there.close()
+
+
+def test_run_goes_on_without_a_worker_that_is_lost() -> None:
+    servers = Servers(ps=1, worker=2)
+    master, lost = servers.server("/job:worker/task:0"), "/job:worker/task:1"
+    x, _ = data(64)
+
+    def lose(run: Any, report: Any) -> None:
+        if 1 in run.metrics("loss")["replica"]:
+            servers.lose(lost)
+
+    with connect(master.target, timeout_s=20) as cluster:
+        there = trainer(loss=with_ids, cluster=cluster)
+        run = there.fit(
+            (x, np.arange(64)),
+            steps=1200,
+            batch_size=8,
+            progress=False,
+            callbacks=[lose],
+        )
+        found = run.metrics("ids")
+        position = there.current_position()
+    servers.stop()
+    assert run.state == "done"
+    assert position is not None
+    assert position["done"] == 1200
+    assert 1 in found["replica"][:600]
+    # What the lost worker held was dealt again.
+    counts = np.bincount(found["value"].ravel(), minlength=64)
+    assert counts.min() >= 150 - position["again"]
+    assert position["unfinished"] == []
 
 
 def test_variables_are_spread_with_their_optimizer_state(one_worker: Cluster) -> None:
@@ -168,13 +221,6 @@ def test_step_that_is_not_finite_is_named_and_not_applied(one_worker: Cluster) -
     wanted = dict(zip(there.names, before, strict=True))
     assert_close([after[n] for n in names], [wanted[n] for n in names])
     there.close()
-
-
-def test_part_of_a_worker_smaller_than_a_batch_is_refused(
-    two_workers: Cluster,
-) -> None:
-    with pytest.raises(DataError, match="part of each of 2 workers has only 20"):
-        fit(trainer(cluster=two_workers), 1, batch_size=21)
 
 
 def test_error_in_a_callback_stops_the_workers(two_workers: Cluster) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jgraph.errors import DataError
-from jgraph.train.data import as_dataset, check_batches
+from jgraph.train.data import as_dataset
 
 X = np.zeros((6, 2), np.float32)
 Y = np.arange(6, dtype=np.int32)
@@ -30,7 +30,7 @@ def test_fields_go_by_the_users_names(data: Any, names: list[str]) -> None:
     dataset = as_dataset(data)
     assert list(dataset.fields) == names
     assert len(dataset) == 6
-    batch = next(dataset.stream(3, seed=0))
+    _, batch = next(dataset.batches(3))
     jax.tree.map(lambda a, b: None, batch, data)  # raises if structures differ
 
 
@@ -78,19 +78,6 @@ def test_dtypes_become_what_jax_makes_of_them(given: Any, wanted: Any) -> None:
     dataset = as_dataset((np.zeros(3, given),))
     assert dataset.fields["data[0]"].dtype == wanted
     assert dataset.avals(2)[0].dtype == wanted
-
-
-def test_shards_cut_the_data_into_equal_parts_without_overlap() -> None:
-    dataset = as_dataset((np.arange(7),))
-    shards = [dataset.shard(i, 3).fields["data[0]"].tolist() for i in range(3)]
-    assert shards == [[0, 3, 6], [1, 4], [2, 5]]
-
-
-def test_batch_larger_than_a_workers_part_is_refused() -> None:
-    dataset = as_dataset((np.arange(7),))
-    check_batches(dataset, 2, workers=3)
-    with pytest.raises(DataError, match="part of each of 3 workers has only 2"):
-        check_batches(dataset, 3, workers=3)
 
 
 def test_batches_for_evaluation_cover_the_data_in_order() -> None:

@@ -137,6 +137,13 @@ class Frame(_message.Message):
     OPEN_GATE_FIELD_NUMBER: _builtins.int
     GATE_QUERY_FIELD_NUMBER: _builtins.int
     GATE_TABLE_FIELD_NUMBER: _builtins.int
+    OPEN_DATA_RUN_FIELD_NUMBER: _builtins.int
+    ASK_DATA_FIELD_NUMBER: _builtins.int
+    DATA_DEAL_FIELD_NUMBER: _builtins.int
+    DATA_RUN_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_FIELD_NUMBER: _builtins.int
+    OPEN_SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCE_INFO_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Dense per (sender incarnation, receiver), starting at 1. Exchange only."""
     @_builtins.property
@@ -193,6 +200,20 @@ class Frame(_message.Message):
     def gate_query(self) -> Global___GateQuery: ...
     @_builtins.property
     def gate_table(self) -> Global___GateTable: ...
+    @_builtins.property
+    def open_data_run(self) -> Global___OpenDataRun: ...
+    @_builtins.property
+    def ask_data(self) -> Global___AskData: ...
+    @_builtins.property
+    def data_deal(self) -> Global___DataDeal: ...
+    @_builtins.property
+    def data_run(self) -> Global___DataRun: ...
+    @_builtins.property
+    def data_position(self) -> Global___DataPosition: ...
+    @_builtins.property
+    def open_source(self) -> Global___OpenSource: ...
+    @_builtins.property
+    def source_info(self) -> Global___SourceInfo: ...
     def __init__(
         self,
         *,
@@ -224,12 +245,19 @@ class Frame(_message.Message):
         open_gate: Global___OpenGate | None = ...,
         gate_query: Global___GateQuery | None = ...,
         gate_table: Global___GateTable | None = ...,
+        open_data_run: Global___OpenDataRun | None = ...,
+        ask_data: Global___AskData | None = ...,
+        data_deal: Global___DataDeal | None = ...,
+        data_run: Global___DataRun | None = ...,
+        data_position: Global___DataPosition | None = ...,
+        open_source: Global___OpenSource | None = ...,
+        source_info: Global___SourceInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hello", b"hello", "loop_report", b"loop_report", "open_gate", b"open_gate", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hello", b"hello", "loop_report", b"loop_report", "open_gate", b"open_gate", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "gate_event", "open_gate", "gate_query", "gate_table"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -810,6 +838,10 @@ class RunLoop(_message.Message):
     REPLICA_FEED_FIELD_NUMBER: _builtins.int
     SYNC_FIELD_NUMBER: _builtins.int
     COMPUTE_WAIT_S_FIELD_NUMBER: _builtins.int
+    DATA_RUN_FIELD_NUMBER: _builtins.int
+    DATA_PLAN_FIELD_NUMBER: _builtins.int
+    DEALER_FIELD_NUMBER: _builtins.int
+    DEALER_ADDRESS_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -832,6 +864,16 @@ class RunLoop(_message.Message):
     """Benchmarks: what comes from other tasks is handed on this much later, as if the
     step computed for that long.
     """
+    data_run: _builtins.str
+    """Batches are dealt by the master under this name (OpenDataRun), `steps` of them at
+    most; empty: the loop takes `steps` batches of its own data.
+    """
+    data_plan: _builtins.str
+    """JSON of the plan of the slots; empty: shuffled examples"""
+    dealer: _builtins.str
+    """task that deals; the master that passes the order on"""
+    dealer_address: _builtins.str
+    """where it listens"""
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
     def __init__(
@@ -852,10 +894,14 @@ class RunLoop(_message.Message):
         replica_feed: _builtins.str = ...,
         sync: Global___SyncOrder | None = ...,
         compute_wait_s: _builtins.float = ...,
+        data_run: _builtins.str = ...,
+        data_plan: _builtins.str = ...,
+        dealer: _builtins.str = ...,
+        dealer_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -909,11 +955,14 @@ class LoopReport(_message.Message):
     STEPS_DONE_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    DATA_DONE_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped" """
     steps_done: _builtins.int
     seconds: _builtins.float
+    data_done: _builtins.int
+    """batches done since the loop began, in the order dealt"""
     @_builtins.property
     def times(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Tensors: steps (int64[n]), seconds since the loop began (float64[n]), then each
@@ -933,11 +982,12 @@ class LoopReport(_message.Message):
         steps_done: _builtins.int = ...,
         seconds: _builtins.float = ...,
         times: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        data_done: _builtins.int = ...,
         dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "dropped", b"dropped", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1220,16 +1270,22 @@ class VariableTable(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def variables(self) -> _containers.RepeatedCompositeFieldContainer[Global___VariableInfo]: ...
+    @_builtins.property
+    def missing(self) -> _containers.RepeatedCompositeFieldContainer[Global___Status]:
+        """From the master: why some tasks did not answer."""
+
     def __init__(
         self,
         *,
         variables: _abc.Iterable[Global___VariableInfo] | None = ...,
+        missing: _abc.Iterable[Global___Status] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["variables", b"variables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing", b"missing", "variables", b"variables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1342,6 +1398,266 @@ class ClusterStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class OpenDataRun(_message.Message):
+    """---------------------------------------------------------------- data of a run
+
+    "Master.OpenDataRun" (client -> master): deal `budget` batches of a plan to the loops
+    that name the run.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    plan: _builtins.str
+    """JSON"""
+    budget: _builtins.int
+    workers: _builtins.int
+    position: _builtins.str
+    """JSON; empty: the beginning"""
+    lease_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        plan: _builtins.str = ...,
+        budget: _builtins.int = ...,
+        workers: _builtins.int = ...,
+        position: _builtins.str = ...,
+        lease_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "lease_s", b"lease_s", "plan", b"plan", "position", b"position", "run", b"run", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenDataRun: _TypeAlias = OpenDataRun  # noqa: Y015
+
+@_typing.final
+class AskData(_message.Message):
+    """"Master.AskData" (worker -> master): more batches, please. With `idle` the worker has
+    nothing left, and the master answers when there is something or all is over.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    LOOP_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    loop: _builtins.str
+    done: _builtins.int
+    """as LoopReport.data_done"""
+    batches: _builtins.int
+    idle: _builtins.bool
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        loop: _builtins.str = ...,
+        done: _builtins.int = ...,
+        batches: _builtins.int = ...,
+        idle: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "done", b"done", "idle", b"idle", "loop", b"loop", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskData: _TypeAlias = AskData  # noqa: Y015
+
+@_typing.final
+class DataLease(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    slot: _builtins.int
+    first: _builtins.int
+    batches: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        first: _builtins.int = ...,
+        batches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "epoch", b"epoch", "first", b"first", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataLease: _TypeAlias = DataLease  # noqa: Y015
+
+@_typing.final
+class DataDeal(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    over: _builtins.bool
+    """all batches of the run are done"""
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataLease]: ...
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[Global___DataLease] | None = ...,
+        over: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "over", b"over"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataDeal: _TypeAlias = DataDeal  # noqa: Y015
+
+@_typing.final
+class DataRun(_message.Message):
+    """"Master.DataPosition" and "Master.CloseDataRun" answer with the DataPosition."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataRun: _TypeAlias = DataRun  # noqa: Y015
+
+@_typing.final
+class DataPosition(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.str
+    """JSON"""
+    def __init__(
+        self,
+        *,
+        position: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataPosition: _TypeAlias = DataPosition  # noqa: Y015
+
+@_typing.final
+class OpenSource(_message.Message):
+    """"OpenSource" (client -> worker): open files, or call an allowed function, as the data
+    set `name`. The answer tells what is there.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    source: _builtins.str
+    """JSON"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSource: _TypeAlias = OpenSource  # noqa: Y015
+
+@_typing.final
+class SourceField(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def type(self) -> Global___TensorType:
+        """of one example"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        type: Global___TensorType | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["type", b"type"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceField: _TypeAlias = SourceField  # noqa: Y015
+
+@_typing.final
+class SourceInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELDS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    EXAMPLES_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
+    BY_SLOT_FIELD_NUMBER: _builtins.int
+    structure: _builtins.str
+    """"dict", "tuple", "array" """
+    by_slot: _builtins.bool
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceField]: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def examples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each part"""
+
+    def __init__(
+        self,
+        *,
+        fields: _abc.Iterable[Global___SourceField] | None = ...,
+        parts: _abc.Iterable[_builtins.str] | None = ...,
+        examples: _abc.Iterable[_builtins.int] | None = ...,
+        structure: _builtins.str = ...,
+        by_slot: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_slot", b"by_slot", "examples", b"examples", "fields", b"fields", "parts", b"parts", "structure", b"structure"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceInfo: _TypeAlias = SourceInfo  # noqa: Y015
 
 @_typing.final
 class Program(_message.Message):

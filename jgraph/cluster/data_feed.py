@@ -1,0 +1,201 @@
+"""The data of one replica's loop: asks ahead of need, reads ahead, tells what is done.
+
+Nothing here is on the path of a step: the next batches are read, and the next leases
+held, while the step before is still computed.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.shell import TaskShell
+from jgraph.coordination.dispatch import Asked, Deal, Dispatch
+from jgraph.coordination.slots import Lease, SlotPlan
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.runtime.batches import LeasedBatches, Reader
+from jgraph.runtime.loaded import Cost
+
+# Batches read and waiting; their memory is a few batches.
+_READY = 2
+# Leases held ahead: for so many seconds of work, and never fewer than so many batches.
+_AHEAD_S = 1.0
+_AHEAD = 2
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NumberedBatch:
+    """A batch, and its number: the same whoever trains on it, and whenever."""
+
+    number: int
+    fields: dict[str, Any]
+
+
+Taken: TypeAlias = Callable[[NumberedBatch | BaseException | None], None]
+Ask: TypeAlias = Callable[[int, int, bool], Awaitable[pb.DataDeal]]
+"""Asks the master: (batches done, batches wanted, nothing held)."""
+
+
+@final
+class DataFeed:
+    """Gives batches to a loop until the master says that all are done.
+
+    Args:
+      plan: the slots.
+      reader: where the examples are.
+      ask: asks for leases.
+      shell: threads for reading.
+      clock: measures how fast batches go.
+    """
+
+    def __init__(
+        self, plan: SlotPlan, reader: Reader, ask: Ask, shell: TaskShell, clock: Clock
+    ) -> None:
+        self._plan = plan
+        self._batches = LeasedBatches(reader, plan)
+        self._ask = ask
+        self._shell = shell
+        self._clock = clock
+        self._cost = Cost()
+        self._leases: deque[Lease] = deque()
+        self._ready: deque[NumberedBatch] = deque()
+        self._index = 0  # in the first lease
+        self._held = 0  # in leases, being read, and ready
+        self._reading = False
+        self._asking: asyncio.Task[None] | None = None
+        self._waiting: Taken | None = None
+        self._error: BaseException | None = None
+        self._over = self._dry = False
+        self._enough, self._asked_at, self._taken_then = _AHEAD, clock.now(), 0
+        self._taken = 0
+        self._acknowledged: set[int] = set()  # later than the oldest that is not
+        self.done = 0
+        """Batches whose steps are done, in the order in which they were dealt."""
+
+    def take(self, then: Taken) -> None:
+        """Calls ``then`` with the next batch, an error, or None after the last one."""
+        self._waiting = then
+        self._go_on()
+
+    def acknowledge(self, taken: int) -> None:
+        """Says that the step of batch number ``taken``, counted as taken, is done."""
+        self._acknowledged.add(taken)
+        while self.done in self._acknowledged:
+            self._acknowledged.remove(self.done)
+            self.done += 1
+        if self._waiting is not None:
+            self._go_on()
+
+    def close(self) -> None:
+        """Asks and reads no more."""
+        self._over = True
+        self._waiting = None
+        self._leases.clear()
+        if self._asking is not None:
+            self._asking.cancel()
+
+    def _go_on(self) -> None:
+        if self._waiting is None:
+            pass
+        elif self._ready:
+            then, self._waiting = self._waiting, None
+            self._taken += 1
+            self._held -= 1
+            then(self._ready.popleft())
+        elif self._error is not None or (self._over and not self._held):
+            then, self._waiting = self._waiting, None
+            then(self._error)
+        # After the step has been started: it does not wait for this.
+        self._read_ahead()
+        self._ask_ahead()
+
+    # ------------------------------------------------------------ reading
+
+    def _read_ahead(self) -> None:
+        if self._reading or not self._leases or len(self._ready) >= _READY:
+            return
+        self._reading = True
+        lease = self._leases[0]
+        index = lease.first + self._index
+        self._index += 1
+        if self._index == lease.batches:
+            self._leases.popleft()
+            self._index = 0
+        self._shell.submit(
+            lambda: self._read(lease, index), self._read_over, self._cost
+        )
+
+    def _read(self, lease: Lease, index: int) -> NumberedBatch:
+        number = self._plan.number(lease.epoch, lease.slot, index)
+        return NumberedBatch(number, self._batches.read(lease, index))
+
+    def _read_over(self, read: NumberedBatch | BaseException) -> None:
+        self._reading = False
+        if isinstance(read, BaseException):
+            self._fail(read)
+            return
+        self._ready.append(read)
+        self._go_on()
+
+    # ------------------------------------------------------------ asking
+
+    def _ask_ahead(self) -> None:
+        if self._asking is not None or self._over or self._error is not None:
+            return
+        idle = not self._held and self.done == self._taken
+        if idle or (not self._dry and self._held < max(_AHEAD, self._enough // 2)):
+            self._learn_enough()
+            wanted = max(1, self._enough - self._held)
+            self._asking = asyncio.ensure_future(self._ask_master(wanted, idle=idle))
+
+    def _learn_enough(self) -> None:
+        now = self._clock.now()
+        seconds, batches = now - self._asked_at, self._taken - self._taken_then
+        per_s = batches / max(seconds, 1e-6)
+        self._enough = max(_AHEAD, min(int(per_s * _AHEAD_S), 2 * self._enough))
+        self._asked_at, self._taken_then = now, self._taken
+
+    async def _ask_master(self, wanted: int, *, idle: bool) -> None:
+        try:
+            deal = await self._ask(self.done, wanted, idle)
+        except Exception as error:  # noqa: BLE001  # becomes the loop's outcome
+            self._asking = None
+            self._fail(error)
+            return
+        self._asking = None
+        self._over = self._over or deal.over
+        leases = [Lease(d.epoch, d.slot, d.first, d.batches) for d in deal.leases]
+        self._dry = not leases  # asking again at once would give nothing either
+        self._leases.extend(leases)
+        self._held += sum(lease.batches for lease in leases)
+        self._go_on()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._go_on()
+
+
+def deal_alone(dispatch: Dispatch) -> Ask:
+    """Returns what to ask where one loop has data of its own and no master deals."""
+
+    async def ask(done: int, batches: int, idle: bool) -> pb.DataDeal:
+        (answer,) = dispatch.handle(Asked("", done, batches, idle), 0.0)
+        return deal_of(answer.leases if isinstance(answer, Deal) else None)
+
+    return ask
+
+
+def deal_of(leases: tuple[Lease, ...] | None) -> pb.DataDeal:
+    """Returns an answer: leases, or None when all is over."""
+    if leases is None:
+        return pb.DataDeal(over=True)
+    rows = [
+        pb.DataLease(
+            epoch=lease.epoch, slot=lease.slot, first=lease.first, batches=lease.batches
+        )
+        for lease in leases
+    ]
+    return pb.DataDeal(leases=rows)

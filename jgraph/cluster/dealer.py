@@ -1,0 +1,212 @@
+"""The shell around ``coordination.dispatch``: the data of the runs of one master."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from typing import Any, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.data_feed import deal_of
+from jgraph.coordination.dispatch import (
+    Asked,
+    Deal,
+    Dispatch,
+    Event,
+    Expel,
+    Fail,
+    Over,
+    Progressed,
+    TimePassed,
+    WaitEnded,
+    WorkerEnded,
+    WorkerLost,
+)
+from jgraph.coordination.slots import SlotPlan
+from jgraph.errors import ConfigError, JGError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of
+from jgraph.rpc.transport import Frame
+
+ANSWER_S = 10.0
+"""A worker with nothing to do has an answer after this long, if only an empty one."""
+
+_LOOK_PER_LEASE = 4
+
+
+@final
+class Dealer:
+    """Deals out the data of one run.
+
+    Args:
+      dispatch: decides.
+      clock: dates what happens.
+      lease_s: how long a worker may be silent; see ``Dispatch``.
+    """
+
+    def __init__(self, dispatch: Dispatch, clock: Clock, lease_s: float) -> None:
+        self._dispatch = dispatch
+        self._clock = clock
+        self._answers: dict[str, asyncio.Future[pb.DataDeal]] = {}
+        # Per loop: what ends it from here.
+        self._ends: dict[str, asyncio.Future[None]] = {}
+        self._error: JGError | None = None
+        self._look_s = lease_s / _LOOK_PER_LEASE
+        self._timer = self._look_later()
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position, as plain data."""
+        return self._dispatch.state()
+
+    async def ask(self, question: pb.AskData) -> pb.DataDeal:
+        """Answers a worker that asks for batches, at once unless it is idle.
+
+        Raises:
+          JGError: the run's data ends workers, or this one was given up.
+        """
+        if self._error is not None:
+            raise self._error
+        loop = question.loop
+        answer = self._answers[loop] = asyncio.get_running_loop().create_future()
+        self._handle(Asked(loop, question.done, question.batches, question.idle))
+        try:
+            return await asyncio.wait_for(answer, ANSWER_S)
+        except TimeoutError as error:
+            if isinstance(error, JGError):
+                raise
+            return deal_of(())
+        finally:
+            if self._answers.get(loop) is answer:
+                del self._answers[loop]
+                self._handle(WaitEnded(loop))
+
+    async def watch(
+        self, loop: str, reports: AsyncIterator[Frame]
+    ) -> AsyncIterator[Frame]:
+        """Passes a loop's reports on and learns from them what is done.
+
+        Raises:
+          JGError: the loop's own error, or what ends it from here.
+        """
+        end = self._ends[loop] = asyncio.get_running_loop().create_future()
+        event: Event = WorkerLost(loop)
+        try:
+            async for report in _until(end, reports):
+                self._handle(Progressed(loop, body_of(report).data_done))
+                if body_of(report).state != "running":
+                    event = WorkerEnded(loop)
+                yield report
+        finally:
+            del self._ends[loop]
+            if not end.done():
+                self._handle(event)
+
+    def close(self) -> None:
+        """Deals no more."""
+        self._timer.cancel()
+
+    def _look_later(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._look_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = self._look_later()
+        self._handle(TimePassed())
+
+    def _handle(self, event: Event) -> None:
+        for instruction in self._dispatch.handle(event, self._clock.now()):
+            match instruction:
+                case Deal(loop, leases):
+                    self._answer(loop, deal_of(leases))
+                case Over(loop):
+                    self._answer(loop, deal_of(None))
+                case Expel(loop, error):
+                    self._end(loop, error)
+                case Fail(error):
+                    self._error = error
+                    for loop in {*self._answers, *self._ends}:
+                        self._end(loop, error)
+
+    def _answer(self, loop: str, deal: pb.DataDeal) -> None:
+        answer = self._answers.pop(loop, None)
+        if answer is not None and not answer.done():
+            answer.set_result(deal)
+
+    def _end(self, loop: str, error: JGError) -> None:
+        for waiting in (self._answers.pop(loop, None), self._ends.get(loop)):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # seen: nobody may be left to await it
+
+
+async def _until(
+    end: asyncio.Future[None], reports: AsyncIterator[Frame]
+) -> AsyncIterator[Frame]:
+    """Yields reports until they end, or raises what ``end`` is given."""
+    while True:
+        report = asyncio.ensure_future(_next(reports))
+        either: set[asyncio.Future[Any]] = {report, end}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not report.done():
+                report.cancel()
+        if end.done():
+            with suppress(asyncio.CancelledError, JGError):
+                await report
+            end.result()
+        received = await report
+        if received is None:
+            return
+        yield received
+
+
+async def _next(reports: AsyncIterator[Frame]) -> Frame | None:
+    return await anext(reports, None)
+
+
+@final
+class Dealers:
+    """The runs whose data a master deals out, by name."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._runs: dict[str, Dealer] = {}
+
+    def open(self, order: pb.OpenDataRun) -> None:
+        """Begins to deal for a run."""
+        position: Mapping[str, Any] | None = (
+            json.loads(order.position) if order.position else None
+        )
+        dispatch = Dispatch(
+            SlotPlan.from_dict(json.loads(order.plan)),
+            budget=order.budget,
+            workers=order.workers,
+            lease_s=order.lease_s,
+            position=position,
+        )
+        self._runs[order.run] = Dealer(dispatch, self._clock, order.lease_s)
+
+    def get(self, run: str) -> Dealer:
+        """Returns the dealer of a run.
+
+        Raises:
+          ConfigError: there is none of that name.
+        """
+        if run not in self._runs:
+            raise ConfigError(
+                f"this master deals no data for run '{run}' (it may have been started "
+                "anew); call fit again"
+            )
+        return self._runs[run]
+
+    def close(self, run: str) -> dict[str, Any]:
+        """Ends a run and returns its position."""
+        dealer = self.get(run)
+        dealer.close()
+        del self._runs[run]
+        return dealer.position()
+
+    def close_all(self) -> None:
+        """Ends every run."""
+        for run in list(self._runs):
+            self.close(run)
