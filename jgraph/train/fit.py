@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+
 from jgraph.clock import Clock
-from jgraph.errors import ClusterError
+from jgraph.errors import ClusterError, ConfigError
 from jgraph.train.history import History
 from jgraph.train.progress import Display, Report, make_display
 from jgraph.train.run import Callback, Run
@@ -103,6 +105,19 @@ class Fit:
         display(report)
         for callback in self.callbacks:
             callback(self.run, report)
+
+
+def check_counts(**counts: int) -> None:
+    """Refuses counts that are no whole numbers, or less than 1.
+
+    Raises:
+      ConfigError: names the argument.
+    """
+    for name, count in counts.items():
+        if not isinstance(count, int | np.integer):
+            raise ConfigError(f"{name} is {count!r:.60}; it must be a whole number")
+        if count < 1:
+            raise ConfigError(f"{name} is {count}; it must be at least 1")
 
 
 def wait_or_stop(run: Run) -> Run:

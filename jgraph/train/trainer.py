@@ -32,7 +32,7 @@ from jgraph.train.data import (
     naming_data,
 )
 from jgraph.train.evaluate import Evaluator
-from jgraph.train.fit import Fit, wait_or_stop
+from jgraph.train.fit import Fit, check_counts, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.local import Local, LocalRunner
 from jgraph.train.run import Callback, Run
@@ -164,7 +164,7 @@ class Trainer:
           NonFiniteError: with ``check_finite``: names the leaf and the step.
           ClusterBusyError: this Trainer is already training.
         """
-        _check_counts(
+        check_counts(
             steps=steps,
             batch_size=batch_size,
             eval_every=1 if eval_every is None else eval_every,
@@ -399,11 +399,3 @@ def _strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strategy:
             "cluster=, or use strategy=jg.AsyncPS()"
         )
     return strategy
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int | np.integer):
-            raise ConfigError(f"{name} is {count!r:.60}; it must be a whole number")
-        if count < 1:
-            raise ConfigError(f"{name} is {count}; it must be at least 1")
