@@ -255,10 +255,8 @@ class Trainer:
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint of the state as it is now; see ``Run.save``."""
-        position = self.current_position()
-        return self.save_values(
-            path, self.current_values(), position, overwrite=overwrite
-        )
+        where = self.current_position()
+        return self.save_values(path, self.current_values(), where, overwrite=overwrite)
 
     def restore(self, path: str | Path) -> "Trainer":
         """Takes model, optimizer state, step number and position in the data.
@@ -327,8 +325,7 @@ class Trainer:
         return evaluator.evaluate(tree, dataset, batch_size)
 
     def __repr__(self) -> str:
-        name = type(self._model).__name__
-        return f"Trainer({name}, strategy={self._strategy!r})"
+        return f"Trainer({type(self._model).__name__}, strategy={self._strategy!r})"
 
     def _prepare(
         self, dataset: Dataset, batch_size: int
