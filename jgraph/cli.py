@@ -157,11 +157,8 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show every task of a cluster, and those that do not answer."""
-    from google.protobuf.json_format import MessageToDict
-
     from jgraph.cluster.client import status_of
     from jgraph.cluster.keeper import find
-    from jgraph.cluster.table import status_text
 
     if target is None:
         kept = find(name)
@@ -172,8 +169,7 @@ def status(
             )
         target = kept.target
     state = status_of(target, timeout_s=timeout)
-    facts = MessageToDict(state, preserving_proto_field_name=True)
-    typer.echo(json.dumps(facts) if as_json else status_text(state))
+    typer.echo(json.dumps(state.to_dict()) if as_json else str(state))
     if state.missing:
         raise typer.Exit(FAILURE)
 

@@ -10,7 +10,7 @@ import jax
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S, call_one
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.cluster.table import status_html, status_text
+from jgraph.cluster.status import ClusterStatus
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -68,11 +68,10 @@ class Cluster:
         self._sessions.append(session)
         return session
 
-    def status(self) -> pb.ClusterStatus:
+    def status(self) -> ClusterStatus:
         """Asks every task how it is; names those that do not answer."""
         reply = self.call("Master.Status", frame(empty=pb.Empty()), timeout_s=15.0)
-        status: pb.ClusterStatus = body_of(reply)
-        return status
+        return ClusterStatus.from_message(body_of(reply))
 
     def reset(self, *containers: str) -> None:
         """Drops the variables of these containers; none named: all, and programs."""
@@ -144,10 +143,10 @@ class Cluster:
         return f"<{type(self).__name__} {self.target}: {jobs}>"
 
     def __str__(self) -> str:
-        return repr(self) if self._closed else status_text(self.status())
+        return repr(self) if self._closed else str(self.status())
 
     def _repr_html_(self) -> str:
-        return repr(self) if self._closed else status_html(self.status())
+        return repr(self) if self._closed else self.status()._repr_html_()
 
 
 @final
@@ -217,14 +216,14 @@ async def open_cluster(
     return transport, status
 
 
-def status_of(target: str, *, timeout_s: float = 10.0) -> pb.ClusterStatus:
+def status_of(target: str, *, timeout_s: float = 10.0) -> ClusterStatus:
     """Asks a cluster how its tasks are, without waiting for those that are missing.
 
     Raises:
       ClusterUnreachableError: nothing of ours listens there.
     """
 
-    async def ask() -> pb.ClusterStatus:
+    async def ask() -> ClusterStatus:
         transport = GrpcTransport(None)
         await transport.start(NoHandler())
         try:
@@ -237,8 +236,7 @@ def status_of(target: str, *, timeout_s: float = 10.0) -> pb.ClusterStatus:
             )
         finally:
             await transport.close()
-        status: pb.ClusterStatus = body_of(reply)
-        return status
+        return ClusterStatus.from_message(body_of(reply))
 
     return loop.run(ask())
 

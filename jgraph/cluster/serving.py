@@ -19,6 +19,8 @@ def configure_logging(level: int = logging.INFO) -> None:
     logging.basicConfig(
         level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # JAX tells at INFO of every accelerator that a host does not have.
+    logging.getLogger("jax").setLevel(max(level, logging.WARNING))
 
 
 def serve(

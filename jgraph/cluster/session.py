@@ -12,6 +12,7 @@ from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.client import unique
 from jgraph.cluster.feeding import as_result, feed_arrays
 from jgraph.cluster.loops import DealtData, LoopHandle, LoopRequest
+from jgraph.cluster.options import check_options
 from jgraph.cluster.variables import (
     VariableDirectory,
     as_variables,
@@ -103,11 +104,13 @@ class Session:
             in place of those in ``args``.
           timeout_s: limit for the step, in seconds.
           check_finite: refuse feeds with NaN or infinity.
-          **kwargs: keyword arguments of ``fn``.
+          **kwargs: keyword arguments of ``fn``. A parameter of it that is called like
+            one of the options above can be given by position only.
 
         Raises:
           FeedError: a feed of the wrong name, shape or dtype.
-          ConfigError: ``fn`` is no function, or ``timeout_s`` no time.
+          ConfigError: ``fn`` is no function, ``timeout_s`` no time, or an option is
+            also a parameter of ``fn``.
           DeadlineError: the step was not done in time; it names the tasks.
           TaskLostError: a task went away.
           JGError: anything else that went wrong, on whichever task.
@@ -119,6 +122,13 @@ class Session:
                 f"for example {STEP_S:g}"
             )
         function = self._function(fn)
+        given = {
+            "fetches": fetches is not None,
+            "feeds": feeds is not None,
+            "timeout_s": timeout_s != STEP_S,
+            "check_finite": check_finite,
+        }
+        check_options(function, len(args), given)
         prepared = self._prepare(function, args, kwargs, fetches)
         arrays = feed_arrays(
             prepared.graph, args, kwargs, feeds or {}, check_finite=check_finite

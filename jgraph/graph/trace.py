@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jgraph import _compat
 from jgraph.errors import GraphError, VariableMismatchError
+from jgraph.graph.concrete import as_graph_error
 from jgraph.graph.device import current_device, device
 from jgraph.graph.feeds import named_feeds, named_outputs
 from jgraph.graph.inline import inline_calls
@@ -45,7 +46,7 @@ def trace(
 
     Raises:
       FeedError: an argument that is neither an array nor a number.
-      GraphError: a result that is not an array.
+      GraphError: a result that is not an array; code that needs the value of one.
       VariableMismatchError: two variables of one name with different specs.
       PlacementError: a loop whose body names two tasks.
 
@@ -136,7 +137,9 @@ def _run(
             [v.spec.aval for v in traced.known],
             [f.aval for f in feeds],
         )
-    except (NotImplementedError, TypeError, ValueError) as error:
+    except (NotImplementedError, TypeError, ValueError, IndexError) as error:
+        if (clear := as_graph_error(error, title)) is not None:
+            raise clear from error
         # Some transformations do not know Refs; JAX says so in words of its inside.
         reason = str(error).splitlines()[0] if str(error) else ""
         if "State effect" in reason or "JaxprInputEffect" in reason:

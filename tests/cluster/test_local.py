@@ -1,7 +1,9 @@
 """Real processes on this machine."""
 
+import json
 import signal
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,23 @@ def test_cluster_shows_itself(cluster: LocalCluster) -> None:
     assert "1 ps, 2 worker" in repr(cluster)
     assert "/job:worker/task:1" in str(cluster)
     assert "<table>" in cluster._repr_html_()
-    assert "listens on" in cluster.logs("/job:ps/task:0")
+    log = cluster.logs("/job:ps/task:0")
+    assert "listens on" in log
+    assert "Unable to initialize" not in log
+
+
+def test_status_is_plain_data_that_shows_itself(cluster: LocalCluster) -> None:
+    status = cluster.status()
+    assert repr(status) == "<ClusterStatus 3 of 3 tasks ready>"
+    assert "<td>/job:worker/task:1</td>" in status._repr_html_()
+    with pytest.raises(FrozenInstanceError):
+        status.missing = ()  # type: ignore[misc]
+    facts = json.loads(json.dumps(status.to_dict()))
+    assert facts["cluster"] == cluster.spec.as_dict()
+    task = facts["tasks"][0]
+    assert task["pid"] == cluster.pid(task["task"])
+    assert type(task["variable_bytes"]) is int
+    assert task["rss_bytes"] > 1e6
 
 
 def test_killed_task_fails_the_step_that_needs_it_and_the_others_go_on() -> None:

@@ -212,6 +212,19 @@ def test_what_is_no_function_is_not_run(session: Session) -> None:
         session.run(lambda x: x, 1.0, timeout_s=0)
 
 
+def test_argument_that_is_called_like_an_option_is_given_by_position(
+    session: Session,
+) -> None:
+    def scale(x: Any, timeout_s: Any) -> Any:
+        return x * timeout_s
+
+    assert session.run(scale, 2.0, 3.0, timeout_s=30) == 6.0
+    unclear: list[dict[str, Any]] = [{"timeout_s": 3.0}, {}]
+    for options in unclear:
+        with pytest.raises(ConfigError, match="scale has a parameter 'timeout_s'"):
+            session.run(scale, 2.0, **options)
+
+
 def test_variables_are_given_as_objects_in_a_list(session: Session) -> None:
     w = Variable("w", jnp.ones(3), device="/job:ps/task:0")
     with pytest.raises(ConfigError, match=r"session\.read\(\[w\]\)"):

@@ -355,3 +355,30 @@ def test_graph_of_a_random_program_means_the_program(
         return values
 
     same(program, {c: X + i for i, c in enumerate(cells)}, X)
+
+
+def branches(x: Any) -> Any:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+@pytest.mark.parametrize(
+    ("fn", "advice"),
+    [
+        (branches, "jnp.where"),
+        (lambda x: np.sin(x) + 1, "jax.numpy"),
+        (lambda x: [1, 2][x.astype(int)[0]], "jnp.arange"),
+        (lambda x: float(x[0]), "compute with the array"),
+        (lambda x: x[x > 0], "jnp.where"),
+    ],
+)
+def test_code_that_needs_a_value_is_named_with_its_line(
+    fn: Callable[[Any], Any], advice: str
+) -> None:
+    with pytest.raises(GraphError, match=advice) as caught:
+        trace(fn, jnp.ones(3))
+    line = caught.value.details["line"]
+    number = fn.__code__.co_firstlineno + (fn is branches)
+    assert line == f"{__file__}:{number}"
+    assert line in str(caught.value)

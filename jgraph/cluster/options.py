@@ -1,0 +1,47 @@
+"""Options of ``Session.run`` beside the keyword arguments of what it runs."""
+
+import inspect
+from collections.abc import Mapping
+
+from jgraph.errors import ConfigError
+from jgraph.graph.function import Function
+
+
+def check_options(fn: Function, num_args: int, given: Mapping[str, bool]) -> None:
+    """Refuses a call in which an option could be an argument of the function.
+
+    Args:
+      fn: what is run.
+      num_args: how many arguments are given by position.
+      given: each option of ``run``, and whether it is not at its default.
+
+    Raises:
+      ConfigError: the function has a parameter of an option's name, which is given by
+        keyword, or is needed and not given by position.
+
+    Example:
+      >>> scale = Function(lambda x, timeout_s: x * timeout_s, name="scale")
+      >>> check_options(scale, 2, {"timeout_s": False})
+      >>> check_options(scale, 1, {"timeout_s": True})
+      Traceback (most recent call last):
+        ...
+      jgraph.errors.ConfigError: JG-124 scale has a parameter 'timeout_s', which is
+      also an option of run; give it by position, or rename it in the function
+    """
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return
+    for index, parameter in enumerate(parameters):
+        if parameter.name not in given:
+            continue
+        by_position = (
+            parameter.kind is not inspect.Parameter.KEYWORD_ONLY and index < num_args
+        )
+        is_needed = parameter.default is inspect.Parameter.empty
+        if not by_position and (is_needed or given[parameter.name]):
+            raise ConfigError(
+                f"{fn.name} has a parameter '{parameter.name}', which is also an "
+                "option of run; give it by position, or rename it in the function",
+                parameter=parameter.name,
+            )

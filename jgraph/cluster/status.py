@@ -1,0 +1,175 @@
+"""How a cluster's tasks are, as plain data and as a table."""
+
+import html
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Self, final
+
+from rich.console import Console
+from rich.table import Table
+
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.graph.device import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+
+_COLUMNS = (
+    *("task", "address", "state", "platform", "pid", "incarnation"),
+    *("memory", "variables", "programs", "jax"),
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TaskStatus:
+    """How one task is.
+
+    Attributes:
+      task: its name.
+      address: where it listens.
+      state: ``"ready"``, or ``"draining"`` when it takes no new work.
+      incarnation: another one for each start of its process, in hexadecimal.
+      pid: its process.
+      platform: as ``jax.export`` names it: ``"cpu"``, ``"cuda"``, ``"tpu"``.
+      device_count: devices of that platform.
+      rss_bytes: memory of the process.
+      variable_bytes: what its variables take of that.
+      programs: handles of the programs that it has.
+      compilations: segments compiled since it started.
+      health_port: port of its health service.
+      jgraph: version.
+      jax: version.
+      python: version.
+    """
+
+    task: TaskName
+    address: str
+    state: str
+    incarnation: str
+    pid: int
+    platform: str
+    device_count: int
+    rss_bytes: int
+    variable_bytes: int
+    programs: tuple[str, ...]
+    compilations: int
+    health_port: int
+    jgraph: str
+    jax: str
+    python: str
+
+    @classmethod
+    def from_message(cls, message: pb.TaskStatus) -> Self:
+        """Returns what a task told of itself."""
+        return cls(
+            task=TaskName(message.task),
+            address=message.address,
+            state=message.state,
+            incarnation=f"{message.incarnation:016x}",
+            pid=message.pid,
+            platform=message.platform,
+            device_count=message.device_count,
+            rss_bytes=message.rss_bytes,
+            variable_bytes=message.variable_bytes,
+            programs=tuple(message.programs),
+            compilations=message.compilations,
+            health_port=message.health_port,
+            jgraph=message.jgraph,
+            jax=message.jax,
+            python=message.python,
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """How all tasks of a cluster are; printed, it is a table.
+
+    Attributes:
+      master: the task that asked the others.
+      cluster: which tasks there are, and where.
+      tasks: those that answered.
+      missing: those that did not.
+    """
+
+    master: TaskName
+    cluster: ClusterSpec
+    tasks: tuple[TaskStatus, ...]
+    missing: tuple[TaskName, ...]
+
+    @classmethod
+    def from_message(cls, message: pb.ClusterStatus) -> Self:
+        """Returns what a master told."""
+        return cls(
+            master=TaskName(message.master),
+            cluster=ClusterSpec.from_json(message.cluster_json),
+            tasks=tuple(TaskStatus.from_message(task) for task in message.tasks),
+            missing=tuple(TaskName(name) for name in message.missing),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, as ``jgraph status --json`` prints them."""
+        return {
+            "master": self.master,
+            "cluster": self.cluster.as_dict(),
+            "tasks": [asdict(task) for task in self.tasks],
+            "missing": list(self.missing),
+        }
+
+    def __repr__(self) -> str:
+        ready = sum(task.state == "ready" for task in self.tasks)
+        missing = f", no answer from {', '.join(self.missing)}" if self.missing else ""
+        count = len(self.tasks) + len(self.missing)
+        return f"<ClusterStatus {ready} of {count} tasks ready{missing}>"
+
+    def __str__(self) -> str:
+        table = Table(*_COLUMNS, title=f"cluster (master {self.master})")
+        for row in self._rows():
+            table.add_row(*row)
+        console = Console(width=140, no_color=True)
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get().rstrip()
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self._rows()
+        )
+        return (
+            f"<b>jgraph cluster</b> (master {html.escape(self.master)})"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        )
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for task in self.tasks:
+            yield (
+                task.task,
+                task.address,
+                task.state,
+                f"{task.platform} x{task.device_count}",
+                str(task.pid),
+                task.incarnation,
+                megabytes(task.rss_bytes),
+                megabytes(task.variable_bytes),
+                str(len(task.programs)),
+                task.jax,
+            )
+        for name in self.missing:
+            address = self.cluster.address(name)
+            yield (name, address, "no answer", *[""] * (len(_COLUMNS) - 3))
+
+
+def megabytes(nbytes: int) -> str:
+    """Returns a size for people, in units of 1000.
+
+    Example:
+      >>> megabytes(1_234_000), megabytes(12)
+      ('1.2 MB', '12 B')
+    """
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
