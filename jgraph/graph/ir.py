@@ -121,6 +121,8 @@ class Graph:
     """The sharded variables, where ``variables`` has their shards."""
     gathered: tuple[Gathered, ...] = ()
     """What could not be done shard by shard."""
+    notes: tuple[str, ...] = ()
+    """What was decided in making it, for people."""
 
     @property
     def equations(self) -> Sequence[Equation]:

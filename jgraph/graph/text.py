@@ -39,6 +39,7 @@ def graph_text(graph: Graph) -> str:
             for path, v in zip(graph.fetches, graph.jaxpr.outvars, strict=True)
         ),
     )
+    lines += _section("notes", graph.notes)
     return "\n".join(lines)
 
 

@@ -74,7 +74,7 @@ class Plan:
         )
         homes = [(v, self.variable_tasks[v.name]) for v in specs]
         text = table(title, homes, self.segments, self.edges)
-        return "\n".join([text, *sharding_lines(self.graph)])
+        return "\n".join([text, *sharding_lines(self.graph), *self.graph.notes])
 
     def __repr__(self) -> str:
         return str(self).split("\n", 1)[0]

@@ -15,7 +15,7 @@ from jgraph.train.history import History
 from jgraph.train.progress import Display, Report, make_display
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Order, Position, Runner
-from jgraph.train.watch import Watch, check_finite
+from jgraph.train.watch import Watch, check_finite, check_ids
 
 
 @final
@@ -31,6 +31,7 @@ class Fit:
       evaluate: evaluates the model as it is now; None: never.
       callbacks: called with each report.
       checked: names of the leaves to check for NaN; None: not checked.
+      lookups: what the ids that are checked are of; see ``check_ids``.
       progress: show a live line.
       clock: measures rates.
     """
@@ -42,6 +43,7 @@ class Fit:
     evaluate: Callable[[], Mapping[str, float]] | None
     callbacks: Sequence[Callback]
     checked: Sequence[str] | None
+    lookups: Sequence[tuple[str, str, int]]
     progress: bool
     clock: Clock
 
@@ -93,6 +95,7 @@ class Fit:
             # Closed here, whatever happens: nothing trains on behind an error.
             with contextlib.closing(self.runner.run(self.order)) as chunks:
                 for chunk in chunks:
+                    check_ids(chunk, self.lookups)
                     if self.checked is not None:
                         check_finite(chunk, self.checked)
                     self._tell(watch.take(chunk), display)

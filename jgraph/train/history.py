@@ -12,7 +12,7 @@ from jgraph.errors import ConfigError
 from jgraph.runtime.data import Array
 from jgraph.train.profile import Profile, make_profile
 from jgraph.train.runner import Chunk
-from jgraph.train.step import FINITE
+from jgraph.train.step import CHECKS
 
 
 @final
@@ -44,7 +44,7 @@ class History:
         with self._lock:
             train = {name for chunk in self._chunks for name in chunk.metrics}
             evaluated = {name for _, _, row in self._evaluations for name in row}
-        return sorted(train - {FINITE}) + sorted(evaluated)
+        return sorted(train - CHECKS) + sorted(evaluated)
 
     def add(self, chunk: Chunk) -> None:
         """Appends what a replica did."""

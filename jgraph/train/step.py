@@ -1,6 +1,7 @@
 """One training step as a graph: variables for all state, loss, gradients, update."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import jax
@@ -10,12 +11,19 @@ import optax
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.rows import NO_ID
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.train.adapters import Adapter, Tree
+from jgraph.train.row_step import Rows, RowStep, Sparse, decide
+from jgraph.train.sparse import find_row_tables
 
 FINITE = "<finite>"
 """Metric of a step with ``check_finite``: bool per leaf, the loss first."""
+BAD_IDS = "<bad ids>"
+"""Metric of a step with ``check_ids``: int32 per lookup, an id that has no row."""
+CHECKS = {FINITE, BAD_IDS}
+"""Metrics that are checked, and not shown."""
 
 Path = tuple[str, ...]
 Place = Callable[[Mapping[str, int]], Mapping[str, TaskName]]
@@ -37,6 +45,8 @@ class TrainStep:
       check_finite: compute which gradients are finite, and skip an update that is not.
       place: where variables live. A parameter and its optimizer state stay together.
       container: of the variables.
+      sparse: as for ``Trainer``.
+      check_ids: make ``BAD_IDS``, and skip an update that has one.
     """
 
     def __init__(
@@ -47,9 +57,14 @@ class TrainStep:
         check_finite: bool = False,
         place: Place | None = None,
         container: str = "",
+        sparse: Sparse = "auto",
+        check_ids: bool = False,
     ) -> None:
         self.adapter = adapter
         self.container = container
+        self._sparse: Sparse = sparse
+        self._check_ids = check_ids
+        self._row_steps: dict[str, RowStep | None] = {}
         self._tx = optax.with_extra_args_support(tx)
         self._check_finite = check_finite
         tree = {
@@ -60,7 +75,7 @@ class TrainStep:
         }
         leaves, self.tree = jax.tree_util.tree_flatten_with_path(tree)
         paths = [_path(keys) for keys, _ in leaves]
-        groups = group_with_parameters(paths)
+        self._groups = groups = group_with_parameters(paths)
         tasks = {} if place is None else place(_bytes_of(groups, leaves))
         self.variables: tuple[Variable, ...] = tuple(
             Variable(
@@ -90,13 +105,67 @@ class TrainStep:
         Feeds are the leaves of ``batch``, ``step`` and ``replica`` (int32); fetches are
         ``['loss']`` and the metrics.
         """
+        by_rows = self.row_step(batch)
 
         def train_step(batch: Any, step: Any, replica: Any) -> dict[str, Any]:
-            return self._step(batch, step, replica)
+            return self._step(by_rows, batch, step, replica)
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         graph, _ = trace(train_step, batch, number, number, variables=self.variables)
-        return graph
+        return replace(graph, notes=by_rows.notes if by_rows else ())
+
+    def lookups(self, batch: Any) -> list[tuple[str, str, int]]:
+        """Returns (feature, table, rows) of what the columns of ``BAD_IDS`` are of."""
+        by_rows = self.row_step(batch)
+        return [
+            (lookup.feature, table.name, table.rows)
+            for table in (by_rows.tables.tables if by_rows else ())
+            for lookup in table.lookups
+        ]
+
+    def row_step(self, batch: Any) -> RowStep | None:
+        """Returns what goes by rows in a step on such batches; None: nothing may."""
+        key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
+        if key not in self._row_steps:
+            off = self._sparse == "off"
+            self._row_steps[key] = None if off else self._decide(batch)
+        return self._row_steps[key]
+
+    def _decide(self, batch: Any) -> RowStep | None:
+        avals = [variable.spec.aval for variable in self.variables]
+        now = self.unflatten(avals)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        found = find_row_tables(
+            self.adapter.loss,
+            now["params"],
+            now["state"],
+            batch,
+            (number, number),
+            [name for name in self.names if name.startswith("params/")],
+        )
+        if not (found.tables or found.dense):
+            return None
+        slots = {
+            name: (group, aval.shape)
+            for name, group, aval in zip(self.names, self._groups, avals, strict=True)
+            if name.startswith("opt/")
+        }
+        return decide(found, self._tx, now["params"], slots, self._beside, self._sparse)
+
+    @property
+    def _beside(self) -> list[int | None]:
+        """Per leaf of the optimizer's state the number of the parameter's leaf."""
+        numbers = {
+            name: number
+            for number, name in enumerate(
+                name for name in self.names if name.startswith("params/")
+            )
+        }
+        return [
+            numbers.get(group)
+            for name, group in zip(self.names, self._groups, strict=True)
+            if name.startswith("opt/")
+        ]
 
     def metric_names(self, graph: Graph) -> list[str]:
         """Returns the name of each fetch of a step's graph, in order.
@@ -114,39 +183,92 @@ class TrainStep:
                 )
         return sorted(metrics, key=metrics.__getitem__)
 
-    def _read(self) -> Tree:
-        return self.unflatten([variable[...] for variable in self.variables])
+    def _read(self, rows: Mapping[str, Rows]) -> Tree:
+        values = [
+            variable[rows[group].unique if group in rows else ...]
+            for variable, group in zip(self.variables, self._groups, strict=True)
+        ]
+        return self.unflatten(values)
 
-    def _step(self, batch: Any, step: Any, replica: Any) -> dict[str, Any]:
-        now = self._read()
+    def _step(
+        self, by_rows: RowStep | None, batch: Any, step: Any, replica: Any
+    ) -> dict[str, Any]:
+        seeds = (replica, step)
+        tables = by_rows.tables.tables if by_rows else ()
+        loss_fn = self.adapter.loss
         with device("/job:worker"):
-            compute = jax.value_and_grad(self.adapter.loss, has_aux=True)
+            found = by_rows.rows(batch, seeds) if by_rows else []
+            if by_rows and tables:
+                loss_fn = by_rows.tables.loss([rows.positions for rows in found])
+        rows = {table.name: each for table, each in zip(tables, found, strict=True)}
+        now = self._read(rows)
+        with device("/job:worker"):
+            compute = jax.value_and_grad(loss_fn, has_aux=True)
             (loss, (metrics, state)), grads = compute(
-                now["params"], now["state"], batch, (replica, step)
+                now["params"], now["state"], batch, seeds
             )
-            finite = _finite(loss, grads) if self._check_finite else None
+            checks = {FINITE: _finite(loss, grads)} if self._check_finite else {}
+            if self._check_ids and rows:
+                checks[BAD_IDS] = jnp.stack([b for r in found for b in r.bad])
+        if by_rows is not None:
+            rows, grads = self._whole_updates(by_rows, rows, grads)
         # Read anew: gradients are of the values that travelled to the worker, the
         # update is of those that lie here when it runs.
-        old = self._read()
+        old = self._read(rows)
+        if by_rows is not None and by_rows.update.reads_padding:
+            old = self._padded_with_zeros(rows, old)
         updates, opt = self._tx.update(grads, old["opt"], old["params"], value=loss)
         new = {
             "params": optax.apply_updates(old["params"], updates),
             "opt": opt,
             "state": state,
         }
-        if finite is not None:
-            metrics[FINITE] = finite
-            keep = lambda n, o: jnp.where(finite.all(), n, o)
+        if checks:
+            ok = _all_well(checks)
+            keep = lambda n, o: jnp.where(ok, n, o)
             new = jax.tree.map(keep, new, {k: old[k] for k in new})
         new["global_step"] = old["global_step"] + 1
-        self._write(new)
-        return {"loss": loss, **metrics}
+        self._write(new, rows)
+        return {"loss": loss, **metrics, **checks}
 
-    def _write(self, new: Tree) -> None:
+    def _whole_updates(
+        self, by_rows: RowStep, rows: dict[str, Rows], grads: Tree
+    ) -> tuple[dict[str, Rows], Tree]:
+        """Makes whole gradients for tables that are to be updated as a whole."""
+        leaves, tree = jax.tree.flatten(grads)
+        for table in by_rows.tables.tables:
+            if table.number in by_rows.whole:
+                of_rows = leaves[table.number]
+                leaves[table.number] = rows[table.name].spread(of_rows, table.rows)
+        kept = {
+            table.name: rows[table.name]
+            for table in by_rows.tables.tables
+            if table.number not in by_rows.whole
+        }
+        return kept, jax.tree.unflatten(tree, leaves)
+
+    def _padded_with_zeros(self, rows: Mapping[str, Rows], tree: Tree) -> Tree:
+        leaves = [
+            rows[group].padded_with_zeros(leaf) if group in rows else leaf
+            for group, leaf in zip(self._groups, jax.tree.leaves(tree), strict=True)
+        ]
+        return self.unflatten(leaves)
+
+    def _write(self, new: Tree, rows: Mapping[str, Rows]) -> None:
         leaves = jax.tree.leaves(new)
-        for variable, value in zip(self.variables, leaves, strict=True):
+        for variable, group, value in zip(
+            self.variables, self._groups, leaves, strict=True
+        ):
             same = value.dtype == variable.dtype
-            variable[...] = value if same else value.astype(variable.dtype)
+            where = rows[group].unique if group in rows else ...
+            variable[where] = value if same else value.astype(variable.dtype)
+
+
+def _all_well(checks: Mapping[str, jax.Array]) -> jax.Array:
+    well = [checks[FINITE].all()] if FINITE in checks else []
+    if BAD_IDS in checks:
+        well.append((checks[BAD_IDS] == NO_ID).all())
+    return jnp.stack(well).all()
 
 
 def group_with_parameters(paths: Sequence[Path]) -> list[str]:

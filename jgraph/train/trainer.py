@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from jgraph.train.adapters import (
     adapt,
     check_model,
 )
-from jgraph.train.async_ps import AsyncPS, AsyncRunner, Placement, new_container
+from jgraph.train.async_ps import AsyncRunner, Placement, new_container
 from jgraph.train.data import (
     Data,
     Dataset,
@@ -35,11 +35,11 @@ from jgraph.train.evaluate import Evaluator
 from jgraph.train.fit import Fit, check_counts, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.local import Local, LocalRunner
+from jgraph.train.row_step import SPARSE, Sparse
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Order, Position, Runner
 from jgraph.train.step import TrainStep
-
-Strategy: TypeAlias = Local | AsyncPS
+from jgraph.train.strategies import Strategy, choose_strategy
 
 
 @final
@@ -69,6 +69,12 @@ class Trainer:
       seed: decides the order of examples, dropout, and a linen model's initial values.
       variables: linen only: what ``model.init`` returned; if unset, it is called with
         the first field of the data.
+      sparse: how parameters are updated of which the loss only looks up rows
+        (``nn.Embed``, ``nnx.Embed``, ``jnp.take(table, ids, axis=0)``, ``table[ids]``);
+        just these rows travel. ``"auto"``: rows that no id names stay as they are; if
+        the optimizer would change them (momentum, weight decay), that is warned of
+        once. ``"lazy"``: the same without a warning. ``"exact"``: such an optimizer
+        updates all rows. ``"off"``: tables travel whole. ``plan()`` says what was done.
       check_finite: refuse data with NaN, and end a run at the first loss or gradient
         that is not finite, before it is applied.
 
@@ -100,6 +106,7 @@ class Trainer:
         metrics: Mapping[str, Metric] | None = None,
         seed: int = 0,
         variables: Tree = None,
+        sparse: Sparse = "auto",
         check_finite: bool = False,
     ) -> None:
         check_model(model, loss)
@@ -115,11 +122,14 @@ class Trainer:
             )
         if not isinstance(seed, int | np.integer):
             raise ConfigError(f"seed is {seed!r:.60}; give a whole number, such as 0")
+        if sparse not in SPARSE:
+            raise ConfigError(f"sparse is {sparse!r:.60}; it is one of {SPARSE}")
         self._model = model
+        self._sparse: Sparse = sparse
         self._loss = loss
         self._tx = tx
         self._cluster = cluster
-        self._strategy = _strategy(strategy, cluster)
+        self._strategy = choose_strategy(strategy, cluster)
         self._metrics = dict(metrics or {})
         self._seed = seed
         self._variables = variables
@@ -196,6 +206,7 @@ class Trainer:
             else lambda: self.evaluate_values(None, evaluated, batch_size=256),
             callbacks=callbacks,
             checked=step.checked if self._check_finite else None,
+            lookups=step.lookups(dataset.avals(batch_size)),
             progress=progress,
             clock=self._clock,
         ).start(self._busy.release)
@@ -365,34 +376,16 @@ class Trainer:
         return self._parts
 
     def _runner(self, adapter: Adapter) -> tuple[TrainStep, Runner]:
-        if self._cluster is None or not isinstance(self._strategy, AsyncPS):
-            step = TrainStep(adapter, self._tx, check_finite=self._check_finite)
-            return step, LocalRunner(step, self._clock)
+        cluster, strategy = self._cluster, self._strategy
         step = TrainStep(
             adapter,
             self._tx,
             check_finite=self._check_finite,
-            place=Placement(self._cluster),
-            container=new_container(),
+            sparse=self._sparse,
+            check_ids=isinstance(strategy, Local),
+            place=None if cluster is None else Placement(cluster),
+            container="" if cluster is None else new_container(),
         )
-        return step, AsyncRunner(step, self._cluster, self._strategy)
-
-
-def _strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strategy:
-    if strategy is None:
-        return Local() if cluster is None else AsyncPS()
-    if not isinstance(strategy, Local | AsyncPS):
-        raise ConfigError(
-            f"strategy is {strategy!r}; this version has jg.AsyncPS() and jg.Local()"
-        )
-    if isinstance(strategy, AsyncPS) and cluster is None:
-        raise ConfigError(
-            "AsyncPS needs a cluster; give Trainer(…, cluster=jg.LocalCluster(ps=1, "
-            "workers=2))"
-        )
-    if isinstance(strategy, Local) and cluster is not None:
-        raise ConfigError(
-            "Local trains in this process and would not use the cluster; leave out "
-            "cluster=, or use strategy=jg.AsyncPS()"
-        )
-    return strategy
+        if cluster is None or isinstance(strategy, Local):
+            return step, LocalRunner(step, self._clock)
+        return step, AsyncRunner(step, cluster, strategy)

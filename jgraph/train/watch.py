@@ -7,12 +7,13 @@ from typing import final
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.errors import NonFiniteError
+from jgraph.errors import NonFiniteError, RowIdError
+from jgraph.graph.rows import NO_ID
 from jgraph.runtime.data import Array
 from jgraph.train.history import History
 from jgraph.train.progress import Report
 from jgraph.train.runner import Chunk
-from jgraph.train.step import FINITE
+from jgraph.train.step import BAD_IDS, CHECKS, FINITE
 
 
 @final
@@ -124,10 +125,35 @@ def check_finite(chunk: Chunk, leaves: Sequence[str]) -> None:
     )
 
 
+def check_ids(chunk: Chunk, lookups: Sequence[tuple[str, str, int]]) -> None:
+    """Refuses a chunk with a step that looked up a row that does not exist.
+
+    Args:
+      chunk: with or without the ``BAD_IDS`` metric.
+      lookups: what its columns stand for: (feature, table, rows of the table).
+
+    Raises:
+      RowIdError: names the first such step, its feature and the id.
+    """
+    ids = chunk.metrics.get(BAD_IDS)
+    if ids is None or (ids == NO_ID).all():
+        return
+    row, column = np.argwhere(ids != NO_ID)[0]
+    feature, table, rows = lookups[column]
+    raise RowIdError(
+        f"{feature} has the id {ids[row, column]} at step {int(chunk.steps[row])}, and "
+        f"{table} has {rows} rows, 0 to {rows - 1}; this update was not applied. Mend "
+        "the data or enlarge the table, or let such ids have no row: jnp.take(table, "
+        "ids, axis=0, mode='fill', fill_value=0)",
+        feature=feature,
+        id=int(ids[row, column]),
+    )
+
+
 def _means(metrics: Mapping[str, Array]) -> dict[str, float]:
     means = {
         name: float(values.mean())
         for name, values in metrics.items()
-        if values.ndim == 1 and name != FINITE
+        if values.ndim == 1 and name not in CHECKS
     }
     return {"loss": means.pop("loss"), **means}

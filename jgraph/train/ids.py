@@ -1,0 +1,131 @@
+"""Ids of lookups: what they are made from, and what becomes of bad ones."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from jgraph import _compat
+from jgraph._compat import Atom, Equation, Var
+from jgraph.graph.rows import NO_ID
+
+
+def usable_ids(ids: jax.Array, rows: int, mode: str) -> jax.Array:
+    """Returns ids as int32[n] for ``unique_rows``.
+
+    Example:
+      >>> usable_ids(jnp.array([[3, 9]]), 5, "clip").tolist()
+      [3, 4]
+      >>> usable_ids(jnp.array([3, 9]), 5, "drop").tolist()
+      [3, -2147483648]
+    """
+    ids = ids.reshape(-1)
+    if mode == "clip":
+        return jnp.clip(ids, 0, rows - 1).astype(jnp.int32)
+    if mode == "drop":
+        known = (ids >= 0) & (ids < rows)
+        return jnp.where(known, ids, NO_ID).astype(jnp.int32)
+    if ids.dtype.itemsize > 4 or ids.dtype == jnp.uint32:
+        # Beyond int32 an id would come back as a small one.
+        ids = jnp.where((ids > rows) | (ids < NO_ID), rows, ids)
+    return ids.astype(jnp.int32)
+
+
+def first_bad_id(ids: jax.Array, rows: int) -> jax.Array:
+    """Returns the first of int32[n] ids that has no row, else ``NO_ID``.
+
+    Example:
+      >>> first_bad_id(jnp.array([3, 9, -1]), 5).item()
+      9
+    """
+    bad = (ids != NO_ID) & ((ids < 0) | (ids >= rows))
+    return jnp.where(bad.any(), ids[jnp.argmax(bad)], NO_ID)
+
+
+@final
+class Ids:
+    """What the ids of lookups are made from."""
+
+    def __init__(self, jaxpr: Any, first_feed: int) -> None:
+        self._jaxpr = jaxpr
+        self._made = {v: e for e in jaxpr.eqns for v in e.outvars}
+        self._inputs = {v: i for i, v in enumerate(jaxpr.invars)}
+        self._first_feed = first_feed
+
+    def raw(self, index: Atom) -> Atom:
+        """Returns the ids behind an index: before negative ones were counted back."""
+        atom = index
+        while True:
+            equation = self._maker(atom)
+            if equation is None or not _is_reshape(equation):
+                break
+            atom = equation.invars[0]
+        return self._before_wrap(atom) or atom
+
+    def _maker(self, atom: Atom) -> Equation | None:
+        return self._made.get(atom) if isinstance(atom, Var) else None
+
+    def _before_wrap(self, atom: Atom) -> "Atom | None":
+        """Returns x of ``select_n(x < 0, x, x + rows)``, as JAX's indexing writes."""
+        select = self._maker(atom)
+        if select is None or select.primitive.name != "select_n":
+            return None
+        test, plain, wrapped = select.invars
+        less, add = self._maker(test), self._maker(wrapped)
+        is_wrap = (
+            less is not None
+            and add is not None
+            and (less.primitive.name, add.primitive.name) == ("lt", "add")
+            and less.invars[0] is plain
+            and add.invars[0] is plain
+        )
+        return plain if is_wrap else None
+
+    def inputs(self, atoms: Sequence[Atom]) -> tuple[list[Equation], list[int]]:
+        """Returns the equations and the operands that values are made from."""
+        needed = {v for v in atoms if isinstance(v, Var)}
+        equations = []
+        for equation in reversed(self._jaxpr.eqns):
+            if any(v in needed for v in equation.outvars):
+                equations.append(equation)
+                needed.update(v for v in equation.invars if isinstance(v, Var))
+        return equations[::-1], sorted(
+            i for v, i in self._inputs.items() if v in needed
+        )
+
+    def refused(self, ids: Atom) -> str | None:
+        """Returns why rows cannot be looked up by these ids beforehand, or None."""
+        _, inputs = self.inputs([ids])
+        if any(i < self._first_feed for i in inputs):
+            return "its ids follow from parameters or state, not from the batch alone"
+        return None if inputs else "its ids are the same in every step"
+
+    def feature(self, ids: Atom, feeds: Sequence[str]) -> str:
+        """Returns the names of the feeds that ids come from."""
+        _, inputs = self.inputs([ids])
+        names = dict.fromkeys(feeds[i - self._first_feed] for i in inputs)
+        return " and ".join(names)
+
+    def sliced(self, ids: Sequence[Atom], consts: Any) -> tuple[Any, list[int]]:
+        """Returns the jaxpr of the ids alone, and which feeds it takes."""
+        equations, inputs = self.inputs(ids)
+        jaxpr = _compat.build_jaxpr(
+            constvars=self._jaxpr.constvars,
+            consts=consts,
+            invars=[self._jaxpr.invars[i] for i in inputs],
+            outvars=ids,
+            equations=equations,
+        )
+        return jaxpr, [i - self._first_feed for i in inputs]
+
+
+def _is_reshape(equation: Equation) -> bool:
+    """Whether elements stay as they are, in their order."""
+    if equation.primitive.name in ("reshape", "squeeze", "expand_dims"):
+        return True
+    if equation.primitive.name != "broadcast_in_dim":
+        return False
+    given, made = equation.invars[0].aval, equation.outvars[0].aval
+    return bool(math.prod(given.shape) == math.prod(made.shape))

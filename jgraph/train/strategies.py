@@ -1,0 +1,43 @@
+"""The strategies of training, and which one a Trainer takes."""
+
+from typing import TypeAlias
+
+from jgraph.cluster.client import Cluster
+from jgraph.errors import ConfigError
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.local import Local
+
+Strategy: TypeAlias = Local | AsyncPS
+
+
+def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strategy:
+    """Returns the strategy to train with.
+
+    Args:
+      strategy: what the user asked for; None: what fits the cluster.
+      cluster: where to train; None: this process.
+
+    Raises:
+      ConfigError: no strategy, or one that needs another cluster.
+
+    Example:
+      >>> choose_strategy(None, None)
+      Local()
+    """
+    if strategy is None:
+        return Local() if cluster is None else AsyncPS()
+    if not isinstance(strategy, Local | AsyncPS):
+        raise ConfigError(
+            f"strategy is {strategy!r}; this version has jg.AsyncPS() and jg.Local()"
+        )
+    if isinstance(strategy, AsyncPS) and cluster is None:
+        raise ConfigError(
+            "AsyncPS needs a cluster; give Trainer(…, cluster=jg.LocalCluster(ps=1, "
+            "workers=2))"
+        )
+    if isinstance(strategy, Local) and cluster is not None:
+        raise ConfigError(
+            "Local trains in this process and would not use the cluster; leave out "
+            "cluster=, or use strategy=jg.AsyncPS()"
+        )
+    return strategy
