@@ -48,6 +48,7 @@ def _workers(lines: list[Line]) -> Figure:
         groups[_name(line)].append(line)
     figure = Figure(figsize=(3.2 * len(groups), 3.2), layout="constrained")
     all_axes = figure.subplots(1, len(groups), squeeze=False)[0]
+    named: dict[str, Any] = {}
     for axes, (name, found) in zip(all_axes, groups.items(), strict=True):
         for label, figure_name, side in _sides(found):
             _line(axes, side, figure_name, label)
@@ -55,8 +56,12 @@ def _workers(lines: list[Line]) -> Figure:
         axes.set_xlabel("workers")
         axes.set_ylim(bottom=0)
         axes.grid(visible=True, alpha=0.3)
-        axes.legend(fontsize=7)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
     all_axes[0].set_ylabel("steps/s")
+    figure.legend(
+        named.values(), named, loc="outside lower center", ncols=6, fontsize=8
+    )
     return figure
 
 

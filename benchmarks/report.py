@@ -6,7 +6,6 @@ two marks, and draws ``benchmarks/results/*.png`` (needs ``jgraph[demo]``).
 """
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -73,6 +72,11 @@ def ranged(line: Line, name: str, form: str = ",.0f") -> str:
     """Returns a median with its range."""
     low, high = (format(line[f"{name}_{end}"], form) for end in ("min", "max"))
     return f"{line[name]:{form}} ({low} to {high})"
+
+
+def told(line: Line, name: str, form: str) -> str:
+    """Returns a figure, or nothing if the line has none."""
+    return format(line[name], form) if name in line else ""
 
 
 def compare_table(lines: list[Line]) -> str:
@@ -146,8 +150,8 @@ def train_table(lines: list[Line]) -> str:
                 line["strategy"],
                 f"{line['ps']} + {line['workers']}",
                 ranged(line, "examples_per_s"),
-                format(line.get("plain_jax_examples_per_s", math.nan), ",.0f"),
-                format(line.get("ratio_to_plain_jax", math.nan), ".2f"),
+                told(line, "plain_jax_examples_per_s", ",.0f"),
+                told(line, "ratio_to_plain_jax", ".2f"),
                 "{p50:.1f}, {p99:.1f} ms".format(**line["step_ms"]),
             )
             for line in lines
