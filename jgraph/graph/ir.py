@@ -11,6 +11,7 @@ import jax
 
 from jgraph._compat import Equation, Jaxpr
 from jgraph.graph.device import DeviceSpec, TaskName
+from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class VariableSpec:
     container: str = ""
     sharding: Sharding | None = None
     shard_devices: tuple[DeviceSpec, ...] = ()
+    table: HashSpec | None = None
+    """Of which hash table it is a column; its one row then means nothing."""
 
     @property
     def shards(self) -> tuple["VariableSpec", ...]:

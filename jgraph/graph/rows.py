@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jgraph.errors import GraphError
+
 Array = jax.Array
 
 NO_ID = -(2**31)
@@ -36,7 +38,9 @@ class Layout:
     Attributes:
       sizes: rows of each shard.
       kind: ``"div"``: shard 0 has the first ``sizes[0]`` ids, and so on; ``"mod"``: id
-        ``i`` is row ``i // n`` of shard ``i % n``, for ``n`` shards.
+        ``i`` is row ``i // n`` of shard ``i % n``, for ``n`` shards; ``"hash"``: ids
+        are keys of a hash table, which belong to a shard by their hash, and sizes
+        are 1 and mean nothing.
 
     Example:
       >>> Layout((3, 2)).rows, Layout((3, 2), "mod").shards
@@ -101,7 +105,7 @@ def route_rows(
     """Returns (position of each id in the merged rows, unique rows per shard).
 
     Args:
-      ids: int32[n], ids in the whole table.
+      ids: int32[n], ids in the whole table; uint32[n, 2], keys, of a hash table.
       layout: the shards.
       feature: as for ``unique_rows``.
       drop: as for ``unique_rows``.
@@ -109,6 +113,7 @@ def route_rows(
     Returns:
       positions: int32[n].
       local: per shard int32[n]: rows of that shard, ascending, padded with its size.
+        Of a hash table they stand for keys, which only servers look at.
 
     Example:
       >>> positions, (a, b) = route_rows(jnp.array([4, 1, 4]), layout=Layout((3, 2)))
@@ -153,6 +158,12 @@ def _unique(ids: Array, *, rows: int, feature: str, drop: bool) -> list[Array]:
 
 
 def _route(ids: Array, *, layout: Layout, feature: str, drop: bool) -> list[Array]:
+    if layout.kind == "hash":
+        raise GraphError(
+            f"{feature or 'a hash table'}: a hash table lives on parameter servers; "
+            "train with a cluster of one ps or more, for example "
+            "jg.Trainer(…, cluster=jg.LocalCluster(ps=1, workers=1))"
+        )
     count, rows = ids.shape[0], layout.rows
     known = (ids >= 0) & (ids < rows)
     shard, row = layout.split(jnp.where(known, ids, 0))
@@ -207,6 +218,13 @@ def _primitive(name: str, fn: Any, results: Any) -> Primitive:
     return primitive
 
 
+def _routed(ids: Any, *, layout: Layout, **_: Any) -> list[Any]:
+    aval = ids.update(weak_type=False)
+    if layout.kind == "hash":
+        aval = ids.update(shape=ids.shape[:1], dtype=jnp.dtype(jnp.int32))
+    return [aval] * (1 + layout.shards)
+
+
 def _same(count: Any) -> Any:
     """Abstract evaluation: ``count(operands, params)`` results like the first."""
 
@@ -218,9 +236,7 @@ def _same(count: Any) -> Any:
 
 
 unique_rows_p = _primitive("unique_rows", _unique, _same(lambda avals, params: 2))
-route_rows_p = _primitive(
-    "route_rows", _route, _same(lambda avals, params: 1 + params["layout"].shards)
-)
+route_rows_p = _primitive("route_rows", _route, _routed)
 merge_rows_p = _primitive(
     "merge_rows", _merge, lambda *avals, layout: [avals[-1].update(weak_type=False)]
 )

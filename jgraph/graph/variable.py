@@ -12,6 +12,7 @@ import numpy as np
 
 from jgraph.errors import GraphError, UninitializedError, VariableMismatchError
 from jgraph.graph.device import DeviceSpec, as_spec, current_device
+from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import VariableSpec
 from jgraph.graph.sharding import Partitioner, check_devices, sharding_of
 
@@ -49,6 +50,8 @@ class Variable:
       partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or
         ``"mod"`` (every n-th).
       shard_devices: where each shard lives, merged over ``device``.
+      table: it is the column of this name of a hash table; then it is used by
+        ``w[routed ids]`` only, and its initial value, of one row, is not used.
 
     Attributes:
       spec: name, shape, dtype and device, as graphs know them.
@@ -85,6 +88,7 @@ class Variable:
         partitioner: Partitioner | None = None,
         partition_strategy: str = "div",
         shard_devices: Sequence[str | DeviceSpec] = (),
+        table: HashSpec | None = None,
     ) -> None:
         if not name or str(name).strip() != name:
             raise GraphError(
@@ -102,7 +106,7 @@ class Variable:
         devices = tuple(map(as_spec, shard_devices))
         check_devices(name, sharding, devices)
         self.spec = VariableSpec(
-            name, shape, aval.dtype, place, container, sharding, devices
+            name, shape, aval.dtype, place, container, sharding, devices, table
         )
 
     @property

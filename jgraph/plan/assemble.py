@@ -175,7 +175,7 @@ class Assembler:
             task=builder.task,
             values=tuple(builder.types),
             variables=tuple(
-                StoredVariable(v.name, value_type(v.aval), v.container)
+                StoredVariable(v.name, value_type(v.aval), v.container, v.table)
                 for v in variables
             ),
             nodes=tuple(_with_donation(builder)),

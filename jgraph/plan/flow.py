@@ -118,7 +118,16 @@ class Flow:
     def type_of(self, atom: Atom) -> ValueType:
         """Returns the plain type of a value between nodes."""
         ragged = not isinstance(atom, Literal) and atom in self.ragged
-        return value_type(atom.aval, ragged=ragged)
+        type_ = value_type(atom.aval, ragged=ragged)
+        # In a graph, keys of hash tables are stood for by int32: JAX has no int64.
+        return replace(type_, dtype="int64") if self._is_keys(atom) else type_
+
+    def _is_keys(self, atom: Atom) -> bool:
+        if isinstance(atom, Literal) or atom not in self.ragged:
+            return False
+        equation = self.ops[self.producer[atom]].equation
+        is_route = equation.primitive.name == "route_rows"
+        return bool(is_route and equation.params["layout"].kind == "hash")
 
     def inputs(self, op: Op) -> Iterator[Var]:
         """Yields the distinct values that ``op`` takes: no Ref, no small constant."""

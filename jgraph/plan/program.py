@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows import Layout
 
@@ -64,6 +65,8 @@ class StoredVariable:
     name: str
     type: ValueType
     container: str = ""
+    table: HashSpec | None = None
+    """Of which hash table it is the column of that name; else it is an array."""
 
 
 @final

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jgraph.errors import MalformedMessageError, RowIdError
+from jgraph.graph.hash_keys import join_keys, route_keys
 from jgraph.graph.rows import NO_ID, Layout
 from jgraph.plan.program import MergeNode, RouteNode, SplitNode, ValueId, ValueType
 
@@ -25,14 +26,15 @@ def route(
     """Returns (position of each id in the merged rows, needed rows per shard).
 
     Args:
-      ids: int32[n], ids in the whole table.
+      ids: int32[n], ids in the whole table; uint32[n, 2], keys, of a hash table.
       layout: the shards.
       feature: where the ids come from, for the message.
       drop: an id out of range is not an error; its position is ``n``.
 
     Returns:
       positions: int32[n].
-      local: per shard int32[m]: rows of that shard, each once, ascending.
+      local: per shard int32[m]: rows of that shard, each once, ascending; of a hash
+        table int64[m]: keys.
 
     Raises:
       RowIdError: an id is out of range, and not ``NO_ID``.
@@ -43,6 +45,8 @@ def route(
       ([1, 0, 1], [1], [1])
     """
     ids = np.asarray(ids)
+    if layout.kind == "hash":
+        return route_keys(join_keys(ids), layout.shards)
     starts = np.concatenate([[0], np.cumsum(layout.sizes)]).astype(np.int32)
     known = None
     if ids.size and (ids.min() < 0 or ids.max() >= layout.rows):

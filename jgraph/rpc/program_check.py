@@ -34,6 +34,7 @@ from jgraph.plan.program import (
     outputs_of,
 )
 from jgraph.rpc.row_check import check_rows, require, require_types, rows_of
+from jgraph.rpc.table_codec import check_table
 
 
 def check_program(program: Program) -> None:
@@ -70,6 +71,8 @@ class _PartitionCheck:
         task = _check_task(self.partition.task)
         names = [(v.container, v.name) for v in self.partition.variables]
         _check_unique(names, f"variable of {task}")
+        for variable in self.partition.variables:
+            check_table(variable)
         nodes = self.partition.nodes
         _check_unique([n.name for n in nodes if isinstance(n, FeedNode)], "feed")
         fetching = [n for n in nodes if isinstance(n, FetchNode)]
@@ -100,6 +103,9 @@ class _PartitionCheck:
                 0 <= variable < len(self.partition.variables),
                 f"variable {variable} does not exist",
             )
+        for variable in _used_whole(node):
+            stored = self.partition.variables[variable]
+            require(stored.table is None, f"hash table '{stored.name[:80]}' is whole")
         self.details(node)
 
     def details(self, node: Node) -> None:
@@ -178,6 +184,12 @@ def _variables(node: Node) -> Iterator[int]:
             return (r.variable for r in node.rows)
         case _:
             return iter(())
+
+
+def _used_whole(node: Node) -> Iterator[int]:
+    if isinstance(node, SegmentNode):
+        return chain(node.updates, node.reads)
+    return iter(()) if isinstance(node, LookupNode) else _variables(node)
 
 
 def _check_messages(program: Program) -> None:

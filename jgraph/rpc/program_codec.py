@@ -40,6 +40,7 @@ from jgraph.plan.program import (
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.codec import check_type
 from jgraph.rpc.program_check import check_program
+from jgraph.rpc.table_codec import table_from, table_to
 from jgraph.rpc.transport import Tensor
 
 
@@ -114,7 +115,12 @@ def _partition_to(partition: Partition) -> pb.Partition:
         task=partition.task,
         values=[_type_to(t) for t in partition.values],
         variables=[
-            pb.StoredVariable(container=v.container, name=v.name, type=_type_to(v.type))
+            pb.StoredVariable(
+                container=v.container,
+                name=v.name,
+                type=_type_to(v.type),
+                table=None if v.table is None else table_to(v.table),
+            )
             for v in partition.variables
         ],
         nodes=[_node_to(node) for node in partition.nodes],
@@ -127,7 +133,12 @@ def _partition_from(message: pb.Partition, tensors: Iterator[Tensor]) -> Partiti
         task=TaskName(message.task),
         values=tuple(_type_from(t) for t in message.values),
         variables=tuple(
-            StoredVariable(v.name, _type_from(v.type), v.container)
+            StoredVariable(
+                v.name,
+                _type_from(v.type),
+                v.container,
+                table_from(v.table) if v.HasField("table") else None,
+            )
             for v in message.variables
         ),
         nodes=tuple(_node_from(node, tensors) for node in message.nodes),

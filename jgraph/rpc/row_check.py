@@ -35,10 +35,21 @@ def check_rows(
         case RouteNode():
             _check_layout(node)
             ids = types[node.ids]
-            require(len(ids.shape) == 1 and ids.dtype == "int32", f"ids of type {ids}")
-            due = [replace(ids, ragged=True)] * node.layout.shards
+            count = ids.shape[:1]
             made = [types[v] for v in (node.positions, *node.local)]
-            require_types(made, [replace(ids, ragged=False), *due])
+            if node.layout.kind == "hash":
+                require(
+                    (ids.shape[1:], ids.dtype) == ((2,), "uint32"), f"keys of {ids}"
+                )
+                local = ValueType(count, "int64", ragged=True)
+            else:
+                require(
+                    (ids.shape, ids.dtype) == (count, "int32"), f"ids of type {ids}"
+                )
+                local = ValueType(count, "int32", ragged=True)
+            require(len(count) == 1, f"ids of type {ids}")
+            due = [ValueType(count, "int32"), *[local] * node.layout.shards]
+            require_types(made, due)
         case MergeNode():
             _check_shards(partition, node.local, node.values, node.out)
         case SplitNode():
@@ -53,7 +64,7 @@ def rows_of(partition: Partition, rows: Rows) -> ValueType:
     """
     stored = partition.variables[rows.variable]
     require(bool(stored.type.shape), f"'{stored.name[:80]}' has no rows")
-    _check_ids(partition.values[rows.ids])
+    _check_ids(partition.values[rows.ids], "int32" if stored.table is None else "int64")
     return row_type(partition, rows)
 
 
@@ -69,14 +80,16 @@ def require_types(given: Sequence[ValueType], due: Sequence[ValueType]) -> None:
     require(same, f"types {_listed(given)} where {_listed(due)} are due")
 
 
-def _check_ids(type_: ValueType) -> None:
-    same = (len(type_.shape), type_.dtype, type_.ragged) == (1, "int32", True)
+def _check_ids(type_: ValueType, *dtypes: str) -> None:
+    same = len(type_.shape) == 1 and type_.dtype in dtypes and type_.ragged
     require(same, f"ids of type {type_}, which no route gives")
 
 
 def _check_layout(node: RouteNode) -> None:
     sizes, shards = node.layout.sizes, node.layout.shards
-    require(node.layout.kind in {"div", "mod"}, f"layout '{node.layout.kind[:40]}'")
+    require(
+        node.layout.kind in {"div", "mod", "hash"}, f"layout '{node.layout.kind[:40]}'"
+    )
     require(all(size >= 0 for size in sizes), "a shard of negative size")
     require(node.layout.rows <= MAX_ROWS, "more rows than int32 counts")
     require(len(node.local) == shards > 0, "another number of shards")
@@ -97,7 +110,7 @@ def _check_shards(
     require(len(local) == len(parts) > 0, "another number of shards")
     require(bool(type_.shape) and not type_.ragged, f"rows of type {type_}")
     for value in local:
-        _check_ids(types[value])
+        _check_ids(types[value], "int32", "int64")
         require(types[value].shape == type_.shape[:1], "not as many ids as rows")
     plain = [replace(types[v], ragged=False) for v in parts]
     require_types(plain, [type_] * len(parts))

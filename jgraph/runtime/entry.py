@@ -14,6 +14,7 @@ import numpy as np
 from jgraph.errors import MalformedMessageError
 from jgraph.plan.program import StoredVariable, ValueType
 from jgraph.plan.row_values import aligned_empty
+from jgraph.runtime.hash_shard import HashColumn, HashShard
 from jgraph.runtime.tables import ArrayTable, Table, on_cpu
 
 
@@ -62,6 +63,13 @@ class Entry:
         moved: jax.Array = jax.device_put(self.value, self.device)
         return moved
 
+    def seen(self, ids: np.ndarray[Any, Any]) -> None:
+        """Is told which rows are looked up; nothing follows for an array."""
+
+    def changed(self, ids: np.ndarray[Any, Any]) -> None:
+        """Ends an update of these rows."""
+        self.version += 1
+
     def rows(self, *, write: bool) -> Table:
         """Returns the table of the rows; to write, nobody else sees them change."""
         if write and any(ref() is not None for ref in self.views):
@@ -76,11 +84,51 @@ class Entry:
         return table
 
 
+@final
+class HashEntry:
+    """One column of a hash table; whoever uses it holds the lock of the table.
+
+    Args:
+      shard: the table's shard of this task.
+      lock: of the shard.
+      column: name of the column.
+    """
+
+    __slots__ = ("_column", "_is_parameter", "lock", "shard")
+
+    def __init__(self, shard: HashShard, lock: threading.Lock, column: str) -> None:
+        self.shard = shard
+        self.lock = lock
+        self._column = HashColumn(shard, column)
+        self._is_parameter = shard.spec.columns[0].name == column
+
+    @property
+    def version(self) -> int:
+        """Updates of the table."""
+        return self.shard.version - 1
+
+    def rows(self, *, write: bool) -> Table:
+        """Returns the table of the rows."""
+        del write  # lookups copy
+        return self._column
+
+    def seen(self, ids: np.ndarray[Any, Any]) -> None:
+        """Lets ids that are looked up come in, and others go for them."""
+        if self._is_parameter:
+            self.shard.see(ids)
+
+    def changed(self, ids: np.ndarray[Any, Any]) -> None:
+        """Ends an update of these rows."""
+        if self._is_parameter:
+            self.shard.updated(ids)
+
+
 @contextmanager
-def held(entries: Sequence[Entry]) -> Iterator[None]:
+def held(entries: Sequence[Entry | HashEntry]) -> Iterator[None]:
     """Holds the locks of these entries."""
     # In one order for all, so that two updates never wait for each other.
-    locks = sorted({id(entry): entry.lock for entry in entries}.items())
+    # The columns of a hash table share one.
+    locks = sorted({id(entry.lock): entry.lock for entry in entries}.items())
     for _, lock in locks:
         lock.acquire()
     try:
@@ -90,7 +138,7 @@ def held(entries: Sequence[Entry]) -> Iterator[None]:
             lock.release()
 
 
-def padded_rows(entry: Entry, rows: RowsOf) -> np.ndarray[Any, Any]:
+def padded_rows(entry: Entry | HashEntry, rows: RowsOf) -> np.ndarray[Any, Any]:
     """Returns the rows as an executable takes them.
 
     Raises:

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, MalformedMessageError
 from jgraph.graph.hash_keys import Keys, shard_of
-from jgraph.graph.hash_spec import Eviction, HashSpec
+from jgraph.graph.hash_spec import Column, Eviction, HashSpec
+from jgraph.plan.program import ValueType
 from jgraph.runtime.hash_budget import nbytes_for, rows_within, sketch_width
 from jgraph.runtime.hash_index import ABSENT, HashIndex, Rows
 from jgraph.runtime.hash_policy import Gate, victims
@@ -182,6 +183,13 @@ class HashShard:
         self.counts.dropped += int(np.sum(self._rows_of(keys) < 0))
         self.version += 1
 
+    def types(self) -> list[tuple[Column, ValueType]]:
+        """Returns the columns and what they take up now."""
+        return [
+            (column, ValueType(shape_of(column, len(self)), column.dtype))
+            for column in self.spec.columns
+        ]
+
     def state(self) -> State:
         """Returns a copy of all rows, ordered by key."""
         rows = np.flatnonzero(self._used > _NO_ROW).astype(np.int32)
@@ -221,6 +229,11 @@ class HashShard:
     def _rows_of(self, keys: Keys) -> Rows:
         # A lookup and an update ask for the same keys several times.
         if self._found is None or self._found[0] is not keys:
+            if keys.dtype != np.int64:
+                raise MalformedMessageError(
+                    f"keys of hash table '{self.spec.name}' came as {keys.dtype}, not "
+                    "int64; the sender's program is another one"
+                )
             self._found = keys, self._index.find(keys)
         return self._found[1]
 

@@ -29,7 +29,8 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program import StoredVariable, ValueType
 from jgraph.plan.row_values import aligned_empty
-from jgraph.runtime.entry import Entry, RowsOf, held, padded_rows
+from jgraph.runtime.entry import Entry, HashEntry, RowsOf, held, padded_rows
+from jgraph.runtime.hash_tables import HashTables
 
 Key: TypeAlias = tuple[str, str]
 """(container, name)."""
@@ -66,6 +67,7 @@ class VariableStore:
         self.task = task
         self._entries: dict[Key, Entry] = {}
         self._by_rows: set[Key] = set()
+        self._tables = HashTables(task)
         self._lock = threading.Lock()
 
     def read(self, variables: Sequence[StoredVariable]) -> list[np.ndarray[Any, Any]]:
@@ -93,12 +95,13 @@ class VariableStore:
           UninitializedError: a variable has no value yet.
           MalformedMessageError: a variable has no such row.
         """
-        entries = self._found([variable for variable, _ in rows])
+        entries = self._with_rows([variable for variable, _ in rows])
         found = []
         with held(entries):
             for entry, (variable, ids) in zip(entries, rows, strict=True):
                 shape = len(ids), *variable.type.shape[1:]
                 out = aligned_empty(ValueType(shape, variable.type.dtype))
+                entry.seen(ids)
                 entry.rows(write=False).lookup(ids, out)
                 found.append(out)
         return found
@@ -170,8 +173,8 @@ class VariableStore:
           The other results. Nothing is changed when ``run`` raises before it starts.
         """
         entries, others = self._found(updates), self._found(reads)
-        changed = self._found([rows.variable for rows in row_updates])
-        looked_at = self._found([rows.variable for rows in row_reads])
+        changed = self._with_rows([rows.variable for rows in row_updates])
+        looked_at = self._with_rows([rows.variable for rows in row_reads])
         first = len(entries)
         with held([*entries, *others, *changed, *looked_at]):
             old = [entry.argument() for entry in [*entries, *others]]
@@ -188,9 +191,10 @@ class VariableStore:
                 entry.value, entry.device = value, None
                 entry.version += 1
             new = [np.asarray(r) for r in results[first : first + len(changed)]]
-            for entry, rows, values in zip(changed, row_updates, new, strict=True):
-                entry.rows(write=True).update(rows.ids, values[: len(rows.ids)])
-                entry.version += 1
+            for table, rows, values in zip(changed, row_updates, new, strict=True):
+                table.rows(write=True).update(rows.ids, values[: len(rows.ids)])
+            for table, rows in zip(changed, row_updates, strict=True):
+                table.changed(rows.ids)
         return results[first + len(changed) :]
 
     def _changes_in_place(self, variables: Iterable[StoredVariable]) -> bool:
@@ -207,7 +211,8 @@ class VariableStore:
             gone = [k for k in self._entries if not chosen or k[0] in chosen]
             for key in gone:
                 del self._entries[key]
-        return len(gone)
+            forgotten = self._tables.drop(chosen)
+        return len(gone) + forgotten
 
     def table(self) -> list[VariableInfo]:
         """Returns what is stored, sorted by container and name; waits for no update."""
@@ -215,6 +220,11 @@ class VariableStore:
             rows = [
                 VariableInfo(container, name, _type_of(entry.value), entry.version)
                 for (container, name), entry in self._entries.items()
+            ]
+            rows += [
+                VariableInfo(container, column.name, type_, shard.version - 1)
+                for container, shard in self._tables
+                for column, type_ in shard.types()
             ]
         return sorted(rows, key=lambda row: (row.container, row.name))
 
@@ -226,6 +236,19 @@ class VariableStore:
     def _found(self, variables: Sequence[StoredVariable]) -> list[Entry]:
         with self._lock:
             return [self._entry(variable) for variable in variables]
+
+    def _with_rows(
+        self, variables: Sequence[StoredVariable]
+    ) -> list[Entry | HashEntry]:
+        with self._lock:
+            return [
+                self._entry(variable)
+                if variable.table is None
+                else self._tables.entry(
+                    variable.container, variable.name, variable.table
+                )
+                for variable in variables
+            ]
 
     def _entry(self, variable: StoredVariable) -> Entry:
         entry = self._entries.get(_key(variable))

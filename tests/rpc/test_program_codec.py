@@ -212,7 +212,8 @@ def of_layout(*sizes: int, kind: str = "div") -> Program:
 
 
 WRONG |= {
-    "layout 'hash'": of_layout(4, 4, kind="hash"),
+    "layout 'round'": of_layout(4, 4, kind="round"),
+    "keys of int32[3]": of_layout(1, 1, kind="hash"),
     "a shard of negative size": of_layout(-1, 4),
     "more rows than int32 counts": of_layout(2**31, 4),
     "another number of shards": of_layout(8),

@@ -1756,24 +1756,107 @@ class StoredVariable(_message.Message):
     CONTAINER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     TYPE_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
     container: _builtins.str
     name: _builtins.str
     @_builtins.property
     def type(self) -> Global___TensorType: ...
+    @_builtins.property
+    def table(self) -> Global___HashSpec:
+        """set: the column of that name of a hash table"""
+
     def __init__(
         self,
         *,
         container: _builtins.str = ...,
         name: _builtins.str = ...,
         type: Global___TensorType | None = ...,
+        table: Global___HashSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["type", b"type"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["table", b"table", "type", b"type"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "name", b"name", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "name", b"name", "table", b"table", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoredVariable: _TypeAlias = StoredVariable  # noqa: Y015
+
+@_typing.final
+class HashSpec(_message.Message):
+    """One shard of a hash table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    SIGHTINGS_FIELD_NUMBER: _builtins.int
+    PROBABILITY_FIELD_NUMBER: _builtins.int
+    EVICTION_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    capacity_bytes: _builtins.int
+    sightings: _builtins.int
+    probability: _builtins.float
+    eviction: _builtins.str
+    ttl: _builtins.int
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___HashColumn]:
+        """the parameter, then the slots of its optimizer"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        columns: _abc.Iterable[Global___HashColumn] | None = ...,
+        capacity_bytes: _builtins.int = ...,
+        sightings: _builtins.int = ...,
+        probability: _builtins.float = ...,
+        eviction: _builtins.str = ...,
+        ttl: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "columns", b"columns", "eviction", b"eviction", "name", b"name", "probability", b"probability", "sightings", b"sightings", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HashSpec: _TypeAlias = HashSpec  # noqa: Y015
+
+@_typing.final
+class HashColumn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    width: _builtins.int
+    dtype: _builtins.str
+    kind: _builtins.str
+    """of initial values"""
+    scale: _builtins.float
+    seed: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        width: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        scale: _builtins.float = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "kind", b"kind", "name", b"name", "scale", b"scale", "seed", b"seed", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HashColumn: _TypeAlias = HashColumn  # noqa: Y015
 
 @_typing.final
 class Partition(_message.Message):
