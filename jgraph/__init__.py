@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jgraph.graph.ir import Graph
     from jgraph.graph.variable import Variable
     from jgraph.train.async_ps import AsyncPS
+    from jgraph.train.bags import embedding_bag
     from jgraph.train.local import Local
     from jgraph.train.trainer import Trainer
 
@@ -53,6 +54,7 @@ _HOMES = {
     "connect": "jgraph.cluster.client",
     "device": "jgraph.graph.device",
     "doctor": "jgraph.diagnose",
+    "embedding_bag": "jgraph.train.bags",
     "errors": "jgraph.errors",
     "function": "jgraph.graph.function",
 }
@@ -74,6 +76,7 @@ __all__ = [
     "connect",
     "device",
     "doctor",
+    "embedding_bag",
     "errors",
     "function",
 ]

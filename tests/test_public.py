@@ -26,6 +26,7 @@ PUBLIC = [
     "connect",
     "device",
     "doctor",
+    "embedding_bag",
     "errors",
     "function",
 ]

@@ -142,13 +142,15 @@ def graph_of(adapter: Any, tx: Any, sparse: Any) -> tuple[Graph, list[Any]]:
     return step.graph(batch), step.initial_values
 
 
-def trained(graph: Graph, values: list[Any], steps: int = 3) -> list[Any]:
+def trained(
+    graph: Graph, values: list[Any], steps: int = 3, data: Any = None
+) -> list[Any]:
     @jax.jit
     def run(values: list[Any], feeds: list[Any]) -> Any:
         return eval_graph(graph, values, feeds)
 
     for n in range(steps):
-        feeds = [*jax.tree.leaves(batch), np.int32(n), np.int32(0)]
+        feeds = [*jax.tree.leaves(data or batch), np.int32(n), np.int32(0)]
         feeds[0] = np.roll(feeds[0], n) if n else feeds[0]
         _, values = run(values, feeds)
     return values

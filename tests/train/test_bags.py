@@ -1,0 +1,103 @@
+"""Bags of ids against sums written out by hand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jgraph.errors import ConfigError, RowIdError
+from jgraph.train.adapters import adapt
+from jgraph.train.bags import embedding_bag
+from jgraph.train.step import TrainStep
+from jgraph.train.trainer import Trainer
+from tests.train.test_sparse import ROWS, Table, trained
+
+IDS = np.array([[3, 5, 3], [7, -1, -1], [-1, -1, -1], [9, 2, 0]], np.int32)
+WEIGHTS = np.array([[1, 2, 0], [3, 1, 1], [1, 1, 1], [0.5, 1, 2]], np.float32)
+TABLE = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
+
+
+def by_hand(table: Any, combiner: str) -> Any:
+    out = np.zeros((4, 4))
+    for n, (ids, weights) in enumerate(zip(IDS, WEIGHTS, strict=True)):
+        pairs = [(i, w) for i, w in zip(ids, weights, strict=True) if i >= 0 and w]
+        if pairs:
+            used = np.array([w for _, w in pairs])
+            scale = {"sum": 1, "mean": used.sum(), "sqrtn": np.sqrt((used**2).sum())}
+            out[n] = sum(w * table[i] for i, w in pairs) / scale[combiner]
+    return out
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_bags_are_sums_over_their_ids(combiner: Any) -> None:
+    have = jax.jit(embedding_bag, static_argnames="combiner")(
+        TABLE, IDS, WEIGHTS, combiner=combiner
+    )
+    np.testing.assert_allclose(have, by_hand(TABLE, combiner), 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_padding_has_no_gradient(combiner: Any) -> None:
+    def loss(table: Any, weights: Any) -> Any:
+        return (
+            embedding_bag(table, jnp.asarray(IDS), weights, combiner=combiner) ** 2
+        ).sum()
+
+    rows, weights = jax.grad(loss, (0, 1))(TABLE, jnp.asarray(WEIGHTS))
+    assert np.isfinite(rows).all()
+    assert np.isfinite(weights).all()
+    assert not weights[2].any()
+    used = sorted({0, 2, 3, 5, 7, 9})
+    assert np.flatnonzero(np.abs(rows).sum(1)).tolist() == used
+
+
+def loss(params: Any, batch: Any) -> Any:
+    rows = embedding_bag(params["t"], batch["ids"], batch["weights"], combiner="mean")
+    return jnp.mean((rows @ params["w"] - batch["y"]) ** 2)
+
+
+DATA = {"ids": IDS, "weights": WEIGHTS, "y": np.ones(4, np.float32)}
+
+
+@pytest.mark.parametrize("sparse", ["lazy", "off"])
+def test_bags_are_looked_up_by_rows(sparse: Any) -> None:
+    adapter = adapt(Table(), loss, seed=0, sample=IDS)
+    step = TrainStep(adapter, optax.adam(0.1), sparse=sparse)
+    graph = step.graph(DATA)
+    assert len(graph.notes) == (sparse == "lazy")
+    feeds = [*jax.tree.leaves(DATA), np.int32(0), np.int32(0)]
+    assert len(feeds) == len(graph.feeds)
+    new = trained(graph, step.initial_values, 1, DATA)
+    changed = (
+        new[step.names.index("params/t")]
+        != step.initial_values[step.names.index("params/t")]
+    )
+    assert np.flatnonzero(changed.any(1)).tolist() == [0, 2, 3, 5, 7, 9]
+
+
+@pytest.mark.parametrize("bad", [-2, ROWS])
+def test_other_ids_without_a_row_are_errors(bad: int) -> None:
+    ids = IDS.copy()
+    ids[3, 0] = bad
+    variables = Table().init(jax.random.key(0), IDS)
+    trainer = Trainer(Table(), loss, optax.sgd(0.1), variables=variables)
+    with pytest.raises(RowIdError, match=f"the id {bad} at step 0"):
+        trainer.fit({**DATA, "ids": ids}, steps=1, batch_size=4, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "combiner", "message"),
+    [
+        (IDS, None, "max", "combiner is 'max'; it is one of"),
+        (IDS.astype(np.float32), None, "sum", r"ids are float32\[4, 3\]"),
+        (IDS, WEIGHTS[:2], "sum", "one weight per id"),
+    ],
+)
+def test_bad_bags_are_refused(
+    ids: Any, weights: Any, combiner: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        embedding_bag(jnp.asarray(TABLE), ids, weights, combiner=combiner)
