@@ -14,6 +14,7 @@ from flax import nnx
 from benchmarks import (
     __main__ as selecting,
     compare,
+    embedding,
     imports,
     measure,
     memory,
@@ -108,6 +109,18 @@ def test_null_step_of_a_sparse_table_sends_rows_only(bench: Bench) -> None:
     assert line["bytes_per_step"] < 200 * 64 * 4
     assert line["steps_per_s_min"] <= line["steps_per_s"] <= line["steps_per_s_max"]
     assert set(line["peak_rss_mb"]) == {"/job:ps/task:0", "/job:worker/task:0"}
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_embedding_moves_no_more_than_the_rows_of_its_ids(bench: Bench) -> None:
+    words = "--rows 5000 --dim 8 --batch 16 --ids 2 --steps 6 --rounds 2"
+    (line,) = bench(embedding.main, words)
+    net = 4 * (16 * 256 + 256 + 256 + 1)
+    rows = 4 * 32 * (1 + 8 + 8)
+    assert line["bytes_per_step"] == pytest.approx(2 * net + rows, rel=0.01)
+    assert line["examples_per_s"] == pytest.approx(16 * line["steps_per_s"], rel=0.1)
+    assert set(line["cpu_ms_per_step"]) == {"/job:ps/task:0", "/job:worker/task:0"}
 
 
 @pytest.mark.procs

@@ -25,7 +25,14 @@ from benchmarks.peers import tasks
 WIDTH, LOOKUPS = 64, 32
 # Of TensorFlow's two kinds of variables, the faster one for each work; they differ by
 # about 5 %.
-FASTEST = {"scalar": "ref", "dense": "ref", "sparse": "resource", "mlp": "resource"}
+FASTEST = {
+    "scalar": "ref",
+    "dense": "ref",
+    "sparse": "resource",
+    "mlp": "resource",
+    "embedding": "resource",
+}
+HIDDEN, EMBEDDING_BATCHES = 256, 20
 
 
 class Cluster(tasks.Tasks):
@@ -69,7 +76,8 @@ def serve_worker(
     """The first order makes things ready; each further one is a number of steps."""
     v1 = tf.compat.v1
     worker = f"/job:worker/task:{index}"
-    made = {"mlp": mlp_step, "sparse": sparse_step}.get(a.kind, whole_step)
+    kinds = {"mlp": mlp_step, "sparse": sparse_step, "embedding": embedding_step}
+    made = kinds.get(a.kind, whole_step)
     step = made(tf, a, worker, len(spec.job_tasks("ps")))
     config = v1.ConfigProto(device_filters=["/job:ps", worker])
     session = v1.Session(server.target, config=config)
@@ -143,15 +151,49 @@ def mlp_step(tf: Any, a: argparse.Namespace, worker: str, ps: int) -> Any:
         return v1.train.AdamOptimizer(1e-3).minimize(loss)
 
 
+def embedding_step(tf: Any, a: argparse.Namespace, worker: str, ps: int) -> Any:
+    """A step of Adagrad on an embedding and a small net above it."""
+    v1 = tf.compat.v1
+    rng = np.random.default_rng(0)
+    shape = (EMBEDDING_BATCHES, a.batch, a.ids)
+    some_ids = rng.integers(0, a.rows, shape, dtype=np.int32)
+    some_labels = rng.integers(0, 2, shape[:2]).astype(np.float32)
+    small = v1.random_uniform_initializer(-0.05, 0.05)
+    place = v1.train.replica_device_setter(ps_tasks=ps, worker_device=worker)
+    with v1.device(place):
+        turn = tf.random.uniform([], maxval=EMBEDDING_BATCHES, dtype=tf.int32)
+        ids = tf.gather(tf.constant(some_ids), turn)
+        labels = tf.gather(tf.constant(some_labels), turn)
+        shards = v1.fixed_size_partitioner(ps) if ps > 1 else None
+        table = v1.get_variable(
+            "table", [a.rows, a.dim], initializer=small, partitioner=shards
+        )
+        rows = v1.nn.embedding_lookup(table, ids, partition_strategy="div")
+        x = tf.reshape(rows, [a.batch, a.ids * a.dim])
+        for i, width in enumerate((HIDDEN, 1)):
+            w = v1.get_variable(f"w{i}", [x.shape[1], width], initializer=small)
+            b = v1.get_variable(f"b{i}", [width], initializer=v1.zeros_initializer())
+            x = tf.matmul(x, w) + b
+            x = tf.nn.relu(x) if i == 0 else x
+        loss = tf.reduce_mean(
+            tf.nn.sigmoid_cross_entropy_with_logits(labels=labels, logits=x[:, 0])
+        )
+        optimizer = v1.train.AdagradOptimizer(0.01, initial_accumulator_value=0.1)
+        return optimizer.minimize(loss)
+
+
 def main() -> None:
     parser = tasks.parser(__doc__, list(FASTEST))
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--ids", type=int, default=26)
     parser.add_argument("--variables", choices=["resource", "ref"])
     a = parser.parse_args()
     if a.task:
         serve_task(a)
         return
     a.variables = a.variables or FASTEST[a.kind]
-    names = ("kind", "mb", "rows", "variables")
+    names = ("kind", "mb", "rows", "dim", "batch", "ids", "variables")
     options = [f"--{name}={getattr(a, name)}" for name in names]
     tasks.serve("tensorflow_ps", Cluster(options, a.ps, a.workers), a, orders=sys.stdin)
 
