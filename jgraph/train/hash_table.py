@@ -21,10 +21,11 @@ class KnownKeys(nnx.Variable[jax.Array]):
 class HashTable(nnx.Module):
     """A row per id, for any int64 ids, made when an id is first seen.
 
-    Trained over parameter servers, rows lie on them by hash of their id, within one
-    budget of memory; ids come in and go by the policies given here, together with
-    their optimizer state. Elsewhere the layer has the rows that it was given, and all
+    The options say what parameter servers keep of it: rows by hash of their id, within
+    one budget of memory; ids come in and go by the policies given here, together with
+    their optimizer state. The layer itself has the rows that it was given, and all
     other ids share one more row, the first: this is what an exported model does.
+    ``Trainer`` refuses it: only graphs written by hand train hash tables so far.
 
     In a linen model: ``nnx.bridge.to_linen(jg.HashTable, 16, 1 << 30, skip_rng=True)``.
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jgraph import _compat
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.ir import Graph, TaskName
@@ -112,6 +113,7 @@ class TrainStep:
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         graph, _ = trace(train_step, batch, number, number, variables=self.variables)
+        _refuse_hash_tables(graph.jaxpr)
         return replace(graph, notes=by_rows.notes if by_rows else ())
 
     def lookups(self, batch: Any) -> list[tuple[str, str, int]]:
@@ -262,6 +264,20 @@ class TrainStep:
             same = value.dtype == variable.dtype
             where = rows[group].unique if group in rows else ...
             variable[where] = value if same else value.astype(variable.dtype)
+
+
+def _refuse_hash_tables(jaxpr: Any) -> None:
+    # All ids would train the one row that is for unknown ids.
+    for equation in _compat.open_jaxpr(jaxpr).eqns:
+        if equation.primitive.name == "find_keys":
+            line = _compat.user_line(equation)
+            raise ConfigError(
+                f"the model looks up rows of a HashTable ({line}), and Trainer trains "
+                "tables of a fixed size only; use nnx.Embed with ids taken modulo its "
+                "rows"
+            )
+        for _, body in _compat.inner_jaxprs(equation):
+            _refuse_hash_tables(body)
 
 
 def _all_well(checks: Mapping[str, jax.Array]) -> jax.Array:

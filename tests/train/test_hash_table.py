@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -11,6 +12,7 @@ from jgraph.errors import ConfigError, GraphError
 from jgraph.graph.hash_keys import split_keys
 from jgraph.graph.hash_spec import Initial
 from jgraph.train.hash_table import HashTable
+from jgraph.train.trainer import Trainer
 
 KEYS = np.array([2**40, -3, 8], np.int64)
 ROWS = np.arange(6.0, dtype=np.float32).reshape(3, 2)
@@ -73,6 +75,16 @@ def test_options_are_those_given() -> None:
 def test_table_that_cannot_be_is_refused(options: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         HashTable(**{"dim": 4, "capacity_bytes": 1 << 20, **options})
+
+
+def test_trainer_refuses_a_table_whose_rows_it_would_not_train() -> None:
+    def loss(table: HashTable, batch: Any) -> Any:
+        return (table(batch["ids"]) ** 2).mean()
+
+    trainer = Trainer(HashTable(4, 1 << 20), loss, optax.sgd(0.1))
+    ids = np.arange(8, dtype=np.int32)
+    with pytest.raises(ConfigError, match=r"a HashTable \(.*, and Trainer trains"):
+        trainer.fit({"ids": ids}, steps=1, batch_size=4, progress=False)
 
 
 def test_float_ids_are_refused() -> None:
