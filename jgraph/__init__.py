@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jgraph.train.async_ps import AsyncPS
     from jgraph.train.bags import embedding_bag
     from jgraph.train.local import Local
+    from jgraph.train.sync_ps import SyncPS
     from jgraph.train.trainer import Trainer
 
 # Where each public name lives. It is imported at first use, so that `import jgraph`
@@ -48,6 +49,7 @@ _HOMES = {
     "LocalCluster": "jgraph.cluster.local",
     "Server": "jgraph.cluster.server",
     "Session": "jgraph.cluster.session",
+    "SyncPS": "jgraph.train.sync_ps",
     "Trainer": "jgraph.train.trainer",
     "Variable": "jgraph.graph.variable",
     "check": "jgraph.graph.check",
@@ -69,6 +71,7 @@ __all__ = [
     "LocalCluster",
     "Server",
     "Session",
+    "SyncPS",
     "Trainer",
     "Variable",
     "__version__",

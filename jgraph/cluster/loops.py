@@ -7,12 +7,13 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
 
 from jgraph.cluster import loop
+from jgraph.cluster.calls import CONTROL_S
 from jgraph.cluster.client import unique
 from jgraph.coordination.dispatch import LEASE_S
 from jgraph.coordination.slots import SlotPlan
@@ -47,6 +48,26 @@ class DealtData:
 
 @final
 @dataclass(frozen=True, slots=True)
+class SyncRequest:
+    """What the ps that decides in synchronous training must know.
+
+    Attributes:
+      gate: name of the gates.
+      version: updates applied so far.
+      wanted: contributions of an update.
+      replicas: worker of each replica, by the handle of its program.
+      shards: the tasks with gates; the first one decides.
+    """
+
+    gate: str
+    version: int
+    wanted: int
+    replicas: Mapping[str, TaskName]
+    shards: Sequence[TaskName]
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class LoopRequest:
     """Run ``steps`` steps of a program on the worker that drives it.
 
@@ -63,6 +84,9 @@ class LoopRequest:
       replica_feed: int32 feed that gets the number of the replica; empty: none.
       step_timeout_s: limit for one step.
       report_every_s: least time between reports.
+      may_be_lost: others go on when the task goes away.
+      sync: set: decide and apply updates of synchronous training; ``handle`` applies.
+      compute_wait_s: for benchmarks: emulated computing in each step.
     """
 
     task: TaskName
@@ -77,6 +101,9 @@ class LoopRequest:
     replica_feed: str = ""
     step_timeout_s: float = 60.0
     report_every_s: float = 0.25
+    sync: SyncRequest | None = None
+    may_be_lost: bool = False
+    compute_wait_s: float = 0.0
 
 
 @final
@@ -94,6 +121,7 @@ class LoopReport:
       fetches: per fetch of the program, its values stacked over the n steps.
       times: seconds by part, summed over the n steps: ``wait`` (for acknowledgements
         of earlier steps), ``input``, ``pull``, ``compute``, ``push``, ``other``.
+      dropped: of synchronous training: late contributions so far, by worker.
     """
 
     replica: int
@@ -104,6 +132,7 @@ class LoopReport:
     fetches: tuple[np.ndarray[Any, Any], ...]
     times: Mapping[str, float]
     error: JGError | None = None
+    dropped: Mapping[TaskName, int] = field(default_factory=dict)
 
 
 _Item: TypeAlias = LoopReport | JGError
@@ -133,6 +162,7 @@ class LoopHandle:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._left = len(self._requests)
         self._stopped = threading.Event()
+        self._telling: set[asyncio.Future[None]] = set()
         # A worker reports at least once per step; silence beyond that is an error.
         self._silence_s = 30.0 + max(
             (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
@@ -222,6 +252,8 @@ class LoopHandle:
             replica_feed=request.replica_feed,
             data_run=self._name if self._data is not None else "",
             data_plan=self._plan,
+            compute_wait_s=request.compute_wait_s,
+            sync=_sync_order(request.sync),
         )
         try:
             replies = self._cluster.transport.call(
@@ -242,6 +274,7 @@ class LoopHandle:
                         seconds,
                         tuple(fetches),
                         dict(body.times),
+                        {TaskName(t): n for t, n in body.dropped.items()},
                     )
                 )
         except JGError as error:
@@ -252,10 +285,14 @@ class LoopHandle:
         of_worker = isinstance(error, TaskLostError) and (
             error.details.get("task") == request.task
         )
-        if self._data is None or not of_worker or request.task == self._cluster.master:
+        shared = self._data is not None or request.may_be_lost
+        if not (shared and of_worker) or request.task == self._cluster.master:
             return None
+        for other in self._requests:
+            if other.sync is not None:
+                self._leave(other, request.task)
         _LOG.warning(
-            "%s was lost; the other workers go on with its data: %s",
+            "%s was lost; the other workers go on: %s",
             request.task,
             error.message,
         )
@@ -263,3 +300,37 @@ class LoopHandle:
         return LoopReport(
             request.replica, request.task, "lost", none, none, (), {}, error
         )
+
+    def _leave(self, arbiter: LoopRequest, lost: TaskName) -> None:
+        """Tells who decides in synchronous training that a worker is gone."""
+        order = pb.StopLoop(
+            loop=self._loop_name(arbiter), task=arbiter.task, lost=lost
+        )
+
+        async def tell() -> None:
+            replies = self._cluster.transport.call(
+                self._cluster.address,
+                "Master.StopLoop",
+                frame(stop_loop=order),
+                timeout_s=CONTROL_S,
+            )
+            with suppress(JGError):
+                async for _ in replies:
+                    continue
+
+        telling = asyncio.ensure_future(tell())
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+
+def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
+    if request is None:
+        return None
+    return pb.SyncOrder(
+        gate=request.gate,
+        version=request.version,
+        wanted=request.wanted,
+        handles=list(request.replicas),
+        tasks=list(request.replicas.values()),
+        shards=request.shards,
+    )

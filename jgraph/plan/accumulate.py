@@ -6,13 +6,14 @@ graph reads them. Here writing becomes contributing (``contributing``), and read
 of the mean of what was contributed (``averaging``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jgraph.errors import InternalError
+from jgraph.graph.ir import TaskName
 from jgraph.plan.program import (
     AggregateNode,
     ContributeNode,
@@ -74,14 +75,16 @@ def contributing(program: Program, gate: str) -> Program:
     return _each(program, lambda p: _contributing(p, gate))
 
 
-def averaging(program: Program, gate: str) -> Program:
+def averaging(program: Program, gate: str, shards: Iterable[TaskName]) -> Program:
     """Returns a program that first sets its variables ``mean/…`` to what is averaged.
 
     Args:
       program: reads variables called ``mean/…``.
       gate: of the tasks that hold these variables.
+      shards: tasks with that gate; each has a part in the program.
     """
-    return _each(program, lambda p: _averaging(p, gate))
+    with_gate = set(shards)
+    return _each(program, lambda p: _averaging(p, gate) if p.task in with_gate else p)
 
 
 def gated(program: Program, gate: str) -> Program:
@@ -89,12 +92,12 @@ def gated(program: Program, gate: str) -> Program:
     return _each(program, lambda p: replace(p, gate=gate) if p.variables else p)
 
 
-def shards_of(program: Program) -> list[str]:
+def shards_of(program: Program) -> list[TaskName]:
     """Returns the tasks on which steps of a program pass a gate, sorted."""
     return sorted(p.task for p in program.partitions if p.gate)
 
 
-def _each(program: Program, change: Any) -> Program:
+def _each(program: Program, change: Callable[[Partition], Partition]) -> Program:
     return replace(program, partitions=tuple(map(change, program.partitions)))
 
 
@@ -127,8 +130,6 @@ def _averaging(partition: Partition, gate: str) -> Partition:
     means = tuple(
         v for v, stored in enumerate(partition.variables) if _starts(stored, MEAN)
     )
-    if not means:
-        return partition
     place = {old: old + 1 for old in range(len(partition.nodes))}
     nodes = [_after_mean(_moved(node, place), means) for node in partition.nodes]
     return replace(partition, nodes=(AggregateNode(means), *nodes), gate=gate)

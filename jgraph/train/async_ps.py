@@ -112,9 +112,9 @@ class AsyncRunner:
         self._cluster = cluster
         self._strategy = strategy
         self._workers = cluster.tasks("worker")
-        self._session: Session = cluster.session()
+        self.session: Session = cluster.session()
         # A run is looked at from other threads than the one that trains.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._prepared: dict[str, _Prepared] = {}
         self._last: _Prepared | None = None
         self._initialized = False
@@ -151,17 +151,17 @@ class AsyncRunner:
         self.prepare(order.dataset, order.batch_size)
         prepared = self._last
         assert prepared is not None  # prepare sets it
-        with self._lock:
-            self._initialize()
+        with self.lock:
+            self.initialize()
             if not prepared.handles:
                 prepared.handles = [
-                    self._session.register(
+                    self.session.register(
                         prepared.plan.program.rename_task(self._workers[0], worker)
                     )
                     for worker in self._workers
                 ]
             self._upload(prepared.graph, order.dataset)
-            loops = self._loops = self._session.run_loops(
+            loops = self._loops = self.session.run_loops(
                 self._requests(prepared, order), self._dealt(order)
             )
         try:
@@ -172,20 +172,20 @@ class AsyncRunner:
                     self._done[report.replica] = int(report.steps[-1]) + 1
                     yield _chunk(report, prepared.names)
         except GeneratorExit:
-            _end(loops)
+            end_loops(loops)
             raise
         except JGError:
             self._uploaded = ""  # a worker may have been started anew
             raise
         finally:
-            with self._lock:
+            with self.lock:
                 self._loops = None
                 with contextlib.suppress(ClusterError):  # gone, and the run with it
                     self._position = loops.close()
 
     def position(self) -> Position:
         """See ``Runner.position``."""
-        with self._lock:
+        with self.lock:
             return self._position if self._loops is None else self._loops.position()
 
     def _dealt(self, order: Order) -> DealtData:
@@ -195,11 +195,11 @@ class AsyncRunner:
 
     def global_step(self) -> int:
         """See ``Runner.global_step``."""
-        with self._lock:
+        with self.lock:
             if not self._initialized:
                 return 0
             variable = self._step.variables[self._step.names.index("global_step")]
-            return int(self._session.read([variable])["global_step"])
+            return int(self.session.read([variable])["global_step"])
 
     def values(self, *, model_only: bool = False) -> Sequence[Any]:
         """See ``Runner.values``."""
@@ -208,16 +208,16 @@ class AsyncRunner:
             for v in self._step.variables
             if not (model_only and v.name.startswith("opt/"))
         ]
-        with self._lock:
-            self._initialize()
-            values = self._session.read(wanted)
+        with self.lock:
+            self.initialize()
+            values = self.session.read(wanted)
         return [values.get(name) for name in self._step.names]
 
     def load(self, values: Sequence[Any], position: Position = None) -> None:
         """See ``Runner.load``."""
-        with self._lock:
+        with self.lock:
             new = dict(zip(self._step.variables, values, strict=True))
-            self._session.write(new)
+            self.session.write(new)
             self._initialized = True
             self._position = position
             steps = int(self._step.unflatten(values)["global_step"])
@@ -229,13 +229,14 @@ class AsyncRunner:
 
     def close(self) -> None:
         """See ``Runner.close``."""
-        with self._lock:
-            self._session.close()
+        with self.lock:
+            self.session.close()
             self._cluster.reset(self._step.container)
 
-    def _initialize(self) -> None:
+    def initialize(self) -> None:
+        """Gives the variables their values, unless they have some."""
         if not self._initialized:
-            self._session.initialize(self._step.variables)
+            self.session.initialize(self._step.variables)
             self._initialized = True
 
     def _upload(self, graph: Graph, dataset: Dataset) -> None:
@@ -246,7 +247,7 @@ class AsyncRunner:
         feeds = [feed.name for feed in graph.feeds[: len(dataset.fields)]]
         arrays = dict(zip(feeds, dataset.fields.values(), strict=True))
         for worker in self._workers:
-            self._session.put_data(worker, self._data_name, arrays)
+            self.session.put_data(worker, self._data_name, arrays)
         self._uploaded = digest
 
     @property
@@ -284,7 +285,7 @@ def _chunk(report: LoopReport, names: Sequence[str]) -> Chunk:
     return Chunk(report.replica, report.steps, report.seconds, metrics, report.times)
 
 
-def _end(loops: LoopHandle) -> None:
+def end_loops(loops: LoopHandle) -> None:
     """Stops loops and waits for their end: no step of them comes later."""
     loops.stop()
     with contextlib.suppress(Exception):

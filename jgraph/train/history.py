@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from jgraph.errors import ConfigError
+from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.profile import Profile, make_profile
 from jgraph.train.runner import Chunk
@@ -51,6 +52,11 @@ class History:
         with self._lock:
             self._chunks.append(chunk)
             self._count += len(chunk)
+
+    def dropped(self) -> dict[TaskName, int]:
+        """Returns late contributions by worker; see ``Run.dropped``."""
+        with self._lock:
+            return dict(self._chunks[-1].dropped) if self._chunks else {}
 
     def add_evaluation(self, seconds: float, values: Mapping[str, float]) -> None:
         """Appends an evaluation made now; names get the prefix ``eval_``."""

@@ -18,6 +18,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from jgraph.graph.ir import TaskName
+
 # Where nothing can be redrawn, a line every few seconds is enough.
 _PLAIN_EVERY_S = 5.0
 
@@ -28,7 +30,8 @@ class Report:
     """How a run stands; callbacks are given one now and then.
 
     ``metrics`` are means over the steps since the last report; ``evaluation`` is set
-    when the model was just evaluated. Rates are over the same time.
+    when the model was just evaluated. Rates are over the same time. ``dropped`` counts
+    the contributions of workers that came too late so far (``SyncPS``).
     """
 
     step: int
@@ -38,6 +41,7 @@ class Report:
     examples_per_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] | None = None
+    dropped: Mapping[TaskName, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [f"step {self.step}/{self.steps}", *self.facts()]
@@ -55,7 +59,8 @@ class Report:
         """Returns the metrics, as text."""
         evaluation = {f"eval_{k}": v for k, v in (self.evaluation or {}).items()}
         values = {**self.metrics, **evaluation}
-        return [f"{name} {value:.4f}" for name, value in values.items()]
+        late = [f"{task} late {n}" for task, n in sorted(self.dropped.items())]
+        return [*(f"{name} {value:.4f}" for name, value in values.items()), *late]
 
 
 class Display(Protocol):

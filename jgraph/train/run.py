@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
 
 from jgraph.errors import DeadlineError
+from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.data import Data
 from jgraph.train.history import History
@@ -99,6 +100,13 @@ class Run:
           ConfigError: no metric of that name.
         """
         return self._history.metrics(name)
+
+    def dropped(self) -> dict[TaskName, int]:
+        """Returns how many contributions of each worker came too late to count.
+
+        Empty unless the strategy is ``SyncPS`` and some did.
+        """
+        return self._history.dropped()
 
     def profile(self) -> Profile:
         """Returns where a step's time goes, for each replica.

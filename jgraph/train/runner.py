@@ -9,6 +9,7 @@ import numpy as np
 
 from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.slots import SlotPlan
+from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.data import Dataset
 
@@ -38,7 +39,8 @@ class Chunk:
 
     ``steps`` (int64[n]) and ``seconds`` (float64[n], since the loop began) number and
     date the replica's steps; ``metrics`` are stacked, first axis n; ``times`` are the
-    seconds that the n steps took, by part.
+    seconds that the n steps took, by part. In synchronous training there is one replica
+    that stands for all, and ``dropped`` counts late contributions so far, by worker.
     """
 
     replica: int
@@ -46,6 +48,7 @@ class Chunk:
     seconds: Array
     metrics: Mapping[str, Array]
     times: Mapping[str, float] = field(default_factory=dict)
+    dropped: Mapping[TaskName, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -185,6 +185,10 @@ class TrainStep:
                 )
         return sorted(metrics, key=metrics.__getitem__)
 
+    def read(self) -> Tree:
+        """Returns the state as it is; called inside a graph."""
+        return self._read({})
+
     def _read(self, rows: Mapping[str, Rows]) -> Tree:
         values = [
             variable[rows[group].unique if group in rows else ...]
@@ -209,7 +213,7 @@ class TrainStep:
             (loss, (metrics, state)), grads = compute(
                 now["params"], now["state"], batch, seeds
             )
-            checks = {FINITE: _finite(loss, grads)} if self._check_finite else {}
+            checks = self.check(loss, grads)
             if self._check_ids and rows:
                 checks[BAD_IDS] = jnp.stack([b for r in found for b in r.bad])
         if by_rows is not None:
@@ -219,6 +223,38 @@ class TrainStep:
         old = self._read(rows)
         if by_rows is not None and by_rows.update.reads_padding:
             old = self._padded_with_zeros(rows, old)
+        self._update(old, loss, grads, state, checks, rows)
+        return {"loss": loss, **metrics, **checks}
+
+    def gradients(
+        self, now: Tree, batch: Any, step: Any, replica: Any
+    ) -> tuple[Any, dict[str, Any], Tree, Tree]:
+        """Returns (loss, metrics, model state, gradients); called inside a graph."""
+        compute = jax.value_and_grad(self.adapter.loss, has_aux=True)
+        (loss, (metrics, state)), grads = compute(
+            now["params"], now["state"], batch, (replica, step)
+        )
+        return loss, dict(metrics), state, grads
+
+    def check(self, loss: Any, grads: Tree) -> dict[str, Any]:
+        """Returns the ``FINITE`` metric if it is asked for; called inside a graph."""
+        return {FINITE: _finite(loss, grads)} if self._check_finite else {}
+
+    def update(
+        self, loss: Any, grads: Tree, state: Tree, checks: Mapping[str, Any]
+    ) -> None:
+        """Applies whole gradients and counts the step; called inside a graph."""
+        self._update(self.read(), loss, grads, state, checks, {})
+
+    def _update(
+        self,
+        old: Tree,
+        loss: Any,
+        grads: Tree,
+        state: Tree,
+        checks: Mapping[str, Any],
+        rows: Mapping[str, Rows],
+    ) -> None:
         updates, opt = self._tx.update(grads, old["opt"], old["params"], value=loss)
         new = {
             "params": optax.apply_updates(old["params"], updates),
@@ -231,7 +267,6 @@ class TrainStep:
             new = jax.tree.map(keep, new, {k: old[k] for k in new})
         new["global_step"] = old["global_step"] + 1
         self._write(new, rows)
-        return {"loss": loss, **metrics, **checks}
 
     def _whole_updates(
         self, by_rows: RowStep, rows: dict[str, Rows], grads: Tree

@@ -6,8 +6,9 @@ from jgraph.cluster.client import Cluster
 from jgraph.errors import ConfigError
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.local import Local
+from jgraph.train.sync_ps import SyncPS
 
-Strategy: TypeAlias = Local | AsyncPS
+Strategy: TypeAlias = Local | AsyncPS | SyncPS
 
 
 def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strategy:
@@ -26,14 +27,15 @@ def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strat
     """
     if strategy is None:
         return Local() if cluster is None else AsyncPS()
-    if not isinstance(strategy, Local | AsyncPS):
+    if not isinstance(strategy, Strategy):
         raise ConfigError(
-            f"strategy is {strategy!r}; this version has jg.AsyncPS() and jg.Local()"
+            f"strategy is {strategy!r}; there are jg.AsyncPS(), jg.SyncPS() and "
+            "jg.Local()"
         )
-    if isinstance(strategy, AsyncPS) and cluster is None:
+    if not isinstance(strategy, Local) and cluster is None:
         raise ConfigError(
-            "AsyncPS needs a cluster; give Trainer(…, cluster=jg.LocalCluster(ps=1, "
-            "workers=2))"
+            f"{type(strategy).__name__} needs a cluster; give Trainer(…, "
+            "cluster=jg.LocalCluster(ps=1, workers=2))"
         )
     if isinstance(strategy, Local) and cluster is not None:
         raise ConfigError(

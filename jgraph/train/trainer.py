@@ -40,6 +40,7 @@ from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Order, Position, Runner
 from jgraph.train.step import TrainStep
 from jgraph.train.strategies import Strategy, choose_strategy
+from jgraph.train.sync_ps import SyncPS, SyncRunner
 
 
 @final
@@ -62,7 +63,7 @@ class Trainer:
       loss: see above.
       tx: an optax transformation. It sees ``params`` as nested dicts.
       cluster: where to train; this process if unset.
-      strategy: ``AsyncPS()`` with a cluster, ``Local()`` without.
+      strategy: ``AsyncPS()`` or ``SyncPS()`` with a cluster, ``Local()`` without.
       metrics: evaluated on data by ``evaluate``: functions of (model, batch), or of
         what a linen loss takes first; each returns the mean over its batch. Models are
         in evaluation mode (``nnx``).
@@ -388,4 +389,6 @@ class Trainer:
         )
         if cluster is None or isinstance(strategy, Local):
             return step, LocalRunner(step, self._clock)
+        if isinstance(strategy, SyncPS):
+            return step, SyncRunner(step, cluster, strategy)
         return step, AsyncRunner(step, cluster, strategy)

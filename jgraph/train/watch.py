@@ -69,6 +69,7 @@ class Watch:
             steps_per_s=rate,
             examples_per_s=rate * self._batch_size,
             metrics=_means(chunk.metrics),
+            dropped=chunk.dropped,
         )
         # The last evaluation is that of finish: of what comes out in the end.
         return (

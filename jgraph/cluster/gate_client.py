@@ -1,0 +1,64 @@
+"""Gates as the client sees them: opened before a run, asked what they counted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+
+if TYPE_CHECKING:
+    from jgraph.cluster.client import Cluster
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StaleUpdates:
+    """``updates`` gradients of a program were ``staleness`` updates old on a task."""
+
+    task: TaskName
+    handle: str
+    staleness: int
+    updates: int
+
+
+def open_gate(
+    cluster: "Cluster",
+    gate: str,
+    shards: Sequence[TaskName],
+    *,
+    synchronous: bool = False,
+    version: int = 0,
+    max_staleness: int | None = None,
+) -> None:
+    """Opens a gate on tasks, in place of an earlier one of that name.
+
+    Args:
+      cluster: where.
+      gate: the name that partitions give.
+      shards: tasks with the gate; the first one decides for all.
+      synchronous: contributions are averaged; else updates are asynchronous.
+      version: synchronous only: updates applied so far.
+      max_staleness: asynchronous only: the bound; None: there is none.
+    """
+    order = pb.OpenGate(
+        gate=gate,
+        shards=shards,
+        synchronous=synchronous,
+        version=version,
+        max_staleness=max_staleness,
+    )
+    cluster.call("Master.OpenGate", frame(open_gate=order))
+
+
+def stale_updates(
+    cluster: "Cluster", gate: str, shards: Sequence[TaskName]
+) -> list[StaleUpdates]:
+    """Returns what the gate has counted on each task since it was opened."""
+    query = pb.GateQuery(gate=gate, shards=shards)
+    rows = body_of(cluster.call("Master.GateReport", frame(gate_query=query))).rows
+    return [
+        StaleUpdates(TaskName(row.task), row.handle, row.staleness, row.updates)
+        for row in rows
+    ]

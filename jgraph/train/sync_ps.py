@@ -1,0 +1,320 @@
+"""Synchronous training: one update is the mean of what workers computed together.
+
+Every worker computes the gradient of its own batch from the same parameters. The ps
+average the first ones to come, the same set for every variable, and apply the mean with
+one traced optax update; then all workers go on with the new parameters.
+
+Source: Chen et al., "Revisiting Distributed Synchronous SGD", 2016 (backup workers);
+tensorflow/python/training/sync_replicas_optimizer.py.
+"""
+
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+from jgraph.cluster.client import Cluster
+from jgraph.cluster.gate_client import open_gate
+from jgraph.cluster.loops import LoopHandle, LoopReport, LoopRequest, SyncRequest
+from jgraph.errors import ConfigError, JGError
+from jgraph.graph.device import DeviceSpec
+from jgraph.graph.ir import Graph, TaskName
+from jgraph.plan.accumulate import MEAN, averaging, contributing, shards_of
+from jgraph.plan.plan import Plan, plan
+from jgraph.plan.program import Program
+from jgraph.train.async_ps import AsyncPS, AsyncRunner, end_loops
+from jgraph.train.data import Dataset
+from jgraph.train.runner import Chunk, Order, Position
+from jgraph.train.step import TrainStep
+from jgraph.train.sync_step import SyncStep
+
+CONTRIBUTIONS = "contributions"
+"""Metric of a step: how many contributions its update is the mean of (int32)."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SyncPS:
+    """Train on a cluster's workers in step: each update averages a set of gradients.
+
+    With ``b`` backup workers, the first ``workers - b`` contributions of a step count;
+    later ones are dropped, counted for their worker, and that worker goes on with the
+    newest parameters. When a worker goes away, a step takes as many contributions as
+    workers are left; the metric ``contributions`` says how many each step had.
+
+    The data is cut into one part per worker, and ``batch_size`` is that of one worker:
+    a step of ``n`` workers is one step of one process on their ``n`` batches together.
+    The model's state, such as BatchNorm statistics, is averaged like the gradients.
+
+    Args:
+      replicas_to_aggregate: contributions of a step; all workers but the backups if
+        unset.
+      backup_workers: how many workers a step does not wait for.
+      step_timeout_s: limit for one step, in seconds.
+
+    Raises:
+      ConfigError: a number outside what is possible.
+
+    Example:
+      >>> SyncPS(backup_workers=1)
+      SyncPS(replicas_to_aggregate=None, backup_workers=1, step_timeout_s=60.0)
+    """
+
+    replicas_to_aggregate: int | None = None
+    backup_workers: int = 0
+    step_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        wanted = self.replicas_to_aggregate
+        if wanted is not None and wanted < 1:
+            raise ConfigError(
+                f"replicas_to_aggregate is {wanted}; a step averages at least 1 "
+                "gradient, leave it out to average those of all workers"
+            )
+        if self.backup_workers < 0:
+            raise ConfigError(
+                f"backup_workers is {self.backup_workers}; it must be 0 or more"
+            )
+        if not self.step_timeout_s > 0:
+            raise ConfigError(
+                f"step_timeout_s is {self.step_timeout_s}; it must be over 0 seconds"
+            )
+
+    def contributions(self, workers: int) -> int:
+        """Returns how many contributions a step of so many workers takes.
+
+        Raises:
+          ConfigError: more than there are workers.
+
+        Example:
+          >>> SyncPS(backup_workers=1).contributions(4)
+          3
+        """
+        backups = self.backup_workers
+        wanted = self.replicas_to_aggregate or workers - backups
+        if wanted < 1 or wanted + backups > workers:
+            asked = "" if self.replicas_to_aggregate is None else f"{wanted} workers "
+            raise ConfigError(
+                f"SyncPS is to average {asked}with {backups} backup workers, and the "
+                f"cluster has {workers} workers; start more, or ask for less"
+            )
+        return wanted
+
+
+@final
+@dataclass(slots=True)
+class _Prepared:
+    graph: Graph
+    plan: Plan
+    apply: Program
+    names: list[str]
+    shards: list[TaskName]
+    handles: list[str] = field(default_factory=list)
+
+
+@final
+class SyncRunner:
+    """Runs gradient programs in the workers' loops, and updates on the ps.
+
+    Args:
+      step: the variables and the step; its variables have tasks.
+      cluster: with jobs ``ps`` and ``worker``.
+      strategy: how many contributions a step takes.
+
+    Raises:
+      ConfigError: the cluster has too few workers for the strategy.
+    """
+
+    def __init__(self, step: TrainStep, cluster: Cluster, strategy: SyncPS) -> None:
+        self._step = step
+        self._cluster = cluster
+        self._strategy = strategy
+        self._workers = cluster.tasks("worker")
+        self._wanted = strategy.contributions(len(self._workers))
+        # Variables, their values and checkpoints are the same business.
+        self._state = AsyncRunner(step, cluster, AsyncPS())
+        self._prepared: dict[str, _Prepared] = {}
+        self._last: _Prepared | None = None
+        self._done: Counter[int] = Counter()
+        self._uploaded = ""
+        self.compute_wait_s: Mapping[int, float] = {}
+        """For benchmarks: emulated computing by replica, see ``StepRun``."""
+
+    @property
+    def replicas(self) -> int:
+        """See ``Runner.replicas``."""
+        return len(self._workers)
+
+    def prepare(self, dataset: Dataset, batch_size: int) -> None:
+        """See ``Runner.prepare``."""
+        batch = dataset.avals(batch_size)
+        key = str(batch)
+        if key not in self._prepared:
+            self._prepared[key] = self._plan(batch)
+        self._last = self._prepared[key]
+
+    def run(self, order: Order) -> Generator[Chunk, None, None]:
+        """See ``Runner.run``."""
+        self.prepare(order.dataset, order.batch_size)
+        prepared = self._last
+        assert prepared is not None  # prepare sets it
+        with self._state.lock:
+            self._state.initialize()
+            self._register(prepared)
+            self._upload(prepared.graph, order.dataset)
+            version = self._state.global_step()
+            gate, shards = self._step.container, prepared.shards
+            open_gate(self._cluster, gate, shards, synchronous=True, version=version)
+            requests = self._requests(prepared, order, version)
+            loops = self._state.session.run_loops(requests)
+        try:
+            yield from self._follow(loops, prepared, order)
+        except GeneratorExit:
+            end_loops(loops)
+            raise
+        except JGError:
+            self._uploaded = ""  # a worker may have been started anew
+            raise
+
+    def _follow(
+        self, loops: LoopHandle, prepared: _Prepared, order: Order
+    ) -> Generator[Chunk, None, None]:
+        for report in loops:
+            if order.stop.is_set():
+                loops.stop()
+            if report.replica < len(self._workers):
+                if len(report.steps):
+                    self._done[report.replica] = int(report.steps[-1]) + 1
+            elif len(report.steps):
+                yield _chunk(report, prepared.names)
+
+    def global_step(self) -> int:
+        """See ``Runner.global_step``."""
+        return self._state.global_step()
+
+    def values(self, *, model_only: bool = False) -> Sequence[Any]:
+        """See ``Runner.values``."""
+        return self._state.values(model_only=model_only)
+
+    def position(self) -> Position:
+        """See ``Runner.position``."""
+        return None  # every worker has done as many steps as there are updates
+
+    def load(self, values: Sequence[Any], position: Position = None) -> None:
+        """See ``Runner.load``."""
+        self._state.load(values)
+        steps = int(self._step.unflatten(values)["global_step"])
+        self._done = Counter(dict.fromkeys(range(len(self._workers)), steps))
+
+    def plan(self) -> Any:
+        """See ``Runner.plan``."""
+        return None if self._last is None else self._last.plan
+
+    def close(self) -> None:
+        """See ``Runner.close``."""
+        self._state.close()
+
+    def _plan(self, batch: Any) -> _Prepared:
+        sync = SyncStep(self._step, batch, len(self._workers))
+        gate = self._step.container
+        apply_graph = sync.apply_graph()
+        # Who counts the updates applies them, and decides what they are made of.
+        step = self._step.variables[self._step.names.index("global_step")]
+        leader = TaskName(str(step.device))
+        applied = self._planned(apply_graph, leader).program
+        used = {v.name for p in applied.partitions for v in p.variables}
+        graph = sync.gradient_graph({name for name in used if name.startswith(MEAN)})
+        planned = self._planned(graph, self._workers[0])
+        planned = replace(planned, program=contributing(planned.program, gate))
+        shards = [leader, *(s for s in shards_of(planned.program) if s != leader)]
+        names = [*self._step.metric_names(apply_graph), CONTRIBUTIONS]
+        return _Prepared(
+            graph, planned, averaging(applied, gate, shards), names, shards
+        )
+
+    def _planned(self, graph: Graph, driver: TaskName) -> Plan:
+        return plan(
+            graph,
+            tasks=self._cluster.tasks(),
+            driver=driver,
+            default=DeviceSpec.from_string(driver),
+            platforms=self._cluster.platforms,
+        )
+
+    def _register(self, prepared: _Prepared) -> None:
+        if not prepared.handles:
+            programs = [
+                prepared.plan.program.rename_task(self._workers[0], worker)
+                for worker in self._workers
+            ]
+            prepared.handles = [
+                self._state.session.register(p) for p in [*programs, prepared.apply]
+            ]
+
+    def _upload(self, graph: Graph, dataset: Dataset) -> None:
+        digest = dataset.digest()
+        if digest == self._uploaded:
+            return
+        self._uploaded = ""
+        fields = list(dataset.fields.values())
+        feeds = [feed.name for feed in graph.feeds[: len(fields)]]
+        for index, worker in enumerate(self._workers):
+            own = [array[index :: len(self._workers)] for array in fields]
+            arrays = dict(zip(feeds, own, strict=True))
+            self._state.session.put_data(worker, self._data_name, arrays)
+        self._uploaded = digest
+
+    @property
+    def _data_name(self) -> str:
+        return f"{self._step.container}/part"
+
+    def _requests(
+        self, prepared: _Prepared, order: Order, version: int
+    ) -> list[LoopRequest]:
+        *handles, apply = prepared.handles
+        limit = self._strategy.step_timeout_s
+        feeds = {name for name, _ in prepared.plan.program.feeds}
+        workers = [
+            LoopRequest(
+                task=worker,
+                handle=handles[replica],
+                data=self._data_name,
+                steps=order.steps,
+                batch_size=order.batch_size,
+                seed=order.seed,
+                replica=replica,
+                first_step=self._done[replica],
+                step_feed="step" if "step" in feeds else "",
+                replica_feed="replica" if "replica" in feeds else "",
+                # The ps see better who is missing, and say so first.
+                step_timeout_s=2 * limit + 5,
+                report_every_s=order.report_every_s,
+                may_be_lost=True,
+                compute_wait_s=self.compute_wait_s.get(replica, 0.0),
+            )
+            for replica, worker in enumerate(self._workers)
+        ]
+        sync = SyncRequest(
+            gate=self._step.container,
+            version=version,
+            wanted=self._wanted,
+            replicas=dict(zip(handles, self._workers, strict=True)),
+            shards=prepared.shards,
+        )
+        arbiter = LoopRequest(
+            task=prepared.shards[0],
+            handle=apply,
+            data="",
+            steps=order.steps,
+            batch_size=0,
+            replica=len(workers),
+            step_timeout_s=limit,
+            report_every_s=order.report_every_s,
+            sync=sync,
+        )
+        return [arbiter, *workers]
+
+
+def _chunk(report: LoopReport, names: Sequence[str]) -> Chunk:
+    metrics = dict(zip(names, report.fetches, strict=True))
+    return Chunk(0, report.steps, report.seconds, metrics, dropped=report.dropped)
