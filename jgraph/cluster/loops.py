@@ -274,7 +274,7 @@ class LoopHandle:
                         seconds,
                         tuple(fetches),
                         dict(body.times),
-                        {TaskName(t): n for t, n in body.dropped.items()},
+                        dropped={TaskName(t): n for t, n in body.dropped.items()},
                     )
                 )
         except JGError as error:
@@ -303,9 +303,7 @@ class LoopHandle:
 
     def _leave(self, arbiter: LoopRequest, lost: TaskName) -> None:
         """Tells who decides in synchronous training that a worker is gone."""
-        order = pb.StopLoop(
-            loop=self._loop_name(arbiter), task=arbiter.task, lost=lost
-        )
+        order = pb.StopLoop(loop=self._loop_name(arbiter), task=arbiter.task, lost=lost)
 
         async def tell() -> None:
             replies = self._cluster.transport.call(

@@ -133,9 +133,9 @@ def test_late_contributions_of_a_slow_worker_are_dropped_and_counted(
     fit(there, 1)
     slow_down(there, 1, 0.1)
     reports: list[Any] = []
-    run = fit(there, 200, callbacks=[lambda run, report: reports.append(report)])
+    run = fit(there, 60, callbacks=[lambda run, report: reports.append(report)])
     assert set(run.metrics("contributions")["value"]) == {1}
-    assert run.steps == 201
+    assert run.steps == 61
     late = run.dropped()["/job:worker/task:1"]
     assert 0 < late < 50
     assert f"/job:worker/task:1 late {late}" in str(reports[-1])
@@ -228,3 +228,21 @@ def test_more_workers_than_there_are_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(trainer(cluster, strategy=SyncPS(**options)), 1)
+
+
+def test_worker_that_leaves_does_not_stop_the_run() -> None:
+    servers = Servers(ps=2, worker=3)
+    lost = "/job:worker/task:2"
+
+    def leave(run: Any, report: Any) -> None:
+        if report.step > 10:
+            servers.server(lost).stop(grace_s=0)
+
+    with connect(servers.server("/job:ps/task:0").target, timeout_s=20) as cluster:
+        there = trainer(cluster)
+        run = fit(there, 400, callbacks=[leave])
+        counts = run.metrics("contributions")["value"]
+        assert run.steps == 400
+        assert counts[0] == 3
+        assert counts[-1] == 2
+    servers.stop()
