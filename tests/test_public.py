@@ -19,6 +19,7 @@ PUBLIC = [
     "LocalCluster",
     "Server",
     "Session",
+    "SyncPS",
     "Trainer",
     "Variable",
     "__version__",
