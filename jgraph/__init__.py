@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from jgraph.graph.function import function
     from jgraph.graph.ir import Graph
     from jgraph.graph.variable import Variable
+    from jgraph.plan.partitioner import (
+        fixed_size_partitioner,
+        min_max_variable_partitioner,
+        variable_axis_size_partitioner,
+    )
+    from jgraph.plan.spread import GreedyLoadBalancing, RoundRobin
     from jgraph.train.async_ps import AsyncPS
     from jgraph.train.bags import embedding_bag
     from jgraph.train.local import Local
@@ -44,9 +50,11 @@ _HOMES = {
     "ClusterSpec": "jgraph.cluster.spec",
     "DeviceSpec": "jgraph.graph.device",
     "Graph": "jgraph.graph.ir",
+    "GreedyLoadBalancing": "jgraph.plan.spread",
     "JGError": "jgraph.errors",
     "Local": "jgraph.train.local",
     "LocalCluster": "jgraph.cluster.local",
+    "RoundRobin": "jgraph.plan.spread",
     "Server": "jgraph.cluster.server",
     "Session": "jgraph.cluster.session",
     "SyncPS": "jgraph.train.sync_ps",
@@ -58,7 +66,10 @@ _HOMES = {
     "doctor": "jgraph.diagnose",
     "embedding_bag": "jgraph.train.bags",
     "errors": "jgraph.errors",
+    "fixed_size_partitioner": "jgraph.plan.partitioner",
     "function": "jgraph.graph.function",
+    "min_max_variable_partitioner": "jgraph.plan.partitioner",
+    "variable_axis_size_partitioner": "jgraph.plan.partitioner",
 }
 
 __all__ = [
@@ -66,9 +77,11 @@ __all__ = [
     "ClusterSpec",
     "DeviceSpec",
     "Graph",
+    "GreedyLoadBalancing",
     "JGError",
     "Local",
     "LocalCluster",
+    "RoundRobin",
     "Server",
     "Session",
     "SyncPS",
@@ -81,7 +94,10 @@ __all__ = [
     "doctor",
     "embedding_bag",
     "errors",
+    "fixed_size_partitioner",
     "function",
+    "min_max_variable_partitioner",
+    "variable_axis_size_partitioner",
 ]
 
 

@@ -14,9 +14,11 @@ PUBLIC = [
     "ClusterSpec",
     "DeviceSpec",
     "Graph",
+    "GreedyLoadBalancing",
     "JGError",
     "Local",
     "LocalCluster",
+    "RoundRobin",
     "Server",
     "Session",
     "SyncPS",
@@ -29,7 +31,10 @@ PUBLIC = [
     "doctor",
     "embedding_bag",
     "errors",
+    "fixed_size_partitioner",
     "function",
+    "min_max_variable_partitioner",
+    "variable_axis_size_partitioner",
 ]
 OBJECTS = [name for name in PUBLIC if name not in {"__version__", "errors"}]
 # What `import jgraph` must not bring with it.

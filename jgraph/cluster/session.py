@@ -18,7 +18,10 @@ from jgraph.cluster.variables import (
     as_variables,
     checked_values,
     in_pieces,
+    joined,
     key_of,
+    shards_of,
+    split,
 )
 from jgraph.errors import ClusterError, ConfigError, UninitializedError
 from jgraph.graph.function import Function
@@ -161,7 +164,8 @@ class Session:
         wanted = as_variables(variables, "initialize")
         stored = self._initialize(wanted, again=again)
         for variable in wanted:
-            if variable.init is None and key_of(variable.spec) not in stored:
+            keys = {key_of(spec) for spec in variable.spec.shards}
+            if variable.init is None and not keys <= stored:
                 raise UninitializedError(
                     f"variable '{variable.name}' has no init function; give it a value "
                     f"with session.write({{{variable.name}: array}})",
@@ -175,7 +179,7 @@ class Session:
         stored = self._variables.look_up(v.spec for v in wanted)
         missing = [
             v
-            for v in wanted
+            for v in shards_of(wanted)
             if v.init is not None and (again or key_of(v.spec) not in stored)
         ]
         self._variables.choose([v.spec for v in missing])
@@ -194,9 +198,9 @@ class Session:
         variables = as_variables(variables, "read")
         self._variables.look_up(v.spec for v in variables)
         values: dict[str, Any] = {}
-        for piece in in_pieces(variables):
+        for piece in in_pieces(shards_of(variables)):
             values |= self._run_once("read", partial(_values, piece), (), piece)
-        return values
+        return {v.name: joined(v, values) for v in variables}
 
     def write(self, values: Mapping[Variable, Any]) -> None:
         """Replaces the values of variables; creates those that have none.
@@ -212,10 +216,12 @@ class Session:
         variables, new = as_variables(values, "write"), checked_values(values)
         self._variables.look_up(v.spec for v in variables)
 
-        arrays = dict(zip(variables, new, strict=True))
+        arrays: dict[str, Any] = {}
+        for variable, value in zip(variables, new, strict=True):
+            arrays |= split(variable, value)
         self._variables.choose([v.spec for v in variables])
-        for piece in in_pieces(variables):
-            given = [arrays[v] for v in piece]
+        for piece in in_pieces(shards_of(variables)):
+            given = [arrays[v.name] for v in piece]
             self._run_once("write", partial(_assign, piece), (given,), piece)
         self._variables.note_initialized(variables)
 

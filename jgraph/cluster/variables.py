@@ -39,6 +39,8 @@ class VariableDirectory:
     def look_up(self, specs: Iterable[VariableSpec]) -> set[tuple[str, str]]:
         """Asks the cluster what it has stored and takes over where that is.
 
+        Sharded variables are stored as their shards.
+
         Returns:
           (container, name) of everything stored.
 
@@ -50,7 +52,7 @@ class VariableDirectory:
         query = frame(variable_query=pb.VariableQuery())
         table = body_of(self._cluster.call("Master.Variables", query))
         stored = {(row.container, row.name): row for row in table.variables}
-        for spec in specs:
+        for spec in (shard for logical in specs for shard in logical.shards):
             if table.missing and key_of(spec) not in stored:
                 raise from_status(table.missing[0])  # it may be there
             if (row := stored.get(key_of(spec))) is not None:
@@ -59,8 +61,12 @@ class VariableDirectory:
         return set(stored)
 
     def choose(self, specs: Sequence[VariableSpec]) -> dict[str, TaskName]:
-        """Returns the task of each variable by name, choosing where that is open."""
+        """Returns the task of each variable by name, choosing where that is open.
+
+        Of a sharded variable, those of its shards.
+        """
         cluster = self._cluster
+        specs = [shard for spec in specs for shard in spec.shards]
         tasks = Tasks(tuple(cluster.tasks()), cluster.master, DeviceSpec())
         found = assign_variables(specs, tasks, self.tasks)
         chosen = {s.name: task for s, task in zip(specs, found, strict=True)}
@@ -90,6 +96,29 @@ def in_pieces(
         pieces[-1].append(variable)
         room -= size
     return pieces
+
+
+def shards_of(variables: Iterable[Variable]) -> list[Variable]:
+    """Returns the shards of variables, or themselves where they are whole."""
+    return [shard for variable in variables for shard in variable.shards]
+
+
+def joined(variable: Variable, values: Mapping[str, Any]) -> Any:
+    """Returns the value of a variable, given those of its shards by name."""
+    sharding = variable.spec.sharding
+    parts = [values[spec.name] for spec in variable.spec.shards]
+    return parts[0] if sharding is None else sharding.joined(parts)
+
+
+def split(variable: Variable, value: Any) -> dict[str, Any]:
+    """Returns the values of a variable's shards by name."""
+    sharding, specs = variable.spec.sharding, variable.spec.shards
+    if sharding is None:
+        return {variable.name: value}
+    array = np.asarray(value)
+    return {
+        spec.name: array[sharding.index(array.ndim, n)] for n, spec in enumerate(specs)
+    }
 
 
 def key_of(spec: VariableSpec) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jgraph.errors import ShardingError
@@ -74,6 +75,23 @@ class Sharding:
         shape[self.axis] = longest * self.shards
         whole = lax.reshape(stacked, shape)
         return lax.slice_in_dim(whole, 0, self.layout.rows, axis=self.axis)
+
+    def index(self, ndim: int, shard: int) -> tuple[slice, ...]:
+        """Returns the index of one shard in a numpy array of ``ndim`` axes."""
+        start = sum(self.layout.sizes[:shard])
+        mine = slice(start, start + self.layout.sizes[shard])
+        if self.layout.kind == "mod":
+            mine = slice(shard, None, self.shards)
+        return tuple(mine if n == self.axis else slice(None) for n in range(ndim))
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Returns the numpy array that has these shards."""
+        shape = list(parts[0].shape)
+        shape[self.axis] = self.layout.rows
+        whole = np.empty(shape, parts[0].dtype)
+        for shard, part in enumerate(parts):
+            whole[self.index(whole.ndim, shard)] = part
+        return whole
 
 
 def _padded(part: Any, axis: int, length: int) -> Any:

@@ -18,8 +18,10 @@ from jgraph.cluster.session import Session
 from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.sharding import Partitioner
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.spread import assign_largest_first
+from jgraph.plan.spread import PlacementFunction, spread
+from jgraph.train.arrange import Arrangement
 from jgraph.train.data import Dataset
 from jgraph.train.runner import Chunk, Order, Position, position_in
 from jgraph.train.step import TrainStep
@@ -38,6 +40,13 @@ class AsyncPS:
     Args:
       step_timeout_s: limit for one step of a worker.
       max_staleness: not in this version; None: a gradient may be as old as it is.
+      variable_partitioner: cuts parameters into shards, for example
+        ``jg.fixed_size_partitioner(2)``; the optimizer's state is cut alike.
+      partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or
+        ``"mod"`` (every n-th).
+      placement: chooses the ps of each parameter or shard: ``jg.RoundRobin()``,
+        ``jg.GreedyLoadBalancing()``, or a function of (bytes by name, tasks); by
+        bytes, largest first, if unset.
 
     Raises:
       ConfigError: an option outside what this version can do.
@@ -49,6 +58,9 @@ class AsyncPS:
 
     step_timeout_s: float = 60.0
     max_staleness: None = None
+    variable_partitioner: Partitioner | None = None
+    partition_strategy: str = "div"
+    placement: PlacementFunction | None = None
 
     def __post_init__(self) -> None:
         if self.max_staleness is not None:
@@ -61,19 +73,33 @@ class AsyncPS:
                 f"step_timeout_s is {self.step_timeout_s}; it must be over 0 seconds"
             )
 
+    def arrangement(self, cluster: Cluster) -> Arrangement:
+        """Returns how variables are cut and placed on a cluster.
+
+        Raises:
+          ConfigError: the cluster has no ps or no worker.
+        """
+        return Arrangement(
+            Placement(cluster, self.placement),
+            self.variable_partitioner,
+            self.partition_strategy,
+        )
+
     def __repr__(self) -> str:
         return f"AsyncPS(step_timeout_s={self.step_timeout_s})"
 
 
 @final
 class Placement:
-    """Variables over the ps tasks of a cluster, by bytes.
+    """Variables over the ps tasks of a cluster, by bytes or as a function says.
 
     Raises:
       ConfigError: the cluster has no ps or no worker.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(
+        self, cluster: Cluster, placement: PlacementFunction | None = None
+    ) -> None:
         for job in ("ps", "worker"):
             if job not in cluster.spec.jobs:
                 raise ConfigError(
@@ -82,11 +108,11 @@ class Placement:
                     "jg.LocalCluster(ps=1, workers=1)"
                 )
         self._tasks = cluster.tasks("ps")
+        self._placement = placement
 
     def __call__(self, sizes: Mapping[str, int]) -> dict[str, TaskName]:
         """Returns the task of each group, given its bytes."""
-        load = dict.fromkeys(self._tasks, 0)
-        return assign_largest_first(dict(sizes), self._tasks, load)
+        return spread(sizes, self._tasks, self._placement)
 
 
 def new_container() -> str:

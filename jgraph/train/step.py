@@ -1,6 +1,6 @@
 """One training step as a graph: variables for all state, loss, gradients, update."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -10,12 +10,13 @@ import optax
 
 from jgraph import _compat
 from jgraph.errors import ConfigError
-from jgraph.graph.device import DeviceSpec, device
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.device import device
+from jgraph.graph.ir import Graph
 from jgraph.graph.rows import NO_ID
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.train.adapters import Adapter, Tree
+from jgraph.train.arrange import Arrangement
 from jgraph.train.row_step import Rows, RowStep, Sparse, decide
 from jgraph.train.sparse import find_row_tables
 
@@ -27,8 +28,6 @@ CHECKS = {FINITE, BAD_IDS}
 """Metrics that are checked, and not shown."""
 
 Path = tuple[str, ...]
-Place = Callable[[Mapping[str, int]], Mapping[str, TaskName]]
-"""Chooses a task for each group of variables, given the bytes of each group."""
 
 
 @final
@@ -44,7 +43,7 @@ class TrainStep:
       adapter: the model and its loss.
       tx: the optimizer; it sees the parameters as nested dicts.
       check_finite: compute which gradients are finite, and skip an update that is not.
-      place: where variables live. A parameter and its optimizer state stay together.
+      arrangement: how variables are cut and placed.
       container: of the variables.
       sparse: as for ``Trainer``.
       check_ids: make ``BAD_IDS``, and skip an update that has one.
@@ -56,7 +55,7 @@ class TrainStep:
         tx: optax.GradientTransformation,
         *,
         check_finite: bool = False,
-        place: Place | None = None,
+        arrangement: Arrangement | None = None,
         container: str = "",
         sparse: Sparse = "auto",
         check_ids: bool = False,
@@ -77,15 +76,11 @@ class TrainStep:
         leaves, self.tree = jax.tree_util.tree_flatten_with_path(tree)
         paths = [_path(keys) for keys, _ in leaves]
         self._groups = groups = group_with_parameters(paths)
-        tasks = {} if place is None else place(_bytes_of(groups, leaves))
-        self.variables: tuple[Variable, ...] = tuple(
-            Variable(
-                "/".join(path),
-                value,
-                device=DeviceSpec.from_string(tasks.get(group, "")),
-                container=container,
-            )
-            for path, group, (_, value) in zip(paths, groups, leaves, strict=True)
+        self.variables: tuple[Variable, ...] = (arrangement or Arrangement()).variables(
+            ["/".join(path) for path in paths],
+            groups,
+            [value for _, value in leaves],
+            container,
         )
         self.initial_values: list[jax.Array] = [value for _, value in leaves]
         self.checked = ["loss", *(n for n in self.names if n.startswith("params/"))]
@@ -343,13 +338,6 @@ def group_with_parameters(paths: Sequence[Path]) -> list[str]:
         return "/".join(path)
 
     return [group(path) for path in paths]
-
-
-def _bytes_of(groups: Sequence[str], leaves: Sequence[Any]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for group, (_, value) in zip(groups, leaves, strict=True):
-        sizes[group] = sizes.get(group, 0) + value.nbytes
-    return sizes
 
 
 def _path(keys: tuple[Any, ...]) -> Path:

@@ -23,7 +23,7 @@ from jgraph.train.adapters import (
     adapt,
     check_model,
 )
-from jgraph.train.async_ps import AsyncRunner, Placement, new_container
+from jgraph.train.async_ps import AsyncRunner, new_container
 from jgraph.train.data import (
     Data,
     Dataset,
@@ -378,13 +378,17 @@ class Trainer:
 
     def _runner(self, adapter: Adapter) -> tuple[TrainStep, Runner]:
         cluster, strategy = self._cluster, self._strategy
+        if cluster is None or isinstance(strategy, Local):
+            arrangement = None
+        else:
+            arrangement = strategy.arrangement(cluster)
         step = TrainStep(
             adapter,
             self._tx,
             check_finite=self._check_finite,
             sparse=self._sparse,
             check_ids=isinstance(strategy, Local),
-            place=None if cluster is None else Placement(cluster),
+            arrangement=arrangement,
             container="" if cluster is None else new_container(),
         )
         if cluster is None or isinstance(strategy, Local):

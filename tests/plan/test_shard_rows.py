@@ -1,7 +1,7 @@
 """Tables by rows: what a step does to rows is done by the shards that have them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,20 +16,34 @@ from jgraph.graph.ir import Graph
 from jgraph.graph.rows import unique_rows
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
-from tests.plan.sharded import check_shard, checker
+from jgraph.plan.plan import plan
+from jgraph.plan.program import LookupNode
+from tests.plan.sharded import check_shard, checker, join_values, split_values
+from tests.plan.support import (
+    DRIVER,
+    FAST,
+    TASKS,
+    assert_same,
+    check_program,
+    reference,
+    simulated,
+)
 
 ROWS = 7
 IDS = np.array([4, 1, 4, 6], np.int32)
 CHOICES = [(1, "div"), (3, "div"), (3, "mod")]
 
 
-def table(name: str, shards: int, kind: str = "div", width: int = 2) -> Variable:
-    value = np.random.default_rng(len(name)).normal(size=(ROWS, width))
+def table(
+    name: str, shards: int, kind: str = "div", homes: Sequence[str] = ()
+) -> Variable:
+    value = np.random.default_rng(len(name)).normal(size=(ROWS, 2))
     return Variable(
         name,
         value.astype(np.float32),
         partitioner=lambda shape, dtype: [shards, 1],
         partition_strategy=kind,
+        shard_devices=homes,
     )
 
 
@@ -176,3 +190,25 @@ def test_a_table_that_is_also_read_whole_stays_right() -> None:
     graph, _ = trace(step, IDS)
     sharded = check_shard(graph, values_of(graph, t), IDS)
     assert [g.variable for g in sharded.gathered] == ["t"]
+
+
+@pytest.mark.parametrize("kind", ["div", "mod"])
+def test_a_planned_update_of_rows_moves_only_rows(kind: str) -> None:
+    homes = ["/job:ps/task:0", "/job:ps/task:1"]
+    t, m, v = (table(name, 2, kind, homes=homes) for name in ("t", "mu", "nunu"))
+    graph, _ = trace(adam_step([t], [[m, positive(v)]]), IDS)
+    planned = plan(graph, tasks=TASKS, driver=DRIVER)
+    check_program(planned.program)
+    wholes = dict(
+        zip([s.name for s in graph.variables], values_of(graph, t, m, v), strict=True)
+    )
+    parts = split_values(graph, list(wholes.values()))
+    names = [spec.name for spec in planned.graph.variables]
+    values = dict(zip(names, parts, strict=True))
+    wanted = reference(graph, wholes, IDS, FAST)
+    fetches, after = simulated(planned, values, IDS, FAST)
+    joined = join_values(graph, [after[name] for name in names])
+    got = fetches, dict(zip(wholes, joined, strict=True))
+    assert_same(got, wanted, exact=False)
+    ps = planned.program.partition(TASKS[0])
+    assert any(isinstance(node, LookupNode) for node in ps.nodes)

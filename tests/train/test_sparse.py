@@ -17,6 +17,7 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, eval_graph
 from jgraph.plan.plan import plan
 from jgraph.train.adapters import adapt
+from jgraph.train.arrange import Arrangement
 from jgraph.train.step import TrainStep
 from jgraph.train.trainer import Trainer
 
@@ -289,7 +290,9 @@ def test_bytes_of_a_step_do_not_depend_on_the_table() -> None:
     def nbytes(rows: int, sparse: Any) -> int:
         adapter = of_table(two_lookups, rows)
         place = lambda sizes: dict.fromkeys(sizes, PS)
-        step = TrainStep(adapter, optax.adagrad(0.1), place=place, sparse=sparse)
+        step = TrainStep(
+            adapter, optax.adagrad(0.1), arrangement=Arrangement(place), sparse=sparse
+        )
         graph = step.graph(batch)
         home = DeviceSpec.from_string(WORKER)
         planned = plan(graph, tasks=[PS, WORKER], driver=WORKER, default=home)

@@ -17,6 +17,7 @@ from jgraph.graph.ir import TaskName, eval_graph
 from jgraph.plan.plan import plan
 from jgraph.plan.simulate import run_program
 from jgraph.train.adapters import adapt
+from jgraph.train.arrange import Arrangement
 from jgraph.train.step import TrainStep, group_with_parameters
 from tests.train.models import (
     LinenNorm,
@@ -102,7 +103,9 @@ def test_metric_of_several_arrays_is_refused() -> None:
 def test_step_over_two_servers_and_a_worker_equals_the_whole(
     tx: Any, check_finite: bool
 ) -> None:
-    step = make_step(tx, model=NnxNorm, place=in_turn, check_finite=check_finite)
+    step = make_step(
+        tx, model=NnxNorm, arrangement=Arrangement(in_turn), check_finite=check_finite
+    )
     graph = step.graph(batch())
     planned = plan(
         graph,
@@ -126,7 +129,7 @@ def test_step_over_two_servers_and_a_worker_equals_the_whole(
 
 
 def test_update_lands_where_its_variables_are() -> None:
-    step = make_step(optax.adam(1e-2), place=in_turn)
+    step = make_step(optax.adam(1e-2), arrangement=Arrangement(in_turn))
     planned = plan(
         step.graph(batch()),
         tasks=[*PS, WORKER],

@@ -1,0 +1,126 @@
+"""Where the variables of a training run go: their shards and their tasks.
+
+A parameter and the optimizer's state for it are cut alike and live together, shard by
+shard: an update then needs nothing from elsewhere.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+from jgraph.errors import ConfigError
+from jgraph.graph.device import DeviceSpec
+from jgraph.graph.ir import TaskName
+from jgraph.graph.sharding import Partitioner, Sharding, sharding_of
+from jgraph.graph.variable import Variable
+from jgraph.plan.spread import nbytes_of
+
+Place: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, TaskName]]
+"""Chooses a task for each group of variables, given the bytes of each group."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How the variables of a run are cut and placed.
+
+    Attributes:
+      place: where they live; the plan's choice if unset.
+      partitioner: into how many shards a parameter is cut; whole if unset.
+      partition_strategy: ``"div"`` or ``"mod"``: which rows a shard has.
+    """
+
+    place: Place | None = None
+    partitioner: Partitioner | None = None
+    partition_strategy: str = "div"
+
+    def variables(
+        self,
+        names: Sequence[str],
+        groups: Sequence[str],
+        values: Sequence[Any],
+        container: str = "",
+    ) -> tuple[Variable, ...]:
+        """Returns a variable for each value.
+
+        Args:
+          names: of the variables.
+          groups: name of the parameter that each belongs to, or its own.
+          values: initial values, as for ``Variable``.
+          container: of the variables.
+
+        Raises:
+          ConfigError: the partitioner is no function.
+          ShardingError: it wants shards that cannot be.
+        """
+        given = dict(zip(names, values, strict=True))
+        cuts = {n: self._cut(n, v) for n, v in given.items() if n.startswith("params/")}
+
+        def make(name: str, group: str, devices: Sequence[DeviceSpec] = ()) -> Variable:
+            counts = cuts.get(group)
+            shape = _shape(given[name])
+            if counts is None or shape != _shape(given[group]):
+                device = devices[0] if devices else DeviceSpec()
+                return Variable(name, given[name], device=device, container=container)
+            return Variable(
+                name,
+                given[name],
+                container=container,
+                partitioner=lambda *_: counts,
+                partition_strategy=self.partition_strategy,
+                shard_devices=devices,
+            )
+
+        pairs = list(zip(names, groups, strict=True))
+        made = tuple(make(name, group) for name, group in pairs)
+        if self.place is None:
+            return made
+        tasks = self.place(_bytes_of(made, groups))
+
+        def devices(variable: Variable, group: str) -> list[DeviceSpec]:
+            keys = [_key(group, n) for n in range(len(variable.spec.shards))]
+            return [DeviceSpec.from_string(tasks[key]) for key in keys]
+
+        return tuple(
+            make(name, group, devices(variable, group))
+            for variable, (name, group) in zip(made, pairs, strict=True)
+        )
+
+    def _cut(self, name: str, value: Any) -> list[int] | None:
+        if self.partitioner is None or not _shape(value):
+            return None
+        if not callable(self.partitioner):
+            raise ConfigError(
+                f"variable_partitioner is {self.partitioner!r:.60}; give a partitioner "
+                "such as jg.fixed_size_partitioner(2)"
+            )
+        shape, dtype = _shape(value), _dtype(value)
+        counts = self.partitioner(shape, dtype)
+        cut = sharding_of(name, shape, counts, self.partition_strategy)
+        return None if cut is None else _counts(cut, len(shape))
+
+
+def _counts(cut: Sharding, ndim: int) -> list[int]:
+    return [cut.shards if axis == cut.axis else 1 for axis in range(ndim)]
+
+
+def _key(group: str, shard: int) -> str:
+    return group if shard == 0 else f"{group}/part_{shard}"
+
+
+def _bytes_of(variables: Sequence[Variable], groups: Sequence[str]) -> dict[str, int]:
+    """Returns the bytes of what must live together; first shards with the whole."""
+    sizes: dict[str, int] = {}
+    for variable, group in zip(variables, groups, strict=True):
+        for number, spec in enumerate(variable.spec.shards):
+            key = _key(group, number)
+            sizes[key] = sizes.get(key, 0) + nbytes_of(spec)
+    return sizes
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value[0] if isinstance(value, tuple) else value.shape)
+
+
+def _dtype(value: Any) -> Any:
+    return value[1] if isinstance(value, tuple) else value.dtype
