@@ -16,12 +16,15 @@ from jgraph.cluster.options import check_options
 from jgraph.cluster.variables import (
     VariableDirectory,
     as_variables,
+    assign,
+    assign_initial,
     checked_values,
     in_pieces,
     joined,
     key_of,
     shards_of,
     split,
+    values_of,
 )
 from jgraph.errors import ClusterError, ConfigError, UninitializedError
 from jgraph.graph.function import Function
@@ -184,7 +187,7 @@ class Session:
         ]
         self._variables.choose([v.spec for v in missing])
         for piece in in_pieces(missing):
-            self._run_once("initialize", partial(_assign_initial, piece), (), piece)
+            self._run_once("initialize", partial(assign_initial, piece), (), piece)
         self._variables.note_initialized(wanted)
         return stored
 
@@ -199,7 +202,7 @@ class Session:
         self._variables.look_up(v.spec for v in variables)
         values: dict[str, Any] = {}
         for piece in in_pieces(shards_of(variables)):
-            values |= self._run_once("read", partial(_values, piece), (), piece)
+            values |= self._run_once("read", partial(values_of, piece), (), piece)
         return {v.name: joined(v, values) for v in variables}
 
     def write(self, values: Mapping[Variable, Any]) -> None:
@@ -216,13 +219,12 @@ class Session:
         variables, new = as_variables(values, "write"), checked_values(values)
         self._variables.look_up(v.spec for v in variables)
 
-        arrays: dict[str, Any] = {}
-        for variable, value in zip(variables, new, strict=True):
-            arrays |= split(variable, value)
+        pairs = zip(variables, new, strict=True)
+        parts = iter([part for pair in pairs for part in split(*pair)])
         self._variables.choose([v.spec for v in variables])
         for piece in in_pieces(shards_of(variables)):
-            given = [arrays[v.name] for v in piece]
-            self._run_once("write", partial(_assign, piece), (given,), piece)
+            given = [next(parts) for _ in piece]
+            self._run_once("write", partial(assign, piece), (given,), piece)
         self._variables.note_initialized(variables)
 
     # ------------------------------------------------------------ for trainers
@@ -384,21 +386,3 @@ class Session:
             raise ConfigError(
                 "this session is closed; open another with cluster.session()"
             )
-
-
-# What the session traces for itself; the variables are bound, the arrays are fed.
-
-
-def _assign_initial(variables: Sequence[Variable]) -> None:
-    for variable in variables:
-        assert variable.init is not None  # chosen by the caller
-        variable[...] = variable.init()
-
-
-def _values(variables: Sequence[Variable]) -> dict[str, Any]:
-    return {variable.name: variable[...] for variable in variables}
-
-
-def _assign(variables: Sequence[Variable], arrays: list[Any]) -> None:
-    for variable, array in zip(variables, arrays, strict=True):
-        variable[...] = array

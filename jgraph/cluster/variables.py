@@ -110,15 +110,13 @@ def joined(variable: Variable, values: Mapping[str, Any]) -> Any:
     return parts[0] if sharding is None else sharding.joined(parts)
 
 
-def split(variable: Variable, value: Any) -> dict[str, Any]:
-    """Returns the values of a variable's shards by name."""
-    sharding, specs = variable.spec.sharding, variable.spec.shards
+def split(variable: Variable, value: Any) -> list[Any]:
+    """Returns the values of a variable's shards."""
+    sharding = variable.spec.sharding
     if sharding is None:
-        return {variable.name: value}
+        return [value]
     array = np.asarray(value)
-    return {
-        spec.name: array[sharding.index(array.ndim, n)] for n, spec in enumerate(specs)
-    }
+    return [array[sharding.index(array.ndim, n)] for n in range(sharding.shards)]
 
 
 def key_of(spec: VariableSpec) -> tuple[str, str]:
@@ -186,3 +184,24 @@ def _check_stored(spec: VariableSpec, row: pb.VariableInfo) -> None:
             "cluster.reset()",
             variable=spec.name,
         )
+
+
+# What a session traces for itself; the variables are bound, the arrays are fed.
+
+
+def assign_initial(variables: Sequence[Variable]) -> None:
+    """Gives variables what their init functions make."""
+    for variable in variables:
+        assert variable.init is not None  # chosen by the caller
+        variable[...] = variable.init()
+
+
+def values_of(variables: Sequence[Variable]) -> dict[str, Any]:
+    """Returns the values of variables by name."""
+    return {variable.name: variable[...] for variable in variables}
+
+
+def assign(variables: Sequence[Variable], arrays: list[Any]) -> None:
+    """Gives variables these values."""
+    for variable, array in zip(variables, arrays, strict=True):
+        variable[...] = array

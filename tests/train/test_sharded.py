@@ -136,3 +136,41 @@ def test_a_session_sees_sharded_variables_whole(cluster: Cluster) -> None:
             tasks = session.variable_tasks([w])
         assert set(tasks) == {f"w-{strategy}/part_0", f"w-{strategy}/part_1"}
         assert len(set(tasks.values())) == 2
+
+
+class Bag(nnx.Module):
+    """A table whose rows are looked up, and a layer."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.table = nnx.Embed(200, 4, rngs=rngs)
+        self.last = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.last(self.table(ids).mean(axis=1))[:, 0]
+
+
+def bag_loss(model: Any, batch: Any) -> Any:
+    ids, y = batch
+    return ((model(ids) - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("strategy", ["div", "mod"])
+def test_a_sharded_table_is_trained_by_its_rows(
+    cluster: Cluster, strategy: str
+) -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 200, (40, 2)).astype(np.int32)
+    batches = ids, rng.normal(size=40).astype(np.float32)
+
+    def train(**options: Any) -> tuple[Trainer, Any]:
+        model = Bag(rngs=nnx.Rngs(0))
+        made = Trainer(model, bag_loss, optax.adagrad(0.1), **options)
+        return made, made.fit(batches, steps=5, batch_size=8, progress=False)
+
+    _, alone = train()
+    sharding = AsyncPS(
+        variable_partitioner=jg.fixed_size_partitioner(3), partition_strategy=strategy
+    )
+    sharded, run = train(cluster=cluster, strategy=sharding)
+    assert_close(nnx.state(run.model()), nnx.state(alone.model()))
+    assert sharded.plan().nbytes_per_step < 200 * 4 * 4
