@@ -22,7 +22,8 @@ from jgraph.graph.ir import Graph, TaskName
 from jgraph.plan.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
-from jgraph.train.async_ps import AsyncPS, AsyncRunner, end_loops
+from jgraph.train.arrange import Arrangement
+from jgraph.train.async_ps import AsyncPS, AsyncRunner, Placement, end_loops
 from jgraph.train.data import Dataset
 from jgraph.train.runner import Chunk, Order, Position
 from jgraph.train.step import TrainStep
@@ -63,6 +64,14 @@ class SyncPS:
     replicas_to_aggregate: int | None = None
     backup_workers: int = 0
     step_timeout_s: float = 60.0
+
+    def arrangement(self, cluster: Cluster) -> Arrangement:
+        """Returns how variables are placed on a cluster: by bytes, whole.
+
+        Raises:
+          ConfigError: the cluster has no ps or no worker.
+        """
+        return Arrangement(Placement(cluster))
 
     def __post_init__(self) -> None:
         wanted = self.replicas_to_aggregate
