@@ -1,5 +1,6 @@
 """A partition made ready to run: executables, and who waits for whom."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
@@ -59,7 +60,7 @@ class LoadedPartition:
       consumers: per value, the nodes that take it.
       followers: per node, the nodes that name it in ``after``.
       costs: per node, what running it has cost so far.
-      owned: values that a segment makes for one node only.
+      owned: values that a segment makes for one use only.
     """
 
     partition: Partition
@@ -102,6 +103,7 @@ def load_partition(
             consumers[value].append(index)
         for earlier in after:
             followers[earlier].append(index)
+    uses = Counter(v for node in partition.nodes for v in inputs_of(node))
     return LoadedPartition(
         partition,
         tuple(executables),
@@ -114,7 +116,7 @@ def load_partition(
             for node in partition.nodes
             if isinstance(node, SegmentNode)
             for value in node.outs
-            if len(consumers[value]) == 1
+            if uses[value] == 1
         ),
     )
 

@@ -222,3 +222,24 @@ def test_rows_that_no_route_gave_are_refused(tasks: Tasks) -> None:
     dst, key, name, _ = tasks.messages.popleft()
     tasks.runtimes[dst].deliver(key, name, [ids(1, SIZE)])
     assert isinstance(tasks.outcomes[PS, step], MalformedMessageError)
+
+
+def test_variables_given_one_value_do_not_share_its_memory() -> None:
+    tasks = Tasks(PS)
+    a, b, c = (jg.Variable(n, jnp.zeros((SIZE, WIDTH)), device=PS) for n in "abc")
+
+    def step(x: jax.Array) -> jax.Array:
+        value = jnp.zeros((SIZE, WIDTH)) + x
+        a[...] = value
+        b[...] = value
+        c[...] = jnp.zeros((SIZE, WIDTH)) + x
+        return x
+
+    graph, _ = trace(step, jax.ShapeDtypeStruct((), jnp.float32))
+    tasks.register("init", plan(graph, tasks=[PS], driver=PS).program)
+    tasks.run("init", 1, {"x": np.float32(2)})
+    stored = [StoredVariable(n, TABLE.type) for n in "abc"]
+    store = tasks.runtimes[PS].store
+    run = jax.jit(lambda rows: [rows + 1])
+    store.update([], [], run, [RowsOf(stored[0], ids(1), ROWS)])
+    assert [float(v[1, 0]) for v in store.read(stored)] == [3.0, 2.0, 2.0]
