@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jgraph.train.async_ps import AsyncPS
     from jgraph.train.bags import embedding_bag
     from jgraph.train.local import Local
+    from jgraph.train.source import Source
     from jgraph.train.sync_ps import SyncPS
     from jgraph.train.trainer import Trainer
 
@@ -57,6 +58,7 @@ _HOMES = {
     "RoundRobin": "jgraph.plan.spread",
     "Server": "jgraph.cluster.server",
     "Session": "jgraph.cluster.session",
+    "Source": "jgraph.train.source",
     "SyncPS": "jgraph.train.sync_ps",
     "Trainer": "jgraph.train.trainer",
     "Variable": "jgraph.graph.variable",
@@ -84,6 +86,7 @@ __all__ = [
     "RoundRobin",
     "Server",
     "Session",
+    "Source",
     "SyncPS",
     "Trainer",
     "Variable",

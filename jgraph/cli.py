@@ -89,6 +89,13 @@ def server(
     health_port: Annotated[
         int, typer.Option(help="Port of the gRPC health service; 0: any.")
     ] = 0,
+    allow_source: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Pattern of package.module:function that data may come from; may be "
+            "given more than once."
+        ),
+    ] = None,
 ) -> None:
     """Serve one task of a cluster until SIGTERM, which drains it."""
     if job == "ps":  # a ps must not take an accelerator from a worker
@@ -109,7 +116,14 @@ def server(
             job or config.job,
             (config.task if task is None else task),
         )
-    running = Server(spec, job, task, bind=bind, health_port=health_port)
+    running = Server(
+        spec,
+        job,
+        task,
+        bind=bind,
+        health_port=health_port,
+        allow_sources=allow_source or (),
+    )
     typer.echo(f"{running.task} serves at {running.target}")
     serve(running)
 

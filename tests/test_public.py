@@ -21,6 +21,7 @@ PUBLIC = [
     "RoundRobin",
     "Server",
     "Session",
+    "Source",
     "SyncPS",
     "Trainer",
     "Variable",

@@ -6,7 +6,7 @@ held, while the step before is still computed.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -49,11 +49,19 @@ class DataFeed:
       ask: asks for leases.
       shell: threads for reading.
       clock: measures how fast batches go.
+      feeds: by name of a field, the feed that it is for; else that of the same name.
     """
 
     def __init__(
-        self, plan: SlotPlan, reader: Reader, ask: Ask, shell: TaskShell, clock: Clock
+        self,
+        plan: SlotPlan,
+        reader: Reader,
+        ask: Ask,
+        shell: TaskShell,
+        clock: Clock,
+        feeds: Mapping[str, str] | None = None,
     ) -> None:
+        self._feeds = feeds or {}
         self._plan = plan
         self._batches = LeasedBatches(reader, plan)
         self._ask = ask
@@ -130,7 +138,9 @@ class DataFeed:
 
     def _read(self, lease: Lease, index: int) -> NumberedBatch:
         number = self._plan.number(lease.epoch, lease.slot, index)
-        return NumberedBatch(number, self._batches.read(lease, index))
+        fields = self._batches.read(lease, index)
+        feeds = {self._feeds.get(name, name): a for name, a in fields.items()}
+        return NumberedBatch(number, feeds)
 
     def _read_over(self, read: NumberedBatch | BaseException) -> None:
         self._reading = False

@@ -75,6 +75,7 @@ class LoopRequest:
       task: the worker; the driver of the program.
       handle: the registered program.
       data: name of a data set put on that worker; its fields are feeds.
+      data_feeds: where its fields have other names: the feeds, in the order of those.
       steps: how many steps; at most, where data is dealt.
       batch_size: examples per step.
       seed: decides the order of the examples.
@@ -104,6 +105,7 @@ class LoopRequest:
     sync: SyncRequest | None = None
     may_be_lost: bool = False
     compute_wait_s: float = 0.0
+    data_feeds: tuple[str, ...] = ()
 
 
 @final
@@ -254,6 +256,7 @@ class LoopHandle:
             data_plan=self._plan,
             compute_wait_s=request.compute_wait_s,
             sync=_sync_order(request.sync),
+            data_feeds=request.data_feeds,
         )
         try:
             replies = self._cluster.transport.call(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
 
 import jax
@@ -33,6 +33,7 @@ class TaskServer:
       health_bind: the same for the health service, which has a port of its own so
         that it answers when the task is busy.
       transport: how tensors reach other tasks.
+      allow_sources: see ``Server``.
 
     Raises:
       ConfigError: ``transport`` is something else.
@@ -45,6 +46,7 @@ class TaskServer:
         *,
         health_bind: str = "127.0.0.1:0",
         transport: TransportChoice = "auto",
+        allow_sources: Sequence[str] = (),
         clock: Clock | None = None,
     ) -> None:
         check_transport(transport)
@@ -59,6 +61,7 @@ class TaskServer:
         self._health = HealthServer()
         clock = clock or SystemClock()
         self.service = TaskService(task, self._transport, clock, self._shutdown_asked)
+        self.service.allow_sources = tuple(allow_sources)
         self.master = Master(self.service, self._transport, clock)
         self._stopping: asyncio.Task[None] | None = None
 
@@ -118,6 +121,8 @@ class Server:
       health_port: port of the gRPC health service on the same host (0: any).
       transport: ``"auto"`` passes large tensors to tasks of the same machine through
         shared memory; ``"grpc"`` sends all of them over the network.
+      allow_sources: functions that a ``jg.Source.grain`` may call here, as patterns of
+        ``"package.module:function"``.
       start: whether to start at once.
 
     Raises:
@@ -141,6 +146,7 @@ class Server:
         bind: str = "127.0.0.1",
         health_port: int = 0,
         transport: TransportChoice = "auto",
+        allow_sources: Sequence[str] = (),
         start: bool = True,
     ) -> None:
         check_transport(transport)
@@ -149,6 +155,7 @@ class Server:
         self._bind = bind
         self._health_port = health_port
         self._transport: TransportChoice = transport
+        self._allow_sources = tuple(allow_sources)
         self._server: TaskServer | None = None
         self._stopped = threading.Event()
         if start:
@@ -176,6 +183,7 @@ class Server:
             f"{self._bind}:{port}",
             health_bind=f"{self._bind}:{self._health_port}",
             transport=self._transport,
+            allow_sources=self._allow_sources,
         )
         try:
             await server.start()

@@ -20,6 +20,7 @@ from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.replica import LoopRun
 from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.sources import source_info
 from jgraph.cluster.sync_loop import SyncLoop
 from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.slots import SlotPlan
@@ -39,6 +40,7 @@ from jgraph.rpc.transport import Frame, Transport
 from jgraph.runtime.batches import ArrayReader, Reader
 from jgraph.runtime.executor import Outcome, StepTimes
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.runtime.sources import open_source
 from jgraph.runtime.task import TaskRuntime
 
 Method: TypeAlias = Callable[[Frame], AsyncIterator[Frame]]
@@ -77,6 +79,7 @@ class TaskService:
         self._transport = transport
         self._clock = clock
         self._shutdown = shutdown
+        self.allow_sources: tuple[str, ...] = ()
         self._data: dict[str, Reader] = {}
         self._loops: dict[str, LoopRun | SyncLoop] = {}
         self._drivers_of: dict[StepKey, tuple[TaskName, asyncio.TimerHandle]] = {}
@@ -88,6 +91,7 @@ class TaskService:
             "RunLoop": self._run_loop,
             "StopLoop": self._stop_loop,
             "PutData": self._put_data,
+            "OpenSource": self._open_source,
             "OpenGate": self._open_gate,
             "GateReport": self._gate_report,
             "Variables": self._variables,
@@ -231,6 +235,13 @@ class TaskService:
         self._data[body.name] = ArrayReader(arrays)
         yield frame(empty=pb.Empty())
 
+    async def _open_source(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        spec = json.loads(body.source)
+        reader = await self.shell.run(lambda: open_source(spec, self.allow_sources))
+        self._data[body.name] = reader
+        yield frame(source_info=source_info(reader))
+
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         if order.loop in self._loops:
@@ -266,7 +277,8 @@ class TaskService:
         else:
             own = Dispatch(plan, budget=order.steps, workers=1, skip=order.first_step)
             ask = deal_alone(own)
-        return DataFeed(plan, reader, ask, self.shell, self._clock)
+        feeds = dict(zip(sorted(reader.fields), order.data_feeds, strict=False))
+        return DataFeed(plan, reader, ask, self.shell, self._clock, feeds)
 
     def _ask_master(self, order: pb.RunLoop) -> Ask:
         dealer = TaskName(order.dealer)

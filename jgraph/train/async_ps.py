@@ -267,6 +267,8 @@ class AsyncRunner:
 
     def _upload(self, graph: Graph, dataset: Dataset) -> None:
         digest = dataset.digest()
+        if dataset.source:  # the workers have opened it
+            return
         if digest == self._uploaded:
             return
         self._uploaded = ""
@@ -282,11 +284,14 @@ class AsyncRunner:
 
     def _requests(self, prepared: _Prepared, order: Order) -> list[LoopRequest]:
         feeds = {name for name, _ in prepared.plan.program.feeds}
+        graph_feeds = prepared.graph.feeds[: len(order.dataset.fields)]
+        data_feeds = [feed.name for feed in graph_feeds]
         return [
             LoopRequest(
                 task=worker,
                 handle=prepared.handles[replica],
-                data=self._data_name,
+                data=order.dataset.source or self._data_name,
+                data_feeds=tuple(data_feeds) if order.dataset.source else (),
                 steps=order.steps,
                 batch_size=order.batch_size,
                 seed=order.seed,

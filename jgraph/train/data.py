@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from flax.errors import FlaxError
 
+from jgraph.cluster.sources import SourceFacts
 from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.errors import DataError, JGError
 from jgraph.runtime.batches import ArrayReader, Reader
-from jgraph.runtime.data import Array, check_lengths
+from jgraph.runtime.data import Array, check_batch_size, check_lengths
 
 Data: TypeAlias = Mapping[str, Any] | Sequence[Any] | np.ndarray[Any, Any] | jax.Array
 """A dict of arrays, a tuple of arrays such as ``(x, y)``, or one array."""
@@ -32,6 +33,10 @@ class Dataset:
 
     fields: dict[str, Array]
     tree: Any
+    # Of a source that is read elsewhere: `fields` show its types and hold nothing.
+    facts: SourceFacts | None = None
+    local: Reader | None = None
+    source: str = ""
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
@@ -54,12 +59,20 @@ class Dataset:
         return next(iter(self.fields.values()))[:1]
 
     def plan(self, batch_size: int, seed: int) -> SlotPlan:
-        """Returns how the data is cut into slots and shuffled."""
-        return SlotPlan([Part("the data", len(self))], batch_size, seed)
+        """Returns how the data is cut into slots and shuffled.
+
+        Raises:
+          DataError: less than 1, or more than there are examples.
+        """
+        check_batch_size(batch_size, len(self))
+        if self.facts is None:
+            return SlotPlan([Part("the data", len(self))], batch_size, seed)
+        shuffle = self.facts.shuffle
+        return SlotPlan(self.facts.parts, batch_size, seed, shuffle=shuffle)
 
     def reader(self) -> Reader:
         """Returns what reads batches in this process."""
-        return ArrayReader(self.fields)
+        return ArrayReader(self.fields) if self.local is None else self.local
 
     def describe(self, examples: int | None = None) -> str:
         """Returns names and types of the fields, for messages."""
@@ -71,6 +84,8 @@ class Dataset:
 
     def digest(self) -> str:
         """Returns the SHA-256 of the fields: names, types and values."""
+        if self.source:
+            return self.source
         digest = hashlib.sha256()
         for name, array in self.fields.items():
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())

@@ -12,7 +12,6 @@ import optax
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ClusterBusyError, ConfigError
-from jgraph.runtime.data import check_batch_size
 from jgraph.train import checkpoint
 from jgraph.train.adapters import (
     Adapter,
@@ -38,6 +37,7 @@ from jgraph.train.local import Local, LocalRunner
 from jgraph.train.row_step import SPARSE, Sparse
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Order, Position, Runner
+from jgraph.train.source import Source, as_source_or_dataset
 from jgraph.train.step import TrainStep
 from jgraph.train.strategies import Strategy, choose_strategy
 from jgraph.train.sync_ps import SyncPS, SyncRunner
@@ -143,7 +143,7 @@ class Trainer:
 
     def fit(
         self,
-        data: Data,
+        data: Data | Source,
         *,
         steps: int,
         batch_size: int = 128,
@@ -159,9 +159,9 @@ class Trainer:
         current step; the run is then ``stopped`` and has what was trained.
 
         Args:
-          data: arrays with examples along axis 0: ``(x, y)``, a dict, or one array.
-            They are shuffled by the seed, anew in each epoch; a last partial batch is
-            left out.
+          data: arrays with examples along axis 0: ``(x, y)``, a dict, or one array; or
+            a ``jg.Source`` that the workers read. Shuffled by the seed, anew in each
+            epoch; a last partial batch is left out.
           steps: updates of the model, all workers together.
           batch_size: examples per step.
           eval_data: evaluated at the end, and every ``eval_every`` steps.
@@ -180,7 +180,7 @@ class Trainer:
             batch_size=batch_size,
             eval_every=1 if eval_every is None else eval_every,
         )
-        dataset = as_dataset(data, finite=self._check_finite)
+        dataset = as_source_or_dataset(data, self._cluster, finite=self._check_finite)
         evaluated = None if eval_data is None else as_dataset(eval_data, "eval_data")
         if evaluated is not None:
             check_alike(dataset, evaluated, "the training data")
@@ -346,7 +346,7 @@ class Trainer:
             raise ConfigError("this Trainer was closed; make a new jg.Trainer(…)")
         self._check_alike(dataset)
         parts = self._made(dataset)
-        check_batch_size(batch_size, len(dataset))
+        dataset.plan(batch_size, self._seed)  # refuses a batch size that is too large
         with naming_data(dataset, batch_size):
             parts[1].prepare(dataset, batch_size)
         self._trained_on = dataset

@@ -1,6 +1,6 @@
 """A cluster of servers in this process, over real gRPC on loopback."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -15,9 +15,11 @@ from jgraph.cluster.spec import ClusterSpec
 class Servers:
     """Servers of this process, joined to one cluster."""
 
-    def __init__(self, **jobs: int) -> None:
+    def __init__(self, *, allow_sources: Sequence[str] = (), **jobs: int) -> None:
         self.servers = [
-            Server({job: {index: "127.0.0.1:0"}}, job, index)
+            Server(
+                {job: {index: "127.0.0.1:0"}}, job, index, allow_sources=allow_sources
+            )
             for job, count in jobs.items()
             for index in range(count)
         ]

@@ -842,6 +842,7 @@ class RunLoop(_message.Message):
     DATA_PLAN_FIELD_NUMBER: _builtins.int
     DEALER_FIELD_NUMBER: _builtins.int
     DEALER_ADDRESS_FIELD_NUMBER: _builtins.int
+    DATA_FEEDS_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -876,6 +877,10 @@ class RunLoop(_message.Message):
     """where it listens"""
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
+    @_builtins.property
+    def data_feeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Feeds of the fields of `data`, in the order of their names; empty: the same names."""
+
     def __init__(
         self,
         *,
@@ -898,10 +903,11 @@ class RunLoop(_message.Message):
         data_plan: _builtins.str = ...,
         dealer: _builtins.str = ...,
         dealer_address: _builtins.str = ...,
+        data_feeds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1629,11 +1635,9 @@ class SourceInfo(_message.Message):
     FIELDS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     EXAMPLES_FIELD_NUMBER: _builtins.int
-    STRUCTURE_FIELD_NUMBER: _builtins.int
-    BY_SLOT_FIELD_NUMBER: _builtins.int
-    structure: _builtins.str
-    """"dict", "tuple", "array" """
-    by_slot: _builtins.bool
+    SHUFFLE_FIELD_NUMBER: _builtins.int
+    shuffle: _builtins.str
+    """"examples", "slots" """
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceField]: ...
     @_builtins.property
@@ -1648,12 +1652,11 @@ class SourceInfo(_message.Message):
         fields: _abc.Iterable[Global___SourceField] | None = ...,
         parts: _abc.Iterable[_builtins.str] | None = ...,
         examples: _abc.Iterable[_builtins.int] | None = ...,
-        structure: _builtins.str = ...,
-        by_slot: _builtins.bool = ...,
+        shuffle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_slot", b"by_slot", "examples", b"examples", "fields", b"fields", "parts", b"parts", "structure", b"structure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["examples", b"examples", "fields", b"fields", "parts", b"parts", "shuffle", b"shuffle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,84 @@
+"""Training on data that the workers read themselves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgraph.cluster.client import Cluster, connect
+from jgraph.errors import (
+    ConfigError,
+    DataError,
+    ForbiddenSourceError,
+    SourceError,
+)
+from jgraph.train.source import Source
+from jgraph.train.trainer import Trainer
+from tests.cluster.conftest import Servers
+from tests.runtime.test_sources import FUNCTIONS, write_parquet
+
+pytest.importorskip("pyarrow", reason="needs jgraph[data]")
+pytest.importorskip("grain", reason="needs jgraph[data]")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    servers = Servers(allow_sources=[f"{FUNCTIONS}:squares"], ps=1, worker=2)
+    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+        yield cluster
+    servers.stop()
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return jnp.mean(model(batch["x"]) ** 2), {"y": batch["y"]}
+
+
+def fit(source: Any, cluster: Cluster | None, steps: int = 6, **options: Any) -> Any:
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    there = Trainer(model, loss, optax.sgd(1e-3), cluster=cluster)
+    run = there.fit(source, steps=steps, batch_size=2, progress=False, **options)
+    return np.sort(run.metrics("y")["value"].ravel()).tolist()
+
+
+@pytest.mark.parametrize("place", ["here", "there"])
+def test_every_example_of_every_file_comes_once_per_epoch(
+    cluster: Cluster, tmp_path: Path, place: str
+) -> None:
+    write_parquet(tmp_path / "a.parquet", 0, 8)
+    write_parquet(tmp_path / "b.parquet", 8, 4)
+    source = Source.parquet(str(tmp_path / "*.parquet"), columns=["x", "y"])
+    found = fit(source, cluster if place == "there" else None, steps=12)
+    assert found == sorted(2 * list(range(12)))
+
+
+def test_grain_source_is_read_by_the_workers(cluster: Cluster) -> None:
+    source = Source.grain(f"{FUNCTIONS}:squares", count=12)
+    assert fit(source, cluster) == list(range(12))
+
+
+def test_source_that_cannot_be_used_is_refused_before_anything_changes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with pytest.raises(ForbiddenSourceError, match="may not call"):
+        fit(Source.grain(f"{FUNCTIONS}:ragged"), cluster)
+    with pytest.raises(SourceError, match=r"there is no file .*none\.npz"):
+        fit(Source.npz(str(tmp_path / "none.npz")), cluster)
+    source = Source.grain(f"{FUNCTIONS}:squares", count=1)
+    with pytest.raises(DataError, match="only 1 examples"):
+        fit(source, cluster)
+    with pytest.raises(ConfigError, match="texts and numbers"):
+        Source.grain("a:b", x=object())
+
+
+def test_evaluation_takes_arrays(cluster: Cluster) -> None:
+    source = Source.grain(f"{FUNCTIONS}:squares")
+    there = Trainer(
+        nnx.Linear(2, 1, rngs=nnx.Rngs(0)), loss, optax.sgd(1e-3), cluster=cluster
+    )
+    with pytest.raises(DataError, match="data is a Source; give arrays"):
+        there.evaluate(source)  # type: ignore[arg-type]  # what the test is about
