@@ -123,6 +123,19 @@ def check_counts(**counts: int) -> None:
             raise ConfigError(f"{name} is {count}; it must be at least 1")
 
 
+def check_evaluation(eval_data: object, eval_every: int | None) -> None:
+    """Refuses to evaluate without data.
+
+    Raises:
+      ConfigError: ``eval_every`` alone.
+    """
+    if eval_every is not None and eval_data is None:
+        raise ConfigError(
+            f"eval_every={eval_every} needs data to evaluate on; give eval_data=(x, y) "
+            "too, or leave eval_every out"
+        )
+
+
 def wait_or_stop(run: Run) -> Run:
     """Waits for the end of a run; an interrupt ends it after the current step.
 

@@ -31,7 +31,7 @@ from jgraph.train.data import (
     naming_data,
 )
 from jgraph.train.evaluate import Evaluator
-from jgraph.train.fit import Fit, check_counts, wait_or_stop
+from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.local import Local, LocalRunner
 from jgraph.train.row_step import SPARSE, Sparse
@@ -180,6 +180,7 @@ class Trainer:
             batch_size=batch_size,
             eval_every=1 if eval_every is None else eval_every,
         )
+        check_evaluation(eval_data, eval_every)
         dataset = as_source_or_dataset(data, self._cluster, finite=self._check_finite)
         evaluated = None if eval_data is None else as_dataset(eval_data, "eval_data")
         if evaluated is not None:

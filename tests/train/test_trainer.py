@@ -241,7 +241,7 @@ def test_callbacks_see_reports_and_can_stop_the_run() -> None:
         seen.append(report)
         run.stop()
 
-    run = fit(nnx_trainer(), 1000, eval_every=5, callbacks=[callback])
+    run = fit(nnx_trainer(), 1000, eval_data=data(), eval_every=5, callbacks=[callback])
     assert run.state == "stopped"
     assert seen[0].step == 5
     assert run.steps < 1000
@@ -256,7 +256,7 @@ def test_interrupt_ends_a_blocking_run_after_the_current_step() -> None:
             os.kill(os.getpid(), interrupt)
 
     trainer = nnx_trainer()
-    run = fit(trainer, 1_000_000, eval_every=5, callbacks=[callback])
+    run = fit(trainer, 1_000_000, eval_data=data(), eval_every=5, callbacks=[callback])
     assert run.state == "stopped"
     assert run.steps == trainer.current_values()[0] > 0
 
@@ -279,7 +279,9 @@ def test_background_run_can_be_watched_and_stopped() -> None:
         assert go_on.wait(30)
 
     trainer = nnx_trainer()
-    run = fit(trainer, 1000, eval_every=5, callbacks=[callback], block=False)
+    run = fit(
+        trainer, 1000, eval_data=data(), eval_every=5, callbacks=[callback], block=False
+    )
     assert entered.wait(30)
     assert run.state == "running"
     assert "running" in repr(run)
