@@ -1,9 +1,11 @@
 """Rows of stored variables: looked up and updated in place, none lost, none torn."""
 
+import hashlib
 import threading
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +16,18 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.rows import Layout, merge_rows, route_rows, split_rows
 from jgraph.graph.trace import trace
 from jgraph.plan.plan import plan
-from jgraph.plan.program import Program, StoredVariable, ValueType
+from jgraph.plan.program import (
+    Partition,
+    Program,
+    SegmentCode,
+    SegmentNode,
+    StoredVariable,
+    ValueType,
+    WriteNode,
+)
+from jgraph.runtime.compile_cache import CompileCache
 from jgraph.runtime.entry import RowsOf
+from jgraph.runtime.loaded import load_partition
 from jgraph.runtime.store import VariableStore
 from tests.runtime.tasks import Tasks
 
@@ -243,3 +255,26 @@ def test_variables_given_one_value_do_not_share_its_memory() -> None:
     run = jax.jit(lambda rows: [rows + 1])
     store.update([], [], run, [RowsOf(stored[0], ids(1), ROWS)])
     assert [float(v[1, 0]) for v in store.read(stored)] == [3.0, 2.0, 2.0]
+
+
+def test_value_that_two_variables_get_is_nobodys_own() -> None:
+    code = bytes(jax.export.export(jax.jit(lambda: [jnp.ones(3)]))().serialize())
+    digest = hashlib.sha256(code).hexdigest()
+    type_ = ValueType((3,), "float32")
+    once, twice = (
+        load_partition(
+            Partition(
+                PS,
+                (type_,),
+                (StoredVariable("a", type_), StoredVariable("b", type_)),
+                (
+                    SegmentNode(digest, (), (), (), (0,)),
+                    WriteNode(tuple(range(n)), (0,) * n),
+                ),
+            ),
+            [SegmentCode(digest, code, ("cpu",), "ones")],
+            CompileCache(),
+        )
+        for n in (1, 2)
+    )
+    assert (once.owned, twice.owned) == ({0}, set())
