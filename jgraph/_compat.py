@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import jax
+from jax._src import lib as jax_lib
 from jax._src.config import traceback_in_locations_limit
 from jax.extend import core as jex_core, source_info_util
 from jax.extend.core import Literal, Var
@@ -40,6 +41,7 @@ __all__ = [
     "no_locations",
     "open_jaxpr",
     "rebuild_equation",
+    "release_arguments",
     "run_equation",
     "type_error",
     "under",
@@ -51,6 +53,10 @@ __all__ = [
 
 # An equation's source line is the innermost frame outside of these files.
 source_info_util.register_exclusion(str(pathlib.Path(__file__).parent / "graph"))
+
+# jaxlib keeps what numpy arrays lent it until this is called.
+_jaxlib: Any = jax_lib
+_collect_garbage: Callable[[], None] = _jaxlib.xla_client._xla.collect_garbage  # noqa: SLF001
 
 # Primitives that only call their one body, with the same operands and results. All
 # versions so far: jit was pjit, checkpoint is remat2, custom_vjp_call had a suffix.
@@ -246,6 +252,15 @@ def user_line(equation: Equation) -> str:
     """Returns ``file:line (function)`` of the user's code that made the equation."""
     text: str = source_info_util.summarize(equation.source_info)
     return text or "unknown line"
+
+
+def release_arguments() -> None:
+    """Lets go of the numpy arrays that finished computations took without a copy.
+
+    JAX does it at its next garbage collection; memory shared with a peer cannot wait:
+    until then the peer sends into memory that is new. The function is not public.
+    """
+    _collect_garbage()
 
 
 def type_error(equations: Sequence[Equation]) -> str | None:

@@ -194,7 +194,7 @@ class Session:
     def read(self, variables: Iterable[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name, as numpy arrays.
 
-        Those of one task that make up to 64 MB together are read at one moment; more
+        Those of one task that make up to 16 MB together are read at one moment; more
         are read piece by piece, so that no task needs memory for all at once.
         """
         self._check_open()

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
+from jgraph import _compat
 from jgraph.clock import Clock
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -19,6 +20,8 @@ from jgraph.runtime.rendezvous import StepKey
 T = TypeVar("T")
 
 _AT_ONCE_S = 150e-6
+_LARGE_BYTES = 1 << 20
+_LATER_S = (2e-3, 50e-3)
 
 
 @final
@@ -79,6 +82,12 @@ class TaskShell:
         values: Sequence[np.ndarray[Any, Any]],
     ) -> None:
         """Posts values of a step to another task."""
+        if sum(value.nbytes for value in values) >= _LARGE_BYTES:
+            # What they were computed from goes back to its sender: it is the memory
+            # for the answer. XLA lets go of some of it a little later.
+            _compat.release_arguments()
+            for later_s in _LATER_S:
+                self._loop.call_later(later_s, _compat.release_arguments)
         header = pb.Values(handle=step[0], step_id=step[1], key=key)
         self._transport.post(dst, frame(values=header, tensors=tuple(values)))
 

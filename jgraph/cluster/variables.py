@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # What a task has in hand at once when variables are read or written by a client.
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
 
 
 @final

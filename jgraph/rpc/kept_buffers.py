@@ -14,7 +14,7 @@ from jgraph.rpc.memory_files import Bytes
 
 KEPT_FROM_BYTES: Final = 256 << 10
 """Smaller memory is kept by the allocator already."""
-KEPT_BYTES: Final = 128 << 20
+KEPT_BYTES: Final = 32 << 20
 
 
 @final

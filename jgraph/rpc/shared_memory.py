@@ -24,7 +24,7 @@ from jgraph.rpc.memory_files import NONCE_BYTES, Bytes, MemoryFile, map_foreign
 FIRST_SLOT: Final = 64
 SLOTS: Final = 4 * PAGE_BYTES - FIRST_SLOT
 """Blocks that can be lent to one receiver at once."""
-SLAB_BYTES: Final = 64 << 20
+SLAB_BYTES: Final = 16 << 20
 MAX_SHARED_BYTES: Final = 8 << 30
 ALIGNMENT: Final = 64
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, final
 import jax
 import numpy as np
 
+from jgraph import _compat
 from jgraph.graph.ir import TaskName
 from jgraph.plan.accumulate import mean
 from jgraph.plan.program import (
@@ -262,7 +263,7 @@ class StepRun:
                 return lambda: list(moved(node, values.__getitem__, types))
 
     def _compute(
-        self, index: int, node: SegmentNode, values: Mapping[int, Any]
+        self, index: int, node: SegmentNode, values: dict[int, Any]
     ) -> list[Any]:
         partition = self._loaded.partition
         run = self._loaded.executables[index]
@@ -287,6 +288,10 @@ class StepRun:
             rows_of(node.row_reads),
         )
         jax.block_until_ready(results)
+        # Now, not when this thread gets on: it may be memory for the peer's answer.
+        values.clear()
+        inputs.clear()
+        _compat.release_arguments()
         return results
 
     def _named(self, variables: Sequence[int]) -> list[StoredVariable]:

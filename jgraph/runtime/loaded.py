@@ -13,7 +13,6 @@ from jgraph.plan.program import (
     ReadNode,
     SegmentCode,
     SegmentNode,
-    StoredVariable,
     ValueId,
     WriteNode,
     inputs_of,
@@ -70,16 +69,6 @@ class LoadedPartition:
     followers: tuple[tuple[int, ...], ...]
     costs: tuple[Cost, ...]
     owned: frozenset[ValueId]
-
-    @property
-    def row_variables(self) -> list[StoredVariable]:
-        """The variables of which this partition updates rows."""
-        return [
-            self.partition.variables[rows.variable]
-            for node in self.partition.nodes
-            if isinstance(node, SegmentNode)
-            for rows in node.row_updates
-        ]
 
 
 def load_partition(

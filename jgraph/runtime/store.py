@@ -66,7 +66,6 @@ class VariableStore:
     def __init__(self, task: TaskName) -> None:
         self.task = task
         self._entries: dict[Key, Entry] = {}
-        self._by_rows: set[Key] = set()
         self._tables = HashTables(task)
         self._lock = threading.Lock()
 
@@ -105,14 +104,6 @@ class VariableStore:
                 entry.rows(write=False).lookup(ids, out)
                 found.append(out)
         return found
-
-    def use_rows(self, variables: Iterable[StoredVariable]) -> None:
-        """Says that rows of these will be changed in place.
-
-        From now on no function that reads one is left running behind.
-        """
-        with self._lock:
-            self._by_rows.update(_key(variable) for variable in variables)
 
     def write(
         self,
@@ -181,9 +172,9 @@ class VariableStore:
             both = zip([*changed, *looked_at], [*row_updates, *row_reads], strict=True)
             taken = [padded_rows(entry, rows) for entry, rows in both]
             try:
+                # Done when this returns: what is acknowledged has been applied.
                 results = list(run(*old, *taken))
-                if self._changes_in_place([*updates, *reads]):
-                    jax.block_until_ready(results)
+                jax.block_until_ready(results)
             except BaseException as error:
                 self._drop_donated(updates, error)
                 raise
@@ -196,9 +187,6 @@ class VariableStore:
             for table, rows in zip(changed, row_updates, strict=True):
                 table.changed(rows.ids)
         return results[first + len(changed) :]
-
-    def _changes_in_place(self, variables: Iterable[StoredVariable]) -> bool:
-        return not self._by_rows.isdisjoint(_key(v) for v in variables)
 
     def drop(self, containers: Iterable[str] = ()) -> int:
         """Forgets the variables of these containers (none named: all).

@@ -102,9 +102,7 @@ class TaskRuntime:
                 f"program '{program.name}' has no partition for {self.task}"
             ) from None
         self._check_variables(program)
-        loaded = load_partition(partition, program.segments, self.cache)
-        self.store.use_rows(loaded.row_variables)
-        return loaded
+        return load_partition(partition, program.segments, self.cache)
 
     def register(
         self,
