@@ -42,7 +42,8 @@ def aliases() -> list[str]:
 def alias(name: str) -> optax.GradientTransformation:
     make = getattr(optax, name)
     options = dict(OPTIONS.get(name, {}))
-    if inspect.signature(make).parameters["learning_rate"].default is inspect._empty:
+    rate = inspect.signature(make).parameters.get("learning_rate")
+    if rate is not None and rate.default is inspect.Parameter.empty:
         options["learning_rate"] = 0.1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # still an alias
