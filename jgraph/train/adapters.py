@@ -14,7 +14,9 @@ returns them: ``return loss, {**updates, "accuracy": accuracy}``.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeAlias, final
 
 import flax.linen as nn
@@ -24,23 +26,30 @@ from flax import nnx
 from flax.core import meta, unfreeze
 
 from jgraph.errors import ConfigError, GraphError
+from jgraph.train.trees import Tree, named_like, named_state, string_keys
 
-Tree: TypeAlias = Any
-"""Nested dicts with string keys and arrays as leaves."""
-
-Model: TypeAlias = nnx.Module | nn.Module
+Model: TypeAlias = nnx.Module | nn.Module | Callable[[], nnx.Module]
 Loss: TypeAlias = Callable[..., Any]
 Metric: TypeAlias = Callable[[Any, Any], Any]
 """``metric(model, batch)`` (nnx) or ``metric(params or variables, batch)`` (linen)."""
+
+
+Make: TypeAlias = Callable[[], tuple[Tree, Tree]]
+"""Makes initial parameters and state; can be traced."""
+
+# With a leaf of so many bytes a model's values are not made where it is defined.
+_LARGE_BYTES = 16 << 20
 
 
 class Adapter(Protocol):
     """A model as pure functions over two trees: parameters and other state."""
 
     params: Tree
-    """Initial values of what the optimizer changes."""
+    """Initial values of what the optimizer changes; with ``make``, their types."""
     state: Tree
-    """Initial values of what the loss itself changes, e.g. BatchNorm statistics."""
+    """Likewise what the loss itself changes, e.g. BatchNorm statistics."""
+    make: Make | None
+    """Makes the initial values of a large model, wherever they shall live."""
 
     def loss(
         self, params: Tree, state: Tree, batch: Any, seeds: tuple[Any, ...]
@@ -70,7 +79,8 @@ def adapt(
     """Returns the adapter of a Flax model.
 
     Args:
-      model: an ``nnx.Module`` object or a ``linen.Module`` definition.
+      model: an ``nnx.Module`` object, a function that makes one, or a
+        ``linen.Module`` definition.
       loss: see the module's docstring.
       seed: decides a linen model's initial parameters and all dropout.
       variables: linen only: what ``model.init`` returned.
@@ -78,10 +88,35 @@ def adapt(
     """
     if isinstance(model, nnx.Module):
         return NnxAdapter(model, loss, seed)
-    if variables is None:
+    if not isinstance(model, nn.Module):
+        return _adapt_made(model, loss, seed)
+
+    def init() -> Any:
         keys = jax.random.split(jax.random.key(seed))
-        variables = model.init({"params": keys[0], "dropout": keys[1]}, sample)
-    return LinenAdapter(model, loss, seed, variables)
+        return model.init({"params": keys[0], "dropout": keys[1]}, sample)
+
+    if variables is None and _is_large(jax.eval_shape(init)):
+        return LinenAdapter(model, loss, seed, None, init)
+    return LinenAdapter(model, loss, seed, init() if variables is None else variables)
+
+
+def _adapt_made(make: Callable[[], nnx.Module], loss: Loss, seed: int) -> Adapter:
+    abstract = nnx.eval_shape(make)
+    if not isinstance(abstract, nnx.Module):
+        raise ConfigError(
+            f"model is a function that returned a {type(abstract).__name__}; give a "
+            "flax.nnx or flax.linen module, or lambda: Model(rngs=nnx.Rngs(0))"
+        )
+    if _is_large(nnx.state(abstract, nnx.Param)):
+        return NnxAdapter(abstract, loss, seed, make)
+    return NnxAdapter(make(), loss, seed)
+
+
+def _is_large(tree: Any) -> bool:
+    return any(
+        math.prod(leaf.shape) * leaf.dtype.itemsize >= _LARGE_BYTES
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 @final
@@ -92,12 +127,22 @@ class NnxAdapter:
     step folded in, so that a step can be repeated and no replica repeats another.
     """
 
-    def __init__(self, model: nnx.Module, loss: Loss, seed: int) -> None:
+    def __init__(
+        self,
+        model: nnx.Module,
+        loss: Loss,
+        seed: int,
+        make: Callable[[], nnx.Module] | None = None,
+    ) -> None:
         self._loss = loss
         self._seed = seed
         self._def, params, rngs, state = _split(model)
-        self.params, self._params_like = _named_state(params)
-        self.state, self._state_like = _named_state(state)
+        self.params, self._params_like = named_state(params)
+        self.state, self._state_like = named_state(state)
+        self.make: Make | None = None
+        if make is not None:
+            self.make = partial(_made_by, make)
+            rngs = jax.jit(lambda: _split(make())[2])()
         # Key arrays would be constants of a special type in the graph; data is plain.
         leaves, self._rng_tree = jax.tree.flatten(rngs)
         self._rngs = [_Key(v) if _is_key(v) else v for v in leaves]
@@ -119,7 +164,7 @@ class NnxAdapter:
         model = self._merge(params, state, (self._seed, *seeds))
         loss, metrics = _split_result(self._loss(model, batch))
         _, _, _, new = _split(model)
-        return loss, (metrics, _named_like(new, state))
+        return loss, (metrics, named_like(new, state))
 
     def evaluate(
         self, params: Tree, state: Tree, batch: Any, metrics: Mapping[str, Metric]
@@ -149,22 +194,34 @@ class LinenAdapter:
     """A ``linen`` model: parameters are ``params``, state the other collections."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, seed: int, variables: Tree
+        self,
+        model: nn.Module,
+        loss: Loss,
+        seed: int,
+        variables: Tree,
+        make: Callable[[], Tree] | None = None,
     ) -> None:
-        variables = dict(unfreeze(meta.unbox(variables)))
-        if "params" not in variables:
-            raise ConfigError(
-                f"the variables of {type(model).__name__} have the collections "
-                f"{sorted(variables)}, none is 'params'; give what model.init returned"
-            )
         self._module = model
         self._loss = loss
         self._seed = seed
-        self.params = _string_keys(variables.pop("params"))
-        self.state = _string_keys(variables)
+        self.make: Make | None = None
+        if make is None:
+            self.params, self.state = self._parts(variables)
+        else:
+            self.make = lambda: self._parts(make())
+            self.params, self.state = jax.eval_shape(self.make)
         names = _positional(loss)
         self._takes_rng = len(names) > 2
         self._takes_variables = bool(self.state) or names[0] == "variables"
+
+    def _parts(self, variables: Tree) -> tuple[Tree, Tree]:
+        variables = dict(unfreeze(meta.unbox(variables)))
+        if "params" not in variables:
+            raise ConfigError(
+                f"the variables of {type(self._module).__name__} have the collections "
+                f"{sorted(variables)}, none is 'params'; give what model.init returned"
+            )
+        return string_keys(variables.pop("params")), string_keys(variables)
 
     def _first(self, params: Tree, state: Tree) -> Any:
         return {"params": params, **state} if self._takes_variables else params
@@ -179,7 +236,7 @@ class LinenAdapter:
         result = self._loss(self._first(params, state), batch, *rng)
         loss, aux = _split_result(result)
         new = {name: aux.pop(name, value) for name, value in state.items()}
-        return loss, (aux, _named_like(_string_keys(unfreeze(new)), state))
+        return loss, (aux, named_like(string_keys(unfreeze(new)), state))
 
     def evaluate(
         self, params: Tree, state: Tree, batch: Any, metrics: Mapping[str, Metric]
@@ -220,13 +277,13 @@ def check_model(model: Model, loss: Loss) -> None:
             f"model is the class {model.__name__}, not a model; make one: "
             f"{model.__name__}(…)"
         )
-    if not isinstance(model, nnx.Module | nn.Module):
+    if not (isinstance(model, nnx.Module | nn.Module) or callable(model)):
         raise ConfigError(
             f"model is a {type(model).__name__}; give a flax.nnx or flax.linen module"
         )
     if not callable(loss):
         raise ConfigError("loss is not a function; write def loss(model, batch): …")
-    most = 2 if isinstance(model, nnx.Module) else 3
+    most = 3 if isinstance(model, nn.Module) else 2
     count = len(_positional(loss))
     if not 2 <= count <= most:
         first = "model" if most == 2 else "params"
@@ -234,6 +291,11 @@ def check_model(model: Model, loss: Loss) -> None:
         raise ConfigError(
             f"loss takes {count} arguments; it is called as loss({first}, batch){rng}"
         )
+
+
+def _made_by(make: Callable[[], nnx.Module]) -> tuple[Tree, Tree]:
+    _, params, _, state = _split(make())
+    return named_state(params)[0], named_state(state)[0]
 
 
 def _split(model: nnx.Module) -> tuple[Any, Any, Any, Any]:
@@ -302,53 +364,3 @@ def _split_result(result: Any) -> tuple[jax.Array, dict[str, Any]]:
 def _loss_and_scalars(result: Any) -> dict[str, Any]:
     loss, aux = _split_result(result)
     return {"loss": loss, **{k: v for k, v in aux.items() if jnp.ndim(v) == 0}}
-
-
-def _string_keys(tree: Tree) -> Tree:
-    if isinstance(tree, Mapping):
-        return {str(k): _string_keys(v) for k, v in tree.items()}
-    return jnp.asarray(tree)
-
-
-def _named_state(state: Any) -> tuple[Tree, Callable[[Tree], Any]]:
-    """Returns an nnx state as nested dicts, and the function that goes back."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-    paths = [_names(path) for path, _ in leaves]
-    named: Tree = {}
-    for path, (_, value) in zip(paths, leaves, strict=True):
-        _put(named, path, value)
-
-    def back(values: Tree) -> Any:
-        return jax.tree.unflatten(tree, [_get(values, path) for path in paths])
-
-    return named, back
-
-
-def _named_like(new: Any, old: Tree) -> Tree:
-    """Returns the new state; it must have the structure and types of the old one."""
-    named = new if isinstance(new, dict) else _named_state(new)[0]
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (named, old)]
-    if structures[0] != structures[1]:
-        raise GraphError(
-            "loss changed which state the model has (for example by nnx.sow or a new "
-            "collection); return such values as metrics instead"
-        )
-    return jax.tree.map(lambda value, like: value.astype(like.dtype), named, old)
-
-
-def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    # The attribute `value` of an nnx.Variable is no part of the name.
-    keys = [k for k in path if not hasattr(k, "name")]
-    return tuple(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys)
-
-
-def _put(tree: Tree, path: tuple[str, ...], value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
-
-
-def _get(tree: Tree, path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CheckpointError
-from jgraph.train.adapters import Tree
 from jgraph.train.runner import Position
+from jgraph.train.trees import Tree
 
 _POSITION = "jgraph_data.json"
 

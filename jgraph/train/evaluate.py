@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from jgraph.errors import ConfigError
-from jgraph.train.adapters import Adapter, Metric, Tree
+from jgraph.train.adapters import Adapter, Metric
 from jgraph.train.data import Dataset
+from jgraph.train.trees import Tree
 
 
 @final

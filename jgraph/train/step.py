@@ -1,7 +1,8 @@
 """One training step as a graph: variables for all state, loss, gradients, update."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import jax
@@ -15,10 +16,11 @@ from jgraph.graph.ir import Graph
 from jgraph.graph.rows import NO_ID
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.train.adapters import Adapter, Tree
+from jgraph.train.adapters import Adapter, Make
 from jgraph.train.arrange import Arrangement
 from jgraph.train.row_step import Rows, RowStep, Sparse, decide
 from jgraph.train.sparse import find_row_tables
+from jgraph.train.trees import Tree
 
 FINITE = "<finite>"
 """Metric of a step with ``check_finite``: bool per leaf, the loss first."""
@@ -67,22 +69,26 @@ class TrainStep:
         self._row_steps: dict[str, RowStep | None] = {}
         self._tx = optax.with_extra_args_support(tx)
         self._check_finite = check_finite
-        tree = {
-            "params": adapter.params,
-            "opt": jax.jit(tx.init)(adapter.params),
-            "state": adapter.state,
-            "global_step": jnp.zeros((), jnp.int32),
-        }
+        made = None if adapter.make is None else partial(_made, adapter.make, tx)
+        if made is None:
+            opt = jax.jit(tx.init)(adapter.params)
+            tree = _state(adapter.params, opt, adapter.state)
+        else:
+            tree = jax.jit(made)() if arrangement is None else jax.eval_shape(made)
         leaves, self.tree = jax.tree_util.tree_flatten_with_path(tree)
         paths = [_path(keys) for keys, _ in leaves]
         self._groups = groups = group_with_parameters(paths)
         self.variables: tuple[Variable, ...] = (arrangement or Arrangement()).variables(
             ["/".join(path) for path in paths],
             groups,
-            [value for _, value in leaves],
+            [
+                _on_its_task(made, number, value)
+                for number, (_, value) in enumerate(leaves)
+            ],
             container,
         )
-        self.initial_values: list[jax.Array] = [value for _, value in leaves]
+        self.initial_values: list[Any] = [value for _, value in leaves]
+        """Of a large model on a cluster, only their types."""
         self.checked = ["loss", *(n for n in self.names if n.startswith("params/"))]
         """What the leaves of the ``FINITE`` metric stand for."""
 
@@ -308,6 +314,23 @@ def _refuse_hash_tables(jaxpr: Any) -> None:
             )
         for _, body in _compat.inner_jaxprs(equation):
             _refuse_hash_tables(body)
+
+
+def _state(params: Tree, opt: Tree, state: Tree) -> Tree:
+    step = jnp.zeros((), jnp.int32)
+    return {"params": params, "opt": opt, "state": state, "global_step": step}
+
+
+def _made(make: Make, tx: optax.GradientTransformation) -> Tree:
+    params, state = make()
+    return _state(params, tx.init(params), state)
+
+
+def _on_its_task(made: Callable[[], Tree] | None, number: int, value: Any) -> Any:
+    """Returns a value, or its type and the function that makes it alone."""
+    if made is None or not isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    return value.shape, value.dtype, lambda *_: jax.tree.leaves(made())[number]
 
 
 def _all_well(checks: Mapping[str, jax.Array]) -> jax.Array:

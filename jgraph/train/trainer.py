@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -18,7 +19,6 @@ from jgraph.train.adapters import (
     Loss,
     Metric,
     Model,
-    Tree,
     adapt,
     check_model,
 )
@@ -41,6 +41,7 @@ from jgraph.train.source import Source, as_source_or_dataset
 from jgraph.train.step import TrainStep
 from jgraph.train.strategies import Strategy, choose_strategy
 from jgraph.train.sync_ps import SyncPS, SyncRunner
+from jgraph.train.trees import Tree
 
 
 @final
@@ -59,7 +60,8 @@ class Trainer:
     structure of the data: a tuple ``(x, y)``, a dict, or one array.
 
     Args:
-      model: an ``nnx.Module`` object or a ``linen.Module``; it is not changed.
+      model: an ``nnx.Module`` object or a ``linen.Module``; it is not changed. Or a
+        function that makes the former; large parameters are then made on their task.
       loss: see above.
       tx: an optax transformation. It sees ``params`` as nested dicts.
       cluster: where to train; this process if unset.
@@ -360,7 +362,7 @@ class Trainer:
     def _made(self, data: Dataset | None = None) -> tuple[TrainStep, Runner, Evaluator]:
         """Makes the variables on first use: a linen model has none before."""
         if self._parts is None:
-            is_linen = not hasattr(self._model, "eval")
+            is_linen = isinstance(self._model, nn.Module)
             if is_linen and self._variables is None and data is None:
                 raise ConfigError(
                     "this linen model has no parameters yet; give "
@@ -379,17 +381,15 @@ class Trainer:
 
     def _runner(self, adapter: Adapter) -> tuple[TrainStep, Runner]:
         cluster, strategy = self._cluster, self._strategy
-        if cluster is None or isinstance(strategy, Local):
-            arrangement = None
-        else:
-            arrangement = strategy.arrangement(cluster)
         step = TrainStep(
             adapter,
             self._tx,
             check_finite=self._check_finite,
             sparse=self._sparse,
             check_ids=isinstance(strategy, Local),
-            arrangement=arrangement,
+            arrangement=None
+            if cluster is None or isinstance(strategy, Local)
+            else strategy.arrangement(cluster),
             container="" if cluster is None else new_container(),
         )
         if cluster is None or isinstance(strategy, Local):

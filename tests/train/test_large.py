@@ -1,0 +1,80 @@
+"""Models with parameters too large to be made where they are defined."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgraph.errors import ConfigError
+from jgraph.graph.ir import TaskName
+from jgraph.train.adapters import adapt
+from jgraph.train.arrange import Arrangement
+from jgraph.train.step import TrainStep
+from jgraph.train.trainer import Trainer
+
+ROWS = (16 << 20) // 64
+IDS = np.arange(8, dtype=np.int32)
+PS = TaskName("/job:ps/task:0")
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, ids: Any) -> Any:
+        return nn.Dense(2)(nn.Embed(ROWS, 16)(ids))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, rows: int = ROWS) -> None:
+        self.table = nnx.Embed(rows, 16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(16, 2, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.last(self.drop(self.table(ids)))
+
+
+def linen_loss(params: Any, batch: Any) -> Any:
+    out: Any = Linen().apply({"params": params}, batch)
+    return jnp.mean(out**2)
+
+
+def nnx_loss(model: Any, batch: Any) -> Any:
+    return jnp.mean(model(batch) ** 2)
+
+
+def adapters() -> dict[str, Any]:
+    return {
+        "linen": adapt(Linen(), linen_loss, seed=0, sample=IDS),
+        "nnx": adapt(lambda: Nnx(nnx.Rngs(0)), nnx_loss, seed=0),
+    }
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_large_values_are_made_on_their_task_and_are_the_same(kind: str) -> None:
+    adapter, tx = adapters()[kind], optax.adagrad(0.1)
+    home = Arrangement(place=lambda sizes: dict.fromkeys(sizes, PS))
+    there = TrainStep(adapter, tx, arrangement=home)
+    here = TrainStep(adapter, tx)
+    assert not any(isinstance(v, jax.Array) for v in there.initial_values)
+    for variable, want in zip(there.variables, here.initial_values, strict=True):
+        assert variable.init is not None
+        np.testing.assert_allclose(jax.jit(variable.init)(), want, 1e-5, 1e-6)
+    graph = there.graph(IDS)
+    assert "travels by rows: at most 8 of" in graph.notes[0]
+
+
+def test_a_function_may_make_a_small_model_too() -> None:
+    trainer = Trainer(lambda: Nnx(nnx.Rngs(0), 100), nnx_loss, optax.sgd(0.1))
+    run = trainer.fit(IDS, steps=2, batch_size=4, progress=False)
+    assert isinstance(run.model(), Nnx)
+
+
+def test_a_function_that_makes_something_else_is_refused() -> None:
+    trainer: Any = Trainer(lambda: 3, nnx_loss, optax.sgd(0.1))  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigError, match="a function that returned a"):
+        trainer.fit(IDS, steps=1, batch_size=4, progress=False)
