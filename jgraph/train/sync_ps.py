@@ -156,6 +156,11 @@ class SyncRunner:
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
+        if dataset.source:
+            raise ConfigError(
+                "SyncPS takes arrays, not a jg.Source, in this version; load the data "
+                "here and give its arrays, or use strategy=jg.AsyncPS()"
+            )
         batch = dataset.avals(batch_size)
         key = str(batch)
         if key not in self._prepared:

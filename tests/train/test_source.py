@@ -18,6 +18,7 @@ from jgraph.errors import (
     SourceError,
 )
 from jgraph.train.source import Source
+from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers
 from tests.runtime.test_sources import FUNCTIONS, write_parquet
@@ -73,6 +74,14 @@ def test_source_that_cannot_be_used_is_refused_before_anything_changes(
         fit(source, cluster)
     with pytest.raises(ConfigError, match="texts and numbers"):
         Source.grain("a:b", x=object())
+
+
+def test_strategy_that_cannot_use_a_source_says_so(cluster: Cluster) -> None:
+    source = Source.grain(f"{FUNCTIONS}:squares")
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    there = Trainer(model, loss, optax.sgd(1e-3), cluster=cluster, strategy=SyncPS())
+    with pytest.raises(ConfigError, match=r"SyncPS takes arrays, not a jg\.Source"):
+        there.fit(source, steps=1, batch_size=2, progress=False)
 
 
 def test_evaluation_takes_arrays(cluster: Cluster) -> None:
