@@ -88,8 +88,13 @@ def averaging(program: Program, gate: str, shards: Iterable[TaskName]) -> Progra
 
 
 def gated(program: Program, gate: str) -> Program:
-    """Returns a program whose steps pass ``gate`` on every task with variables."""
-    return _each(program, lambda p: replace(p, gate=gate) if p.variables else p)
+    """Returns a program whose steps pass ``gate`` where they find variables."""
+
+    def with_gate(partition: Partition) -> Partition:
+        remote = partition.variables and partition.task != program.driver
+        return replace(partition, gate=gate) if remote else partition
+
+    return _each(program, with_gate)
 
 
 def shards_of(program: Program) -> list[TaskName]:

@@ -9,21 +9,23 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.gate_client import open_gate, stale_updates
 from jgraph.cluster.loops import DealtData, LoopHandle, LoopReport, LoopRequest
 from jgraph.cluster.session import Session
 from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.graph.sharding import Partitioner
+from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.spread import PlacementFunction, spread
 from jgraph.train.arrange import Arrangement
 from jgraph.train.data import Dataset
-from jgraph.train.runner import Chunk, Order, Position, position_in
+from jgraph.train.runner import Chunk, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 
 
@@ -39,7 +41,10 @@ class AsyncPS:
 
     Args:
       step_timeout_s: limit for one step of a worker.
-      max_staleness: not in this version; None: a gradient may be as old as it is.
+      max_staleness: an update is made from parameters to which at most that many
+        others were applied meanwhile, on any ps; a worker that would run ahead waits.
+        0 makes workers take turns. None: a gradient may be as old as it is. See
+        ``Run.staleness``.
       variable_partitioner: cuts parameters into shards, for example
         ``jg.fixed_size_partitioner(2)``; the optimizer's state is cut alike.
       partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or
@@ -49,24 +54,25 @@ class AsyncPS:
         bytes, largest first, if unset.
 
     Raises:
-      ConfigError: an option outside what this version can do.
+      ConfigError: an option outside what is possible.
 
     Example:
-      >>> AsyncPS()
-      AsyncPS(step_timeout_s=60.0)
+      >>> AsyncPS(max_staleness=8).max_staleness
+      8
     """
 
     step_timeout_s: float = 60.0
-    max_staleness: None = None
+    max_staleness: int | None = None
     variable_partitioner: Partitioner | None = None
     partition_strategy: str = "div"
     placement: PlacementFunction | None = None
 
     def __post_init__(self) -> None:
-        if self.max_staleness is not None:
+        bound = self.max_staleness
+        if bound is not None and bound < 0:
             raise ConfigError(
-                "AsyncPS(max_staleness=…) is not in this version: staleness is not "
-                "bounded; leave it out"
+                f"max_staleness is {bound!r}; give a whole number, 0 or more, or None "
+                "for no bound"
             )
         if not self.step_timeout_s > 0:
             raise ConfigError(
@@ -84,9 +90,6 @@ class AsyncPS:
             self.variable_partitioner,
             self.partition_strategy,
         )
-
-    def __repr__(self) -> str:
-        return f"AsyncPS(step_timeout_s={self.step_timeout_s})"
 
 
 @final
@@ -169,6 +172,8 @@ class AsyncRunner:
                 default=DeviceSpec.from_string(self._workers[0]),
                 platforms=self._cluster.platforms,
             )
+            program = gated(planned.program, self._step.container)
+            planned = replace(planned, program=program)
             self._prepared[key] = _Prepared(graph, planned, names, [])
         self._last = self._prepared[key]
 
@@ -187,6 +192,12 @@ class AsyncRunner:
                     for worker in self._workers
                 ]
             self._upload(prepared.graph, order.dataset)
+            open_gate(
+                self._cluster,
+                self._step.container,
+                shards_of(prepared.plan.program),
+                max_staleness=self._strategy.max_staleness,
+            )
             loops = self._loops = self.session.run_loops(
                 self._requests(prepared, order), self._dealt(order)
             )
@@ -248,6 +259,18 @@ class AsyncRunner:
             self._position = position
             steps = int(self._step.unflatten(values)["global_step"])
             self._done = _shares(steps, len(self._workers))
+
+    def staleness(self) -> Staleness:
+        """See ``Runner.staleness``."""
+        if self._last is None or not self._last.handles:
+            return {}
+        gate, shards = self._step.container, shards_of(self._last.plan.program)
+        workers = dict(zip(self._last.handles, self._workers, strict=True))
+        found: dict[TaskName, dict[TaskName, dict[int, int]]] = {}
+        for row in stale_updates(self._cluster, gate, shards):
+            ages = found.setdefault(workers[row.handle], {}).setdefault(row.task, {})
+            ages[row.staleness] = row.updates
+        return found
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""

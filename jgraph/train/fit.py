@@ -75,6 +75,7 @@ class Fit:
             if not isinstance(error, ClusterError):
                 values = self.runner.values()
                 position = self.runner.position()
+                self.history.staleness = self.runner.staleness()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = error or caught
         finally:

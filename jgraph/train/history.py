@@ -12,7 +12,7 @@ from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.profile import Profile, make_profile
-from jgraph.train.runner import Chunk
+from jgraph.train.runner import Chunk, Staleness
 from jgraph.train.step import CHECKS
 
 
@@ -32,6 +32,8 @@ class History:
         self._count = 0
         self._evaluations: list[tuple[int, float, dict[str, float]]] = []
         self._lock = threading.Lock()
+        self.staleness: Staleness = {}
+        """How old gradients were, once the run has ended."""
 
     @property
     def steps(self) -> int:

@@ -15,7 +15,7 @@ from jgraph.coordination.dispatch import Asked, Deal, Dispatch, Progressed
 from jgraph.graph.ir import Graph, eval_graph
 from jgraph.runtime.batches import LeasedBatches
 from jgraph.train.data import Batch, Dataset
-from jgraph.train.runner import Chunk, Order, Position, position_in, stack
+from jgraph.train.runner import Chunk, Order, Position, Staleness, position_in, stack
 from jgraph.train.step import TrainStep
 
 # JAX dispatches without waiting. More steps in flight than this gain nothing and hold
@@ -165,6 +165,10 @@ class LocalRunner:
         with self._lock:
             self._values = [jnp.array(v, copy=True) for v in values]
             self._position, self._dispatch = position, None
+
+    def staleness(self) -> Staleness:
+        """See ``Runner.staleness``."""
+        return {}  # every gradient is of the newest values
 
     def plan(self) -> Any:
         """Returns the graph of the step: all of it runs here."""

@@ -14,7 +14,7 @@ from jgraph.train.data import Data
 from jgraph.train.history import History
 from jgraph.train.profile import Profile
 from jgraph.train.progress import Report
-from jgraph.train.runner import Position
+from jgraph.train.runner import Position, Staleness
 
 
 class Result(Protocol):
@@ -32,6 +32,9 @@ class Result(Protocol):
         overwrite: bool,
     ) -> Path:
         """Writes a checkpoint of these variable values and position in the data."""
+
+    def current_staleness(self) -> Staleness:
+        """Returns how old the gradients of the run have been."""
 
     def current_position(self) -> Position:
         """Returns where in the data the training is now."""
@@ -107,6 +110,19 @@ class Run:
         Empty unless the strategy is ``SyncPS`` and some did.
         """
         return self._history.dropped()
+
+    def staleness(self) -> Staleness:
+        """Returns how old gradients were: worker -> ps -> staleness -> updates.
+
+        The staleness of an update is the number of others that were applied on its ps
+        since it read there. Empty unless the strategy is ``AsyncPS``.
+
+        Example:
+          ``run.staleness()["/job:worker/task:1"]["/job:ps/task:0"]`` is
+          ``{0: 5, 1: 95}`` if 95 of 100 updates came after one other.
+        """
+        ended = self._done.is_set()
+        return self._history.staleness if ended else self._result.current_staleness()
 
     def profile(self) -> Profile:
         """Returns where a step's time goes, for each replica.

@@ -16,6 +16,9 @@ from jgraph.train.data import Dataset
 Position: TypeAlias = Mapping[str, Any] | None
 """Plain data; see ``Dispatch.state``. None: as the number of updates says."""
 
+Staleness: TypeAlias = Mapping[TaskName, Mapping[TaskName, Mapping[int, int]]]
+"""Updates by worker, by task that applied them, and by how old they were."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,9 @@ class Runner(Protocol):
 
         Without a position it is that of training from the beginning for as many steps.
         """
+
+    def staleness(self) -> Staleness:
+        """Returns how old the gradients of the last run were."""
 
     def plan(self) -> Any:
         """Returns what goes where; prints and shows itself in a notebook."""

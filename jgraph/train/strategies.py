@@ -2,11 +2,14 @@
 
 from typing import TypeAlias
 
+from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ConfigError
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.local import Local
-from jgraph.train.sync_ps import SyncPS
+from jgraph.train.async_ps import AsyncPS, AsyncRunner
+from jgraph.train.local import Local, LocalRunner
+from jgraph.train.runner import Runner
+from jgraph.train.step import TrainStep
+from jgraph.train.sync_ps import SyncPS, SyncRunner
 
 Strategy: TypeAlias = Local | AsyncPS | SyncPS
 
@@ -43,3 +46,18 @@ def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strat
             "cluster=, or use strategy=jg.AsyncPS()"
         )
     return strategy
+
+
+def make_runner(
+    step: TrainStep, cluster: Cluster | None, strategy: Strategy, clock: Clock
+) -> Runner:
+    """Returns what performs the steps of a strategy.
+
+    Raises:
+      ConfigError: the cluster has too few workers for it.
+    """
+    if cluster is None or isinstance(strategy, Local):
+        return LocalRunner(step, clock)
+    if isinstance(strategy, SyncPS):
+        return SyncRunner(step, cluster, strategy)
+    return AsyncRunner(step, cluster, strategy)

@@ -25,7 +25,7 @@ from jgraph.plan.program import Program
 from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner, Placement, end_loops
 from jgraph.train.data import Dataset
-from jgraph.train.runner import Chunk, Order, Position
+from jgraph.train.runner import Chunk, Order, Position, Staleness
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_step import SyncStep
 
@@ -219,6 +219,10 @@ class SyncRunner:
         self._state.load(values)
         steps = int(self._step.unflatten(values)["global_step"])
         self._done = Counter(dict.fromkeys(range(len(self._workers)), steps))
+
+    def staleness(self) -> Staleness:
+        """See ``Runner.staleness``."""
+        return {}  # every gradient is of the newest values
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""

@@ -22,7 +22,7 @@ from jgraph.train.adapters import (
     adapt,
     check_model,
 )
-from jgraph.train.async_ps import AsyncRunner, new_container
+from jgraph.train.async_ps import new_container
 from jgraph.train.data import (
     Data,
     Dataset,
@@ -33,14 +33,13 @@ from jgraph.train.data import (
 from jgraph.train.evaluate import Evaluator
 from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
-from jgraph.train.local import Local, LocalRunner
+from jgraph.train.local import Local
 from jgraph.train.row_step import SPARSE, Sparse
 from jgraph.train.run import Callback, Run
-from jgraph.train.runner import Order, Position, Runner
+from jgraph.train.runner import Order, Position, Runner, Staleness
 from jgraph.train.source import Source, as_source_or_dataset
 from jgraph.train.step import TrainStep
-from jgraph.train.strategies import Strategy, choose_strategy
-from jgraph.train.sync_ps import SyncPS, SyncRunner
+from jgraph.train.strategies import Strategy, choose_strategy, make_runner
 from jgraph.train.trees import Tree
 
 
@@ -311,6 +310,10 @@ class Trainer:
         tree = step.unflatten(values)
         return step.adapter.model(tree["params"], tree["state"])
 
+    def current_staleness(self) -> Staleness:
+        """Returns how old gradients were. Called by ``Run``."""
+        return self._made()[1].staleness()
+
     def current_position(self) -> Position:
         """Returns where in the data the training is now. Called by ``Run``."""
         return self._made()[1].position()
@@ -392,8 +395,4 @@ class Trainer:
             else strategy.arrangement(cluster),
             container="" if cluster is None else new_container(),
         )
-        if cluster is None or isinstance(strategy, Local):
-            return step, LocalRunner(step, self._clock)
-        if isinstance(strategy, SyncPS):
-            return step, SyncRunner(step, cluster, strategy)
-        return step, AsyncRunner(step, cluster, strategy)
+        return step, make_runner(step, cluster, strategy, self._clock)

@@ -42,6 +42,14 @@ def one_worker() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
+def two_by_two() -> Iterator[Cluster]:
+    servers = Servers(ps=2, worker=2)
+    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+        yield cluster
+    servers.stop()
+
+
+@pytest.fixture(scope="module")
 def two_workers() -> Iterator[Cluster]:
     servers = Servers(ps=1, worker=2)
     with connect(servers.servers[-1].target, timeout_s=20) as cluster:
@@ -247,9 +255,24 @@ def test_model_stays_when_the_cluster_is_closed() -> None:
         fit(there, 1)
 
 
-def test_options_of_later_versions_are_refused() -> None:
-    with pytest.raises(ConfigError, match="not in this version"):
-        AsyncPS(max_staleness=8)  # type: ignore[arg-type]  # what the test is about
+@pytest.mark.parametrize("bound", [0, 1, None])
+def test_no_gradient_is_older_than_the_bound(
+    two_by_two: Cluster, bound: int | None
+) -> None:
+    there = trainer(cluster=two_by_two, strategy=AsyncPS(max_staleness=bound))
+    run = fit(there, 60)
+    staleness = run.staleness()
+    assert set(staleness) == set(two_by_two.tasks("worker"))
+    for shard in two_by_two.tasks("ps"):
+        ages = [staleness[worker][shard] for worker in staleness]
+        assert sum(sum(counts.values()) for counts in ages) == 60
+        assert max(max(counts) for counts in ages) <= (60 if bound is None else bound)
+    there.close()
+
+
+def test_options_outside_what_is_possible_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_staleness is -1"):
+        AsyncPS(max_staleness=-1)
     with pytest.raises(ConfigError, match="step_timeout_s is 0"):
         AsyncPS(step_timeout_s=0)
 
