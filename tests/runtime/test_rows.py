@@ -277,4 +277,4 @@ def test_value_that_two_variables_get_is_nobodys_own() -> None:
         )
         for n in (1, 2)
     )
-    assert (once.owned, twice.owned) == ({0}, set())
+    assert (set(once.owned), set(twice.owned)) == ({0}, set())
