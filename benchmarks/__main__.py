@@ -15,6 +15,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SELECTION = [
     "imports --repeats 3",
     "startup --rounds 2",
+    "straggler",
     "memory --width 3000",
     "overhead --rounds 3",
     "train --model mlp cnn --rounds 3 --steps 60",

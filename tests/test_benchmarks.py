@@ -23,6 +23,7 @@ from benchmarks import (
     overhead,
     report,
     startup,
+    straggler,
     train,
 )
 
@@ -207,6 +208,15 @@ def test_overhead_has_every_part(bench: Bench) -> None:
 def test_startup_goes_from_nothing_to_a_step_and_leaves_nothing(bench: Bench) -> None:
     (line,) = bench(startup.main, "--ps 1 --workers 1 --rounds 1")
     assert line["up_to_first_step_s"] > line["first_step_s"] > 0
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_backup_worker_hides_a_slow_one(bench: Bench) -> None:
+    words = "--workers 2 --wait-ms 5 --slow-ms 100 --steps 6 --rounds 1"
+    (line,) = bench(straggler.main, words)
+    assert line["waited_for_ms"] > 100
+    assert line["backup_ms"] < line["waited_for_ms"]
 
 
 @pytest.mark.procs
