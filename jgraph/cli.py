@@ -18,6 +18,7 @@ import typer
 
 from jgraph import __version__
 from jgraph.errors import AddressError, ClusterUnreachableError, JGError
+from jgraph.examples.cli import app as examples
 
 OK, FAILURE, USAGE, UNREACHABLE, FORBIDDEN = range(5)
 
@@ -30,6 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(examples, name="examples")
 
 
 @app.callback()

@@ -11,7 +11,8 @@ from jgraph.cli import app
 from jgraph.cluster.spec import ClusterSpec, TFConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+PATTERNS = ("*.md", "docs/*.md", "*/README.md", "jgraph/*/README.md")
+PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -67,6 +68,7 @@ def test_the_tf_config_of_the_page_is_one() -> None:
 def test_the_commands_of_a_page_are_commands(page: Path) -> None:
     commands = app.registered_commands
     known = {c.name or getattr(c.callback, "__name__", "") for c in commands}
+    known |= {str(group.name) for group in app.registered_groups}
     shown = set()
     for text in blocks(str(page.relative_to(ROOT)), "bash"):
         shown |= set(re.findall(r"^(?:\S*/)?jgraph (\w+)", text, re.M))

@@ -1,0 +1,1 @@
+"""Examples on real data: ``jgraph examples`` trains each with a cluster here."""

@@ -1,0 +1,93 @@
+"""``jgraph examples``: one function per example, heavy imports inside."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from jgraph.examples.options import Example
+
+app = typer.Typer(
+    name="examples",
+    help="Train an example on real data, with a cluster on this machine.",
+    no_args_is_help=True,
+)
+
+Data = Annotated[
+    Path, typer.Option(exists=True, file_okay=False, help="Directory with the data.")
+]
+Ps = Annotated[int, typer.Option(min=1, help="Parameter servers.")]
+Workers = Annotated[int, typer.Option(min=1, help="Workers.")]
+Steps = Annotated[int, typer.Option(min=1, help="Updates, all workers together.")]
+Seed = Annotated[int, typer.Option(help="Decides initial values and the data's order.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one line: the final figures, as JSON.")
+]
+
+
+@app.command()
+def wide_deep(
+    data: Data,
+    ps: Ps = 2,
+    workers: Workers = 2,
+    steps: Steps = 3000,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Wide & Deep on the census income data: adult.data and adult.test."""
+    from jgraph.examples.wide_deep import run
+
+    run_example("wide-deep", run, data, ps, workers, steps, seed, as_json=as_json)
+
+
+def run_example(
+    name: str,
+    example: "Example",
+    data: Path,
+    ps: int,
+    workers: int,
+    steps: int,
+    seed: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Trains an example with a cluster of processes, and prints its figures.
+
+    Args:
+      name: of the command.
+      example: what to train.
+      data: directory with its data.
+      ps: parameter servers.
+      workers: workers.
+      steps: updates of the model, all workers together.
+      seed: decides initial values and the order of examples.
+      as_json: print nothing but one line of JSON.
+    """
+    from jgraph.clock import SystemClock
+    from jgraph.cluster.local import LocalCluster
+    from jgraph.examples.options import Options
+
+    clock = SystemClock()
+    began = clock.now()
+    options = (
+        Options(steps, seed)
+        if as_json
+        else Options(steps, seed, progress=True, say=typer.echo)
+    )
+    with LocalCluster(ps=ps, workers=workers) as cluster:
+        found = example(data, cluster, options)
+    figures = {
+        "example": name,
+        "ps": ps,
+        "workers": workers,
+        "steps": steps,
+        "seed": seed,
+        **found,
+        "seconds": round(clock.now() - began, 1),
+    }
+    if as_json:
+        typer.echo(json.dumps(figures))
+    else:
+        typer.echo("\n".join(f"{key}: {value}" for key, value in figures.items()))

@@ -1,0 +1,68 @@
+"""What every example is told, and what it tells."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+from jgraph.cluster.client import Cluster
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.trainer import Trainer
+
+Figures: TypeAlias = dict[str, float]
+"""The final figures of an example, by name."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How long and how loudly to train.
+
+    Attributes:
+      steps: updates of the model, all workers together.
+      seed: decides initial values and the order of examples.
+      progress: show a live line.
+      say: takes text for people.
+    """
+
+    steps: int
+    seed: int = 0
+    progress: bool = False
+    say: Callable[[str], None] = lambda _: None
+
+    def fit(
+        self,
+        cluster: Cluster | None,
+        model: Any,
+        loss: Any,
+        tx: Any,
+        data: Any,
+        batch_size: int,
+    ) -> Trainer:
+        """Trains asynchronously on a cluster, or here if unset; returns the Trainer.
+
+        Args:
+          cluster: where to train.
+          model: as for ``Trainer``.
+          loss: as for ``Trainer``.
+          tx: as for ``Trainer``.
+          data: as for ``Trainer.fit``.
+          batch_size: examples per step.
+        """
+        trainer = Trainer(
+            model,
+            loss,
+            tx,
+            cluster=cluster,
+            strategy=None if cluster is None else AsyncPS(),
+            seed=self.seed,
+        )
+        self.say(f"{trainer.plan(data, batch_size=batch_size)}\n")
+        trainer.fit(
+            data, steps=self.steps, batch_size=batch_size, progress=self.progress
+        )
+        return trainer
+
+
+Example: TypeAlias = Callable[[Path, Cluster | None, Options], Figures]
+"""Trains on what is in a directory and returns the final figures."""
