@@ -29,6 +29,7 @@
     │   ├── PortInUseError            JG-121  the address is taken
     │   ├── TaskMissingError          JG-131  listed tasks that never answered
     │   ├── TaskLostError             JG-132  a task went away while it was needed
+    │   │   └── NotTakingError        JG-138  a task that does not take what is sent
     │   ├── DeadlineError             JG-133  a named wait passed its deadline
     │   ├── StartError                JG-134  a task's process ended while starting
     │   ├── VersionError              JG-141  versions that cannot talk to each other
@@ -277,6 +278,12 @@ class TaskLostError(ClusterError, ConnectionError):
     """A task went away while it was needed."""
 
     code = "JG-132"
+
+
+class NotTakingError(TaskLostError):
+    """A task does not take what is sent to it; too much waits."""
+
+    code = "JG-138"
 
 
 class DeadlineError(ClusterError, TimeoutError):

@@ -91,6 +91,10 @@ class TaskShell:
         header = pb.Values(handle=step[0], step_id=step[1], key=key)
         self._transport.post(dst, frame(values=header, tensors=tuple(values)))
 
+    def withdraw(self, step: StepKey) -> None:
+        """Drops the values of a failed step that have not left yet."""
+        self._transport.withdraw(*step)
+
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Calls ``callback`` after that time, on the event loop."""
         self._loop.call_later(seconds, callback)

@@ -33,6 +33,7 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.backlog import default_queue_limit
 from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
 from jgraph.rpc.program_codec import decode_program
 from jgraph.rpc.status import from_status, to_status
@@ -74,6 +75,7 @@ class TaskService:
         self.draining = False
         self.shell = TaskShell(transport, clock)
         self.runtime = TaskRuntime(task, self.shell)
+        self.runtime.max_early_bytes = default_queue_limit()
         self.driver = StepDriver(self.runtime, transport)
         self.gates = Gates(task, transport, self.runtime.gates)
         self._transport = transport

@@ -27,6 +27,8 @@ MAX_FRAME_BYTES: Final = 4 << 30
 MAX_NDIM: Final = 32
 HANDLE_BYTES: Final = 32
 """More than the place of a tensor in shared memory takes in a header."""
+SEQUENCE_BYTES: Final = 11
+"""What the number of a frame takes in a header at most."""
 ALIGNMENT: Final = 64
 """JAX takes a numpy array on the CPU without a copy when it begins at a multiple."""
 
@@ -70,20 +72,26 @@ class Encoded:
 class Prepared:
     """A frame that was checked and can be sent; its tensors are not copied.
 
-    ``nbytes`` counts header and tensors, wherever they will travel.
+    ``nbytes`` counts header and tensors, wherever they will travel; ``values_of`` is
+    the step whose values they are, None if they are something else.
     """
 
     header: bytes
     types: pb.Frame
     arrays: tuple[Tensor, ...]
     nbytes: int
+    values_of: tuple[str, int] | None
 
-    def encoded(self, shared: Mapping[int, pb.SharedBlock] = _NOTHING) -> Encoded:
+    def encoded(
+        self, shared: Mapping[int, pb.SharedBlock] = _NOTHING, *, sequence: int = 0
+    ) -> Encoded:
         """Returns the bytes for the stream.
 
         Args:
           shared: where the tensors are that do not go there, by their index.
+          sequence: number of the frame on its stream; 0 for none.
         """
+        self.types.sequence = sequence
         for at, block in shared.items():
             self.types.tensors[at].shared.CopyFrom(block)
         # Two serialized messages of one type, put together, parse as their union.
@@ -97,17 +105,14 @@ class Prepared:
         return Encoded((LENGTH.pack(len(text)) + text, *views), nbytes)
 
 
-def prepare(
-    frame: Frame, *, sequence: int = 0, max_frame_bytes: int = MAX_FRAME_BYTES
-) -> Prepared:
-    """Checks a frame, and makes all of it ready but the place of its tensors.
+def prepare(frame: Frame, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> Prepared:
+    """Checks a frame, and makes all ready but its number and its tensors' place.
 
     The arrays must not change until they are sent. Arrays that are not C-contiguous
     little-endian are copied.
 
     Args:
       frame: header and tensors; the header is not changed.
-      sequence: number of the frame on its stream; 0 for none.
       max_frame_bytes: the limit of the receiver.
 
     Raises:
@@ -116,20 +121,27 @@ def prepare(
     """
     arrays = tuple(_sendable(i, t) for i, t in enumerate(frame.tensors))
     named = [pb.TensorType(dtype=_NAMES[a.dtype], shape=a.shape) for a in arrays]
-    types = pb.Frame(tensors=named, sequence=sequence)
+    types = pb.Frame(tensors=named)
     header = frame.header
     if header.tensors or header.sequence:
         header = pb.Frame()
         header.CopyFrom(frame.header)
         header.ClearField("tensors")
     text = header.SerializeToString()
-    header_bytes = len(text) + types.ByteSize()
+    header_bytes = len(text) + types.ByteSize() + SEQUENCE_BYTES
     if header_bytes + HANDLE_BYTES * len(arrays) > MAX_HEADER_BYTES:
         raise MessageTooLargeError(too_large("header", header_bytes, MAX_HEADER_BYTES))
     nbytes = LENGTH.size + header_bytes + sum(a.nbytes for a in arrays)
     if nbytes > max_frame_bytes:
         raise MessageTooLargeError(too_large("frame", nbytes, max_frame_bytes))
-    return Prepared(text, types, arrays, nbytes)
+    return Prepared(text, types, arrays, nbytes, values_of(frame))
+
+
+def values_of(frame: Frame) -> tuple[str, int] | None:
+    """Returns the step whose values a frame carries; None if it carries others."""
+    if frame.header.WhichOneof("body") != "values":
+        return None
+    return frame.header.values.handle, frame.header.values.step_id
 
 
 def encode(
@@ -142,8 +154,8 @@ def encode(
       >>> encode(frame(empty=pb.Empty(), tensors=[np.zeros((2, 3), "float32")])).nbytes
       46
     """
-    prepared = prepare(frame, sequence=sequence, max_frame_bytes=max_frame_bytes)
-    return prepared.encoded()
+    prepared = prepare(frame, max_frame_bytes=max_frame_bytes)
+    return prepared.encoded(sequence=sequence)
 
 
 def flat_bytes(array: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -1,8 +1,7 @@
 """The outgoing half of a pair of tasks: one long-lived Exchange stream."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import aclosing
 from typing import Final
 
@@ -16,6 +15,7 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.backlog import Backlog
 from jgraph.rpc.codec import Buffer, Packer, Prepared, encode, pack
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import CONNECT_TIMEOUT_S, ended_link, is_cancelled, open_channel
@@ -62,6 +62,8 @@ class ExchangeLink:
       hello: who we are.
       counters: where sent frames are counted.
       make_memory: gives memory to share with a task of the same machine, or None.
+      number: gives the sequence number of the next frame.
+      max_queued_bytes: more than this does not wait for the peer.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class ExchangeLink:
         hello: pb.Hello,
         counters: Counters,
         make_memory: Callable[[], SendMemory | None],
+        number: Callable[[], int],
+        max_queued_bytes: int,
     ) -> None:
         self.peer = peer
         self.address = address
@@ -78,15 +82,27 @@ class ExchangeLink:
         self._counters = counters
         self._make_memory = make_memory
         self._memory: SendMemory | None = None
-        self._queue: deque[Prepared] = deque()
+        self._number = number
+        self._backlog: Backlog[Prepared] = Backlog(
+            hello.task, peer, address, max_queued_bytes
+        )
+        self._now = asyncio.get_running_loop().time
         self._wake = asyncio.Event()
         self._accepted = asyncio.Event()
         self._finishing = False
 
     def push(self, item: Prepared) -> None:
-        """Queues a frame; never blocks."""
-        self._queue.append(item)
+        """Queues a frame; never blocks.
+
+        Raises:
+          NotTakingError: too much waits already.
+        """
+        self._backlog.add(item, item.nbytes, step=item.values_of, now=self._now())
         self._wake.set()
+
+    def withdraw(self, step: Hashable) -> int:
+        """Drops queued values of a step; returns how many frames."""
+        return self._backlog.withdraw(step)
 
     def finish(self) -> None:
         """Lets ``run`` end when everything queued is sent."""
@@ -122,7 +138,7 @@ class ExchangeLink:
             finally:
                 stream.cancel()
                 # gRPC leaves the generator of a stream that ended by itself waiting.
-                self._queue.clear()
+                self._backlog.clear()
                 self._accepted.set()
                 self.finish()
         finally:
@@ -142,20 +158,22 @@ class ExchangeLink:
         for chunk in pack(encode(frame(hello=first)).pieces):
             yield chunk
         await self._accepted.wait()
-        while self._queue or not self._finishing:
+        while self._backlog or not self._finishing:
             await self._wake.wait()
             self._wake.clear()
             async with aclosing(self._drain()) as chunks:
                 async for chunk in chunks:
                     self._counters.sent(self.peer, frames=0, nbytes=len(chunk))
                     yield chunk
+                    self._backlog.moved(now=self._now())
+            self._backlog.left()
 
     async def _drain(self) -> AsyncGenerator[bytes, None]:
         """Yields all that is queued, also what is queued while a chunk is written."""
         packer = Packer()
-        while self._queue:
+        while self._backlog:
             self._counters.sent(self.peer, frames=1, nbytes=0)
-            for piece in await self._pieces(self._queue.popleft()):
+            for piece in await self._pieces(self._backlog.take(now=self._now())):
                 for chunk in packer.add(piece):
                     yield chunk
         if rest := packer.rest():
@@ -164,11 +182,11 @@ class ExchangeLink:
     async def _pieces(self, item: Prepared) -> tuple[Buffer, ...]:
         """Returns what of a frame goes into the stream."""
         if self._memory is None:
-            return item.encoded().pieces
+            return item.encoded(sequence=self._number()).pieces
         lent = await lend(item, self._memory)
         nbytes = sum(item.arrays[at].nbytes for at in lent)
         self._counters.sent(self.peer, frames=0, nbytes=0, shared=nbytes)
-        return item.encoded(lent).pieces
+        return item.encoded(lent, sequence=self._number()).pieces
 
     async def _read(self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
         decoder = Decoder()

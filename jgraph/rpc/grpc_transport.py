@@ -13,6 +13,7 @@ import grpc
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.backlog import default_queue_limit
 from jgraph.rpc.codec import MAX_FRAME_BYTES, Prepared, encode, pack, prepare
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import (
@@ -62,6 +63,8 @@ class GrpcTransport:
       max_shared_bytes: the most shared memory to keep for sending; what does not fit
         goes through the stream. 8 GiB unless given, or half of the memory that is
         available if that is less.
+      max_queued_bytes: a task for which more waits is given up as lost; half of the
+        memory that is available unless given, and 1 GiB at least.
       incarnation: identity of this start of the task; random unless given.
       protocol: version of the wire contract, for tests.
 
@@ -94,6 +97,7 @@ class GrpcTransport:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         shared_memory: Literal["auto", "off"] = "auto",
         max_shared_bytes: int | None = None,
+        max_queued_bytes: int | None = None,
         incarnation: int | None = None,
         protocol: int = PROTOCOL,
     ) -> None:
@@ -112,6 +116,7 @@ class GrpcTransport:
         self._budget = Budget(
             default_limit() if max_shared_bytes is None else max_shared_bytes
         )
+        self._max_queued_bytes = max_queued_bytes or default_queue_limit()
         self._buffers = KeptBuffers()
         self._counters = Counters()
         self._service: Service | None = None
@@ -175,16 +180,31 @@ class GrpcTransport:
         """
         if not self._links.is_ready(dst):
             return
-        sequence = self._sequences.get(dst, 0) + 1
-        prepared = prepare(
-            frame, sequence=sequence, max_frame_bytes=self._max_frame_bytes
-        )
-        self._sequences[dst] = sequence
+        prepared = prepare(frame, max_frame_bytes=self._max_frame_bytes)
         self._links.push(dst, prepared)
+
+    def withdraw(self, handle: str, step_id: int) -> int:
+        """Drops the posted values of a step that have not begun to leave.
+
+        Returns:
+          How many frames.
+        """
+        return self._links.withdraw((handle, step_id))
+
+    def _number(self, dst: TaskName) -> int:
+        """Returns the number of the next frame that leaves for ``dst``."""
+        number = self._sequences[dst] = self._sequences.get(dst, 0) + 1
+        return number
 
     def _make_link(self, peer: TaskName, address: Address) -> ExchangeLink:
         return ExchangeLink(
-            peer, address, self._hello, self._counters, self._make_memory
+            peer,
+            address,
+            self._hello,
+            self._counters,
+            self._make_memory,
+            partial(self._number, peer),
+            self._max_queued_bytes,
         )
 
     def _make_memory(self) -> SendMemory | None:

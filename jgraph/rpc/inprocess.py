@@ -4,8 +4,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Hashable
 from contextlib import aclosing
 from typing import TypeAlias, final
 
@@ -16,7 +15,8 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.codec import MAX_FRAME_BYTES, aligned_copy, encode
+from jgraph.rpc.backlog import Backlog, default_queue_limit
+from jgraph.rpc.codec import MAX_FRAME_BYTES, aligned_copy, encode, values_of
 from jgraph.rpc.dial import (
     CONNECT_TIMEOUT_S,
     deadline_error,
@@ -57,9 +57,11 @@ class InProcessNetwork:
         *,
         bind: Address = "inprocess:0",
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_queued_bytes: int | None = None,
     ) -> "InProcessTransport":
         """Returns a transport for ``task`` (None: a client), not started yet."""
-        return InProcessTransport(self, task, bind, max_frame_bytes)
+        limit = max_queued_bytes or default_queue_limit()
+        return InProcessTransport(self, task, bind, max_frame_bytes, limit)
 
     async def listen(self, transport: "InProcessTransport", bind: Address) -> Address:
         """Makes a transport reachable; returns its address.
@@ -137,6 +139,7 @@ class InProcessTransport:
         task: TaskName | None,
         bind: Address,
         max_frame_bytes: int,
+        max_queued_bytes: int,
     ) -> None:
         self.task = task
         self.incarnation = secrets.randbits(64) or 1
@@ -147,6 +150,7 @@ class InProcessTransport:
         self._network = network
         self._bind = bind
         self._max_frame_bytes = max_frame_bytes
+        self.max_queued_bytes = max_queued_bytes
         self._links: Links[_Posted] = Links(self._make_link)
         self._inbound: dict[TaskName, _InProcessLink] = {}
         self._serving: set[asyncio.Task[None]] = set()
@@ -175,6 +179,14 @@ class InProcessTransport:
         if self._links.is_ready(dst):
             nbytes = encode(frame, max_frame_bytes=self._max_frame_bytes).nbytes
             self._links.push(dst, (frame, nbytes))
+
+    def withdraw(self, handle: str, step_id: int) -> int:
+        """Drops the posted values of a step that were not delivered yet.
+
+        Returns:
+          How many frames.
+        """
+        return self._links.withdraw((handle, step_id))
 
     def _make_link(self, peer: TaskName, address: Address) -> "_InProcessLink":
         return _InProcessLink(self, peer, address, self._network)
@@ -301,14 +313,21 @@ class _InProcessLink:
         self.address = address
         self._src = src
         self._network = network
-        self._queue: deque[_Posted] = deque()
+        self._backlog: Backlog[_Posted] = Backlog(
+            src.task or "", peer, address, src.max_queued_bytes
+        )
+        self._now = asyncio.get_running_loop().time
         self._wake = asyncio.Event()
         self._finishing = False
         self._lost = False
 
     def push(self, item: "_Posted") -> None:
-        self._queue.append(item)
+        posted, nbytes = item
+        self._backlog.add(item, nbytes, step=values_of(posted), now=self._now())
         self._wake.set()
+
+    def withdraw(self, step: Hashable) -> int:
+        return self._backlog.withdraw(step)
 
     def finish(self) -> None:
         self._finishing = True
@@ -325,12 +344,14 @@ class _InProcessLink:
         assert src is not None  # a client cannot post
         there.connect(src, self)
         try:
-            while self._queue or not self._finishing:
+            while self._backlog or not self._finishing:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._queue and not self._lost:
-                    self._src.count_sent(self.peer, self._queue[0][1])
-                    self._deliver(there, src, *self._queue.popleft())
+                while self._backlog and not self._lost:
+                    posted, nbytes = self._backlog.take(now=self._now())
+                    self._src.count_sent(self.peer, nbytes)
+                    self._deliver(there, src, posted, nbytes)
+                self._backlog.left()
                 if self._lost:
                     raise ended_link(self.peer, self.address)
         finally:

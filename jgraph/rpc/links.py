@@ -2,11 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
-from jgraph.errors import InternalError, JGError, TaskLostError, UnknownDeviceError
+from jgraph.errors import (
+    InternalError,
+    JGError,
+    NotTakingError,
+    TaskLostError,
+    UnknownDeviceError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.transport import Address, Handler
 
@@ -25,7 +31,14 @@ class Link(Protocol[_Pushed_contra]):
     address: Address
 
     def push(self, item: _Pushed_contra) -> None:
-        """Queues an item; never blocks."""
+        """Queues an item; never blocks.
+
+        Raises:
+          NotTakingError: too much waits already.
+        """
+
+    def withdraw(self, step: Hashable) -> int:
+        """Drops queued values of a step; returns how many frames."""
 
     def finish(self) -> None:
         """Lets ``run`` end when everything queued is sent."""
@@ -46,6 +59,7 @@ class Links(Generic[_Item]):
         self._handler: Handler | None = None
         self._peers: dict[TaskName, Address] = {}
         self._links: dict[TaskName, tuple[Link[_Item], asyncio.Task[None]]] = {}
+        self._failed: dict[Link[_Item], JGError] = {}
         self._closed = False
 
     def start(self, handler: Handler) -> None:
@@ -82,19 +96,33 @@ class Links(Generic[_Item]):
         return False
 
     def push(self, dst: TaskName, item: _Item) -> None:
-        """Queues an item for ``dst``, which has an address."""
+        """Queues an item for ``dst``, which has an address.
+
+        If too much waits for it already, it is lost, and so is the item.
+        """
         address = self._peers[dst]
         if dst not in self._links or self._links[dst][0].address != address:
             link = self._make(dst, address)
             running = asyncio.create_task(link.run(), name=f"link to {dst}")
             self._links[dst] = link, running
             running.add_done_callback(partial(self._ended, link))
-        self._links[dst][0].push(item)
+        link, running = self._links[dst]
+        if link in self._failed:
+            return
+        try:
+            link.push(item)
+        except NotTakingError as error:
+            self._failed[link] = error
+            running.cancel()
+
+    def withdraw(self, step: Hashable) -> int:
+        """Drops the values of a step that wait to be sent; returns how many frames."""
+        return sum(link.withdraw(step) for link, _ in self._links.values())
 
     def _ended(self, link: Link[_Item], running: "asyncio.Task[None]") -> None:
         if self._links.get(link.peer, (None, None))[0] is link:
             del self._links[link.peer]
-        error = _reason(link, running)
+        error = self._failed.pop(link, None) or _reason(link, running)
         if not self._closed and self._handler is not None:
             self._handler.peer_lost(link.peer, error)
 

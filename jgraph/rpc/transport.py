@@ -64,7 +64,17 @@ class Transport(Protocol):
         """Tells where other tasks are; connections are made on first use."""
 
     def post(self, dst: TaskName, frame: Frame) -> None:
-        """Queues a frame for ``dst``; never blocks. A failure is ``peer_lost``."""
+        """Queues a frame for ``dst``; never blocks. A failure is ``peer_lost``.
+
+        So is a peer that does not take what is queued for it (``NotTakingError``).
+        """
+
+    def withdraw(self, handle: str, step_id: int) -> int:
+        """Drops the posted values of a step that have not begun to leave.
+
+        Returns:
+          How many frames.
+        """
 
     def call(
         self, dst: Address, method: str, request: Frame, *, timeout_s: float

@@ -103,6 +103,9 @@ class Shell(Protocol):
     ) -> None:
         """Sends values to another task; must not block."""
 
+    def withdraw(self, step: StepKey) -> None:
+        """Drops what was sent for a step and has not left yet."""
+
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Calls ``callback`` after that time, on the executor's thread."""
 

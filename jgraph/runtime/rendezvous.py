@@ -20,6 +20,10 @@ Consumer: TypeAlias = Callable[[Values], None]
 _REMEMBERED_STEPS = 4096
 
 
+def _nbytes(values: Values) -> int:
+    return sum(getattr(value, "nbytes", 0) for value in values)
+
+
 @final
 class Rendezvous:
     """Pairs ``send`` and ``recv`` of one task. Used from one thread.
@@ -35,6 +39,8 @@ class Rendezvous:
         self._waiting: dict[StepKey, dict[str, Consumer]] = {}
         self._arrived: dict[StepKey, dict[str, Values]] = {}
         self._finished: OrderedDict[StepKey, None] = OrderedDict()
+        self.nbytes = 0
+        """Bytes of the values that nobody asked for yet."""
 
     def send(self, step: StepKey, key: str, values: Values) -> None:
         """Gives values to the consumer of ``key``, now or when it asks.
@@ -56,22 +62,36 @@ class Rendezvous:
                 f"values '{key}' of step {step[1]} of '{step[0]}' were sent twice"
             )
         arrived[key] = values
+        self.nbytes += _nbytes(values)
 
     def recv(self, step: StepKey, key: str, consumer: Consumer) -> None:
         """Calls ``consumer(values)`` once, as soon as the values are there."""
         arrived = self._arrived.get(step, {})
         if key in arrived:
-            consumer(arrived.pop(key))
+            values = arrived.pop(key)
+            self.nbytes -= _nbytes(values)
+            if not arrived:
+                del self._arrived[step]
+            consumer(values)
         else:
             self._waiting.setdefault(step, {})[key] = consumer
 
     def finish(self, step: StepKey) -> None:
         """Forgets a step; what still comes for it is dropped."""
         self._waiting.pop(step, None)
-        self._arrived.pop(step, None)
+        for values in self._arrived.pop(step, {}).values():
+            self.nbytes -= _nbytes(values)
         self._finished[step] = None
         while len(self._finished) > _REMEMBERED_STEPS:
             self._finished.popitem(last=False)
+
+    def is_finished(self, step: StepKey) -> bool:
+        """Whether a step was forgotten, as far as is remembered."""
+        return step in self._finished
+
+    def oldest(self) -> StepKey:
+        """Returns the step whose values wait longest for somebody to ask for them."""
+        return next(iter(self._arrived))
 
     def waiting_for(self, step: StepKey) -> list[str]:
         """Returns the keys that the step's consumers still wait for."""

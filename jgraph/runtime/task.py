@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from jgraph.errors import (
     CancelledStepError,
@@ -21,6 +21,8 @@ from jgraph.runtime.loaded import LoadedPartition, load_partition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.store import VariableStore
 
+MAX_EARLY_BYTES: Final = 8 << 30
+"""Of values for steps that have not begun; a server sets what its memory allows."""
 OnDone: TypeAlias = Callable[[Outcome, StepTimes], None]
 
 
@@ -72,6 +74,7 @@ class TaskRuntime:
         self._steps: dict[StepKey, StepRun] = {}
         self.gates: dict[str, Gate] = {}
         """By name; the cluster opens them."""
+        self.max_early_bytes = MAX_EARLY_BYTES
         self._when_idle: list[Callable[[], None]] = []
 
     def when_idle(self, callback: Callable[[], None]) -> None:
@@ -188,6 +191,8 @@ class TaskRuntime:
             raise InvalidProgramError(
                 f"step {step[1]} of '{step[0]}' was already started on {self.task}"
             )
+        if self._rendezvous.is_finished(step):
+            raise self._too_early(step)
         run = StepRun(
             registered.loaded,
             step,
@@ -207,14 +212,30 @@ class TaskRuntime:
             self._begin(registered, run)
 
     def deliver(self, step: StepKey, key: str, values: Sequence[Any]) -> None:
-        """Takes values that another task sent for a step, early or late."""
+        """Takes values that another task sent for a step, early or late.
+
+        Values for no program of this task are dropped. If too many wait for steps that
+        do not begin, the oldest such step ends.
+        """
+        if step[0] not in self._programs:
+            return
         self._rendezvous.send(step, key, values)
+        while self._rendezvous.nbytes > self.max_early_bytes:
+            oldest = self._rendezvous.oldest()
+            self.abort(oldest, self._too_early(oldest))
+
+    def _too_early(self, step: StepKey) -> JGError:
+        return CancelledStepError(
+            f"{self.task} gave up step {step[1]} of '{step[0]}', which had not begun: "
+            f"over {self.max_early_bytes:,} bytes of values waited for such steps"
+        )
 
     def abort(self, step: StepKey, error: JGError) -> None:
         """Ends a step here; values still to come for it are dropped."""
         run = self._steps.get(step)
         if run is None:
             self._rendezvous.finish(step)
+            self._shell.withdraw(step)
         else:
             run.abort(error)
 
@@ -279,6 +300,8 @@ class TaskRuntime:
         run = self._steps.pop(step)
         if run in registered.queue:
             registered.queue.remove(run)
+        if not isinstance(outcome, list):
+            self._shell.withdraw(step)
         self._tell_gate(registered, step, done=isinstance(outcome, list))
         on_done(outcome, run.times)
         if registered.running is run:

@@ -14,7 +14,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from jgraph.testing import transport_calls, transport_losses, transport_posts
+from jgraph.testing import (
+    transport_backlog,
+    transport_calls,
+    transport_losses,
+    transport_posts,
+)
 from jgraph.testing.transport_harness import MakeTransport
 
 Check: TypeAlias = Callable[[MakeTransport], Awaitable[None]]
@@ -44,6 +49,9 @@ _ALL: Final[tuple[Check, ...]] = (
     transport_losses.another_task_at_the_address_gets_nothing,
     transport_losses.posts_reach_a_task_that_was_started_again,
     transport_losses.posts_after_close_are_ignored,
+    transport_backlog.withdrawn_values_do_not_leave,
+    transport_backlog.peer_that_takes_nothing_is_lost,
+    transport_backlog.frames_that_fit_are_not_too_much,
     transport_losses.close_is_idempotent_and_frees_the_address,
 )
 

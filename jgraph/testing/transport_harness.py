@@ -27,7 +27,13 @@ _ErrorT = TypeVar("_ErrorT", bound=JGError)
 class MakeTransport(Protocol):
     """Makes a transport for a task, or for a client; all of one network."""
 
-    def __call__(self, task: TaskName | None, *, bind: Address = ...) -> Transport:
+    def __call__(
+        self,
+        task: TaskName | None,
+        *,
+        bind: Address = ...,
+        max_queued_bytes: int | None = ...,
+    ) -> Transport:
         """Returns a new transport, not started."""
 
 

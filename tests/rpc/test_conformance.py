@@ -1,5 +1,8 @@
 """Every transport passes the one conformance suite."""
 
+from functools import partial
+from typing import Literal
+
 import pytest
 
 from jgraph.graph.ir import TaskName
@@ -16,12 +19,16 @@ NAMES = [
 ]
 
 
-def make_streams(task: TaskName | None, *, bind: Address = "127.0.0.1:0") -> Transport:
-    return GrpcTransport(task, bind=bind, shared_memory="off")
-
-
-def make_shared(task: TaskName | None, *, bind: Address = "127.0.0.1:0") -> Transport:
-    return GrpcTransport(task, bind=bind, shared_memory="auto")
+def make(
+    task: TaskName | None,
+    *,
+    bind: Address = "127.0.0.1:0",
+    max_queued_bytes: int | None = None,
+    shared_memory: Literal["auto", "off"] = "off",
+) -> Transport:
+    return GrpcTransport(
+        task, bind=bind, max_queued_bytes=max_queued_bytes, shared_memory=shared_memory
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,7 +42,7 @@ def test_inprocess_transport_conforms(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_grpc_transport_conforms_with_streams_alone(name: str) -> None:
     async def main() -> None:
-        await CHECKS[name](make_streams)
+        await CHECKS[name](make)
 
     run_async(main())
 
@@ -43,6 +50,6 @@ def test_grpc_transport_conforms_with_streams_alone(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_grpc_transport_conforms_with_shared_memory(name: str) -> None:
     async def main() -> None:
-        await CHECKS[name](make_shared)
+        await CHECKS[name](partial(make, shared_memory="auto"))
 
     run_async(main())

@@ -114,7 +114,7 @@ def test_hostile_handle_ends_the_stream_with_a_status(case: str, agreed: bool) -
     handle.CopyFrom(BAD_HANDLES[case][0])
     if handle.fd:
         handle.fd = lent[0].fd
-    bad = prepare(step(1, LARGE), sequence=1).encoded({0: handle})
+    bad = prepare(step(1, LARGE)).encoded({0: handle}, sequence=1)
 
     async def main() -> None:
         async with listening() as (at_ps, address):

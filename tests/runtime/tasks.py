@@ -53,6 +53,9 @@ class Tasks:
     ) -> None:
         self.messages.append((dst, step, key, values))
 
+    def withdraw(self, step: StepKey) -> None:
+        self.messages = deque(m for m in self.messages if m[1] != step)
+
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         callback()
 

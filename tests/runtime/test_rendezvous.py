@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from jgraph.errors import MalformedMessageError
@@ -47,3 +48,19 @@ def test_finished_program_forgets_values_that_came_early() -> None:
     table.finish_program("train")
     table.recv(STEP, "w", got.append)
     assert got == []
+
+
+def test_bytes_are_counted_while_nobody_asked_for_them() -> None:
+    table, values = Rendezvous(), [np.zeros(100, np.uint8)]
+    table.recv(STEP, "w", lambda _: None)
+    table.send(STEP, "w", values)
+    assert table.nbytes == 0
+    table.send(STEP, "a", values)
+    table.send(("train", 8), "a", values)
+    assert (table.nbytes, table.oldest()) == (200, STEP)
+    table.recv(STEP, "a", lambda _: None)
+    assert (table.nbytes, table.oldest()) == (100, ("train", 8))
+    table.finish(("train", 8))
+    assert table.nbytes == 0
+    assert table.is_finished(("train", 8))
+    assert not table.is_finished(("train", 9))

@@ -96,6 +96,40 @@ def test_values_may_arrive_before_the_step_starts(tasks: Tasks) -> None:
     assert done == [[np.float32(6.0)]]
 
 
+def test_too_many_early_values_end_the_oldest_step_that_has_not_begun(
+    tasks: Tasks,
+) -> None:
+    worker = tasks.runtimes[WORKER]
+    worker.max_early_bytes = 30  # of 12 bytes each
+    for step_id in (5, 6, 7):
+        tasks.runtimes[PS].start_step(("count", step_id), lambda outcome, times: None)
+    tasks.deliver_all()
+    with pytest.raises(CancelledStepError, match=r"gave up step 5 .* 30 bytes"):
+        worker.start_step(("count", 5), lambda outcome, times: None)
+    done: list[object] = []
+    worker.start_step(
+        ("count", 6),
+        lambda outcome, times: done.append(outcome),
+        feeds={"x": np.ones(3, np.float32)},
+    )
+    tasks.deliver_all()
+    assert done == [[np.float32(6.0)]]
+
+
+def test_values_for_no_program_are_not_kept(tasks: Tasks) -> None:
+    worker = tasks.runtimes[WORKER]
+    worker.max_early_bytes = 0
+    worker.deliver(("gone", 1), "w", [np.ones(3)])
+    tasks.run("count", 1, {"x": np.ones(3, np.float32)})
+
+
+def test_aborted_step_takes_back_what_it_sent(tasks: Tasks) -> None:
+    step = tasks.start("count", 1, {"x": np.ones(3, np.float32)})
+    assert [message[1] for message in tasks.messages] == [step]
+    tasks.runtimes[PS].abort(step, CancelledStepError("stopped"))
+    assert not tasks.messages
+
+
 def test_uninitialized_variable_fails_the_step_with_its_name() -> None:
     tasks = Tasks(PS, WORKER)
     tasks.register("count", counting_program())

@@ -29,6 +29,9 @@ class Faulty:
     def post(self, dst: TaskName, frame: Frame) -> None:
         self.good.post(dst, frame)
 
+    def withdraw(self, handle: str, step_id: int) -> int:
+        return self.good.withdraw(handle, step_id)
+
     def call(
         self, dst: Address, method: str, request: Frame, *, timeout_s: float
     ) -> AsyncIterator[Frame]:
@@ -69,6 +72,13 @@ class Spoils:
 
     def handle_call(self, method: str, request: Frame) -> AsyncIterator[Frame]:
         return self.handler.handle_call(method, request)
+
+
+class Keeps(Faulty):
+    """Sends also what was withdrawn."""
+
+    def withdraw(self, handle: str, step_id: int) -> int:
+        return 0
 
 
 class Silent(Spoils):
@@ -115,8 +125,14 @@ def network(wrap: type[Faulty], spoil: type[Spoils] | None = None) -> MakeTransp
             address: Address = await self.good.start(front)
             return address
 
-    def make(task: TaskName | None, *, bind: Address = "inprocess:0") -> Transport:
-        made: Transport = Wrapped(good.transport(task, bind=bind))
+    def make(
+        task: TaskName | None,
+        *,
+        bind: Address = "inprocess:0",
+        max_queued_bytes: int | None = None,
+    ) -> Transport:
+        transport = good.transport(task, bind=bind, max_queued_bytes=max_queued_bytes)
+        made: Transport = Wrapped(transport)
         return made
 
     return make
@@ -139,6 +155,7 @@ async def _run(name: str, make: MakeTransport) -> None:
     [
         ("frames_arrive_in_order", Reorders, None),
         ("every_dtype_and_layout_survives", Faulty, Flat),
+        ("withdrawn_values_do_not_leave", Keeps, None),
         ("received_tensors_are_aligned_and_owned", Faulty, ReadOnly),
         ("crash_of_a_handler_tells_nothing_secret", Faulty, Shows),
     ],
