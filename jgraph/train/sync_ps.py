@@ -19,9 +19,11 @@ from jgraph.cluster.loops import LoopHandle, LoopReport, LoopRequest, SyncReques
 from jgraph.errors import ConfigError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.sharding import Partitioner
 from jgraph.plan.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
+from jgraph.plan.spread import PlacementFunction
 from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner, Placement, end_loops
 from jgraph.train.data import Dataset
@@ -52,26 +54,36 @@ class SyncPS:
         unset.
       backup_workers: how many workers a step does not wait for.
       step_timeout_s: limit for one step, in seconds.
+      variable_partitioner: cuts parameters into shards, as for ``AsyncPS``.
+      partition_strategy: which rows a shard has, as for ``AsyncPS``.
+      placement: chooses the ps of each parameter or shard, as for ``AsyncPS``.
 
     Raises:
       ConfigError: a number outside what is possible.
 
     Example:
-      >>> SyncPS(backup_workers=1)
-      SyncPS(replicas_to_aggregate=None, backup_workers=1, step_timeout_s=60.0)
+      >>> SyncPS(backup_workers=1).contributions(4)
+      3
     """
 
     replicas_to_aggregate: int | None = None
     backup_workers: int = 0
     step_timeout_s: float = 60.0
+    variable_partitioner: Partitioner | None = None
+    partition_strategy: str = "div"
+    placement: PlacementFunction | None = None
 
     def arrangement(self, cluster: Cluster) -> Arrangement:
-        """Returns how variables are placed on a cluster: by bytes, whole.
+        """Returns how variables are cut and placed on a cluster.
 
         Raises:
           ConfigError: the cluster has no ps or no worker.
         """
-        return Arrangement(Placement(cluster))
+        return Arrangement(
+            Placement(cluster, self.placement),
+            self.variable_partitioner,
+            self.partition_strategy,
+        )
 
     def __post_init__(self) -> None:
         wanted = self.replicas_to_aggregate

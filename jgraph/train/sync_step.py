@@ -74,11 +74,11 @@ class SyncStep:
         Feeds are those of ``TrainStep.graph``; the only fetch is its own loss.
 
         Args:
-          used: names of the variables that the update reads. Others, as the gradients
+          used: names of the variables, or shards, that the update reads. Others, as the gradients
             of frozen parameters, stay on the worker.
         """
-        means = [v for v in self._means() if v.name in used]
-        tasks = sorted({str(v.device) for v in means})
+        means = [v for v in self._means() if any(s.name in used for s in v.shards)]
+        tasks = sorted({str(s.device) for v in means for s in v.shards})
         slots = [self._slot(i, task) for i, task in enumerate(tasks)]
 
         def contribute(batch: Any, step: Any, replica: Any) -> dict[str, Any]:
@@ -109,8 +109,18 @@ class SyncStep:
         return list(jax.tree.leaves(trees))
 
     def _beside(self, variable: Variable) -> Variable:
-        name = MEAN + variable.name
-        return self._mean(name, variable.shape, variable.dtype, variable.device)
+        """Returns the variable for the mean of one, cut as that one is."""
+        cut, shape = variable.spec.sharding, variable.shape
+        counts = [cut.shards if cut and n == cut.axis else 1 for n in range(len(shape))]
+        return Variable(
+            MEAN + variable.name,
+            (shape, variable.dtype, None),
+            device=variable.device,
+            container=self._step.container,
+            partitioner=None if cut is None else lambda *_: counts,
+            partition_strategy=cut.layout.kind if cut else "div",
+            shard_devices=variable.spec.shard_devices,
+        )
 
     def _mean(
         self, name: str, shape: tuple[int, ...], dtype: Any, home: DeviceSpec

@@ -11,8 +11,10 @@ import optax
 import pytest
 from flax import nnx
 
+import jgraph as jg
 from jgraph.cluster.client import Cluster, connect
 from jgraph.errors import ConfigError, NonFiniteError
+from jgraph.plan.program import ContributeNode, Program
 from jgraph.runtime.data import BatchStream
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
@@ -81,6 +83,18 @@ def assert_same(model: Any, wanted: dict[str, Any]) -> None:
         assert error <= 1e-6, f"{path}: {error}"
 
 
+def contributed(program: Program, task: str = "") -> set[str]:
+    """Returns the names of what workers contribute, to one task or to all."""
+    return {
+        partition.variables[v].name
+        for partition in program.partitions
+        if task in ("", partition.task)
+        for node in partition.nodes
+        if isinstance(node, ContributeNode)
+        for v in node.variables
+    }
+
+
 @pytest.mark.parametrize(
     "tx",
     [
@@ -100,6 +114,28 @@ def test_workers_together_do_what_one_process_does_on_all_their_batches(
     assert run.metrics("contributions")["value"].tolist() == [WORKERS] * STEPS
     assert run.metrics("loss")["step"].tolist() == list(range(1, STEPS + 1))
     assert run.dropped() == {}
+    there.close()
+
+
+@pytest.mark.parametrize("kind", ["div", "mod"])
+def test_shards_are_contributed_to_and_updated_one_by_one(
+    cluster: Cluster, kind: str
+) -> None:
+    strategy = SyncPS(
+        step_timeout_s=20,
+        variable_partitioner=jg.fixed_size_partitioner(2),
+        partition_strategy=kind,
+        placement=jg.RoundRobin(),
+    )
+    there = trainer(cluster, CLIP_ADAM, strategy=strategy)
+    run = fit(there)
+    assert_same(run.model(), plain_loop(CLIP_ADAM))
+    planned = there.plan()
+    assert not planned.graph.gathered
+    kernel = "mean/params/layers/0/kernel"
+    for number in range(2):
+        part = f"{kernel}/part_{number}"
+        assert part in contributed(planned.program, f"/job:ps/task:{number}")
     there.close()
 
 
@@ -174,13 +210,7 @@ def test_frozen_parameters_are_neither_sent_nor_changed(cluster: Cluster) -> Non
     before = there.model().layers[0].kernel[...]
     model = fit(there, 3).model()
     np.testing.assert_array_equal(model.layers[0].kernel[...], before)
-    written = {
-        partition.variables[v].name
-        for partition in there.plan().program.partitions
-        for node in partition.nodes
-        if type(node).__name__ == "ContributeNode"
-        for v in node.variables
-    }
+    written = contributed(there.plan().program)
     assert "mean/params/layers/1/kernel" in written
     assert "mean/params/layers/0/kernel" not in written
     there.close()
