@@ -74,8 +74,8 @@ class SyncStep:
         Feeds are those of ``TrainStep.graph``; the only fetch is its own loss.
 
         Args:
-          used: names of the variables, or shards, that the update reads. Others, as the gradients
-            of frozen parameters, stay on the worker.
+          used: names of the variables, or shards, that the update reads. Others, as
+            the gradients of frozen parameters, stay on the worker.
         """
         means = [v for v in self._means() if any(s.name in used for s in v.shards)]
         tasks = sorted({str(s.device) for v in means for s in v.shards})
