@@ -1,5 +1,6 @@
 """``jgraph examples``: one function per example, heavy imports inside."""
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +41,25 @@ def wide_deep(
     from jgraph.examples.wide_deep import run
 
     run_example("wide-deep", run, data, ps, workers, steps, seed, as_json=as_json)
+
+
+@app.command()
+def lm(
+    data: Data,
+    ps: Ps = 2,
+    workers: Workers = 2,
+    steps: Steps = 1000,
+    seed: Seed = 0,
+    tied: Annotated[
+        bool, typer.Option(help="Use the embedding for the output too.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """An LSTM that predicts the next word of a text: input.txt."""
+    from jgraph.examples.lm import run
+
+    train = functools.partial(run, tied=tied)
+    run_example("lm", train, data, ps, workers, steps, seed, as_json=as_json)
 
 
 def run_example(

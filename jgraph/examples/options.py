@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, final
 
 from jgraph.cluster.client import Cluster
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.row_step import Sparse
 from jgraph.train.trainer import Trainer
 
 Figures: TypeAlias = dict[str, float]
@@ -38,6 +39,8 @@ class Options:
         tx: Any,
         data: Any,
         batch_size: int,
+        *,
+        sparse: Sparse = "auto",
     ) -> Trainer:
         """Trains asynchronously on a cluster, or here if unset; returns the Trainer.
 
@@ -48,6 +51,7 @@ class Options:
           tx: as for ``Trainer``.
           data: as for ``Trainer.fit``.
           batch_size: examples per step.
+          sparse: as for ``Trainer``.
         """
         trainer = Trainer(
             model,
@@ -56,6 +60,7 @@ class Options:
             cluster=cluster,
             strategy=None if cluster is None else AsyncPS(),
             seed=self.seed,
+            sparse=sparse,
         )
         self.say(f"{trainer.plan(data, batch_size=batch_size)}\n")
         trainer.fit(

@@ -1,5 +1,6 @@
 """Small data in the format of the real files, and where the real ones are."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -46,4 +47,12 @@ def write_census(directory: Path, examples: int = 400) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "adult.data").write_text("\n".join([*train, ""]))
     (directory / "adult.test").write_text("\n".join(["|1x3 Cross validator", *test]))
+    return directory
+
+
+def write_text(directory: Path, repeats: int = 12) -> Path:
+    """A text of 600 words in which each follows from the one before."""
+    directory.mkdir(exist_ok=True)
+    words = ["".join(letters) for letters in itertools.product("bcdefghij", repeat=3)]
+    (directory / "input.txt").write_text(" ".join(words[:600] * repeats))
     return directory
