@@ -1,5 +1,6 @@
 """Which variables a cluster holds and where, as one client knows it."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -9,6 +10,7 @@ from jgraph.errors import ConfigError, VariableMismatchError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName, VariableSpec
 from jgraph.graph.variable import Variable
+from jgraph.plan.row_blocks import initial_value
 from jgraph.plan.tasks import Tasks, assign_variables
 from jgraph.plan.types import value_type
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 
 # What a task has in hand at once when variables are read or written by a client.
 _PIECE_BYTES = 16 << 20
+
+# Smaller ones are not looked at: they may be shards, but never of anything huge.
+_SMALL_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 30
+
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -190,10 +198,22 @@ def _check_stored(spec: VariableSpec, row: pb.VariableInfo) -> None:
 
 
 def assign_initial(variables: Sequence[Variable]) -> None:
-    """Gives variables what their init functions make."""
+    """Gives variables what their init functions make, large ones block by block."""
     for variable in variables:
         assert variable.init is not None  # chosen by the caller
-        variable[...] = variable.init()
+        size = value_type(variable.spec.aval).nbytes
+        if size < _SMALL_BYTES:
+            variable[...] = variable.init()
+            continue
+        variable[...], largest = initial_value(variable.init)
+        if largest > _LARGE_BYTES:
+            _logger.warning(
+                "the initial value of '%s' (%.1f GB) is not made row by row; its task "
+                "needs memory for several arrays of %.1f GB while it is made",
+                variable.name,
+                size / 1e9,
+                largest / 1e9,
+            )
 
 
 def values_of(variables: Sequence[Variable]) -> dict[str, Any]:

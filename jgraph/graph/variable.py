@@ -147,8 +147,7 @@ class Variable:
         assert self.init is not None
         assert self.spec.sharding is not None
         if not self._is_given:
-            # Made and cut on the shard's task. For random numbers XLA makes the whole
-            # there for a moment; nothing but the shard is kept or sent.
+            # Made and cut on the shard's task; of a large one only its rows are made.
             return self.spec.sharding.part(self.init(), number)
         with jax.ensure_compile_time_eval():
             return self.spec.sharding.part(self.init(), number)
