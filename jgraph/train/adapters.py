@@ -74,7 +74,13 @@ class Adapter(Protocol):
 
 
 def adapt(
-    model: Model, loss: Loss, *, seed: int, variables: Tree = None, sample: Any = None
+    model: Model,
+    loss: Loss,
+    *,
+    seed: int,
+    variables: Tree = None,
+    sample: Any = None,
+    wrt: Any = nnx.Param,
 ) -> Adapter:
     """Returns the adapter of a Flax model.
 
@@ -85,11 +91,12 @@ def adapt(
       seed: decides a linen model's initial parameters and all dropout.
       variables: linen only: what ``model.init`` returned.
       sample: linen only: an input of the model, to call ``model.init`` without.
+      wrt: nnx only: the filter of what is trained.
     """
     if isinstance(model, nnx.Module):
-        return NnxAdapter(model, loss, seed)
+        return NnxAdapter(model, loss, seed, wrt=wrt)
     if not isinstance(model, nn.Module):
-        return _adapt_made(model, loss, seed)
+        return _adapt_made(model, loss, seed, wrt)
 
     def init() -> Any:
         keys = jax.random.split(jax.random.key(seed))
@@ -100,16 +107,18 @@ def adapt(
     return LinenAdapter(model, loss, seed, init() if variables is None else variables)
 
 
-def _adapt_made(make: Callable[[], nnx.Module], loss: Loss, seed: int) -> Adapter:
+def _adapt_made(
+    make: Callable[[], nnx.Module], loss: Loss, seed: int, wrt: Any
+) -> Adapter:
     abstract = nnx.eval_shape(make)
     if not isinstance(abstract, nnx.Module):
         raise ConfigError(
             f"model is a function that returned a {type(abstract).__name__}; give a "
             "flax.nnx or flax.linen module, or lambda: Model(rngs=nnx.Rngs(0))"
         )
-    if _is_large(nnx.state(abstract, nnx.Param)):
-        return NnxAdapter(abstract, loss, seed, make)
-    return NnxAdapter(make(), loss, seed)
+    if _is_large(nnx.state(abstract)):
+        return NnxAdapter(abstract, loss, seed, make, wrt=wrt)
+    return NnxAdapter(make(), loss, seed, wrt=wrt)
 
 
 def _is_large(tree: Any) -> bool:
@@ -121,7 +130,7 @@ def _is_large(tree: Any) -> bool:
 
 @final
 class NnxAdapter:
-    """An ``nnx`` model: parameters are its ``nnx.Param``, state is all else but RNGs.
+    """An ``nnx`` model: parameters are what ``wrt`` selects, state all else but RNGs.
 
     RNG streams are not state: their keys are those of the model with the seeds of the
     step folded in, so that a step can be repeated and no replica repeats another.
@@ -133,16 +142,20 @@ class NnxAdapter:
         loss: Loss,
         seed: int,
         make: Callable[[], nnx.Module] | None = None,
+        *,
+        wrt: Any = nnx.Param,
     ) -> None:
         self._loss = loss
         self._seed = seed
-        self._def, params, rngs, state = _split(model)
+        self._wrt = wrt
+        self._def, params, rngs, state = _split(model, wrt)
+        _check_trained(params, wrt)
         self.params, self._params_like = named_state(params)
         self.state, self._state_like = named_state(state)
         self.make: Make | None = None
         if make is not None:
-            self.make = partial(_made_by, make)
-            rngs = jax.jit(lambda: _split(make())[2])()
+            self.make = partial(_made_by, make, wrt)
+            rngs = jax.jit(lambda: _split(make(), wrt)[2])()
         # Key arrays would be constants of a special type in the graph; data is plain.
         leaves, self._rng_tree = jax.tree.flatten(rngs)
         self._rngs = [_Key(v) if _is_key(v) else v for v in leaves]
@@ -163,7 +176,7 @@ class NnxAdapter:
         """See ``Adapter.loss``."""
         model = self._merge(params, state, (self._seed, *seeds))
         loss, metrics = _split_result(self._loss(model, batch))
-        _, _, _, new = _split(model)
+        _, _, _, new = _split(model, self._wrt)
         return loss, (metrics, named_like(new, state))
 
     def evaluate(
@@ -293,14 +306,29 @@ def check_model(model: Model, loss: Loss) -> None:
         )
 
 
-def _made_by(make: Callable[[], nnx.Module]) -> tuple[Tree, Tree]:
-    _, params, _, state = _split(make())
+def _made_by(make: Callable[[], nnx.Module], wrt: Any) -> tuple[Tree, Tree]:
+    _, params, _, state = _split(make(), wrt)
     return named_state(params)[0], named_state(state)[0]
 
 
-def _split(model: nnx.Module) -> tuple[Any, Any, Any, Any]:
-    split: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
+def _split(model: nnx.Module, wrt: Any) -> tuple[Any, Any, Any, Any]:
+    split: Any = nnx.split(model, wrt, nnx.RngState, ...)
     return tuple(split)
+
+
+def _check_trained(params: Any, wrt: Any) -> None:
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        raise ConfigError(
+            f"wrt={wrt!r:.80} selects no variable of the model, so there is nothing to "
+            "train; give a filter such as nnx.Param or nnx.LoRAParam"
+        )
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ConfigError(
+                f"wrt={wrt!r:.80} selects a variable of dtype {leaf.dtype}, which has "
+                "no gradient; give a filter such as nnx.Param or nnx.LoRAParam"
+            )
 
 
 class _Key:

@@ -20,7 +20,7 @@ from jgraph.train.adapters import Adapter, Make
 from jgraph.train.arrange import Arrangement
 from jgraph.train.row_step import Rows, RowStep, Sparse, decide
 from jgraph.train.sparse import find_row_tables
-from jgraph.train.trees import Tree
+from jgraph.train.trees import Tree, group_with_parameters, path_of
 
 FINITE = "<finite>"
 """Metric of a step with ``check_finite``: bool per leaf, the loss first."""
@@ -28,8 +28,6 @@ BAD_IDS = "<bad ids>"
 """Metric of a step with ``check_ids``: int32 per lookup, an id that has no row."""
 CHECKS = {FINITE, BAD_IDS}
 """Metrics that are checked, and not shown."""
-
-Path = tuple[str, ...]
 
 
 @final
@@ -67,6 +65,7 @@ class TrainStep:
         self._sparse: Sparse = sparse
         self._check_ids = check_ids
         self._row_steps: dict[str, RowStep | None] = {}
+        self._kept: dict[str, frozenset[str]] = {}
         self._tx = optax.with_extra_args_support(tx)
         self._check_finite = check_finite
         made = None if adapter.make is None else partial(_made, adapter.make, tx)
@@ -76,7 +75,7 @@ class TrainStep:
         else:
             tree = jax.jit(made)() if arrangement is None else jax.eval_shape(made)
         leaves, self.tree = jax.tree_util.tree_flatten_with_path(tree)
-        paths = [_path(keys) for keys, _ in leaves]
+        paths = [path_of(keys) for keys, _ in leaves]
         self._groups = groups = group_with_parameters(paths)
         self.variables: tuple[Variable, ...] = (arrangement or Arrangement()).variables(
             ["/".join(path) for path in paths],
@@ -107,10 +106,10 @@ class TrainStep:
         Feeds are the leaves of ``batch``, ``step`` and ``replica`` (int32); fetches are
         ``['loss']`` and the metrics.
         """
-        by_rows = self.row_step(batch)
+        by_rows, kept = self.row_step(batch), self.kept(batch)
 
         def train_step(batch: Any, step: Any, replica: Any) -> dict[str, Any]:
-            return self._step(by_rows, batch, step, replica)
+            return self._step(by_rows, kept, batch, step, replica)
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         graph, _ = trace(train_step, batch, number, number, variables=self.variables)
@@ -133,6 +132,28 @@ class TrainStep:
             off = self._sparse == "off"
             self._row_steps[key] = None if off else self._decide(batch)
         return self._row_steps[key]
+
+    def kept(self, batch: Any) -> frozenset[str]:
+        """Returns names of state that the loss leaves as it is; it is never written.
+
+        Frozen parameters are such state: they would travel back in every step.
+        """
+        key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
+        if key not in self._kept:
+            same: list[bool] = []
+
+            def follow(params: Tree, state: Tree, batch: Any, step: Any) -> None:
+                _, (_, new) = self.adapter.loss(params, state, batch, (step, step))
+                pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
+                same.extend(after is before for after, before in pairs)
+
+            now = self.unflatten([v.spec.aval for v in self.variables])
+            number = jax.ShapeDtypeStruct((), jnp.int32)
+            if names := [name for name in self.names if name.startswith("state/")]:
+                jax.eval_shape(follow, now["params"], now["state"], batch, number)
+            found = zip(names, same, strict=True)
+            self._kept[key] = frozenset(name for name, kept in found if kept)
+        return self._kept[key]
 
     def _decide(self, batch: Any) -> RowStep | None:
         avals = [variable.spec.aval for variable in self.variables]
@@ -198,7 +219,12 @@ class TrainStep:
         return self.unflatten(values)
 
     def _step(
-        self, by_rows: RowStep | None, batch: Any, step: Any, replica: Any
+        self,
+        by_rows: RowStep | None,
+        kept: frozenset[str],
+        batch: Any,
+        step: Any,
+        replica: Any,
     ) -> dict[str, Any]:
         seeds = (replica, step)
         tables = by_rows.tables.tables if by_rows else ()
@@ -224,7 +250,7 @@ class TrainStep:
         old = self._read(rows)
         if by_rows is not None and by_rows.update.reads_padding:
             old = self._padded_with_zeros(rows, old)
-        self._update(old, loss, grads, state, checks, rows)
+        self._update(old, loss, grads, state, checks, rows, kept)
         return {"loss": loss, **metrics, **checks}
 
     def gradients(
@@ -242,10 +268,23 @@ class TrainStep:
         return {FINITE: _finite(loss, grads)} if self._check_finite else {}
 
     def update(
-        self, loss: Any, grads: Tree, state: Tree, checks: Mapping[str, Any]
+        self,
+        loss: Any,
+        grads: Tree,
+        state: Tree,
+        checks: Mapping[str, Any],
+        kept: frozenset[str],
     ) -> None:
-        """Applies whole gradients and counts the step; called inside a graph."""
-        self._update(self.read(), loss, grads, state, checks, {})
+        """Applies whole gradients and counts the step; called inside a graph.
+
+        Args:
+          loss: of the step.
+          grads: like the parameters.
+          state: what the loss made of the model's state.
+          checks: from ``check``.
+          kept: from ``TrainStep.kept``.
+        """
+        self._update(self.read(), loss, grads, state, checks, {}, kept)
 
     def _update(
         self,
@@ -255,6 +294,7 @@ class TrainStep:
         state: Tree,
         checks: Mapping[str, Any],
         rows: Mapping[str, Rows],
+        kept: frozenset[str],
     ) -> None:
         updates, opt = self._tx.update(grads, old["opt"], old["params"], value=loss)
         new = {
@@ -267,7 +307,7 @@ class TrainStep:
             keep = lambda n, o: jnp.where(ok, n, o)
             new = jax.tree.map(keep, new, {k: old[k] for k in new})
         new["global_step"] = old["global_step"] + 1
-        self._write(new, rows)
+        self._write(new, rows, kept)
 
     def _whole_updates(
         self, by_rows: RowStep, rows: dict[str, Rows], grads: Tree
@@ -292,11 +332,13 @@ class TrainStep:
         ]
         return self.unflatten(leaves)
 
-    def _write(self, new: Tree, rows: Mapping[str, Rows]) -> None:
+    def _write(self, new: Tree, rows: Mapping[str, Rows], kept: frozenset[str]) -> None:
         leaves = jax.tree.leaves(new)
         for variable, group, value in zip(
             self.variables, self._groups, leaves, strict=True
         ):
+            if variable.name in kept:
+                continue
             same = value.dtype == variable.dtype
             where = rows[group].unique if group in rows else ...
             variable[where] = value if same else value.astype(variable.dtype)
@@ -338,36 +380,6 @@ def _all_well(checks: Mapping[str, jax.Array]) -> jax.Array:
     if BAD_IDS in checks:
         well.append((checks[BAD_IDS] == NO_ID).all())
     return jnp.stack(well).all()
-
-
-def group_with_parameters(paths: Sequence[Path]) -> list[str]:
-    """Returns, for each path, the name of the variable that it must live beside.
-
-    Optimizer state of a parameter ends with the parameter's own path.
-
-    Example:
-      >>> group_with_parameters([("params", "a", "w"), ("opt", "0", "mu", "a", "w")])
-      ['params/a/w', 'params/a/w']
-      >>> group_with_parameters([("params", "w"), ("opt", "0", "count")])
-      ['params/w', 'opt/0/count']
-    """
-    parameters = {path[1:] for path in paths if path[0] == "params"}
-
-    def group(path: Path) -> str:
-        if path[0] == "opt":
-            for first in range(1, len(path)):
-                if path[first:] in parameters:
-                    return "/".join(("params", *path[first:]))
-        return "/".join(path)
-
-    return [group(path) for path in paths]
-
-
-def _path(keys: tuple[Any, ...]) -> Path:
-    kinds = ("key", "name", "idx")
-    return tuple(
-        next(str(getattr(k, kind)) for kind in kinds if hasattr(k, kind)) for k in keys
-    )
 
 
 def _finite(loss: jax.Array, grads: Tree) -> jax.Array:

@@ -56,12 +56,13 @@ class SyncStep:
 
         Fetches are ``['loss']`` and the metrics, averaged as well.
         """
+        kept = self._step.kept(self._batch)
 
         def apply_mean() -> dict[str, Any]:
             read = lambda tree: jax.tree.map(lambda v: v[...], tree)
             loss, grads, state = map(read, (self._loss, self._grads, self._state))
             checks = self._step.check(loss, grads)
-            self._step.update(loss, grads, state, checks)
+            self._step.update(loss, grads, state, checks, kept)
             metrics = {name: v[...] for name, v in self._metrics.items()}
             return {"loss": loss, **metrics, **checks}
 

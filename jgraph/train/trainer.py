@@ -7,8 +7,8 @@ from typing import Any, final
 
 import flax.linen as nn
 import jax
-import numpy as np
 import optax
+from flax import nnx
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
@@ -20,8 +20,8 @@ from jgraph.train.adapters import (
     Metric,
     Model,
     adapt,
-    check_model,
 )
+from jgraph.train.arguments import check_arguments
 from jgraph.train.async_ps import new_container
 from jgraph.train.data import (
     Data,
@@ -34,7 +34,7 @@ from jgraph.train.evaluate import Evaluator
 from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.local import Local
-from jgraph.train.row_step import SPARSE, Sparse
+from jgraph.train.row_step import Sparse
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Order, Position, Runner, Staleness
 from jgraph.train.source import Source, as_source_or_dataset
@@ -79,6 +79,9 @@ class Trainer:
         updates all rows. ``"off"``: tables travel whole. ``plan()`` says what was done.
       check_finite: refuse data with NaN, and end a run at the first loss or gradient
         that is not finite, before it is applied.
+      wrt: nnx only: a filter of the variables to train, such as ``nnx.LoRAParam``; the
+        others are frozen. Of linen, ``optax.multi_transform`` with ``set_to_zero``
+        freezes parts. No gradient of a frozen parameter travels.
 
     Raises:
       ConfigError: not a Flax model, not such a loss, or a strategy that needs another
@@ -110,22 +113,9 @@ class Trainer:
         variables: Tree = None,
         sparse: Sparse = "auto",
         check_finite: bool = False,
+        wrt: Any = nnx.Param,
     ) -> None:
-        check_model(model, loss)
-        if not hasattr(tx, "update"):
-            raise ConfigError(
-                f"tx is a {type(tx).__name__}; give an optax optimizer, for example "
-                "optax.adam(1e-3)"
-            )
-        if not (cluster is None or isinstance(cluster, Cluster)):
-            raise ConfigError(
-                f"cluster is {cluster!r:.60}; give what jg.connect('jgraph://host:port')"
-                " or jg.LocalCluster() returned"
-            )
-        if not isinstance(seed, int | np.integer):
-            raise ConfigError(f"seed is {seed!r:.60}; give a whole number, such as 0")
-        if sparse not in SPARSE:
-            raise ConfigError(f"sparse is {sparse!r:.60}; it is one of {SPARSE}")
+        check_arguments(model, loss, tx, cluster, seed, sparse, wrt)
         self._model = model
         self._sparse: Sparse = sparse
         self._loss = loss
@@ -136,6 +126,7 @@ class Trainer:
         self._seed = seed
         self._variables = variables
         self._check_finite = check_finite
+        self._wrt = wrt
         self._clock = SystemClock()
         self._busy = threading.Lock()
         self._parts: tuple[TrainStep, Runner, Evaluator] | None = None
@@ -377,6 +368,7 @@ class Trainer:
                 seed=self._seed,
                 variables=self._variables,
                 sample=None if data is None else data.sample(),
+                wrt=self._wrt,
             )
             step, runner = self._runner(adapter)
             self._parts = step, runner, Evaluator(adapter, self._metrics)

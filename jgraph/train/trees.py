@@ -1,6 +1,6 @@
 """State of Flax models as nested dicts of named arrays."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -10,6 +10,8 @@ from jgraph.errors import GraphError
 
 Tree: TypeAlias = Any
 """Nested dicts with string keys and arrays as leaves."""
+
+Path: TypeAlias = tuple[str, ...]
 
 
 def string_keys(tree: Tree) -> Tree:
@@ -43,6 +45,37 @@ def named_like(new: Any, old: Tree) -> Tree:
             "collection); return such values as metrics instead"
         )
     return jax.tree.map(lambda value, like: value.astype(like.dtype), named, old)
+
+
+def group_with_parameters(paths: Sequence[Path]) -> list[str]:
+    """Returns, for each path, the name of the variable that it must live beside.
+
+    Optimizer state of a parameter ends with the parameter's own path.
+
+    Example:
+      >>> group_with_parameters([("params", "a", "w"), ("opt", "0", "mu", "a", "w")])
+      ['params/a/w', 'params/a/w']
+      >>> group_with_parameters([("params", "w"), ("opt", "0", "count")])
+      ['params/w', 'opt/0/count']
+    """
+    parameters = {path[1:] for path in paths if path[0] == "params"}
+
+    def group(path: Path) -> str:
+        if path[0] == "opt":
+            for first in range(1, len(path)):
+                if path[first:] in parameters:
+                    return "/".join(("params", *path[first:]))
+        return "/".join(path)
+
+    return [group(path) for path in paths]
+
+
+def path_of(keys: tuple[Any, ...]) -> Path:
+    """Returns the names of a path in a tree of dicts, tuples and named fields."""
+    kinds = ("key", "name", "idx")
+    return tuple(
+        next(str(getattr(k, kind)) for kind in kinds if hasattr(k, kind)) for k in keys
+    )
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

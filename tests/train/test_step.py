@@ -18,7 +18,8 @@ from jgraph.plan.plan import plan
 from jgraph.plan.simulate import run_program
 from jgraph.train.adapters import adapt
 from jgraph.train.arrange import Arrangement
-from jgraph.train.step import TrainStep, group_with_parameters
+from jgraph.train.step import TrainStep
+from jgraph.train.trees import group_with_parameters
 from tests.train.models import (
     LinenNorm,
     NnxMLP,

@@ -1,0 +1,55 @@
+"""What a Trainer is made of, checked before anything is done with it."""
+
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+from flax import nnx
+
+from jgraph.cluster.client import Cluster
+from jgraph.errors import ConfigError
+from jgraph.train.adapters import Loss, Model, check_model
+from jgraph.train.row_step import SPARSE
+
+
+def check_arguments(
+    model: Model,
+    loss: Loss,
+    tx: object,
+    cluster: object,
+    seed: object,
+    sparse: object,
+    wrt: Any,
+) -> None:
+    """Refuses arguments of a Trainer that cannot be.
+
+    Raises:
+      ConfigError: names the argument, and what to give.
+    """
+    check_model(model, loss)
+    if not hasattr(tx, "update"):
+        raise ConfigError(
+            f"tx is a {type(tx).__name__}; give an optax optimizer, for example "
+            "optax.adam(1e-3)"
+        )
+    if not (cluster is None or isinstance(cluster, Cluster)):
+        raise ConfigError(
+            f"cluster is {cluster!r:.60}; give what jg.connect('jgraph://host:port')"
+            " or jg.LocalCluster() returned"
+        )
+    if not isinstance(seed, int | np.integer):
+        raise ConfigError(f"seed is {seed!r:.60}; give a whole number, such as 0")
+    if sparse not in SPARSE:
+        raise ConfigError(f"sparse is {sparse!r:.60}; it is one of {SPARSE}")
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"wrt is {wrt!r:.60}; give a filter of flax.nnx such as nnx.LoRAParam"
+        ) from None
+    if isinstance(model, nn.Module) and wrt is not nnx.Param:
+        raise ConfigError(
+            "wrt chooses among the variables of an nnx model, and this one is a "
+            f"linen {type(model).__name__}; freeze its parameters with "
+            "optax.multi_transform and optax.set_to_zero"
+        )
