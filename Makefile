@@ -12,7 +12,7 @@ demo: .venv/demo.stamp
 	$(BIN)/jgraph demo
 
 test: check
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist loadfile
 	$(BIN)/python scripts/second_python.py
 
 check: .venv/dev.stamp

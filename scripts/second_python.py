@@ -100,7 +100,7 @@ def main() -> int:
     versions = "import jax; print('second Python: jax', jax.__version__, flush=True)"
     subprocess.run([VENV / "bin/python", "-c", versions], check=True)
     env = os.environ | {"HYPOTHESIS_PROFILE": "ci"}
-    tests = [str(VENV / "bin/python"), "-m", "pytest", *TESTS]
+    tests = [str(VENV / "bin/python"), "-m", "pytest", "-n", "auto", *TESTS]
     return subprocess.run(tests, cwd=ROOT, env=env, check=False).returncode
 
 

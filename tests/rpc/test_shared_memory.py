@@ -180,7 +180,9 @@ def test_file_that_is_not_shared_memory_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pid", "fd"), [(2**40, 3), (-1, 3), (0, 3), (1, 0), (os.getpid(), 2**32 - 1)]
+    ("pid", "fd"),
+    [(2**40, 3), (-1, 3), (0, 3), (1, 0), (os.getpid(), 2**32 - 1)],
+    ids=["too large", "negative", "zero", "of another user", "no such file"],
 )
 def test_process_or_file_out_of_reach_is_said(pid: int, fd: int) -> None:
     with pytest.raises(MalformedMessageError, match=re.escape(f"/proc/{pid}/fd/{fd}")):
