@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import jgraph
 from jgraph.cli import app
 from jgraph.cluster.spec import ClusterSpec, TFConfig
 
@@ -20,26 +21,47 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.slow
-@pytest.mark.procs
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(blocks("README.md", "python")[number], encoding="utf-8")
+def lines_of(example: str, directory: Path) -> list[str]:
+    """What an example prints, run as a script."""
+    script = directory / "example.py"
+    script.write_text(example, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(script)],
-        cwd=tmp_path,
+        cwd=directory,
         capture_output=True,
         text=True,
         check=False,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
+    last = lines_of(blocks("README.md", "python")[number], tmp_path)[-1]
     if number == 0:
         assert float(last.removeprefix("mean error ")) < 0.05
     else:
         assert last.startswith("2.28")
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+def test_the_example_for_those_who_come_from_tensorflow_runs(tmp_path: Path) -> None:
+    (example,) = blocks("docs/coming-from-tensorflow.md", "python")
+    *plan, last = lines_of(example, tmp_path)
+    assert any("params/table/embedding travels by rows" in line for line in plan)
+    found = re.fullmatch(r"steps 100, oldest gradient (\d+)", last)
+    assert found
+    assert int(found[1]) <= 4
+
+
+def test_public_names_on_the_page_for_those_from_tensorflow_are_there() -> None:
+    text = (ROOT / "docs/coming-from-tensorflow.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\bjg\.(\w+)", text)) <= set(jgraph.__all__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
