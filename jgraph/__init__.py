@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         variable_axis_size_partitioner,
     )
     from jgraph.plan.spread import GreedyLoadBalancing, RoundRobin
+    from jgraph.rpc.tls import TLS
     from jgraph.train.async_ps import AsyncPS
     from jgraph.train.bags import embedding_bag
     from jgraph.train.local import Local
@@ -60,6 +61,7 @@ _HOMES = {
     "Session": "jgraph.cluster.session",
     "Source": "jgraph.train.source",
     "SyncPS": "jgraph.train.sync_ps",
+    "TLS": "jgraph.rpc.tls",
     "Trainer": "jgraph.train.trainer",
     "Variable": "jgraph.graph.variable",
     "check": "jgraph.graph.check",
@@ -75,6 +77,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "TLS",
     "AsyncPS",
     "ClusterSpec",
     "DeviceSpec",

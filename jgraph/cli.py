@@ -17,7 +17,14 @@ from typing import Annotated
 import typer
 
 from jgraph import __version__
-from jgraph.errors import AddressError, ClusterUnreachableError, JGError
+from jgraph.errors import (
+    AddressError,
+    CertificateError,
+    ClusterUnreachableError,
+    JGError,
+    PlainTextError,
+    RoleError,
+)
 from jgraph.examples.cli import app as examples
 
 OK, FAILURE, USAGE, UNREACHABLE, FORBIDDEN = range(5)
@@ -91,6 +98,13 @@ def server(
     health_port: Annotated[
         int, typer.Option(help="Port of the gRPC health service; 0: any.")
     ] = 0,
+    tls_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory that `jgraph certs` wrote; dir of [tls] in the cluster "
+            "file if unset. Without either, plain text."
+        ),
+    ] = None,
     allow_source: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,11 +120,13 @@ def server(
     from jgraph.cluster.server import Server
     from jgraph.cluster.serving import configure_logging, serve
     from jgraph.cluster.spec import ClusterSpec, TFConfig
+    from jgraph.cluster.transport_choice import tls_directory_in
 
     keep_memory()
     configure_logging()
     if cluster is not None:
         spec = ClusterSpec.from_toml(cluster)
+        tls_dir = tls_dir or tls_directory_in(cluster)
     else:
         config = TFConfig.read()
         spec, job, task = (
@@ -124,10 +140,44 @@ def server(
         task,
         bind=bind,
         health_port=health_port,
+        tls=tls_dir,
         allow_sources=allow_source or (),
     )
     typer.echo(f"{running.task} serves at {running.target}")
     serve(running)
+
+
+@app.command()
+def certs(
+    directory: Annotated[Path, typer.Argument(help="Where to; made if not there.")],
+    cluster: Annotated[
+        Path | None, typer.Option(help="Cluster file; its tasks get certificates.")
+    ] = None,
+    ps: Annotated[int, typer.Option(min=0, help="Parameter servers.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Workers.")] = 0,
+    days: Annotated[float, typer.Option(min=0.01, help="How long they hold.")] = 365,
+    as_json: Json = False,
+) -> None:
+    """Make certificates for encrypted connections, one per task and for clients."""
+    from jgraph.cluster.processes import check_counts, tasks_of
+    from jgraph.cluster.spec import ClusterSpec
+    from jgraph.rpc.certificates import make_certificates
+
+    if cluster is not None:
+        tasks = ClusterSpec.from_toml(cluster).tasks()
+    else:
+        check_counts({"ps": ps, "worker": workers})
+        tasks = tasks_of({"ps": ps, "worker": workers})
+    files = [str(file) for file in make_certificates(directory, tasks, days=days)]
+    typer.echo(
+        json.dumps(files)
+        if as_json
+        else "\n".join(files)
+        + "\n\nEach host needs ca.crt and the two files of its task, clients ca.crt "
+        "and client.*.\nThe key of the authority was not kept.\n"
+        f"  a server:  jgraph server … --tls-dir {directory}\n"
+        f"  a client:  jg.connect('jgraphs://host:port', tls='{directory}')"
+    )
 
 
 @app.command()
@@ -170,6 +220,9 @@ def status(
     ] = None,
     name: Name = "default",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the tasks.")] = 10,
+    tls_dir: Annotated[
+        Path | None, typer.Option(help="Certificates, for a jgraphs:// address.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show every task of a cluster, and those that do not answer."""
@@ -184,7 +237,7 @@ def status(
                 "up`, or name a server: jgraph status jgraph://host:port"
             )
         target = kept.target
-    state = status_of(target, timeout_s=timeout)
+    state = status_of(target, timeout_s=timeout, tls=tls_dir)
     typer.echo(json.dumps(state.to_dict()) if as_json else str(state))
     if state.missing:
         raise typer.Exit(FAILURE)
@@ -212,6 +265,8 @@ def exit_code(error: JGError) -> int:
       >>> exit_code(ClusterUnreachableError("no jgraph server at head:8470"))
       3
     """
+    if isinstance(error, CertificateError | PlainTextError | RoleError):
+        return FORBIDDEN
     unreachable = isinstance(error, ClusterUnreachableError | AddressError)
     return UNREACHABLE if unreachable else FAILURE
 

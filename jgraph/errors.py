@@ -26,6 +26,9 @@
     ├── ClusterError            the cluster cannot do it now
     │   ├── ClusterUnreachableError   JG-101  nothing listens there
     │   ├── AddressError              JG-102  host name that does not resolve
+    │   ├── PlainTextError            JG-111  one side speaks TLS, the other plain text
+    │   ├── CertificateError          JG-112  a certificate that proves nothing here
+    │   ├── RoleError                 JG-113  a certificate of another task or client
     │   ├── PortInUseError            JG-121  the address is taken
     │   ├── TaskMissingError          JG-131  listed tasks that never answered
     │   ├── TaskLostError             JG-132  a task went away while it was needed
@@ -257,6 +260,24 @@ class AddressError(ClusterError, ConnectionError):
     """A host name that does not resolve."""
 
     code = "JG-102"
+
+
+class PlainTextError(ClusterError, ConnectionError):
+    """One side speaks TLS, the other plain text."""
+
+    code = "JG-111"
+
+
+class CertificateError(ClusterError, ConnectionError):
+    """A certificate that is missing, expired, or of another authority."""
+
+    code = "JG-112"
+
+
+class RoleError(ClusterError, ConnectionError):
+    """A certificate of another task or client."""
+
+    code = "JG-113"
 
 
 class PortInUseError(ClusterError, OSError):

@@ -10,6 +10,7 @@ import pytest
 import jgraph
 
 PUBLIC = [
+    "TLS",
     "AsyncPS",
     "ClusterSpec",
     "DeviceSpec",

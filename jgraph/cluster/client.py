@@ -11,6 +11,12 @@ from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S, call_one
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.status import ClusterStatus
+from jgraph.cluster.transport_choice import (
+    TLSFiles,
+    address_of,
+    as_tls,
+    target_of,
+)
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -22,6 +28,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version
 from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.tls import TLS
 from jgraph.rpc.transport import Address, Frame
 
 if TYPE_CHECKING:
@@ -40,19 +47,26 @@ class Cluster:
       master: the task whose server this client talks to.
     """
 
-    def __init__(self, address: Address, transport: GrpcTransport, reply: Any) -> None:
+    def __init__(
+        self,
+        address: Address,
+        transport: GrpcTransport,
+        reply: Any,
+        tls: TLS | None = None,
+    ) -> None:
         self.address = address
         self.spec = ClusterSpec.from_json(reply.cluster_json)
         self.master = TaskName(reply.master)
         self.platforms = {TaskName(t.task): (t.platform,) for t in reply.tasks}
         self._transport = transport
+        self._tls = tls
         self._sessions: list[Session] = []
         self._closed = False
 
     @property
     def target(self) -> str:
         """What ``jg.connect`` takes to reach this cluster from elsewhere."""
-        return f"jgraph://{self.address}"
+        return target_of(self.address, self._tls)
 
     def tasks(self, job: str | None = None) -> list[TaskName]:
         """Returns the tasks of a job (of all jobs if unset), in order."""
@@ -154,17 +168,24 @@ class ConnectedCluster(Cluster):
     """A cluster whose servers were started elsewhere; closing leaves them running."""
 
 
-def connect(target: str, *, timeout_s: float = CONNECT_S) -> Cluster:
+def connect(
+    target: str, *, timeout_s: float = CONNECT_S, tls: TLSFiles | None = None
+) -> Cluster:
     """Connects to a cluster through any of its servers.
 
     Waits until every listed task answers.
 
     Args:
-      target: ``"jgraph://host:port"`` (or ``"host:port"``) of one of its servers.
+      target: ``"jgraph://host:port"`` (or ``"host:port"``) of one of its servers;
+        ``"jgraphs://host:port"`` of one with TLS.
       timeout_s: how long to wait for all tasks.
+      tls: the directory with ``client.crt``, ``client.key`` and ``ca.crt`` that
+        ``jgraph certs`` wrote, or these files as a ``TLS``.
 
     Raises:
-      ConfigError: ``target`` is no text.
+      CertificateError, PlainTextError, RoleError: the two sides do not trust each
+        other, or only one of them speaks TLS.
+      ConfigError: ``target`` is no text, or does not go with ``tls``.
       ClusterUnreachableError: nothing of ours listens there.
       TaskMissingError: a listed task did not answer in time; it is named.
       VersionError: a task runs versions that this client cannot talk to.
@@ -183,16 +204,17 @@ def connect(target: str, *, timeout_s: float = CONNECT_S) -> Cluster:
             f"connect takes the address of a server, not {target!r:.60}; write for "
             "example jg.connect('jgraph://localhost:8470')"
         )
-    address = target.removeprefix("jgraph://")
-    transport, reply = loop.run(open_cluster(address, timeout_s))
-    return ConnectedCluster(address, transport, reply)
+    files = as_tls(tls, None)
+    address = address_of(target, files)
+    transport, reply = loop.run(open_cluster(address, timeout_s, files))
+    return ConnectedCluster(address, transport, reply, files)
 
 
 async def open_cluster(
-    address: Address, timeout_s: float
+    address: Address, timeout_s: float, tls: TLS | None = None
 ) -> tuple[GrpcTransport, pb.ClusterStatus]:
     """Calls the roll at a master; returns the transport and who answered."""
-    transport = GrpcTransport(None)
+    transport = GrpcTransport(None, tls=tls)
     await transport.start(NoHandler())
     try:
         request = pb.ConnectRequest(
@@ -216,20 +238,24 @@ async def open_cluster(
     return transport, status
 
 
-def status_of(target: str, *, timeout_s: float = 10.0) -> ClusterStatus:
+def status_of(
+    target: str, *, timeout_s: float = 10.0, tls: TLSFiles | None = None
+) -> ClusterStatus:
     """Asks a cluster how its tasks are, without waiting for those that are missing.
 
     Raises:
       ClusterUnreachableError: nothing of ours listens there.
     """
+    files = as_tls(tls, None)
+    address = address_of(target, files)
 
     async def ask() -> ClusterStatus:
-        transport = GrpcTransport(None)
+        transport = GrpcTransport(None, tls=files)
         await transport.start(NoHandler())
         try:
             reply = await call_one(
                 transport,
-                target.removeprefix("jgraph://"),
+                address,
                 "Master.Status",
                 frame(empty=pb.Empty()),
                 timeout_s=timeout_s,

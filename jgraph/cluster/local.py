@@ -11,8 +11,14 @@ from typing import final
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.client import Cluster, open_cluster
-from jgraph.cluster.processes import START_S, TaskProcesses, check_counts
-from jgraph.cluster.transport_choice import TransportChoice, check_transport
+from jgraph.cluster.processes import (
+    START_S,
+    TaskProcesses,
+    check_counts,
+    tasks_of,
+)
+from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
+from jgraph.rpc.certificates import make_certificates
 
 
 @final
@@ -34,6 +40,8 @@ class LocalCluster(Cluster):
         which goes with the cluster.
       transport: ``"auto"`` passes large tensors through shared memory; ``"grpc"`` as
         between machines.
+      tls: whether all connections are encrypted, with certificates made for this
+        cluster alone.
 
     Raises:
       ConfigError: no task, or no such transport.
@@ -57,6 +65,7 @@ class LocalCluster(Cluster):
         env: Mapping[str, str] | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         transport: TransportChoice = "auto",
+        tls: bool = False,
         clock: Clock | None = None,
     ) -> None:
         check_transport(transport)
@@ -66,22 +75,27 @@ class LocalCluster(Cluster):
         deadline = clock.now() + timeout_s
         self._temporary = log_dir is None
         self._directory = Path(log_dir or tempfile.mkdtemp(prefix="jgraph-"))
+        self._certificates = tempfile.mkdtemp(prefix="jgraph-tls-") if tls else ""
         try:
+            if tls:
+                make_certificates(self._certificates, tasks_of(counts))
             self._processes = TaskProcesses(
-                counts, self._directory, env or {}, transport, timeout_s
+                *(counts, self._directory, env or {}, transport, timeout_s),
+                tls_directory=self._certificates,
             )
         except BaseException:
-            self._forget_logs()
+            self._forget_files()
             raise
         atexit.register(self._end_processes)
         try:
             address = self._processes.spec.address(self._processes.master)
             left = max(1.0, deadline - clock.now())
-            client, reply = loop.run(open_cluster(address, left))
+            files = as_tls(self._certificates or None, None)
+            client, reply = loop.run(open_cluster(address, left, files))
         except BaseException:
             self._end_processes()
             raise
-        super().__init__(address, client, reply)
+        super().__init__(address, client, reply, files)
 
     def logs(self, task: str, tail: int = 20) -> str:
         """Returns the last lines of a task's log."""
@@ -106,8 +120,15 @@ class LocalCluster(Cluster):
     def _end_processes(self) -> None:
         atexit.unregister(self._end_processes)
         self._processes.end()
-        self._forget_logs()
+        self._forget_files()
 
-    def _forget_logs(self) -> None:
+    @property
+    def tls_directory(self) -> str:
+        """Where the certificates are, for other clients; empty without TLS."""
+        return self._certificates
+
+    def _forget_files(self) -> None:
+        if self._certificates:
+            shutil.rmtree(self._certificates, ignore_errors=True)
         if self._temporary:
             shutil.rmtree(self._directory, ignore_errors=True)

@@ -34,6 +34,7 @@ class TaskProcess:
       directory: where its log goes.
       environment: variables to set for it.
       transport: see ``Server``.
+      tls_directory: with its certificate; empty for plain text.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TaskProcess:
         directory: Path,
         environment: Mapping[str, str],
         transport: TransportChoice = "auto",
+        tls_directory: str = "",
     ) -> None:
         self.task = TaskName(f"/job:{job}/task:{index}")
         self.address = ""
@@ -50,7 +52,7 @@ class TaskProcess:
         child = [sys.executable, "-m", "jgraph.cluster.child"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*child, job, str(index), transport],
+                [*child, job, str(index), transport, tls_directory],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -133,6 +135,7 @@ class TaskProcesses:
         told otherwise, since it must not take an accelerator from a worker.
       transport: see ``Server``.
       timeout_s: how long to wait until all listen and know each other.
+      tls_directory: where certificates of all tasks are; empty for plain text.
 
     Raises:
       StartError: one ended while starting, or was not ready in time; none is left.
@@ -145,6 +148,7 @@ class TaskProcesses:
         environment: Mapping[str, str],
         transport: TransportChoice = "auto",
         timeout_s: float = START_S,
+        tls_directory: str = "",
     ) -> None:
         self._processes: dict[TaskName, TaskProcess] = {}
         try:
@@ -152,7 +156,12 @@ class TaskProcesses:
                 default = {"JAX_PLATFORMS": "cpu"} if job == "ps" else {}
                 for index in range(count):
                     process = TaskProcess(
-                        job, index, directory, {**default, **environment}, transport
+                        job,
+                        index,
+                        directory,
+                        {**default, **environment},
+                        transport,
+                        tls_directory,
                     )
                     self._processes[process.task] = process
             self._each(TaskProcess.wait_started, timeout_s)
@@ -213,6 +222,15 @@ class TaskProcesses:
             job = task.removeprefix("/job:").partition("/")[0]
             jobs.setdefault(job, []).append(process.address)
         return ClusterSpec(jobs)
+
+
+def tasks_of(counts: Mapping[str, int]) -> list[TaskName]:
+    """Returns the names of so many tasks per job."""
+    return [
+        TaskName(f"/job:{job}/task:{index}")
+        for job, count in counts.items()
+        for index in range(count)
+    ]
 
 
 def check_counts(counts: Mapping[str, object]) -> None:

@@ -13,11 +13,18 @@ from jgraph.cluster import loop
 from jgraph.cluster.master import Master
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import TaskService
-from jgraph.cluster.transport_choice import TransportChoice, check_transport
+from jgraph.cluster.transport_choice import (
+    TLSFiles,
+    TransportChoice,
+    as_tls,
+    check_transport,
+    target_of,
+)
 from jgraph.errors import ConfigError, JGError, StartError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.health import HealthServer
+from jgraph.rpc.tls import TLS
 
 _LOG = logging.getLogger("jgraph.server")
 _STOP_GRACE_S = 5.0
@@ -33,6 +40,7 @@ class TaskServer:
       health_bind: the same for the health service, which has a port of its own so
         that it answers when the task is busy.
       transport: how tensors reach other tasks.
+      tls: certificates of the task; None speaks plain text.
       allow_sources: see ``Server``.
 
     Raises:
@@ -46,6 +54,7 @@ class TaskServer:
         *,
         health_bind: str = "127.0.0.1:0",
         transport: TransportChoice = "auto",
+        tls: TLS | None = None,
         allow_sources: Sequence[str] = (),
         clock: Clock | None = None,
     ) -> None:
@@ -56,7 +65,10 @@ class TaskServer:
         self._bind = bind
         self._health_bind = health_bind
         self._transport = GrpcTransport(
-            task, bind=bind, shared_memory="auto" if transport == "auto" else "off"
+            task,
+            bind=bind,
+            shared_memory="auto" if transport == "auto" else "off",
+            tls=tls,
         )
         self._health = HealthServer()
         clock = clock or SystemClock()
@@ -121,11 +133,14 @@ class Server:
       health_port: port of the gRPC health service on the same host (0: any).
       transport: ``"auto"`` passes large tensors to tasks of the same machine through
         shared memory; ``"grpc"`` sends all of them over the network.
+      tls: the directory that ``jgraph certs`` wrote, or the ``TLS`` files of this
+        task: whoever connects must have a certificate too. None speaks plain text.
       allow_sources: functions that a ``jg.Source.grain`` may call here, as patterns of
         ``"package.module:function"``.
       start: whether to start at once.
 
     Raises:
+      CertificateError, RoleError: the certificates cannot be used, or are another's.
       ConfigError: ``transport`` is something else, or which task this is was not told.
       PortInUseError: the task's port is taken.
       UnknownDeviceError: the cluster has no such task.
@@ -146,6 +161,7 @@ class Server:
         bind: str = "127.0.0.1",
         health_port: int = 0,
         transport: TransportChoice = "auto",
+        tls: TLSFiles | None = None,
         allow_sources: Sequence[str] = (),
         start: bool = True,
     ) -> None:
@@ -155,6 +171,7 @@ class Server:
         self._bind = bind
         self._health_port = health_port
         self._transport: TransportChoice = transport
+        self._tls = as_tls(tls, self.task)
         self._allow_sources = tuple(allow_sources)
         self._server: TaskServer | None = None
         self._stopped = threading.Event()
@@ -169,7 +186,7 @@ class Server:
     @property
     def target(self) -> str:
         """What ``jg.connect`` takes."""
-        return f"jgraph://{self.address}"
+        return target_of(self.address, self._tls)
 
     def start(self) -> None:
         """Starts listening; does nothing if started."""
@@ -183,6 +200,7 @@ class Server:
             f"{self._bind}:{port}",
             health_bind=f"{self._bind}:{self._health_port}",
             transport=self._transport,
+            tls=self._tls,
             allow_sources=self._allow_sources,
         )
         try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from jgraph.cluster.spec_check import Jobs, read_jobs, refuse
+from jgraph.cluster.spec_check import Jobs, read_jobs, refuse, tls_problems
 from jgraph.errors import ClusterSpecError, UnknownDeviceError
 from jgraph.graph.device import DeviceSpec, TaskName
 
@@ -82,6 +82,9 @@ class ClusterSpec:
             [cluster.evaluator]
             3 = "nodeE:8470"
 
+        A table ``[tls]`` with ``dir = "certs"`` says where certificates are; it is for
+        ``tls_directory_in``.
+
         Args:
           path: the file.
 
@@ -104,8 +107,9 @@ class ClusterSpec:
         problems = [
             f"unknown table or key '{key}'; the tasks go under [cluster]"
             for key in content
-            if key != "cluster"
+            if key not in {"cluster", "tls"}
         ]
+        problems += tls_problems(content.get("tls"))
         if "cluster" not in content:
             problems.append(
                 "there is no [cluster] table; write for example\n"

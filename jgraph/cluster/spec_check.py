@@ -49,6 +49,17 @@ def read_jobs(raw: Any, source: str, *, port_zero: bool) -> Jobs:
     return jobs
 
 
+def tls_problems(table: Any) -> list[str]:
+    """Returns what is wrong with the table ``[tls]`` of a cluster file."""
+    right = isinstance(table, Mapping) and isinstance(table.get("dir"), str)
+    if table is None or (right and len(table) == 1):
+        return []
+    return [
+        f"[tls] is {table!r:.80}; it has one key, the directory that `jgraph certs` "
+        'wrote: dir = "certs"'
+    ]
+
+
 def refuse(problems: list[str], source: str) -> NoReturn:
     """Raises one ClusterSpecError that tells all ``problems`` of ``source``."""
     if len(problems) == 1:

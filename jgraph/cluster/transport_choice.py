@@ -1,12 +1,88 @@
-"""How tensors travel between the tasks of a cluster, as users choose it."""
+"""How tensors travel between the tasks of a cluster, as users choose it.
 
-from typing import Literal, TypeAlias
+Imports no gRPC: whoever starts tasks need not have loaded it.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, Union
 
 from jgraph.errors import ConfigError
+from jgraph.graph.device import TaskName
+
+if TYPE_CHECKING:
+    from jgraph.rpc.tls import TLS
 
 TransportChoice: TypeAlias = Literal["auto", "grpc"]
 """``auto`` passes large tensors to tasks of the same machine through shared memory,
 ``grpc`` sends all of them over the network."""
+
+TLSFiles: TypeAlias = Union[str, os.PathLike[str], "TLS"]  # a name to come
+"""The directory that ``jgraph certs`` wrote, or the three files."""
+
+
+def as_tls(given: TLSFiles | None, task: TaskName | None) -> "TLS | None":
+    """Returns the certificate files of a task (None: of a client).
+
+    Raises:
+      ConfigError: it is neither a directory nor a ``TLS``.
+    """
+    from jgraph.rpc.tls import TLS
+
+    if given is None or isinstance(given, TLS):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return TLS.of(given, task)
+    raise ConfigError(
+        f"tls={given!r:.60} is no option; give the directory that `jgraph certs` "
+        "wrote, or jg.TLS(cert=…, key=…, ca=…)"
+    )
+
+
+def tls_directory_in(path: Path) -> Path | None:
+    """Returns the certificates' directory that a cluster file names, if it does.
+
+    Args:
+      path: a file that ``ClusterSpec.from_toml`` has taken; the directory is relative
+        to where it is.
+    """
+    table = tomllib.loads(path.read_text(encoding="utf-8")).get("tls")
+    return path.parent / Path(table["dir"]).expanduser() if table else None
+
+
+def target_of(address: str, tls: object) -> str:
+    """Returns what ``jg.connect`` takes: ``jgraphs://`` says that it needs TLS."""
+    return f"{'jgraph' if tls is None else 'jgraphs'}://{address}"
+
+
+def address_of(target: str, tls: object) -> str:
+    """Returns the address in a target.
+
+    Raises:
+      ConfigError: ``jgraphs://`` without certificates, or ``jgraph://`` with some.
+
+    Example:
+      >>> address_of("jgraph://localhost:8470", None)
+      'localhost:8470'
+    """
+    scheme, separator, address = target.rpartition("://")
+    if separator and scheme not in {"jgraph", "jgraphs"}:
+        raise ConfigError(
+            f"'{target}' is no address of a cluster; write jgraph://host:port, or "
+            "jgraphs://host:port for one with TLS"
+        )
+    if scheme == "jgraphs" and tls is None:
+        raise ConfigError(
+            f"{target} needs certificates; give the directory that `jgraph certs` "
+            f"wrote: jg.connect('{target}', tls='DIR'), or --tls-dir DIR"
+        )
+    if scheme == "jgraph" and tls is not None:
+        raise ConfigError(
+            f"{target} is plain text, and certificates were given; write "
+            f"jgraphs://{address}"
+        )
+    return address
 
 
 def check_transport(choice: str) -> None:

@@ -5,7 +5,7 @@ import errno
 import ipaddress
 import re
 import socket
-from typing import Final
+from typing import Final, TypeAlias
 
 import grpc
 
@@ -17,8 +17,11 @@ from jgraph.errors import (
     PortInUseError,
     TaskLostError,
 )
+from jgraph.rpc.tls import Identity, expected_at
+from jgraph.rpc.tls_probe import encryption_problem
 from jgraph.rpc.transport import Address
 
+Channel: TypeAlias = grpc.aio.Channel
 CONNECT_TIMEOUT_S: Final = 2.0
 _DIAGNOSIS_TIMEOUT_S: Final = 0.5
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})\Z")
@@ -76,34 +79,58 @@ def split_address(address: Address) -> tuple[str, int]:
 
 
 async def open_channel(
-    address: Address, *, timeout_s: float, patient: bool, task: str = ""
-) -> grpc.aio.Channel:
+    address: Address,
+    *,
+    timeout_s: float,
+    patient: bool,
+    task: str = "",
+    identity: Identity | None = None,
+) -> Channel:
     """Returns a channel that is connected to ``address``.
 
     Args:
       address: ``host:port``.
       timeout_s: how long to try at most.
       patient: keep trying for that time when the connection is refused.
-      task: the task expected there, for the message.
+      task: the task expected there; empty for any.
+      identity: certificates to show and to check with; None speaks plain text.
 
     Raises:
       AddressError: not an address, or the host name does not resolve.
+      CertificateError: a certificate of one side means nothing to the other.
+      PlainTextError: only one side speaks TLS.
+      RoleError: the certificate there is not of ``task``.
       ClusterUnreachableError: nothing that speaks our protocol answers.
     """
     await _resolve(address, timeout_s)
-    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    channel = _channel(address, task, identity)
     connected = False
     try:
         async with asyncio.timeout(timeout_s):
-            connected = await _connect(channel, patient)
+            connected = await _connect(channel, patient=False)
+            if not connected and patient:
+                if problem := await encryption_problem(
+                    *split_address(address), identity, task
+                ):
+                    raise problem
+                connected = await _connect(channel, patient=True)
     except TimeoutError:
         pass
     finally:
         if not connected:
             await channel.close(None)
     if not connected:
-        raise await diagnose(address, timeout_s=timeout_s, task=task)
+        raise await diagnose(address, timeout_s=timeout_s, task=task, identity=identity)
     return channel
+
+
+def _channel(address: Address, task: str, identity: Identity | None) -> Channel:
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    name = ("grpc.ssl_target_name_override", expected_at(task))
+    return grpc.aio.secure_channel(
+        address, identity.channel_credentials(), options=(*CHANNEL_OPTIONS, name)
+    )
 
 
 async def _connect(channel: grpc.aio.Channel, patient: bool) -> bool:
@@ -137,10 +164,16 @@ async def _resolve(address: Address, timeout_s: float) -> None:
 
 
 async def diagnose(
-    address: Address, *, timeout_s: float = CONNECT_TIMEOUT_S, task: str = ""
+    address: Address,
+    *,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+    task: str = "",
+    identity: Identity | None = None,
 ) -> JGError:
     """Returns the error that says why no server of ours answers at ``address``."""
     host, port = split_address(address)
+    if problem := await encryption_problem(host, port, identity, task):
+        return problem
     what = (
         f"no jgraph server for {task} at {address}"
         if task

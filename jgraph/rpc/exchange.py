@@ -24,6 +24,7 @@ from jgraph.rpc.lending import lend
 from jgraph.rpc.shared_memory import SendMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import from_status
+from jgraph.rpc.tls import Identity
 from jgraph.rpc.transport import Address, Frame
 
 EXCHANGE_METHOD: Final = "/jgraph.v1.Task/Exchange"
@@ -63,6 +64,7 @@ class ExchangeLink:
       counters: where sent frames are counted.
       make_memory: gives memory to share with a task of the same machine, or None.
       number: gives the sequence number of the next frame.
+      identity: certificates; None speaks plain text.
       max_queued_bytes: more than this does not wait for the peer.
     """
 
@@ -75,6 +77,7 @@ class ExchangeLink:
         make_memory: Callable[[], SendMemory | None],
         number: Callable[[], int],
         max_queued_bytes: int,
+        identity: Identity | None = None,
     ) -> None:
         self.peer = peer
         self.address = address
@@ -83,6 +86,7 @@ class ExchangeLink:
         self._make_memory = make_memory
         self._memory: SendMemory | None = None
         self._number = number
+        self._identity = identity
         self._backlog: Backlog[Prepared] = Backlog(
             hello.task, peer, address, max_queued_bytes
         )
@@ -120,7 +124,11 @@ class ExchangeLink:
           JGError: why the other side ended the stream.
         """
         channel = await open_channel(
-            self.address, timeout_s=CONNECT_TIMEOUT_S, patient=True, task=self.peer
+            self.address,
+            timeout_s=CONNECT_TIMEOUT_S,
+            patient=True,
+            task=self.peer,
+            identity=self._identity,
         )
         self._memory = self._make_memory()
         try:

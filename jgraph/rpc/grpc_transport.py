@@ -36,6 +36,7 @@ from jgraph.rpc.service import Service
 from jgraph.rpc.serving import results
 from jgraph.rpc.shared_memory import SendMemory, default_limit
 from jgraph.rpc.statistics import Counters, TransportStatistics
+from jgraph.rpc.tls import TLS
 from jgraph.rpc.transport import Address, Frame, Handler
 
 STOP_GRACE_S: Final = 1.0
@@ -65,11 +66,15 @@ class GrpcTransport:
         available if that is less.
       max_queued_bytes: a task for which more waits is given up as lost; half of the
         memory that is available unless given, and 1 GiB at least.
+      tls: certificates; both sides of every connection then show theirs. None speaks
+        plain text.
       incarnation: identity of this start of the task; random unless given.
       protocol: version of the wire contract, for tests.
 
     Raises:
       ConfigError: ``shared_memory`` is something else.
+      CertificateError: the certificates of ``tls`` cannot be used.
+      RoleError: they are of another task.
 
     Example:
       >>> class Greeter:
@@ -98,6 +103,7 @@ class GrpcTransport:
         shared_memory: Literal["auto", "off"] = "auto",
         max_shared_bytes: int | None = None,
         max_queued_bytes: int | None = None,
+        tls: TLS | None = None,
         incarnation: int | None = None,
         protocol: int = PROTOCOL,
     ) -> None:
@@ -117,6 +123,7 @@ class GrpcTransport:
             default_limit() if max_shared_bytes is None else max_shared_bytes
         )
         self._max_queued_bytes = max_queued_bytes or default_queue_limit()
+        self._identity = tls.load(task) if tls is not None else None
         self._buffers = KeptBuffers()
         self._counters = Counters()
         self._service: Service | None = None
@@ -146,13 +153,18 @@ class GrpcTransport:
             self._max_frame_bytes,
             self._buffers,
             shares_memory=self._shares_memory,
+            checks_certificates=self._identity is not None,
         )
         server = grpc.aio.server(
             options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_STREAMS
         )
         server.add_generic_rpc_handlers((service.generic_handler(),))
         try:
-            port = server.add_insecure_port(self._bind)
+            if self._identity is None:
+                port = server.add_insecure_port(self._bind)
+            else:
+                secret = self._identity.server_credentials()
+                port = server.add_secure_port(self._bind, secret)
         except RuntimeError as error:
             await server.stop(None)
             raise bind_error(self._bind) from error
@@ -205,6 +217,7 @@ class GrpcTransport:
             self._make_memory,
             partial(self._number, peer),
             self._max_queued_bytes,
+            self._identity,
         )
 
     def _make_memory(self) -> SendMemory | None:
@@ -228,6 +241,8 @@ class GrpcTransport:
 
         Raises:
           AddressError: ``dst`` is no address, or its host does not resolve.
+          CertificateError, PlainTextError, RoleError: the two sides do not trust each
+            other, or only one of them speaks TLS.
           ClusterUnreachableError: nothing of ours listens there.
           DeadlineError: no end of the reply within ``timeout_s``.
           TaskLostError: the server went away during the call.
@@ -279,7 +294,9 @@ class GrpcTransport:
             opening = self._channels.get(dst)
         if opening is None:
             opening = asyncio.create_task(
-                open_channel(dst, timeout_s=timeout_s, patient=False)
+                open_channel(
+                    dst, timeout_s=timeout_s, patient=False, identity=self._identity
+                )
             )
             self._channels[dst] = opening
             opening.add_done_callback(partial(self._forget_failed, dst))

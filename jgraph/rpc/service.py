@@ -24,6 +24,7 @@ from jgraph.rpc.serving import answer, expect_call
 from jgraph.rpc.shared_memory import ReceiveMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
+from jgraph.rpc.tls import check_caller
 from jgraph.rpc.transport import Frame, Handler
 
 REQUEST_TIMEOUT_S: Final = 600.0
@@ -42,6 +43,7 @@ class Service:
       counters: where received frames are counted.
       max_frame_bytes: larger frames are refused before memory is taken.
       buffers: memory for the tensors that come through streams.
+      checks_certificates: callers must have the certificate of who they say to be.
       shares_memory: take tensors in shared memory from senders that offer it.
     """
 
@@ -54,6 +56,7 @@ class Service:
         buffers: KeptBuffers,
         *,
         shares_memory: bool,
+        checks_certificates: bool = False,
     ) -> None:
         self._handler = handler
         self._hello = hello
@@ -61,6 +64,7 @@ class Service:
         self._max_frame_bytes = max_frame_bytes
         self._buffers = buffers
         self._shares_memory = shares_memory
+        self._checks_certificates = checks_certificates
         self._without_memory: set[TaskName] = set()
         self._closing = False
         self._running: set[asyncio.Task[Any]] = set()
@@ -123,7 +127,7 @@ class Service:
                 try:
                     async with asyncio.timeout(HELLO_TIMEOUT_S):
                         first = await _next(frames)
-                    stream = self._introduce(first)
+                    stream = self._introduce(first, context)
                 except (JGError, TimeoutError):
                     await _write(context, frame(hello=reply))
                     raise
@@ -157,7 +161,12 @@ class Service:
                 )
             return None
 
-    def _introduce(self, first: Frame) -> InboundStream:
+    def _check_caller(self, context: Any, task: TaskName | None = None) -> None:
+        if self._checks_certificates:
+            shown = context.auth_context()
+            check_caller(shown.get("x509_subject_alternative_name", ()), task)
+
+    def _introduce(self, first: Frame, context: Any) -> InboundStream:
         if kind_of(first) != "hello":
             raise MalformedMessageError(
                 f"an exchange begins with a Hello frame; '{kind_of(first)}' was sent"
@@ -165,6 +174,7 @@ class Service:
         hello: pb.Hello = body_of(first)
         check_protocol(self._hello, hello, hello.task[:80] or "the client")
         task = _task_name(hello)
+        self._check_caller(context, task)
         stream, replaced = self.inbound.connect(task, hello.incarnation)
         if replaced:
             self._report_lost(task, "connected anew")
@@ -188,6 +198,7 @@ class Service:
             self._handler.peer_lost(task, ended_stream(task, why))
 
     async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        self._check_caller(context)
         decoder = self._decoder()
         async with (
             asyncio.timeout(REQUEST_TIMEOUT_S),

@@ -1,15 +1,19 @@
 """Every transport passes the one conformance suite."""
 
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from jgraph.graph.ir import TaskName
+from jgraph.rpc.certificates import make_certificates
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.inprocess import InProcessNetwork
+from jgraph.rpc.tls import TLS
 from jgraph.rpc.transport import Address, Transport
 from jgraph.testing.transport_conformance import CHECKS
+from jgraph.testing.transport_harness import PS, WORKER
 from tests.rpc.run_async import run_async
 
 SLOW = {"peer_that_never_listens_is_lost_in_seconds"}
@@ -25,9 +29,14 @@ def make(
     bind: Address = "127.0.0.1:0",
     max_queued_bytes: int | None = None,
     shared_memory: Literal["auto", "off"] = "off",
+    certificates: Path | None = None,
 ) -> Transport:
     return GrpcTransport(
-        task, bind=bind, max_queued_bytes=max_queued_bytes, shared_memory=shared_memory
+        task,
+        bind=bind,
+        max_queued_bytes=max_queued_bytes,
+        shared_memory=shared_memory,
+        tls=None if certificates is None else TLS.of(certificates, task),
     )
 
 
@@ -51,5 +60,20 @@ def test_grpc_transport_conforms_with_streams_alone(name: str) -> None:
 def test_grpc_transport_conforms_with_shared_memory(name: str) -> None:
     async def main() -> None:
         await CHECKS[name](partial(make, shared_memory="auto"))
+
+    run_async(main())
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certs")
+    make_certificates(directory, [PS, WORKER])
+    return directory
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grpc_transport_conforms_over_tls(name: str, certificates: Path) -> None:
+    async def main() -> None:
+        await CHECKS[name](partial(make, certificates=certificates))
 
     run_async(main())
