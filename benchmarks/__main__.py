@@ -23,6 +23,7 @@ SELECTION = [
     "train --model wide_deep lstm --ps 1 --workers 2 --rounds 2 --steps 20 --baseline",
     "transport --largest 16000000",
     "transport --fan-in",
+    "transport --tls --largest 16000000",
 ]
 SHORT = "--rounds 3 --seconds 1"
 # Of each peer, what of its comparison fits the time.

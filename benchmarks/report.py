@@ -177,6 +177,24 @@ def transport_table(lines: list[Line]) -> str:
     )
 
 
+def tls_table(lines: list[Line]) -> str:
+    return table(
+        ["way", "bytes", "ms", "GB/s", "of the same without TLS", "CPU s per GB"],
+        [
+            (
+                line["way"],
+                f"{line['bytes']:,}",
+                ranged(line, "ms", ".3f"),
+                f"{line['gb_per_s']:.2f}",
+                line["to_plain"],
+                line["cpu_s_per_gb"],
+            )
+            for line in lines
+            if line["way"] not in {"tcp", "memcpy"}
+        ],
+    )
+
+
 def plain_table(lines: list[Line]) -> str:
     """Every figure of lines that need no shape of their own."""
     skipped = {*measure.circumstances(), "benchmark", "rounds", "repeats", "steps"}
@@ -204,6 +222,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
     "train": ("Training on a cluster beside plain JAX", train_table),
     "train_local": ("The Trainer in one process", plain_table),
     "transport": ("Transport", transport_table),
+    "transport_tls": ("Transport with TLS beside without", tls_table),
     "transport_fan_in": ("Eight workers at one ps", plain_table),
     "overhead": ("What a step costs that computes nothing", plain_table),
     "startup": ("From nothing to the first step", plain_table),

@@ -5,8 +5,9 @@ of one round trip (median, least, greatest, in ms); the throughput with four req
 under way; the CPU seconds per GB of both processes together. Ways: ``post`` (the stream
 between tasks), ``shm`` (the same through shared memory), ``call`` (one call each), and
 as limits to compare with ``tcp``, a bare socket that reads into memory which it keeps,
-and ``memcpy`` into warm memory. They take turns in one run. ``--fan-in`` measures many
-processes that pull from and push to one.
+and ``memcpy`` into warm memory. ``--tls`` adds ``tls`` and ``call_tls``, the stream and
+the call encrypted, beside the same without. They take turns in one run. ``--fan-in``
+measures many processes that pull from and push to one.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import multiprocessing
 import socket
 import statistics
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,8 +30,10 @@ from benchmarks import transport_fan_in
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.certificates import make_certificates
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.tls import TLS
 from jgraph.rpc.transport import Frame
 
 PS = TaskName("/job:ps/task:0")
@@ -39,9 +43,25 @@ REQUEST = struct.Struct("<q")
 WARM_UP = 3
 BURST = 4
 WAYS = ("post", "shm", "call", "tcp", "memcpy")
-How = Literal["off", "auto"]
+TLS_WAYS = ("post", "tls", "call", "call_tls", "tcp", "memcpy")
+How = Literal["off", "auto", "tls"]
 HOW: tuple[How, ...] = ("off", "auto")
+TLS_HOW: tuple[How, ...] = ("off", "tls")
+PLAIN = {"tls": "post", "call_tls": "call"}
+"""What an encrypted way is to be compared with."""
 Way = Callable[[int, int], Awaitable[int]]
+
+
+def make_transports(task: TaskName, certificates: str) -> dict[How, GrpcTransport]:
+    """One transport per way to send; an empty directory name is without TLS."""
+    return {
+        how: GrpcTransport(
+            task,
+            shared_memory="auto" if how == "auto" else "off",
+            tls=TLS.of(certificates, task) if how == "tls" else None,
+        )
+        for how in (TLS_HOW if certificates else HOW)
+    }
 
 
 def request(nbytes: int) -> Frame:
@@ -82,14 +102,14 @@ def serve_tcp(listener: socket.socket, payloads: dict[int, Frame]) -> None:
             connection.sendall(payloads[nbytes].tensors[0].data)
 
 
-def serve(pipe: Connection, sizes: list[int]) -> None:
+def serve(pipe: Connection, sizes: list[int], certificates: str) -> None:
     """The other process: a ps, and a bare socket."""
     payloads = make_payloads(sizes)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=serve_tcp, args=(listener, payloads), daemon=True).start()
 
     async def main() -> None:
-        transports = {how: GrpcTransport(PS, shared_memory=how) for how in HOW}
+        transports = make_transports(PS, certificates)
         addresses = {
             how: await t.start(Task(t, payloads)) for how, t in transports.items()
         }
@@ -107,8 +127,8 @@ def serve(pipe: Connection, sizes: list[int]) -> None:
 class Asking:
     """This process: each way is a method that moves ``n`` payloads of ``nbytes``."""
 
-    def __init__(self, pipe: Connection, largest: int) -> None:
-        self.transports = {how: GrpcTransport(WORKER, shared_memory=how) for how in HOW}
+    def __init__(self, pipe: Connection, largest: int, certificates: str) -> None:
+        self.transports = make_transports(WORKER, certificates)
         self.tasks = {how: Task(t, {}) for how, t in self.transports.items()}
         self.pipe = pipe
         self.kept = memoryview(bytearray(largest))
@@ -143,10 +163,16 @@ class Asking:
     async def shm(self, nbytes: int, n: int) -> int:
         return await self.post(nbytes, n, "auto")
 
-    async def call(self, nbytes: int, n: int) -> int:
+    async def tls(self, nbytes: int, n: int) -> int:
+        return await self.post(nbytes, n, "tls")
+
+    async def call_tls(self, nbytes: int, n: int) -> int:
+        return await self.call(nbytes, n, "tls")
+
+    async def call(self, nbytes: int, n: int, how: How = "off") -> int:
         async def one() -> int:
-            replies = self.transports["off"].call(
-                self.addresses["off"], "Get", request(nbytes), timeout_s=60
+            replies = self.transports[how].call(
+                self.addresses[how], "Get", request(nbytes), timeout_s=60
             )
             return sum([reply.tensors[0].nbytes async for reply in replies])
 
@@ -190,10 +216,13 @@ class Found:
         self.cpu_s_per_gb.append((cpu_end - cpu) / (total + nbytes) * 1e9)
 
 
-async def measure(pipe: Connection, sizes: dict[int, int], server: int) -> None:
-    asking = Asking(pipe, max(sizes))
+async def measure(
+    pipe: Connection, sizes: dict[int, int], server: int, certificates: str
+) -> None:
+    asking = Asking(pipe, max(sizes), certificates)
     await asking.start()
-    ways: dict[str, Way] = {name: getattr(asking, name) for name in WAYS}
+    names = TLS_WAYS if certificates else WAYS
+    ways: dict[str, Way] = {name: getattr(asking, name) for name in names}
     for nbytes, repeats in sizes.items():
         found = {name: Found() for name in ways}
         for i in range(repeats + WARM_UP):
@@ -215,7 +244,7 @@ def report(nbytes: int, found: dict[str, Found]) -> None:
     speeds = {name: statistics.median(f.gb_per_s) for name, f in found.items()}
     for name, one in found.items():
         line = {
-            "benchmark": "transport",
+            "benchmark": "transport_tls" if "tls" in found else "transport",
             "way": name,
             "bytes": nbytes,
             "ms": round(statistics.median(one.ms), 3),
@@ -226,6 +255,7 @@ def report(nbytes: int, found: dict[str, Found]) -> None:
             "gb_per_s_max": round(max(one.gb_per_s), 3),
             "to_tcp": round(speeds[name] / speeds["tcp"], 3),
             "to_memcpy": round(speeds[name] / speeds["memcpy"], 3),
+            "to_plain": round(speeds[name] / speeds[PLAIN.get(name, name)], 3),
             "cpu_s_per_gb": round(statistics.median(one.cpu_s_per_gb), 3),
             "repeats": len(one.ms),
         }
@@ -239,18 +269,27 @@ def main() -> None:
     )
     parser.add_argument("--largest", type=int, default=max(SIZES), help="bytes")
     parser.add_argument("--fan-in", action="store_true", help="many to one instead")
+    parser.add_argument("--tls", action="store_true", help="encrypted, beside plain")
     arguments = parser.parse_args()
     if arguments.fan_in:
         transport_fan_in.main()
         return
     sizes = {n: repeats for n, repeats in SIZES.items() if n <= arguments.largest}
+    with tempfile.TemporaryDirectory() as directory:
+        certificates = directory if arguments.tls else ""
+        if certificates:
+            make_certificates(certificates, [PS, WORKER])
+        run(sizes, certificates)
+
+
+def run(sizes: dict[int, int], certificates: str) -> None:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve, args=(theirs, list(sizes)))
+    process = spawn.Process(target=serve, args=(theirs, list(sizes), certificates))
     process.start()
     assert process.pid is not None  # it was started
     try:
-        asyncio.run(measure(ours, sizes, process.pid))
+        asyncio.run(measure(ours, sizes, process.pid, certificates))
         ours.send("enough")
         process.join(10)
     finally:

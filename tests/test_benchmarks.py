@@ -240,13 +240,17 @@ def test_imports_are_measured_in_fresh_processes(
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_benchmarks_run_by_name() -> None:
-    command = [sys.executable, "-m", "benchmarks", "transport", "--largest", "64"]
+@pytest.mark.parametrize("option", [[], ["--tls"]])
+def test_benchmarks_run_by_name(option: list[str]) -> None:
+    words = ["transport", "--largest", "64", *option]
+    command = [sys.executable, "-m", "benchmarks", *words]
     out = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    ways = {json.loads(line)["way"] for line in out.splitlines()}
-    assert ways >= {"post", "call", "tcp"}
+    lines = [json.loads(line) for line in out.splitlines()]
+    wanted = {"tls", "call_tls"} if option else {"shm"}
+    assert {line["way"] for line in lines} >= {"post", "call", "tcp", *wanted}
+    assert "\n| post | 64 |" in report.TABLES[lines[0]["benchmark"]][1](lines)
 
 
 def compared(workers: int, transport: str, ratio: float) -> dict[str, Any]:
