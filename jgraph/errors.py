@@ -16,6 +16,7 @@
     │   ├── SourceError               JG-216  a data source that cannot be read
     │   ├── ForbiddenSourceError      JG-217  a data source that a server may not import
     │   ├── RowIdError                JG-218  an id that names no row of its table
+    │   ├── TooLargeError             JG-219  a value too large to bring to the client
     │   ├── UninitializedError        JG-231  variable used before initialisation
     │   ├── VariableMismatchError     JG-232  one name, two shapes or dtypes or places
     │   ├── ShardingError             JG-233  a variable that cannot be cut like this
@@ -206,6 +207,12 @@ class RowIdError(UserError, IndexError):
     """An id out of the range of its table."""
 
     code = "JG-218"
+
+
+class TooLargeError(UserError, MemoryError):
+    """A value too large to bring to the client."""
+
+    code = "JG-219"
 
 
 class UninitializedError(UserError):

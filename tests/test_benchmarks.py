@@ -115,8 +115,10 @@ def test_null_step_of_a_sparse_table_sends_rows_only(bench: Bench) -> None:
 @pytest.mark.procs
 @pytest.mark.slow
 def test_embedding_moves_no_more_than_the_rows_of_its_ids(bench: Bench) -> None:
-    words = "--rows 5000 --dim 8 --batch 16 --ids 2 --steps 6 --rounds 2"
-    (line,) = bench(embedding.main, words)
+    words = "--rows 5000 9000 --dim 8 --batch 16 --ids 2 --steps 6 --rounds 2"
+    line, larger = bench(embedding.main, words)
+    assert (larger["rows"], larger["bytes_per_step"]) == (9000, line["bytes_per_step"])
+    assert larger["step_ms_ratio"] > 0
     net = 4 * (16 * 256 + 256 + 256 + 1)
     rows = 4 * 32 * (1 + 8 + 8)
     assert line["bytes_per_step"] == pytest.approx(2 * net + rows, rel=0.01)

@@ -20,11 +20,13 @@ from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.graph.sharding import Partitioner
+from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.spread import PlacementFunction, spread
 from jgraph.train.arrange import Arrangement
 from jgraph.train.data import Dataset
+from jgraph.train.large import check_sizes, total_nbytes
 from jgraph.train.runner import Chunk, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 
@@ -240,15 +242,24 @@ class AsyncRunner:
 
     def values(self, *, model_only: bool = False) -> Sequence[Any]:
         """See ``Runner.values``."""
-        wanted = [
-            v
-            for v in self._step.variables
-            if not (model_only and v.name.startswith("opt/"))
-        ]
+        if model_only:
+            self.check_model()
+        wanted = self._model() if model_only else self._step.variables
         with self.lock:
             self.initialize()
             values = self.session.read(wanted)
         return [values.get(name) for name in self._step.names]
+
+    def nbytes(self) -> int:
+        """See ``Runner.nbytes``."""
+        return total_nbytes(self._step.variables)
+
+    def check_model(self) -> None:
+        """See ``Runner.check_model``."""
+        check_sizes(self._model())
+
+    def _model(self) -> list[Variable]:
+        return [v for v in self._step.variables if not v.name.startswith("opt/")]
 
     def load(self, values: Sequence[Any], position: Position = None) -> None:
         """See ``Runner.load``."""

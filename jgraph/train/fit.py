@@ -12,6 +12,7 @@ import numpy as np
 from jgraph.clock import Clock
 from jgraph.errors import ClusterError, ConfigError
 from jgraph.train.history import History
+from jgraph.train.large import KEPT_BYTES
 from jgraph.train.progress import Display, Report, make_display
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Order, Position, Runner
@@ -73,7 +74,9 @@ class Fit:
         try:
             # Of a cluster that failed, asking again would only take time.
             if not isinstance(error, ClusterError):
-                values = self.runner.values()
+                # A large model is not moved unasked.
+                if self.runner.nbytes() <= KEPT_BYTES:
+                    values = self.runner.values()
                 position = self.runner.position()
                 self.history.staleness = self.runner.staleness()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
@@ -84,6 +87,8 @@ class Fit:
         self.run.finish("failed" if error else done, values, position, error)
 
     def _follow(self, total: int) -> None:
+        if self.evaluate is not None:
+            self.runner.check_model()  # rather than after the training
         watch = Watch(
             self.history,
             total,

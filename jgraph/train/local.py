@@ -155,6 +155,13 @@ class LocalRunner:
                 for name, value in zip(self._step.names, self._values, strict=True)
             ]
 
+    def nbytes(self) -> int:
+        """See ``Runner.nbytes``; they are here."""
+        return 0
+
+    def check_model(self) -> None:
+        """See ``Runner.check_model``."""
+
     def position(self) -> Position:
         """See ``Runner.position``."""
         return self._position if self._dispatch is None else self._dispatch.state()

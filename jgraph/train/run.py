@@ -20,8 +20,8 @@ from jgraph.train.runner import Position, Staleness
 class Result(Protocol):
     """What a run asks of the Trainer that made it, about values it gives."""
 
-    def model_of(self, values: Sequence[Any]) -> Any:
-        """Returns the trained model of these variable values."""
+    def model_of(self, values: Sequence[Any] | None) -> Any:
+        """Returns the trained model of these variable values; None: those of now."""
 
     def save_values(
         self,
@@ -40,9 +40,9 @@ class Result(Protocol):
         """Returns where in the data the training is now."""
 
     def evaluate_values(
-        self, values: Sequence[Any], data: Data, batch_size: int
+        self, values: Sequence[Any] | None, data: Data, batch_size: int
     ) -> dict[str, float]:
-        """Evaluates the model of these variable values."""
+        """Evaluates the model of these variable values; None: those of now."""
 
     def current_values(self) -> Sequence[Any]:
         """Returns the variable values as they are now."""
@@ -63,7 +63,9 @@ class Run:
     """A live handle on training; ``Trainer.fit`` makes it.
 
     While the run goes on, everything here is as of now; afterwards it is what came
-    out, also when the Trainer has trained on or its cluster is closed.
+    out, also when the Trainer has trained on or its cluster is closed. Of a model of
+    more than 1 GiB, optimizer state included, the values stay on the cluster, and the
+    run has those of now as long as that is up.
     """
 
     def __init__(self, result: Result, history: History, stop: threading.Event) -> None:
@@ -146,8 +148,11 @@ class Run:
 
         For ``nnx`` a new model object; for ``linen`` what the loss takes first:
         ``params``, or all variables if the model has other collections.
+
+        Raises:
+          TooLargeError: a parameter is too large for this process.
         """
-        return self._result.model_of(self._values())
+        return self._result.model_of(self._outcome.values)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint, and returns its absolute path.
@@ -168,7 +173,7 @@ class Run:
 
     def evaluate(self, data: Data, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the Trainer's metrics on ``data``; see Trainer."""
-        return self._result.evaluate_values(self._values(), data, batch_size)
+        return self._result.evaluate_values(self._outcome.values, data, batch_size)
 
     def stop(self) -> None:
         """Asks the run to end after the current step; ``wait`` waits for it."""

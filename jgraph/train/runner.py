@@ -78,7 +78,16 @@ class Runner(Protocol):
         """Returns the value of every variable, in the order of the step's.
 
         With ``model_only`` the optimizer's state is None.
+
+        Raises:
+          TooLargeError: with ``model_only``: a variable is too large to come here.
         """
+
+    def nbytes(self) -> int:
+        """Returns how many bytes ``values`` would bring to this process."""
+
+    def check_model(self) -> None:
+        """Raises ``TooLargeError`` for a model that is too large to come here."""
 
     def position(self) -> Position:
         """Returns where in the data the training is."""

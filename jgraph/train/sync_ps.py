@@ -222,6 +222,14 @@ class SyncRunner:
         """See ``Runner.values``."""
         return self._state.values(model_only=model_only)
 
+    def nbytes(self) -> int:
+        """See ``Runner.nbytes``."""
+        return self._state.nbytes()
+
+    def check_model(self) -> None:
+        """See ``Runner.check_model``."""
+        self._state.check_model()
+
     def position(self) -> Position:
         """See ``Runner.position``."""
         return None  # every worker has done as many steps as there are updates

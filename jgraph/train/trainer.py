@@ -256,7 +256,7 @@ class Trainer:
 
     def model(self) -> Any:
         """Returns the model as it is now; see ``Run.model``."""
-        return self.model_of(self.current_values())
+        return self.model_of(None)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint of the state as it is now; see ``Run.save``."""
@@ -295,9 +295,10 @@ class Trainer:
         """Returns the value of every variable now. Called by ``Run``."""
         return self._made()[1].values()
 
-    def model_of(self, values: Sequence[Any]) -> Any:
+    def model_of(self, values: Sequence[Any] | None) -> Any:
         """Returns the trained model of these values. Called by ``Run``."""
-        step = self._made()[0]
+        step, runner, _ = self._made()
+        values = runner.values(model_only=True) if values is None else values
         tree = step.unflatten(values)
         return step.adapter.model(tree["params"], tree["state"])
 

@@ -10,12 +10,17 @@ import optax
 import pytest
 from flax import nnx
 
-from jgraph.errors import ConfigError
+from jgraph.cluster.client import connect
+from jgraph.errors import ConfigError, TooLargeError
 from jgraph.graph.ir import TaskName
+from jgraph.graph.variable import Variable
+from jgraph.train import fit
 from jgraph.train.adapters import adapt
 from jgraph.train.arrange import Arrangement
+from jgraph.train.large import check_sizes
 from jgraph.train.step import TrainStep
 from jgraph.train.trainer import Trainer
+from tests.cluster.conftest import Servers
 
 ROWS = (16 << 20) // 64
 IDS = np.arange(8, dtype=np.int32)
@@ -78,3 +83,34 @@ def test_a_function_that_makes_something_else_is_refused() -> None:
     trainer: Any = Trainer(lambda: 3, nnx_loss, optax.sgd(0.1))  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigError, match="a function that returned a"):
         trainer.fit(IDS, steps=1, batch_size=4, progress=False)
+
+
+def test_a_variable_that_is_too_large_for_the_client_is_refused_by_name() -> None:
+    variables = [Variable("b", jnp.zeros(2)), Variable("w", jnp.zeros((100, 10)))]
+    check_sizes(variables)
+    with pytest.raises(TooLargeError, match=r"'w' has 0.0 GB.*save\(path\)"):
+        check_sizes(variables, 3999)
+    check_sizes(variables, 4000)
+
+
+def test_a_run_leaves_a_large_model_on_its_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fit, "KEPT_BYTES", 100)
+    servers = Servers(ps=1, worker=1)
+    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+        model = Nnx(nnx.Rngs(0), 100)
+        trainer = Trainer(model, nnx_loss, optax.sgd(0.1), cluster=cluster)
+        run = trainer.fit(IDS, steps=2, batch_size=4, progress=False)
+        first = run.model().table.embedding[...]
+        trainer.fit(IDS, steps=2, batch_size=4, progress=False)
+        assert not np.array_equal(run.model().table.embedding[...], first)
+        assert run.evaluate(IDS) == trainer.evaluate(IDS)
+        monkeypatch.setattr(check_sizes, "__defaults__", (6399,))
+        for ask in (run.model, trainer.model, lambda: run.evaluate(IDS)):
+            with pytest.raises(TooLargeError, match="'params/table/embedding' has"):
+                ask()
+        with pytest.raises(TooLargeError, match="eval_data need the whole model"):
+            trainer.fit(IDS, steps=1, batch_size=4, progress=False, eval_data=IDS)
+        assert trainer.fit(IDS, steps=1, batch_size=4, progress=False).steps == 5
+    servers.stop()
