@@ -62,7 +62,7 @@ def read_table(path: Path) -> Table:
       DataError: no such file, or a line that is no such record; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         raise DataError(
             f"{path} is not there; give --data the directory with adult.data and "

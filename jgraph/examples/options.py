@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from jgraph.cluster.client import Cluster
+from jgraph.plan.partitioner import min_max_variable_partitioner
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.row_step import Sparse
 from jgraph.train.trainer import Trainer
@@ -42,7 +43,9 @@ class Options:
         *,
         sparse: Sparse = "auto",
     ) -> Trainer:
-        """Trains asynchronously on a cluster, or here if unset; returns the Trainer.
+        """Trains on a cluster, or here if unset; returns the Trainer.
+
+        Training is asynchronous, and large parameters are sharded over all ps.
 
         Args:
           cluster: where to train.
@@ -58,7 +61,7 @@ class Options:
             loss,
             tx,
             cluster=cluster,
-            strategy=None if cluster is None else AsyncPS(),
+            strategy=None if cluster is None else _strategy(cluster),
             seed=self.seed,
             sparse=sparse,
         )
@@ -67,6 +70,11 @@ class Options:
             data, steps=self.steps, batch_size=batch_size, progress=self.progress
         )
         return trainer
+
+
+def _strategy(cluster: Cluster) -> AsyncPS:
+    shards = len(cluster.tasks("ps"))
+    return AsyncPS(variable_partitioner=min_max_variable_partitioner(shards))
 
 
 Example: TypeAlias = Callable[[Path, Cluster | None, Options], Figures]

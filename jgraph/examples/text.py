@@ -64,7 +64,7 @@ def read_corpus(path: Path, vocabulary: int) -> Corpus:
       DataError: no such file, or one without words.
     """
     try:
-        found = split_words(path.read_text(encoding="utf-8"))
+        found = split_words(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         raise DataError(
             f"{path} is not there; give --data the directory with the text {path.name}"

@@ -1,6 +1,7 @@
 """Wide & Deep: reading the census files, their features, and training."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,7 @@ def test_it_learns_what_two_columns_say_together_and_moves_only_rows(
     plan = "\n".join(said)
     assert "params/wide/embedding travels by rows" in plan
     assert "params/deep/embedding travels by rows" in plan
+    assert re.search(r"params/wide/embedding .* 2 shards", plan)
 
 
 @pytest.mark.slow
