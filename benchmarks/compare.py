@@ -10,22 +10,37 @@ rounds.
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 from benchmarks import measure
 from benchmarks.models.mlp import BATCH
-from benchmarks.null_step import NullStep, configuration
+from benchmarks.null_step import MODES, configuration
 from benchmarks.peer_process import PEERS, Peer
 from benchmarks.train import OnCluster
 
-# Name: kind, megabytes, numbers of workers, transports of ours.
-SELECTION: dict[str, tuple[str, float, tuple[int, ...], tuple[str, ...]]] = {
-    "scalar": ("scalar", 0, (1, 4, 8), ("auto",)),
-    "dense8": ("dense", 8, (1, 4, 8), ("auto", "grpc")),
-    "dense100": ("dense", 100, (1, 4, 8), ("auto", "grpc")),
-    "sparse": ("sparse", 0, (1, 4), ("auto",)),
-    "mlp": ("mlp", 0, (1, 2, 4), ("auto", "grpc")),
+
+@final
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is compared: its kind and size, and with what it usually is."""
+
+    kind: str
+    mb: float
+    workers: tuple[int, ...]
+    transports: tuple[str, ...] = ("auto",)
+    mode: str = "async"
+
+
+SELECTION = {
+    "scalar": Work("scalar", 0, (1, 4, 8)),
+    "dense8": Work("dense", 8, (1, 4, 8), ("auto", "grpc")),
+    "dense100": Work("dense", 100, (1, 4, 8), ("auto", "grpc")),
+    "sparse": Work("sparse", 0, (1, 4)),
+    "mlp": Work("mlp", 0, (1, 2, 4), ("auto", "grpc")),
+    "sync-scalar": Work("scalar", 0, (2, 4), mode="sync"),
+    "sync-dense8": Work("dense", 8, (2, 4), mode="sync"),
 }
 # What a peer can do; one that is not here can do all.
 ABLE = {
@@ -35,6 +50,8 @@ ABLE = {
 }
 # These run on all of their workers or not at all.
 WHOLE = {"tensorflow_strategy", "torch_ddp"}
+# These can also do synchronous training.
+IN_STEP = {"tensorflow_ps"}
 
 
 class Side(Protocol):
@@ -48,35 +65,38 @@ class Side(Protocol):
 
 
 def open_sides(
-    stack: ExitStack, kind: str, mb: float, workers: int, a: argparse.Namespace
+    stack: ExitStack, what: Work, workers: int, a: argparse.Namespace
 ) -> dict[str, Side]:
     """Starts our clusters, one per transport, and those of the peers."""
     sides: dict[str, Side] = {}
-    for transport in a.transport:
-        if kind == "mlp":
+    for transport in a.transport or what.transports:
+        if what.kind == "mlp":
             sides[transport] = stack.enter_context(
                 OnCluster("mlp", ps=a.ps, workers=workers, transport=transport)
             )
         else:
-            work: Any = NullStep(
-                kind,  # type: ignore[arg-type]  # argparse has checked it
-                mb=mb,
+            work: Any = MODES[what.mode](
+                what.kind,  # type: ignore[arg-type]  # one of its kinds
+                mb=what.mb,
                 rows=a.rows,
                 ps=a.ps,
                 workers=workers,
                 transport=transport,
             )
             sides[transport] = stack.enter_context(work)
-    arguments = [f"--kind={kind}", f"--mb={mb}", f"--rows={a.rows}", f"--ps={a.ps}"]
-    for name in able(kind, a):
-        peer = Peer(name, [*arguments, f"--workers={workers}"])
-        sides[name] = stack.enter_context(peer)
+    arguments = [f"--kind={what.kind}", f"--mb={what.mb}", f"--rows={a.rows}"]
+    arguments += [f"--ps={a.ps}", f"--workers={workers}"]
+    if what.mode != "async":
+        arguments.append(f"--mode={what.mode}")
+    for name in able(what, a):
+        sides[name] = stack.enter_context(Peer(name, arguments))
     return sides
 
 
-def able(kind: str, a: argparse.Namespace) -> list[str]:
+def able(what: Work, a: argparse.Namespace) -> list[str]:
     """Returns those of the chosen peers that can do a kind of work."""
-    return [peer for peer in a.peer if kind in ABLE.get(peer, {kind})]
+    peers = [peer for peer in a.peer if what.kind in ABLE.get(peer, {what.kind})]
+    return [peer for peer in peers if what.mode == "async" or peer in IN_STEP]
 
 
 def compare(
@@ -131,20 +151,22 @@ def version(peer: Any) -> str:
     return ", ".join(f"{name} {about[name]}" for name in names if name in about)
 
 
-def run(kind: str, mb: float, workers: Sequence[int], a: argparse.Namespace) -> None:
+def run(what: Work, a: argparse.Namespace) -> None:
     """Compares one kind of work with several numbers of workers."""
-    peers = able(kind, a)
+    peers = able(what, a)
     if not peers:
         return
     # A Trainer uses all workers of its cluster: that takes a cluster for each number.
-    whole = kind == "mlp" or WHOLE.intersection(peers)
-    groups = [[w] for w in workers] if whole else [list(workers)]
-    for group in groups:
+    whole = what.kind == "mlp" or what.mode == "sync" or WHOLE.intersection(peers)
+    workers = list(a.workers or what.workers)
+    mode = {} if what.mode == "async" else {"mode": what.mode}
+    for group in [[w] for w in workers] if whole else [workers]:
         with ExitStack() as stack:
-            sides = open_sides(stack, kind, mb, max(group), a)
+            sides = open_sides(stack, what, max(group), a)
             for count in group:
                 found = compare(sides, count, a)
-                report(configuration(kind, mb, a.rows, a.ps, count), sides, found)
+                line = configuration(what.kind, what.mb, a.rows, a.ps, count)
+                report({**line, **mode}, sides, found)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -161,11 +183,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of one turn")
     parser.add_argument("--least", type=int, default=6, help="steps of one turn")
     a = parser.parse_args(args)
-    chosen = a.transport
     for name in a.only:
-        kind, mb, workers, transports = SELECTION[name]
-        a.transport = chosen or transports
-        run(kind, mb, a.workers or workers, a)
+        run(SELECTION[name], a)
 
 
 if __name__ == "__main__":

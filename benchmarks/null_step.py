@@ -6,12 +6,14 @@ as what it read, and the ps adds that. Prints one JSON line per number of worker
 
 ``scalar``: one number per ps. ``dense``: ``--mb`` megabytes, spread over the ps.
 ``sparse``: 32 random rows of ``--rows`` x 64; the table stays where it is.
+``--mode sync``: every update is the mean of what all workers sent for it.
 
 Source: Abadi et al., "TensorFlow: A System for Large-Scale Machine Learning", OSDI
 2016, section 6.2; its figure 7 uses 16 ps tasks.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import jax
@@ -20,13 +22,17 @@ import numpy as np
 
 import jgraph as jg
 from benchmarks import measure
-from jgraph.cluster.loops import LoopReport, LoopRequest
+from jgraph.cluster.gate_client import open_gate
+from jgraph.cluster.loops import LoopReport, LoopRequest, SyncRequest
 from jgraph.graph.device import DeviceSpec
+from jgraph.graph.ir import TaskName
 from jgraph.graph.trace import trace
-from jgraph.plan.plan import plan
+from jgraph.plan.accumulate import MEAN, SLOT, averaging, contributing
+from jgraph.plan.plan import Plan, plan
 
 ROWS, WIDTH, LOOKUPS = 1_000_000, 64, 32
 Kind = Literal["scalar", "dense", "sparse"]
+GATE = "null"
 
 
 class NullStep:
@@ -39,6 +45,7 @@ class NullStep:
       ps: parameter servers; with none, all is on the worker.
       workers: the most workers that will run.
       transport: how tensors travel, see ``jg.LocalCluster``.
+      compute_wait_s: what every step waits in place of computing.
     """
 
     def __init__(
@@ -50,44 +57,55 @@ class NullStep:
         ps: int = 1,
         workers: int = 1,
         transport: Literal["auto", "grpc"] = "auto",
+        compute_wait_s: float = 0.0,
     ) -> None:
         self.kind = kind
         self.rows = rows
+        self.done = 0
+        self._wait_s = compute_wait_s
         self.cluster = jg.LocalCluster(ps=ps, workers=workers, transport=transport)
         try:
-            self._prepare(_variables(kind, mb, rows, ps))
+            self.session = self.cluster.session()
+            self.variables = _variables(kind, mb, rows, ps)
+            self.session.initialize(self.variables)
+            self._prepare()
         except BaseException:
             self.cluster.close()
             raise
 
-    def _prepare(self, variables: list[jg.Variable]) -> None:
-        self.variables = variables
-        self.session = self.cluster.session()
-        self.session.initialize(variables)
-        workers = self.cluster.tasks("worker")
+    def _prepare(self) -> None:
         made = trace_rows if self.kind == "sparse" else trace_whole
-        planned = plan(
-            made(variables),
-            tasks=self.cluster.tasks(),
-            driver=workers[0],
-            default=DeviceSpec.from_string(workers[0]),
-        )
-        self.bytes_per_step = planned.nbytes_per_step
-        self.done = 0
+        planned = self._planned(made(self.variables), self.cluster.tasks("worker")[0])
         if self.kind == "sparse":
             # Every batch is of different rows: lost updates can then be counted.
-            data, self.batch = np.arange(self.rows, dtype=np.int32), LOOKUPS
+            self._register(planned, np.arange(self.rows, dtype=np.int32), LOOKUPS)
         else:
-            data, self.batch = np.ones(8, np.float32), 1
+            self._register(planned, np.ones(8, np.float32), 1)
+
+    def _planned(self, graph: jg.Graph, driver: TaskName) -> Plan:
+        return plan(
+            graph,
+            tasks=self.cluster.tasks(),
+            driver=driver,
+            default=DeviceSpec.from_string(driver),
+        )
+
+    def _register(self, planned: Plan, data: Any, batch: int) -> None:
+        self.bytes_per_step, self.batch = planned.nbytes_per_step, batch
         self._handles = {}
-        for worker in workers:
+        for worker in self.cluster.tasks("worker"):
             program = planned.program.rename_task(planned.program.driver, worker)
             self.session.put_data(worker, "x", {"x": data})
             self._handles[worker] = self.session.register(program)
 
     def run(self, workers: int, steps: int) -> measure.Times:
         """Runs ``steps`` steps on each of the first ``workers`` workers."""
-        requests = [
+        reports = list(self.session.run_loops(self._requests(workers, steps)))
+        self.done += workers * steps
+        return [_seconds(reports, replica) for replica in range(workers)]
+
+    def _requests(self, workers: int, steps: int, **more: Any) -> list[LoopRequest]:
+        return [
             LoopRequest(
                 task=worker,
                 handle=self._handles[worker],
@@ -96,12 +114,11 @@ class NullStep:
                 batch_size=self.batch,
                 seed=replica,
                 replica=replica,
+                compute_wait_s=self._wait_s,
+                **more,
             )
             for replica, worker in enumerate(self.cluster.tasks("worker")[:workers])
         ]
-        reports = list(self.session.run_loops(requests))
-        self.done += workers * steps
-        return [_seconds(reports, replica) for replica in range(workers)]
 
     def check(self) -> None:
         """Raises if an update was lost, or a table travelled."""
@@ -136,6 +153,58 @@ class NullStep:
         self.close()
 
 
+class NullSync(NullStep):
+    """Null steps of synchronous training: an update takes one step of every worker."""
+
+    def _prepare(self) -> None:
+        ps = [TaskName(str(v.device)) for v in self.variables]
+        self._shards = sorted(set(ps))
+        means = [_beside(MEAN, v) for v in self.variables]
+        slots = [_beside(SLOT, v) for v in self.variables]
+        graph = trace_contribution(self.variables, means, slots)
+        planned = self._planned(graph, self.cluster.tasks("worker")[0])
+        planned = replace(planned, program=contributing(planned.program, GATE))
+        self._register(planned, np.ones(8, np.float32), 1)
+        applied = self._planned(trace_mean(self.variables, means), self._shards[0])
+        program = averaging(applied.program, GATE, self._shards)
+        self._apply = self.session.register(program)
+
+    def run(self, workers: int, steps: int) -> measure.Times:
+        """Runs ``steps`` steps on each of the first ``workers`` workers."""
+        open_gate(self.cluster, GATE, self._shards, synchronous=True, version=self.done)
+        requests = self._requests(
+            workers,
+            steps,
+            first_step=self.done,
+            step_feed="step",
+            replica_feed="replica",
+        )
+        arbiter = LoopRequest(
+            task=self._shards[0],
+            handle=self._apply,
+            data="",
+            steps=steps,
+            batch_size=0,
+            replica=workers,
+            sync=SyncRequest(
+                gate=GATE,
+                version=self.done,
+                wanted=workers,
+                replicas={request.handle: request.task for request in requests},
+                shards=self._shards,
+            ),
+        )
+        reports = list(self.session.run_loops([arbiter, *requests]))
+        self.done += steps
+        return [_seconds(reports, replica) for replica in range(workers)]
+
+
+def _beside(prefix: str, variable: jg.Variable) -> jg.Variable:
+    shape, dtype = ((), jnp.int32) if prefix == SLOT else (variable.shape, jnp.float32)
+    init: Any = (shape, dtype, None)
+    return jg.Variable(prefix + variable.name, init, device=variable.device)
+
+
 def _variables(kind: Kind, mb: float, rows: int, ps: int) -> list[jg.Variable]:
     homes = [f"/job:ps/task:{i}" for i in range(ps)] or ["/job:worker/task:0"]
     shape: tuple[int, ...] = ()
@@ -165,6 +234,37 @@ def trace_whole(variables: list[jg.Variable]) -> jg.Graph:
     return trace(step, x, variables=variables)[0]
 
 
+def trace_contribution(
+    variables: list[jg.Variable], means: list[jg.Variable], slots: list[jg.Variable]
+) -> jg.Graph:
+    """Reads all variables on the worker, contributes one to the mean for each."""
+
+    def step(x: Any, step: Any, replica: Any) -> Any:
+        with jg.device("/job:worker"):
+            updates = [v[...] * 0 + x[0] for v in variables]
+            # Told apart by the gates: at most 1000 workers.
+            slot = step * 1000 + replica
+            total = x.sum()
+        for mean, one_slot, update in zip(means, slots, updates, strict=True):
+            mean[...] = update
+            one_slot[...] = slot
+        return total
+
+    x = jax.ShapeDtypeStruct((1,), jnp.float32)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return trace(step, x, number, number, variables=[*variables, *means, *slots])[0]
+
+
+def trace_mean(variables: list[jg.Variable], means: list[jg.Variable]) -> jg.Graph:
+    """Adds to each variable what is averaged for it."""
+
+    def apply_mean() -> None:
+        for variable, mean in zip(variables, means, strict=True):
+            variable[...] = variable[...] + mean[...]
+
+    return trace(apply_mean, variables=[*variables, *means])[0]
+
+
 def trace_rows(variables: list[jg.Variable]) -> jg.Graph:
     """Reads rows of the table on the worker, adds one to each on its ps."""
     (table,) = variables
@@ -185,6 +285,9 @@ def _seconds(reports: Sequence[LoopReport], replica: int) -> Any:
     return np.concatenate([r.seconds for r in reports if r.replica == replica])
 
 
+MODES: dict[str, type[NullStep]] = {"async": NullStep, "sync": NullSync}
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parser = measure.parser(__doc__)
     parser.add_argument(
@@ -195,12 +298,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--ps", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
     parser.add_argument("--transport", choices=["auto", "grpc"], default="auto")
-    parser.add_argument("--mode", choices=["async"], default="async")
+    parser.add_argument("--mode", choices=list(MODES), default="async")
     parser.add_argument("--steps", type=int, default=200, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args(args)
+    if a.mode == "sync" and (a.kind == "sparse" or not a.ps):
+        parser.error("--mode sync takes --kind scalar or dense, and --ps 1 or more")
     for workers in a.workers:
-        with NullStep(
+        with MODES[a.mode](
             a.kind,
             mb=a.mb,
             rows=a.rows,

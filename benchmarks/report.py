@@ -29,6 +29,8 @@ AIMS: dict[str, dict[int, float]] = {
     "dense grpc": dict.fromkeys((1, 4, 8), 1.1),
     "sparse": {1: 1.2, 4: 1.2},
     "mlp": dict.fromkeys((1, 2, 4), 2.0),
+    "sync scalar": {2: 1.3, 4: 1.3},
+    "sync dense": {2: 2.0, 4: 2.0},
 }
 
 Line: TypeAlias = dict[str, Any]
@@ -49,14 +51,20 @@ def read(paths: Iterable[Path]) -> list[Line]:
 def work(line: Line) -> str:
     """Returns the name of what was done: ``dense 8 MB``."""
     size = f" {line['mb']:g} MB" if "mb" in line else ""
-    return f"{line['kind']}{size}"
+    return f"{_kind(line)}{size}"
+
+
+def _kind(line: Line) -> str:
+    """Returns the kind of work, with the mode if that is not the usual one."""
+    sync = line["benchmark"] == "compare" and line.get("mode") == "sync"
+    return f"sync {line['kind']}" if sync else str(line["kind"])
 
 
 def aim(line: Line) -> float | None:
     """Returns the least ratio that this line should have."""
     if line["beside"] != FIRST_PEER:
         return None
-    kind = line["kind"]
+    kind = _kind(line)
     if line["transport"] == "grpc":
         kind += " grpc"
     return AIMS.get(kind, {}).get(line["workers"])

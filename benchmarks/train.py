@@ -26,7 +26,7 @@ import jgraph as jg
 from benchmarks import measure, models
 from jgraph.runtime.data import BatchStream
 
-STRATEGIES: dict[str, Callable[[], Any]] = {"AsyncPS": jg.AsyncPS}
+STRATEGIES: dict[str, Callable[[], Any]] = {"AsyncPS": jg.AsyncPS, "SyncPS": jg.SyncPS}
 RATE = 1e-3
 
 
@@ -93,6 +93,7 @@ class OnCluster:
         self.work = models.get(model)
         self.batch = batch or self.work.BATCH
         self.data = self.work.make_data(source=source)
+        self.in_step = strategy == "SyncPS"
         self.cluster = jg.LocalCluster(ps=ps, workers=workers, transport=transport)
         self.trainer = jg.Trainer(
             self.work.make_model(),
@@ -104,10 +105,14 @@ class OnCluster:
 
     def run(self, workers: int, steps: int) -> measure.Times:
         """Runs ``steps`` steps on each of the workers."""
+        updates = steps if self.in_step else workers * steps
         run = self.trainer.fit(
-            self.data, steps=workers * steps, batch_size=self.batch, progress=False
+            self.data, steps=updates, batch_size=self.batch, progress=False
         )
         losses = run.metrics("loss")
+        if self.in_step:
+            # All workers end a step together.
+            return [losses["seconds"]] * workers
         return [losses["seconds"][losses["replica"] == i] for i in range(workers)]
 
     @property

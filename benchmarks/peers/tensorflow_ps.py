@@ -8,6 +8,7 @@ the steps, so that it can take turns with others.
 
 Written for speed, as an expert would: one session per worker with device filters, a
 callable without feeds or fetched values, inputs in the graph, Grappler left on.
+``--mode sync`` is ``SyncReplicasOptimizer`` over all workers, without backups.
 """
 
 import argparse
@@ -76,6 +77,9 @@ def serve_worker(
     """The first order makes things ready; each further one is a number of steps."""
     v1 = tf.compat.v1
     worker = f"/job:worker/task:{index}"
+    if a.mode == "sync":
+        serve_in_step(tf, a, index, spec, server, reply)
+        return
     kinds = {"mlp": mlp_step, "sparse": sparse_step, "embedding": embedding_step}
     made = kinds.get(a.kind, whole_step)
     step = made(tf, a, worker, len(spec.job_tasks("ps")))
@@ -112,6 +116,70 @@ def whole_step(tf: Any, a: argparse.Namespace, worker: str, ps: int) -> Any:
             update = v.read_value() * zero + 1.0
         steps.append(v1.assign_add(v, update, use_locking=True).op)
     return tf.group(*steps)
+
+
+def serve_in_step(
+    tf: Any,
+    a: argparse.Namespace,
+    index: int,
+    spec: Any,
+    server: Any,
+    reply: tasks.Reply,
+) -> None:
+    """As ``serve_worker``, for steps that no worker can take alone."""
+    v1 = tf.compat.v1
+    worker = f"/job:worker/task:{index}"
+    optimizer, step = sync_step(tf, a, worker, spec)
+    config = v1.ConfigProto(device_filters=["/job:ps", worker])
+    session = v1.Session(server.target, config=config)
+    reply("up")
+    sys.stdin.readline()
+    if index == 0:
+        session.run(v1.global_variables_initializer())
+        session.run(optimizer.chief_init_op)
+        optimizer.get_chief_queue_runner().create_threads(
+            session, daemon=True, start=True
+        )
+    else:
+        session.run(optimizer.local_step_init_op)
+    run = session.make_callable(step)
+    reply("ready")
+    done = 0
+    for line in sys.stdin:
+        seconds = []
+        done += int(line)
+        # A quick worker may take two tokens of one update, another then has none: all
+        # end with the same update, not after the same number of steps.
+        while run() < done:
+            seconds.append(time.perf_counter())
+        reply([*seconds, time.perf_counter()])
+
+
+def sync_step(tf: Any, a: argparse.Namespace, worker: str, spec: Any) -> Any:
+    """Contributes one to the mean that each variable is updated with."""
+    v1 = tf.compat.v1
+    ps, workers = len(spec.job_tasks("ps")), len(spec.job_tasks("worker"))
+    shape = [int(a.mb * 1e6 / 4 / ps)] if a.kind == "dense" else []
+    zeros = v1.zeros_initializer()
+    with tf.device("/job:ps/task:0"):
+        global_step = v1.get_variable(
+            "global_step", [], tf.int64, zeros, trainable=False
+        )
+    with tf.device(worker):
+        zero = v1.placeholder_with_default(np.float32(0), [])
+    pairs = []
+    for i in range(ps):
+        with tf.device(f"/job:ps/task:{i}"):
+            v = v1.get_variable(f"v{i}", shape, initializer=zeros)
+        with tf.device(worker):
+            pairs.append((v.read_value() * zero + 1.0, v))
+    optimizer = v1.train.SyncReplicasOptimizer(
+        v1.train.GradientDescentOptimizer(-1.0, use_locking=True),
+        replicas_to_aggregate=workers,
+        total_num_replicas=workers,
+    )
+    with tf.device(worker):
+        return optimizer, optimizer.apply_gradients(pairs, global_step)
 
 
 def sparse_step(tf: Any, a: argparse.Namespace, worker: str, ps: int) -> Any:
@@ -188,12 +256,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--ids", type=int, default=26)
     parser.add_argument("--variables", choices=["resource", "ref"])
+    parser.add_argument("--mode", choices=["async", "sync"], default="async")
     a = parser.parse_args()
+    if a.mode == "sync" and a.kind not in ("scalar", "dense"):
+        parser.error("--mode sync takes --kind scalar or dense")
     if a.task:
         serve_task(a)
         return
     a.variables = a.variables or FASTEST[a.kind]
-    names = ("kind", "mb", "rows", "dim", "batch", "ids", "variables")
+    names = ("kind", "mb", "rows", "dim", "batch", "ids", "variables", "mode")
     options = [f"--{name}={getattr(a, name)}" for name in names]
     tasks.serve("tensorflow_ps", Cluster(options, a.ps, a.workers), a, orders=sys.stdin)
 
