@@ -16,6 +16,7 @@ SELECTION = [
     "imports --repeats 3",
     "startup --rounds 2",
     "straggler",
+    "scale --rounds 2",
     "memory --width 3000",
     "overhead --rounds 3",
     "train --model mlp cnn --rounds 3 --steps 60",
@@ -31,6 +32,7 @@ BESIDE = {
     "tensorflow_ps": [
         "compare --only scalar sparse mlp --workers 1 4 --transport auto",
         "compare --only dense8 --workers 1 4",
+        "compare --only sync-scalar sync-dense8 --workers 2",
     ],
     "tensorflow_strategy": ["compare --only mlp --workers 2 --transport auto"],
     "ray_ps": ["compare --only mlp --workers 2 --transport auto"],

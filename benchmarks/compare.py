@@ -69,7 +69,8 @@ def open_sides(
 ) -> dict[str, Side]:
     """Starts our clusters, one per transport, and those of the peers."""
     sides: dict[str, Side] = {}
-    for transport in a.transport or what.transports:
+    transports: Any = a.transport or what.transports
+    for transport in transports:
         if what.kind == "mlp":
             sides[transport] = stack.enter_context(
                 OnCluster("mlp", ps=a.ps, workers=workers, transport=transport)

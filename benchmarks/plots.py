@@ -38,7 +38,8 @@ def draw(lines: list[Line], folder: Path) -> list[Path]:
 
 
 def _name(line: Line) -> str:
-    return f"{line['kind']} {line['mb']:g} MB" if "mb" in line else str(line["kind"])
+    kind = f"sync {line['kind']}" if line.get("mode") == "sync" else str(line["kind"])
+    return f"{kind} {line['mb']:g} MB" if "mb" in line else kind
 
 
 def _workers(lines: list[Line]) -> Figure:

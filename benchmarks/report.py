@@ -19,7 +19,7 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 # What tells two configurations of a benchmark apart.
 KEYS = (
     *("benchmark", "what", "kind", "model", "mb", "rows", "mode", "strategy"),
-    *("transport", "ps", "workers", "way", "bytes", "beside", "batch_size"),
+    *("transport", "ps", "workers", "way", "bytes", "beside", "batch_size", "wait_ms"),
 )
 FIRST_PEER = "tensorflow_ps"
 # Least ratios to TensorFlow that we hold ourselves to.

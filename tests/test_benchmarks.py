@@ -22,6 +22,7 @@ from benchmarks import (
     null_step,
     overhead,
     report,
+    scale,
     startup,
     straggler,
     train,
@@ -110,6 +111,25 @@ def test_null_step_of_a_sparse_table_sends_rows_only(bench: Bench) -> None:
     assert line["bytes_per_step"] < 200 * 64 * 4
     assert line["steps_per_s_min"] <= line["steps_per_s"] <= line["steps_per_s_max"]
     assert set(line["peak_rss_mb"]) == {"/job:ps/task:0", "/job:worker/task:0"}
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_null_steps_in_step_lose_no_update(bench: Bench) -> None:
+    words = "--kind dense --mb 0.1 --mode sync --ps 2 --workers 2 --steps 6 --rounds 2"
+    (line,) = bench(null_step.main, words)
+    assert line["mode"] == "sync"
+    assert line["bytes_per_step"] == pytest.approx(2 * 0.1e6, rel=0.01)
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_two_workers_that_mostly_wait_do_more_than_one(bench: Bench) -> None:
+    words = "--workers 1 2 --wait-ms 60 --mb 0.1 --steps 8 --rounds 1"
+    one, two = bench(scale.main, words)
+    assert (one["workers"], two["workers"]) == (1, 2)
+    assert one["steps_per_s"] < 1000 / 60
+    assert two["speedup"] > 1.2
 
 
 @pytest.mark.procs
@@ -270,6 +290,7 @@ def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> Non
         compared(4, "auto", 1.5),  # an earlier run of the same
         compared(4, "auto", 2.5),
         compared(8, "grpc", 1.25),
+        {**compared(4, "auto", 2.25), "mode": "sync"},
         {**compared(4, "auto", 3.5), "beside": "ray_ps"},
         {"benchmark": "memory", "ps_peak_mb": 300.5, "steps": 2},
         {"benchmark": "a_new_one", "kind": "bag", "figure": 7, "figure_min": 6},
@@ -282,6 +303,7 @@ def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> Non
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| dense 8 MB | 4 | auto | 250 (250 to 250) |" in text
+    assert "| sync dense 8 MB | 4 | auto | 225 (225 to 225) |" in text
     assert "**1.25** (1.25 to 1.25) | 1.1 |" in text
     assert "Ray's actors | 100 (100 to 100) | **3.50** (3.50 to 3.50) |" in text
     assert "| ps_peak_mb | 300.5 |" in text

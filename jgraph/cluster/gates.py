@@ -72,7 +72,9 @@ class Gates:
     def drop(self, names: Iterable[str]) -> None:
         """Forgets gates."""
         for name in names:
-            self._opened.pop(name, None)
+            gate = self._opened.pop(name, None)
+            if isinstance(gate, SyncShard):
+                gate.settle()
             self._admissions.pop(name, None)
             self._shards.pop(name, None)
             self._unheard.pop(name, None)
@@ -123,6 +125,18 @@ class Gates:
                 gate.let_in(_step(event.let_in))
 
     # ------------------------------------------------------------ synchronous
+
+    def when_settled(self, step: StepKey, callback: Callable[[], None]) -> None:
+        """Calls back when what a step contributed was applied or forgotten.
+
+        At once if it contributed nothing that waits for a decision here. Said then, the
+        end of a step needs no message of its own: it travels with the next values.
+        """
+        for gate in self._opened.values():
+            if isinstance(gate, SyncShard) and gate.keeps(step):
+                gate.when_settled(callback)
+                return
+        callback()
 
     def listen(self, name: str, arbiter: OnContributed) -> None:
         """Makes ``arbiter`` the one who decides; it hears also what came before."""

@@ -1,6 +1,7 @@
 """Session: a client's handle on one cluster, to run functions on it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -244,6 +245,11 @@ class Session:
         )
         self._handles.append(handle)
         return handle
+
+    def register_all(self, programs: Sequence[Program]) -> list[str]:
+        """Compiles programs side by side and returns their handles."""
+        with ThreadPoolExecutor(max(1, min(8, len(programs)))) as threads:
+            return list(threads.map(self.register, programs))
 
     def unregister(self, handle: str) -> None:
         """Makes all tasks forget a program."""

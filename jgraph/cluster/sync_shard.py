@@ -43,6 +43,7 @@ class SyncShard:
         self._new: Contribution = {}
         self._kept: dict[StepKey, Contribution] = {}
         self._chosen: tuple[Contribution, ...] = ()
+        self._settled: list[Callable[[], None]] = []
 
     def ask(
         self,
@@ -72,8 +73,24 @@ class SyncShard:
         self._asking.pop(step, None)
         self._handle(StepEnded(step))
 
+    def keeps(self, step: StepKey) -> bool:
+        """Whether what a step contributed waits here for a decision."""
+        return step in self._kept
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Calls back when what is kept now was applied or forgotten."""
+        self._settled.append(callback)
+
+    def settle(self) -> None:
+        """Calls all back who wait for the end of what is kept."""
+        settled, self._settled = self._settled, []
+        for callback in settled:
+            callback()
+
     def applied(self) -> None:
         """See ``Gate``."""
+        # First: what is said here travels with what the next steps read.
+        self.settle()
         self._handle(UpdateApplied())
 
     def decided(self, steps: tuple[StepKey, ...]) -> None:
@@ -83,9 +100,11 @@ class SyncShard:
     def voided(self, step: StepKey) -> None:
         """The arbiter cannot use what a step contributed."""
         self._handle(Voided(step))
+        self.settle()
 
     def closed(self, error: JGError) -> None:
         """The arbiter decides nothing more."""
+        self.settle()
         self._handle(Closed(error))
         self._kept.clear()
 

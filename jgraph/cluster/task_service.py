@@ -161,7 +161,8 @@ class TaskService:
         done = pb.StepDone(handle=step[0], step_id=step[1])
         if isinstance(outcome, BaseException):
             done.status.CopyFrom(to_status(as_error(outcome, self.task)))
-        self._transport.post(driver, frame(step_done=done))
+        say = lambda: self._transport.post(driver, frame(step_done=done))
+        self.gates.when_settled(step, say)
 
     async def drain(self, grace_s: float) -> None:
         """Takes no new work and lets what runs end, for at most ``grace_s`` seconds."""

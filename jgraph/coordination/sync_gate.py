@@ -194,5 +194,5 @@ class SyncGate:
             return []  # of an earlier life of this gate
         self._contributed[step[0]] = version
         told = Tell(step, version, slot)
-        late = version < self.version or self._deciding
+        late = version < self.version or self._deciding or self._closed is not None
         return [told] if late else [Keep(step), told]

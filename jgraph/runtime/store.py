@@ -35,6 +35,9 @@ from jgraph.runtime.hash_tables import HashTables
 Key: TypeAlias = tuple[str, str]
 """(container, name)."""
 
+_SMALL_BYTES = 1 << 14
+_same = jax.jit(lambda value: value)
+
 Update: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 
@@ -122,7 +125,7 @@ class VariableStore:
           VariableMismatchError: a stored variable has another shape or dtype.
         """
         arrays = [
-            jax.device_put(value) if n in owned else jnp.array(value, copy=True)
+            _taken(value) if n in owned else jnp.array(value, copy=True)
             for n, value in enumerate(values)
         ]
         pairs = [(_key(v), a) for v, a in zip(variables, arrays, strict=True)]
@@ -292,6 +295,14 @@ class VariableStore:
 
 def _key(variable: StoredVariable) -> Key:
     return variable.container, variable.name
+
+
+def _taken(value: Any) -> jax.Array:
+    """Returns a value that nobody else has as one of JAX, without a copy if large."""
+    # A call of a compiled function takes a small array in a fifth of the time.
+    small = isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES
+    taken: jax.Array = _same(value) if small else jax.device_put(value)
+    return taken
 
 
 def _type_of(array: jax.Array) -> ValueType:

@@ -187,12 +187,12 @@ class AsyncRunner:
         with self.lock:
             self.initialize()
             if not prepared.handles:
-                prepared.handles = [
-                    self.session.register(
+                prepared.handles = self.session.register_all(
+                    [
                         prepared.plan.program.rename_task(self._workers[0], worker)
-                    )
-                    for worker in self._workers
-                ]
+                        for worker in self._workers
+                    ]
+                )
             self._upload(prepared.graph, order.dataset)
             open_gate(
                 self._cluster,

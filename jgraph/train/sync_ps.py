@@ -285,9 +285,8 @@ class SyncRunner:
                 prepared.plan.program.rename_task(self._workers[0], worker)
                 for worker in self._workers
             ]
-            prepared.handles = [
-                self._state.session.register(p) for p in [*programs, prepared.apply]
-            ]
+            session = self._state.session
+            prepared.handles = session.register_all([*programs, prepared.apply])
 
     def _upload(self, graph: Graph, dataset: Dataset) -> None:
         digest = dataset.digest()

@@ -18,7 +18,14 @@ from jgraph.coordination.aggregation import (
     TimeIsUp,
     Void,
 )
-from jgraph.errors import DeadlineError, TaskLostError
+from jgraph.coordination.sync_gate import (
+    Closed,
+    ContributionCame,
+    StepAsked,
+    SyncGate,
+    Tell,
+)
+from jgraph.errors import CancelledStepError, DeadlineError, TaskLostError
 from jgraph.graph.ir import TaskName
 from tests.coordination.sync_world import World
 
@@ -149,3 +156,11 @@ def test_hundreds_of_workers_finish_with_stragglers_left_out() -> None:
         world.deliver(pending[rank])
     world.check(done=3, least=280)
     assert {len(steps) for _, steps in world.decided} == {280}
+
+
+def test_gate_keeps_nothing_once_it_is_closed() -> None:
+    gate = SyncGate(version=0)
+    gate.handle(StepAsked(("w0", 1)))
+    gate.handle(Closed(CancelledStepError("over")))
+    (told,) = gate.handle(ContributionCame(("w0", 1), slot=0))
+    assert told == Tell(("w0", 1), version=0, slot=0)

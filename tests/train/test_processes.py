@@ -1,4 +1,4 @@
-"""One worker and one ps, as processes: the same numbers as a plain JAX loop."""
+"""A ps and workers, as processes: the same numbers as a plain JAX loop."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +13,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.local import LocalCluster
 from jgraph.errors import JGError
 from jgraph.runtime.data import BatchStream
+from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.train.models import NnxMLP, data, nnx_loss
 
@@ -27,7 +28,9 @@ def cluster() -> Iterator[LocalCluster]:
         yield cluster
 
 
-def plain_loop(tx: optax.GradientTransformation) -> dict[str, np.ndarray[Any, Any]]:
+def plain_loop(
+    tx: optax.GradientTransformation, batches: Iterator[Any], steps: int = STEPS
+) -> dict[str, np.ndarray[Any, Any]]:
     """What a user writes without jgraph."""
     graph, params = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
 
@@ -41,13 +44,21 @@ def plain_loop(tx: optax.GradientTransformation) -> dict[str, np.ndarray[Any, An
         return optax.apply_updates(params, updates), state
 
     state = tx.init(params)
-    x, y = data()
-    batches = BatchStream({"x": x, "y": y}, BATCH, SEED)
-    for _ in range(STEPS):
+    for _ in range(steps):
         batch = next(batches)
         params, state = step(params, state, batch["x"], batch["y"])
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def assert_same(model: Any, expected: dict[str, np.ndarray[Any, Any]]) -> None:
+    trained = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    found = jax.tree_util.tree_leaves_with_path(trained)
+    assert len(found) == len(expected)
+    for path, leaf in found:
+        wanted = expected[jax.tree_util.keystr(path)]
+        error = np.abs(np.asarray(leaf) - wanted).max() / np.abs(wanted).max()
+        assert error <= 1e-6, f"{path}: {error}"
 
 
 @pytest.mark.parametrize(
@@ -68,14 +79,9 @@ def test_fifty_steps_equal_a_plain_jax_loop(
         NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, tx, cluster=cluster, seed=SEED
     )
     run = trainer.fit(data(), steps=STEPS, batch_size=BATCH, progress=False)
-    trained = nnx.to_pure_dict(nnx.state(run.model(), nnx.Param))
-    found = jax.tree_util.tree_leaves_with_path(trained)
-    expected = plain_loop(tx)
-    assert len(found) == len(expected)
-    for path, leaf in found:
-        wanted = expected[jax.tree_util.keystr(path)]
-        error = np.abs(np.asarray(leaf) - wanted).max() / np.abs(wanted).max()
-        assert error <= 1e-6, f"{path}: {error}"
+    x, y = data()
+    batches = BatchStream({"x": x, "y": y}, BATCH, SEED)
+    assert_same(run.model(), plain_loop(tx, batches))
     trainer.close()
 
 
@@ -92,3 +98,29 @@ def test_fit_on_a_cluster_that_misses_a_task_fails_and_names_it(lost: str) -> No
         with pytest.raises(JGError, match=lost):
             trainer.fit(data(), steps=2, batch_size=8, progress=False)
         assert clock.now() - began < 30
+
+
+def test_sync_workers_equal_one_process_and_a_killed_one_is_done_without() -> None:
+    tx = optax.sgd(0.1)
+    x, y = data()
+    with LocalCluster(ps=1, workers=2) as cluster:
+        there = Trainer(
+            NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, tx, cluster=cluster, strategy=SyncPS()
+        )
+        run = there.fit(data(), steps=10, batch_size=BATCH, progress=False)
+        parts = [
+            BatchStream({"x": x[i::2], "y": y[i::2]}, BATCH, seed=0) for i in range(2)
+        ]
+        pairs = zip(*parts, strict=True)
+        both = ({k: np.concatenate([a[k], b[k]]) for k in a} for a, b in pairs)
+        assert_same(run.model(), plain_loop(tx, both, 10))
+
+        def kill(run: Any, report: Any) -> None:
+            cluster.kill("/job:worker/task:1")
+
+        more = there.fit(
+            data(), steps=500, batch_size=BATCH, progress=False, callbacks=[kill]
+        )
+        counts = more.metrics("contributions")["value"]
+        assert more.steps == 510
+        assert (counts[0], counts[-1]) == (2, 1)

@@ -1,0 +1,74 @@
+"""Steps that would be too old: refused at a ps, and computed anew by their worker."""
+
+import asyncio
+from typing import Any
+
+import optax
+from flax import nnx
+
+from jgraph.cluster import loop
+from jgraph.cluster.client import connect
+from jgraph.cluster.stale_shard import StaleShard
+from jgraph.errors import JGError, StaleGradientError
+from jgraph.graph.ir import TaskName
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.trainer import Trainer
+from tests.cluster.conftest import Servers
+from tests.train.models import NnxMLP, data, nnx_loss
+
+STEP = ("w0", 7)
+
+
+def test_step_that_was_let_in_and_never_came_is_refused_when_it_does() -> None:
+    ended: list[Any] = []
+    shard = StaleShard(ask=lambda step: None, end=ended.append)
+    shard.let_in(STEP)
+    shard.replica_lost("w0")
+    assert ended == [STEP]  # nobody waits for it
+    refused: list[JGError] = []
+    shard.ask(STEP, lambda: None, refused.append)
+    assert isinstance(refused[0], StaleGradientError)
+    entered: list[int] = []
+    shard.ask(STEP, lambda: entered.append(1), refused.append)
+    shard.let_in(STEP)
+    assert (entered, len(refused)) == ([1], 1)
+
+
+def test_refused_step_is_computed_anew_and_every_batch_counts_once() -> None:
+    servers = Servers(ps=2, worker=2)
+    worker = TaskName("/job:worker/task:0")
+    driver = servers.server(worker)._server.service.driver  # type: ignore[union-attr]
+    gates = servers.server("/job:ps/task:1")._server.service.gates  # type: ignore[union-attr]
+    refused: list[Any] = []
+
+    async def revoke_a_later_step() -> None:
+        (handle,) = gates._drivers[worker]
+        (gate,) = (g for g in gates._opened.values() if isinstance(g, StaleShard))
+        step = handle, next(driver._ids) + 3
+        gate._revoke(step)
+        refused.append((gate, step))
+        await asyncio.sleep(0)
+
+    def once(run: Any, report: Any) -> None:
+        if not refused:
+            loop.run(revoke_a_later_step())
+
+    with connect(servers.servers[0].target, timeout_s=20) as cluster:
+        there = Trainer(
+            NnxMLP(rngs=nnx.Rngs(0)),
+            nnx_loss,
+            optax.sgd(0.1),
+            cluster=cluster,
+            strategy=AsyncPS(max_staleness=3),
+        )
+        run = there.fit(
+            data(), steps=400, batch_size=8, progress=False, callbacks=[once]
+        )
+        ((gate, step),) = refused
+        assert step not in gate._revoked  # it came, and was sent away
+        assert run.steps == 400
+        assert len(run.metrics("loss")["value"]) == 400
+        for ages in run.staleness().values():
+            assert max(max(counts) for counts in ages.values()) <= 3
+        there.close()
+    servers.stop()
