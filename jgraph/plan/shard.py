@@ -35,6 +35,7 @@ def shard(graph: Graph) -> Graph:
     order.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from jgraph.graph.trace import trace
       >>> from jgraph.graph.variable import Variable
       >>> w = Variable("w", jnp.ones(3), partitioner=lambda shape, dtype: [2])
