@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from jgraph.graph.check import check
     from jgraph.graph.device import DeviceSpec, device
     from jgraph.graph.function import function
+    from jgraph.graph.hash_keys import split_keys
+    from jgraph.graph.hash_spec import Admission, Initial
     from jgraph.graph.ir import Graph
     from jgraph.graph.variable import Variable
     from jgraph.plan.partitioner import (
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from jgraph.rpc.tls import TLS
     from jgraph.train.async_ps import AsyncPS
     from jgraph.train.bags import embedding_bag
+    from jgraph.train.hash_table import HashTable
     from jgraph.train.local import Local
     from jgraph.train.source import Source
     from jgraph.train.sync_ps import SyncPS
@@ -48,11 +51,14 @@ if TYPE_CHECKING:
 # Where each public name lives. It is imported at first use, so that `import jgraph`
 # costs nothing and a server never loads what only a client needs.
 _HOMES = {
+    "Admission": "jgraph.graph.hash_spec",
     "AsyncPS": "jgraph.train.async_ps",
     "ClusterSpec": "jgraph.cluster.spec",
     "DeviceSpec": "jgraph.graph.device",
     "Graph": "jgraph.graph.ir",
     "GreedyLoadBalancing": "jgraph.plan.spread",
+    "HashTable": "jgraph.train.hash_table",
+    "Initial": "jgraph.graph.hash_spec",
     "JGError": "jgraph.errors",
     "Local": "jgraph.train.local",
     "LocalCluster": "jgraph.cluster.local",
@@ -73,16 +79,20 @@ _HOMES = {
     "fixed_size_partitioner": "jgraph.plan.partitioner",
     "function": "jgraph.graph.function",
     "min_max_variable_partitioner": "jgraph.plan.partitioner",
+    "split_keys": "jgraph.graph.hash_keys",
     "variable_axis_size_partitioner": "jgraph.plan.partitioner",
 }
 
 __all__ = [
     "TLS",
+    "Admission",
     "AsyncPS",
     "ClusterSpec",
     "DeviceSpec",
     "Graph",
     "GreedyLoadBalancing",
+    "HashTable",
+    "Initial",
     "JGError",
     "Local",
     "LocalCluster",
@@ -103,6 +113,7 @@ __all__ = [
     "fixed_size_partitioner",
     "function",
     "min_max_variable_partitioner",
+    "split_keys",
     "variable_axis_size_partitioner",
 ]
 

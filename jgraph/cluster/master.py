@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.calls import COMPILE_S, CONTROL_S, call_one
+from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s, call_one
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.spec import ClusterSpec
@@ -69,6 +69,8 @@ class Master:
             "Master.RegisterProgram": self._register_program,
             "Master.UnregisterProgram": self._each("UnregisterProgram", lost_ok=True),
             "Master.Variables": self._variables,
+            "Master.ReadTable": self._of_a_table("ReadTable"),
+            "Master.LoadTable": self._of_a_table("LoadTable"),
             "Master.Reset": self._each("Reset"),
             "Master.RunLoop": self._run_loop,
             "Master.StopLoop": self._stop_loop,
@@ -260,6 +262,15 @@ class Master:
         )
         rows = [row for reply in replies for row in body_of(reply).rows]
         yield frame(gate_table=pb.GateTable(rows=rows))
+
+    def _of_a_table(self, method: str) -> Callable[[Frame], AsyncIterator[Frame]]:
+        async def forward(request: Frame) -> AsyncIterator[Frame]:
+            body = body_of(request)
+            limit_s = bulk_timeout_s(body.table.capacity_bytes)
+            task = TaskName(body.task)
+            yield await self._call(task, method, request, timeout_s=limit_s)
+
+        return forward
 
     def _each(
         self, method: str, *, lost_ok: bool = False

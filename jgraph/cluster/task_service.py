@@ -22,6 +22,7 @@ from jgraph.cluster.replica import LoopRun
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.sources import source_info
 from jgraph.cluster.sync_loop import SyncLoop
+from jgraph.cluster.table_calls import load_table, read_table
 from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import (
@@ -97,6 +98,8 @@ class TaskService:
             "OpenGate": self._open_gate,
             "GateReport": self._gate_report,
             "Variables": self._variables,
+            "ReadTable": self._read_table,
+            "LoadTable": self._load_table,
             "Reset": self._reset,
             "Shutdown": self._shut_down,
         }
@@ -343,6 +346,12 @@ class TaskService:
             if not chosen or row.container in chosen
         ]
         yield frame(variable_table=pb.VariableTable(variables=rows))
+
+    async def _read_table(self, request: Frame) -> AsyncIterator[Frame]:
+        yield await self.shell.run(lambda: read_table(self.runtime.store, request))
+
+    async def _load_table(self, request: Frame) -> AsyncIterator[Frame]:
+        yield await self.shell.run(lambda: load_table(self.runtime.store, request))
 
     async def _reset(self, request: Frame) -> AsyncIterator[Frame]:
         containers = list(body_of(request).containers)

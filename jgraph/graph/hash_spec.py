@@ -4,7 +4,7 @@ Plain data: a table is made from it on every ps that has a shard, without code o
 user. The keys are any int64; a row belongs to its key, in whichever shard.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final
 
 from jgraph.errors import ConfigError
@@ -132,6 +132,14 @@ class HashSpec:
                 f"hash table '{self.name}' has eviction='{self.eviction}' and "
                 f"ttl={self.ttl}; give ttl, more than 0, with eviction='ttl' only"
             )
+
+    def part(self, number: int) -> "HashSpec":
+        """Returns the shard of this number: its columns are variables of their own."""
+        columns = tuple(
+            replace(column, name=f"{column.name}/part_{number}")
+            for column in self.columns
+        )
+        return replace(self, name=f"{self.name}/part_{number}", columns=columns)
 
 
 @final

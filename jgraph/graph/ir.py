@@ -55,6 +55,7 @@ class VariableSpec:
                 self.dtype,
                 self.device.merge(device),
                 self.container,
+                table=None if self.table is None else self.table.part(n),
             )
             for n, device in enumerate(devices)
         )

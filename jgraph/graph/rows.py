@@ -81,7 +81,8 @@ def unique_rows(
     """Returns (unique ids, position of each id among them).
 
     Args:
-      ids: int32[n].
+      ids: int32[n]; uint32[n, 2], keys, of a hash table: then servers only know which
+        rows these are.
       rows: rows of the table; the padding of the unique ids.
       feature: where the ids come from, for the message about one out of range.
       drop: ids out of range are not an error; they have no row.
@@ -151,6 +152,8 @@ def split_rows(
 
 
 def _unique(ids: Array, *, rows: int, feature: str, drop: bool) -> list[Array]:
+    if ids.ndim == 2:
+        raise _needs_ps(feature)
     known = jnp.where((ids >= 0) & (ids < rows), ids, rows)
     unique = jnp.unique(known, size=ids.shape[0], fill_value=rows)
     positions = jnp.searchsorted(unique, known).astype(jnp.int32)
@@ -159,11 +162,7 @@ def _unique(ids: Array, *, rows: int, feature: str, drop: bool) -> list[Array]:
 
 def _route(ids: Array, *, layout: Layout, feature: str, drop: bool) -> list[Array]:
     if layout.kind == "hash":
-        raise GraphError(
-            f"{feature or 'a hash table'}: a hash table lives on parameter servers; "
-            "train with a cluster of one ps or more, for example "
-            "jg.Trainer(…, cluster=jg.LocalCluster(ps=1, workers=1))"
-        )
+        raise _needs_ps(feature)
     count, rows = ids.shape[0], layout.rows
     known = (ids >= 0) & (ids < rows)
     shard, row = layout.split(jnp.where(known, ids, 0))
@@ -179,6 +178,14 @@ def _route(ids: Array, *, layout: Layout, feature: str, drop: bool) -> list[Arra
         offset += jnp.sum(part < size, dtype=jnp.int32)
         parts.append(part)
     return [positions, *parts]
+
+
+def _needs_ps(feature: str) -> GraphError:
+    return GraphError(
+        f"{feature or 'a hash table'}: a hash table lives on parameter servers; "
+        "train with a cluster of one ps or more, for example "
+        "jg.Trainer(…, cluster=jg.LocalCluster(ps=1, workers=1))"
+    )
 
 
 def _places(local: Sequence[Array], layout: Layout) -> list[tuple[Array, Array]]:
@@ -218,11 +225,15 @@ def _primitive(name: str, fn: Any, results: Any) -> Primitive:
     return primitive
 
 
+def _numbers(ids: Any) -> Any:
+    """Returns the type of positions of ids, and of what stands for keys."""
+    if ids.ndim == 1:
+        return ids.update(weak_type=False)
+    return ids.update(shape=ids.shape[:1], dtype=jnp.dtype(jnp.int32), weak_type=False)
+
+
 def _routed(ids: Any, *, layout: Layout, **_: Any) -> list[Any]:
-    aval = ids.update(weak_type=False)
-    if layout.kind == "hash":
-        aval = ids.update(shape=ids.shape[:1], dtype=jnp.dtype(jnp.int32))
-    return [aval] * (1 + layout.shards)
+    return [_numbers(ids)] * (1 + layout.shards)
 
 
 def _same(count: Any) -> Any:
@@ -235,7 +246,7 @@ def _same(count: Any) -> Any:
     return results
 
 
-unique_rows_p = _primitive("unique_rows", _unique, _same(lambda avals, params: 2))
+unique_rows_p = _primitive("unique_rows", _unique, lambda ids, **_: [_numbers(ids)] * 2)
 route_rows_p = _primitive("route_rows", _route, _routed)
 merge_rows_p = _primitive(
     "merge_rows", _merge, lambda *avals, layout: [avals[-1].update(weak_type=False)]

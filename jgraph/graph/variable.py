@@ -14,7 +14,8 @@ from jgraph.errors import GraphError, UninitializedError, VariableMismatchError
 from jgraph.graph.device import DeviceSpec, as_spec, current_device
 from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import VariableSpec
-from jgraph.graph.sharding import Partitioner, check_devices, sharding_of
+from jgraph.graph.rows import Layout
+from jgraph.graph.sharding import Partitioner, Sharding, check_devices, sharding_of
 
 Initializer: TypeAlias = Callable[[], Any]
 ShapeInit: TypeAlias = tuple[Any, Any, Callable[..., Any] | None]
@@ -50,8 +51,9 @@ class Variable:
       partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or
         ``"mod"`` (every n-th).
       shard_devices: where each shard lives, merged over ``device``.
-      table: it is the column of this name of a hash table; then it is used by
-        ``w[routed ids]`` only, and its initial value, of one row, is not used.
+      table: it is the column of this name of a hash table; then it is used by rows
+        only, and its initial value, of one row per shard, is not used. With
+        ``shard_devices`` the table has a shard on each of them, all like this one.
 
     Attributes:
       spec: name, shape, dtype and device, as graphs know them.
@@ -103,6 +105,8 @@ class Variable:
         if partitioner is not None:
             counts = partitioner(shape, aval.dtype)
             sharding = sharding_of(name, shape, counts, partition_strategy)
+        if table is not None and shard_devices:
+            sharding = Sharding(Layout((1,) * len(shard_devices), "hash"))
         devices = tuple(map(as_spec, shard_devices))
         check_devices(name, sharding, devices)
         self.spec = VariableSpec(

@@ -63,7 +63,7 @@ class ShardState:
         """Replaces ``unique_rows`` by one ``route_rows`` per layout of its tables."""
         given = {k: equation.params[k] for k in ("feature", "drop")}
         layouts = self.accesses.layouts[number]
-        in_order = all(la.kind == "div" or la.shards == 1 for la in layouts)
+        in_order = all(la.kind != "mod" or la.shards == 1 for la in layouts)
         with _compat.under(equation):
             ids = self.values.whole(equation.invars[0], stamp)
             unique, positions = unique_rows(ids, rows=equation.params["rows"], **given)

@@ -26,6 +26,7 @@ from jgraph.errors import (
     UninitializedError,
     VariableMismatchError,
 )
+from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program import StoredVariable, ValueType
 from jgraph.plan.row_values import aligned_empty
@@ -218,6 +219,16 @@ class VariableStore:
                 for column, type_ in shard.types()
             ]
         return sorted(rows, key=lambda row: (row.container, row.name))
+
+    def hash_table(self, container: str, spec: HashSpec) -> HashEntry:
+        """Returns a shard of a hash table, made if it is not there.
+
+        Raises:
+          VariableMismatchError: the table is another one here.
+          ConfigError: this host cannot have such a table.
+        """
+        with self._lock:
+            return self._tables.entry(container, spec.columns[0].name, spec)
 
     @property
     def nbytes(self) -> int:

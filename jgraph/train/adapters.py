@@ -26,6 +26,8 @@ from flax import nnx
 from flax.core import meta, unfreeze
 
 from jgraph.errors import ConfigError, GraphError
+from jgraph.train.hash_step import ModelTable
+from jgraph.train.hash_table import linen_tables, nnx_tables
 from jgraph.train.trees import Tree, named_like, named_state, string_keys
 
 Model: TypeAlias = nnx.Module | nn.Module | Callable[[], nnx.Module]
@@ -50,6 +52,8 @@ class Adapter(Protocol):
     """Likewise what the loss itself changes, e.g. BatchNorm statistics."""
     make: Make | None
     """Makes the initial values of a large model, wherever they shall live."""
+    tables: list[ModelTable]
+    """Hash tables of the model."""
 
     def loss(
         self, params: Tree, state: Tree, batch: Any, seeds: tuple[Any, ...]
@@ -147,6 +151,7 @@ class NnxAdapter:
     ) -> None:
         self._loss = loss
         self._seed = seed
+        self.tables = nnx_tables(model)
         self._wrt = wrt
         self._def, params, rngs, state = _split(model, wrt)
         _check_trained(params, wrt)
@@ -218,6 +223,7 @@ class LinenAdapter:
         self._loss = loss
         self._seed = seed
         self.make: Make | None = None
+        self.tables = linen_tables(jax.eval_shape(make) if make else variables)
         if make is None:
             self.params, self.state = self._parts(variables)
         else:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
+from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
 from jgraph.graph.sharding import Partitioner, Sharding, sharding_of
 from jgraph.graph.variable import Variable
@@ -28,11 +29,13 @@ class Arrangement:
       place: where they live; the plan's choice if unset.
       partitioner: into how many shards a parameter is cut; whole if unset.
       partition_strategy: ``"div"`` or ``"mod"``: which rows a shard has.
+      ps: tasks on each of which a hash table has a shard.
     """
 
     place: Place | None = None
     partitioner: Partitioner | None = None
     partition_strategy: str = "div"
+    ps: tuple[TaskName, ...] = ()
 
     def variables(
         self,
@@ -40,6 +43,7 @@ class Arrangement:
         groups: Sequence[str],
         values: Sequence[Any],
         container: str = "",
+        tables: Mapping[str, HashSpec] | None = None,
     ) -> tuple[Variable, ...]:
         """Returns a variable for each value.
 
@@ -48,15 +52,23 @@ class Arrangement:
           groups: name of the parameter that each belongs to, or its own.
           values: initial values, as for ``Variable``.
           container: of the variables.
+          tables: the shards of hash tables, by group.
 
         Raises:
           ConfigError: the partitioner is no function.
           ShardingError: it wants shards that cannot be.
         """
         given = dict(zip(names, values, strict=True))
-        cuts = {n: self._cut(n, v) for n, v in given.items() if n.startswith("params/")}
+        hashed = tables or {}
+        cuts = {
+            name: self._cut(name, value)
+            for name, value in given.items()
+            if name.startswith("params/") and name not in hashed
+        }
 
         def make(name: str, group: str, devices: Sequence[DeviceSpec] = ()) -> Variable:
+            if group in hashed:
+                return self._column(name, given[name], container, hashed[group])
             counts = cuts.get(group)
             shape = _shape(given[name])
             if counts is None or shape != _shape(given[group]):
@@ -75,15 +87,31 @@ class Arrangement:
         made = tuple(make(name, group) for name, group in pairs)
         if self.place is None:
             return made
-        tasks = self.place(_bytes_of(made, groups))
+        free = [n for n, group in enumerate(groups) if group not in hashed]
+        tasks = self.place(
+            _bytes_of([made[n] for n in free], [groups[n] for n in free])
+        )
 
         def devices(variable: Variable, group: str) -> list[DeviceSpec]:
             keys = [_key(group, n) for n in range(len(variable.spec.shards))]
             return [DeviceSpec.from_string(tasks[key]) for key in keys]
 
         return tuple(
-            make(name, group, devices(variable, group))
+            variable if group in hashed else make(name, group, devices(variable, group))
             for variable, (name, group) in zip(made, pairs, strict=True)
+        )
+
+    def _column(
+        self, name: str, value: Any, container: str, table: HashSpec
+    ) -> Variable:
+        """Returns a column of a hash table; ``value`` is of one row, and not used."""
+        shape = len(self.ps), *_shape(value)[1:]
+        return Variable(
+            name,
+            (shape, _dtype(value), None),
+            container=container,
+            shard_devices=self.ps,
+            table=table,
         )
 
     def _cut(self, name: str, value: Any) -> list[int] | None:

@@ -26,8 +26,9 @@ from jgraph.plan.plan import Plan, plan
 from jgraph.plan.spread import PlacementFunction, spread
 from jgraph.train.arrange import Arrangement
 from jgraph.train.data import Dataset
+from jgraph.train.hash_state import NO_KEYS, TableRows
 from jgraph.train.large import check_sizes, total_nbytes
-from jgraph.train.runner import Chunk, Order, Position, Staleness, position_in
+from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 
 
@@ -91,6 +92,7 @@ class AsyncPS:
             Placement(cluster, self.placement),
             self.variable_partitioner,
             self.partition_strategy,
+            tuple(cluster.tasks("ps")),
         )
 
 
@@ -144,6 +146,7 @@ class AsyncRunner:
         self._strategy = strategy
         self._workers = cluster.tasks("worker")
         self.session: Session = cluster.session()
+        self._tables = TableRows(cluster)
         # A run is looked at from other threads than the one that trains.
         self.lock = threading.RLock()
         self._prepared: dict[str, _Prepared] = {}
@@ -247,12 +250,15 @@ class AsyncRunner:
         wanted = self._model() if model_only else self._step.variables
         with self.lock:
             self.initialize()
-            values = self.session.read(wanted)
+            values = self.session.read([v for v in wanted if v.spec.table is None])
+            for table in self._step.tables:
+                values |= self._tables.read(table)
         return [values.get(name) for name in self._step.names]
 
     def nbytes(self) -> int:
         """See ``Runner.nbytes``."""
-        return total_nbytes(self._step.variables)
+        held = sum(event.nbytes for event in self.events())
+        return total_nbytes(self._step.variables) + held
 
     def check_model(self) -> None:
         """See ``Runner.check_model``."""
@@ -265,7 +271,13 @@ class AsyncRunner:
         """See ``Runner.load``."""
         with self.lock:
             new = dict(zip(self._step.variables, values, strict=True))
-            self.session.write(new)
+            named = dict(zip(self._step.names, values, strict=True))
+            for table in self._step.tables:
+                self._tables.load(table, named)
+            known = {table.known for table in self._step.tables}
+            self.session.write(
+                {v: NO_KEYS if v.name in known else new[v] for v in self._step.plain}
+            )
             self._initialized = True
             self._position = position
             steps = int(self._step.unflatten(values)["global_step"])
@@ -283,6 +295,10 @@ class AsyncRunner:
             ages[row.staleness] = row.updates
         return found
 
+    def events(self) -> Events:
+        """See ``Runner.events``."""
+        return [e for table in self._step.tables for e in self._tables.events(table)]
+
     def plan(self) -> Any:
         """See ``Runner.plan``."""
         return None if self._last is None else self._last.plan
@@ -296,7 +312,7 @@ class AsyncRunner:
     def initialize(self) -> None:
         """Gives the variables their values, unless they have some."""
         if not self._initialized:
-            self.session.initialize(self._step.variables)
+            self.session.initialize(self._step.plain)
             self._initialized = True
 
     def _upload(self, graph: Graph, dataset: Dataset) -> None:

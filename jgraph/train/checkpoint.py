@@ -11,6 +11,8 @@ Beside it, ``jgraph_data.json`` says where in the data the training was.
 """
 
 import json
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +60,15 @@ def save(
     return target
 
 
-def restore(path: str | Path, like: Tree) -> Tree:
+def restore(
+    path: str | Path, like: Tree, growing: Collection[str] = frozenset()
+) -> Tree:
     """Reads a state tree from a checkpoint.
 
     Args:
       path: a directory that ``save`` wrote.
       like: a tree of the same model; every leaf must agree in shape and dtype.
+      growing: names of leaves, ``params/ads/rows``, that have any number of rows.
 
     Raises:
       CheckpointError: no checkpoint there, a damaged one, or one of another model;
@@ -84,13 +89,33 @@ def restore(path: str | Path, like: Tree) -> Tree:
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             stored = checkpointer.metadata(target).item_metadata.tree
-            _check(_leaves(stored), _leaves(wanted), str(target))
+            found = _leaves(stored)
+            wanted = _resized(wanted, found, growing)
+            _check(found, _leaves(wanted), str(target))
             restored = checkpointer.restore(target, target=wanted)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"the checkpoint at {target} cannot be read: {error}"
         ) from error
     return _from_layout(restored, like)
+
+
+def _resized(
+    wanted: Tree,
+    stored: Mapping[str, tuple[tuple[int, ...], Any]],
+    growing: Collection[str],
+) -> Tree:
+    """Returns types in which leaves that grow have as many rows as are stored."""
+    names = {re.sub("^opt/", "opt_state/", name) for name in growing}
+
+    def resize(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = "/".join(_key_name(key) for key in path)
+        if name not in names or not stored.get(name, ((),))[0]:
+            return leaf
+        shape = (stored[name][0][0], *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(resize, wanted)
 
 
 def restore_position(path: str | Path) -> Position:

@@ -187,7 +187,8 @@ def _as_jax_dtype(array: Array, field: str) -> Array:
         if low < limits.min or high > limits.max:
             raise DataError(
                 f"{field} has values from {low} to {high}, too large for JAX's "
-                f"{dtype}; give smaller numbers, or switch 64-bit types on: "
+                f"{dtype}; for a jg.HashTable give jg.split_keys(ids), else smaller "
+                "numbers, or switch 64-bit types on: "
                 "jax.config.update('jax_enable_x64', True)",
                 field=field,
             )

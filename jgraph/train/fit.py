@@ -79,6 +79,7 @@ class Fit:
                     values = self.runner.values()
                 position = self.runner.position()
                 self.history.staleness = self.runner.staleness()
+                self.history.events = self.runner.events()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = error or caught
         finally:

@@ -11,6 +11,7 @@ from jgraph.graph.find_keys import find_keys
 from jgraph.graph.hash_keys import Keys, as_pairs, join_keys, split_keys
 from jgraph.graph.hash_spec import Admission, Eviction, Initial, TableOptions
 from jgraph.runtime.hash_budget import rows_within
+from jgraph.train.hash_step import ModelTable
 
 
 class KnownKeys(nnx.Variable[jax.Array]):
@@ -25,7 +26,8 @@ class HashTable(nnx.Module):
     one budget of memory; ids come in and go by the policies given here, together with
     their optimizer state. The layer itself has the rows that it was given, and all
     other ids share one more row, the first: this is what an exported model does.
-    ``Trainer`` refuses it: only graphs written by hand train hash tables so far.
+    ``jg.Trainer`` with ``jg.AsyncPS`` trains it: on each ps a shard of the rows, of
+    which a step moves those of its ids, and ``run.model()`` has the rows in it.
 
     In a linen model: ``nnx.bridge.to_linen(jg.HashTable, 16, 1 << 30, skip_rng=True)``.
 
@@ -73,7 +75,11 @@ class HashTable(nnx.Module):
         )
         rows_within(self.options.shard(f"of {dim} columns", (), 1))
         self.rows = nnx.Param(jnp.zeros((1, dim), dtype))
-        self.known = KnownKeys(jnp.zeros((1, 2), jnp.uint32))
+        self._know(jnp.zeros((1, 2), jnp.uint32))
+
+    def _know(self, pairs: Any) -> None:
+        # The options go with the keys, wherever a model's state is taken apart.
+        self.known = KnownKeys(pairs, options=self.options)
 
     def __call__(self, ids: Any) -> jax.Array:
         """Returns the rows of these ids.
@@ -111,9 +117,42 @@ class HashTable(nnx.Module):
         pairs = split_keys(np.asarray(keys)[order])
         table: HashTable = nnx.clone(self)
         table.rows = nnx.Param(jnp.pad(values, ((1, 0), (0, 0))))
-        table.known = KnownKeys(jnp.pad(pairs, ((1, 0), (0, 0))))
+        table._know(jnp.pad(pairs, ((1, 0), (0, 0))))
         return table
 
     def keys(self) -> Keys:
         """Returns int64[n]: the ids of the rows here, from row 1 on."""
         return join_keys(np.asarray(self.known[1:]))
+
+
+def nnx_tables(model: nnx.Module) -> list[ModelTable]:
+    """Returns the hash tables of an nnx model, by the names of their variables."""
+    known = nnx.to_flat_state(nnx.state(model, KnownKeys))
+    return [
+        _table(path, ("state",), variable.get_metadata()["options"])
+        for path, variable in known
+    ]
+
+
+def linen_tables(variables: Any) -> list[ModelTable]:
+    """Returns the hash tables among the variables of a linen model.
+
+    ``nnx.bridge.to_linen`` keeps an nnx variable with its metadata, in a collection
+    that is called after its class.
+    """
+    boxes = jax.tree_util.tree_flatten_with_path(
+        variables.get(KnownKeys.__name__, {}), is_leaf=lambda x: hasattr(x, "metadata")
+    )[0]
+    where = "state", KnownKeys.__name__
+    return [
+        _table([key.key for key in keys], where, box.metadata["options"])
+        for keys, box in boxes
+        if hasattr(box, "metadata")
+    ]
+
+
+def _table(path: Any, where: tuple[str, ...], options: TableOptions) -> ModelTable:
+    names = [str(key) for key in path]
+    return ModelTable(
+        "/".join(["params", *names[:-1], "rows"]), "/".join([*where, *names]), options
+    )

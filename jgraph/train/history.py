@@ -12,7 +12,7 @@ from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.profile import Profile, make_profile
-from jgraph.train.runner import Chunk, Staleness
+from jgraph.train.runner import Chunk, Events, Staleness
 from jgraph.train.step import CHECKS
 
 
@@ -34,6 +34,8 @@ class History:
         self._lock = threading.Lock()
         self.staleness: Staleness = {}
         """How old gradients were, once the run has ended."""
+        self.events: Events = ()
+        """What happened in hash tables, once the run has ended."""
 
     @property
     def steps(self) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Var
+from jgraph.graph.find_keys import find_keys_p
 from jgraph.graph.rows import NO_ID
 
 
@@ -63,6 +64,12 @@ class Ids:
                 break
             atom = equation.invars[0]
         return self._before_wrap(atom) or atom
+
+    def keys(self, ids: Atom) -> "Atom | None":
+        """Returns the keys, uint32[…, 2], that ids are the rows of in a hash table."""
+        equation = self._maker(ids)
+        is_hashed = equation is not None and equation.primitive is find_keys_p
+        return equation.invars[1] if equation is not None and is_hashed else None
 
     def _maker(self, atom: Atom) -> Equation | None:
         return self._made.get(atom) if isinstance(atom, Var) else None

@@ -15,7 +15,15 @@ from jgraph.coordination.dispatch import Asked, Deal, Dispatch, Progressed
 from jgraph.graph.ir import Graph, eval_graph
 from jgraph.runtime.batches import LeasedBatches
 from jgraph.train.data import Batch, Dataset
-from jgraph.train.runner import Chunk, Order, Position, Staleness, position_in, stack
+from jgraph.train.runner import (
+    Chunk,
+    Events,
+    Order,
+    Position,
+    Staleness,
+    position_in,
+    stack,
+)
 from jgraph.train.step import TrainStep
 
 # JAX dispatches without waiting. More steps in flight than this gain nothing and hold
@@ -176,6 +184,10 @@ class LocalRunner:
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values
+
+    def events(self) -> Events:
+        """See ``Runner.events``: here are no hash tables."""
+        return ()
 
     def plan(self) -> Any:
         """Returns the graph of the step: all of it runs here."""

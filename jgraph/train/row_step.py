@@ -27,7 +27,8 @@ class Rows:
       unique: their ids, int32[n], ascending, padded.
       positions: which of them each id is, int32[n].
       count: how many there are.
-      bad: per lookup the first id that has no row, else ``NO_ID``.
+      bad: per lookup the first id that has no row, else ``NO_ID``; of a hash table
+        nothing.
     """
 
     unique: jax.Array
@@ -74,15 +75,18 @@ class RowStep:
 
 def _rows(table: RowTable, given: Sequence[jax.Array]) -> Rows:
     parts = [
-        usable_ids(ids, table.rows, lookup.mode)
-        for ids, lookup in zip(given, table.lookups, strict=True)
+        keys_or_ids.reshape(-1, 2)
+        if table.hashed
+        else usable_ids(keys_or_ids, table.rows, lookup.mode)
+        for keys_or_ids, lookup in zip(given, table.lookups, strict=True)
     ]
     ids = jnp.concatenate(parts)
     unique, positions = unique_rows(
         ids, rows=table.rows, feature=table.feature, drop=table.drop
     )
     there = jnp.where(positions < ids.shape[0], positions, -1)
-    bad = tuple(first_bad_id(part, table.rows) for part in parts)
+    # Every key may have a row.
+    bad = () if table.hashed else tuple(first_bad_id(p, table.rows) for p in parts)
     return Rows(unique, positions, there.max(initial=-1) + 1, bad)
 
 
@@ -116,7 +120,8 @@ def decide(
             why = f"the optimizer fails on rows of it: {error!s:.80}"
             tables = tables.without({t.name: why for t in tables.tables})
             numbers = frozenset()
-    lazy = numbers - update.exact
+    hashed = frozenset(t.number for t in tables.tables if t.hashed)
+    lazy = numbers - update.exact - hashed  # of a hash table nobody expects all rows
     whole = lazy if sparse == "exact" else frozenset[int]()
     if lazy and sparse == "auto":
         _warn_lazy([t.name for t in tables.tables if t.number in lazy])
@@ -138,12 +143,17 @@ def _warn_lazy(names: Sequence[str]) -> None:
 
 
 def _note(table: RowTable, *, lazy: bool, whole: bool) -> str:
+    lookups = ", ".join(f"{lk.count} by {lk.feature}" for lk in table.lookups)
+    if table.hashed:
+        return (
+            f"{table.name} is a hash table in {table.rows} shards: at most "
+            f"{table.count} rows travel ({lookups}); only these are updated"
+        )
     how = "as the whole update would be"
     if whole:
         how = "of the whole table, as sparse='exact' says"
     elif lazy:
         how = "lazy: rows that a step does not look up stay as they are"
-    lookups = ", ".join(f"{lk.count} by {lk.feature}" for lk in table.lookups)
     return (
         f"{table.name} travels by rows: at most {min(table.count, table.rows)} of "
         f"{table.rows} ({lookups}); the update is {how}"

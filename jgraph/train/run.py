@@ -14,7 +14,7 @@ from jgraph.train.data import Data
 from jgraph.train.history import History
 from jgraph.train.profile import Profile
 from jgraph.train.progress import Report
-from jgraph.train.runner import Position, Staleness
+from jgraph.train.runner import Events, Position, Staleness
 
 
 class Result(Protocol):
@@ -35,6 +35,9 @@ class Result(Protocol):
 
     def current_staleness(self) -> Staleness:
         """Returns how old the gradients of the run have been."""
+
+    def current_events(self) -> Events:
+        """Returns what has happened in hash tables so far."""
 
     def current_position(self) -> Position:
         """Returns where in the data the training is now."""
@@ -125,6 +128,19 @@ class Run:
         """
         ended = self._done.is_set()
         return self._history.staleness if ended else self._result.current_staleness()
+
+    def events(self) -> Events:
+        """Returns what happened to the ids of hash tables: a row per table and ps.
+
+        Each says how many ids got a row (``admitted``), how many rows were given up for
+        others (``evicted``) or for their age (``expired``), how many ids the policy
+        (``declined``) or the budget (``refused``) kept out, and what is held now.
+
+        Example:
+          ``sum(event.evicted for event in run.events())``.
+        """
+        ended = self._done.is_set()
+        return self._history.events if ended else self._result.current_events()
 
     def profile(self) -> Profile:
         """Returns where a step's time goes, for each replica.

@@ -12,12 +12,16 @@ from jgraph.coordination.slots import SlotPlan
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.data import Dataset
+from jgraph.train.hash_state import TableEvent
 
 Position: TypeAlias = Mapping[str, Any] | None
 """Plain data; see ``Dispatch.state``. None: as the number of updates says."""
 
 Staleness: TypeAlias = Mapping[TaskName, Mapping[TaskName, Mapping[int, int]]]
 """Updates by worker, by task that applied them, and by how old they were."""
+
+Events: TypeAlias = Sequence[TableEvent]
+"""What happened in hash tables: one per table and shard."""
 
 
 @final
@@ -100,6 +104,9 @@ class Runner(Protocol):
 
     def staleness(self) -> Staleness:
         """Returns how old the gradients of the last run were."""
+
+    def events(self) -> Events:
+        """Returns what happened in each shard of each hash table so far."""
 
     def plan(self) -> Any:
         """Returns what goes where; prints and shows itself in a notebook."""

@@ -62,12 +62,14 @@ class RowTable:
       number: its place among the leaves of the parameters.
       rows: of the whole table.
       lookups: in the order in which the loss makes them.
+      hashed: whether it is a hash table: ids are then keys, uint32[…, 2].
     """
 
     name: str
     number: int
     rows: int
     lookups: tuple[Lookup, ...]
+    hashed: bool = False
 
     @property
     def count(self) -> int:
@@ -218,27 +220,37 @@ class _Traced:
                 for place, (n, equation, _) in enumerate(uses.lookups)
                 if n == number
             ]
+            keys = [ids.keys(v) for _, v in asked]
+            hashed = bool(keys) and None not in keys
+            if hashed:
+                asked = [(e, k) for (e, _), k in zip(asked, keys, strict=True) if k]
             reason = (
                 refused.get(name)
                 or uses.whole_uses.get(number)
                 or next(filter(None, (ids.refused(v) for _, v in asked)), None)
-                or self._too_small(number, [v for _, v in asked])
+                or (None if hashed else self._too_small(number, [v for _, v in asked]))
             )
             if reason and (asked or number in uses.in_loops):
                 dense[name] = reason
             elif asked:
                 lookups = tuple(
-                    Lookup(ids.feature(v, self.feeds), _shape(v), _mode(equation))
+                    Lookup(
+                        ids.feature(v, self.feeds),
+                        _shape(v)[:-1] if hashed else _shape(v),
+                        _mode(equation),
+                    )
                     for equation, v in asked
                 )
                 rows = self.avals[number].shape[0]
-                tables.append(RowTable(name, number, rows, lookups))
+                tables.append(RowTable(name, number, rows, lookups, hashed))
                 outvars += [v for _, v in asked]
         jaxpr, inputs = ids.sliced(outvars, flat.consts)
         return RowTables(tuple(tables), dense, self, jaxpr, flat.consts, tuple(inputs))
 
     def _too_small(self, number: int, ids: list[Any]) -> str | None:
         aval = self.avals[number]
+        if not ids:
+            return None  # perhaps a scalar
         count = sum(math.prod(_shape(v)) for v in ids)
         nbytes = math.prod(aval.shape) * aval.dtype.itemsize
         if count < aval.shape[0] or nbytes > _SMALL_BYTES:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgraph import _compat
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
 from jgraph.graph.ir import Graph
@@ -18,6 +17,8 @@ from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.train.adapters import Adapter, Make
 from jgraph.train.arrange import Arrangement
+from jgraph.train.hash_state import trained_tables
+from jgraph.train.hash_step import check_lookups, needs_ps, table_specs
 from jgraph.train.row_step import Rows, RowStep, Sparse, decide
 from jgraph.train.sparse import find_row_tables
 from jgraph.train.trees import Tree, group_with_parameters, path_of
@@ -77,19 +78,33 @@ class TrainStep:
         leaves, self.tree = jax.tree_util.tree_flatten_with_path(tree)
         paths = [path_of(keys) for keys, _ in leaves]
         self._groups = groups = group_with_parameters(paths)
+        ps = () if arrangement is None else arrangement.ps
+        if arrangement is not None and not ps:
+            needs_ps(adapter.tables)
+        names = ["/".join(path) for path in paths]
+        of = dict(zip(names, groups, strict=True))
+        specs = table_specs(adapter.tables, self._tx.init, tree["params"], of, len(ps))
+        self.tables = trained_tables(adapter.tables, specs, container, ps)
+        """The hash tables on parameter servers."""
         self.variables: tuple[Variable, ...] = (arrangement or Arrangement()).variables(
-            ["/".join(path) for path in paths],
+            names,
             groups,
             [
                 _on_its_task(made, number, value)
                 for number, (_, value) in enumerate(leaves)
             ],
             container,
+            specs,
         )
         self.initial_values: list[Any] = [value for _, value in leaves]
         """Of a large model on a cluster, only their types."""
         self.checked = ["loss", *(n for n in self.names if n.startswith("params/"))]
         """What the leaves of the ``FINITE`` metric stand for."""
+
+    @property
+    def plain(self) -> list[Variable]:
+        """The variables that are no columns of hash tables."""
+        return [variable for variable in self.variables if not variable.spec.table]
 
     @property
     def names(self) -> list[str]:
@@ -113,7 +128,6 @@ class TrainStep:
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         graph, _ = trace(train_step, batch, number, number, variables=self.variables)
-        _refuse_hash_tables(graph.jaxpr)
         return replace(graph, notes=by_rows.notes if by_rows else ())
 
     def lookups(self, batch: Any) -> list[tuple[str, str, int]]:
@@ -122,6 +136,7 @@ class TrainStep:
         return [
             (lookup.feature, table.name, table.rows)
             for table in (by_rows.tables.tables if by_rows else ())
+            if not table.hashed
             for lookup in table.lookups
         ]
 
@@ -129,7 +144,7 @@ class TrainStep:
         """Returns what goes by rows in a step on such batches; None: nothing may."""
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._row_steps:
-            off = self._sparse == "off"
+            off = self._sparse == "off" and not self.adapter.tables
             self._row_steps[key] = None if off else self._decide(batch)
         return self._row_steps[key]
 
@@ -167,6 +182,14 @@ class TrainStep:
             (number, number),
             [name for name in self.names if name.startswith("params/")],
         )
+        if not self.tables:
+            needs_ps(self.adapter.tables)
+        by_keys = {t.name for t in found.tables if t.hashed}
+        check_lookups(self.adapter.tables, by_keys, found.dense)
+        if self._sparse == "off":
+            found = found.without(
+                {t.name: "sparse='off'" for t in found.tables if not t.hashed}
+            )
         if not (found.tables or found.dense):
             return None
         slots = {
@@ -342,20 +365,6 @@ class TrainStep:
             same = value.dtype == variable.dtype
             where = rows[group].unique if group in rows else ...
             variable[where] = value if same else value.astype(variable.dtype)
-
-
-def _refuse_hash_tables(jaxpr: Any) -> None:
-    # All ids would train the one row that is for unknown ids.
-    for equation in _compat.open_jaxpr(jaxpr).eqns:
-        if equation.primitive.name == "find_keys":
-            line = _compat.user_line(equation)
-            raise ConfigError(
-                f"the model looks up rows of a HashTable ({line}), and Trainer trains "
-                "tables of a fixed size only; use nnx.Embed with ids taken modulo its "
-                "rows"
-            )
-        for _, body in _compat.inner_jaxprs(equation):
-            _refuse_hash_tables(body)
 
 
 def _state(params: Tree, opt: Tree, state: Tree) -> Tree:

@@ -27,7 +27,7 @@ from jgraph.plan.spread import PlacementFunction
 from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner, Placement, end_loops
 from jgraph.train.data import Dataset
-from jgraph.train.runner import Chunk, Order, Position, Staleness
+from jgraph.train.runner import Chunk, Events, Order, Position, Staleness
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_step import SyncStep
 
@@ -243,6 +243,10 @@ class SyncRunner:
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values
+
+    def events(self) -> Events:
+        """See ``Runner.events``: here are no hash tables."""
+        return ()
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""

@@ -36,7 +36,7 @@ from jgraph.train.history import History
 from jgraph.train.local import Local
 from jgraph.train.row_step import Sparse
 from jgraph.train.run import Callback, Run
-from jgraph.train.runner import Order, Position, Runner, Staleness
+from jgraph.train.runner import Events, Order, Position, Runner, Staleness
 from jgraph.train.source import Source, as_source_or_dataset
 from jgraph.train.step import TrainStep
 from jgraph.train.strategies import Strategy, choose_strategy, make_runner
@@ -274,8 +274,9 @@ class Trainer:
         """
         step, runner, _ = self._made()
         like = step.unflatten(step.initial_values)
-        values = jax.tree.leaves(checkpoint.restore(path, like))
-        runner.load(values, checkpoint.restore_position(path))
+        growing = [name for table in step.tables for name in table.names]
+        tree = checkpoint.restore(path, like, growing)
+        runner.load(jax.tree.leaves(tree), checkpoint.restore_position(path))
         return self
 
     def close(self) -> None:
@@ -290,7 +291,6 @@ class Trainer:
         return self._made()[0].names
 
     # What a Run asks, about values of its own.
-
     def current_values(self) -> Sequence[Any]:
         """Returns the value of every variable now. Called by ``Run``."""
         return self._made()[1].values()
@@ -305,6 +305,10 @@ class Trainer:
     def current_staleness(self) -> Staleness:
         """Returns how old gradients were. Called by ``Run``."""
         return self._made()[1].staleness()
+
+    def current_events(self) -> Events:
+        """Returns what happened in hash tables. Called by ``Run``."""
+        return self._made()[1].events()
 
     def current_position(self) -> Position:
         """Returns where in the data the training is now. Called by ``Run``."""
@@ -331,8 +335,7 @@ class Trainer:
         step, runner, evaluator = self._made(dataset)
         if values is None:
             values = runner.values(model_only=True)
-        tree = step.unflatten(values)
-        return evaluator.evaluate(tree, dataset, batch_size)
+        return evaluator.evaluate(step.unflatten(values), dataset, batch_size)
 
     def __repr__(self) -> str:
         return f"Trainer({type(self._model).__name__}, strategy={self._strategy!r})"
