@@ -11,11 +11,14 @@ import jgraph
 
 PUBLIC = [
     "TLS",
+    "Admission",
     "AsyncPS",
     "ClusterSpec",
     "DeviceSpec",
     "Graph",
     "GreedyLoadBalancing",
+    "HashTable",
+    "Initial",
     "JGError",
     "Local",
     "LocalCluster",
@@ -36,6 +39,7 @@ PUBLIC = [
     "fixed_size_partitioner",
     "function",
     "min_max_variable_partitioner",
+    "split_keys",
     "variable_axis_size_partitioner",
 ]
 OBJECTS = [name for name in PUBLIC if name not in {"__version__", "errors"}]
