@@ -35,6 +35,7 @@ from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
+from jgraph.plan.spread import nbytes_of
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.program_codec import encode_program
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
 
 STEP_S = 60.0
+
+# Random numbers are made at 50 MB/s and more by one core, and a table has many.
+_SLOW_BYTES_PER_S = 10e6
 
 
 @final
@@ -369,7 +373,9 @@ class Session:
         try:
             prepared = _Prepared(graph, planned, handle)
             arrays = feed_arrays(graph, args, {}, {}, check_finite=False)
-            return as_result(graph, self._run_step(prepared, arrays, STEP_S))
+            nbytes = sum(nbytes_of(variable.spec) for variable in variables)
+            timeout_s = STEP_S + nbytes / _SLOW_BYTES_PER_S
+            return as_result(graph, self._run_step(prepared, arrays, timeout_s))
         finally:
             self.unregister(handle)
 
