@@ -3,7 +3,9 @@
 Stamped operations are fixed; those on a variable, and those that compute its new value
 from its old one, go to its task. The others follow what they feed (an update goes to
 its variable), else what they take, and then move while that lowers the bytes on the
-wire, counting a value once per destination.
+wire, counting a value once per destination. A conversion to another dtype may do so
+against its stamp: a float32 parameter that a worker computes with as bfloat16 is cast
+where it lives, and its bfloat16 gradient is widened there.
 """
 
 from collections import Counter
@@ -53,6 +55,7 @@ class _Placer:
     variable_tasks: Sequence[TaskName]
     task: dict[int, TaskName] = field(default_factory=dict)
     _allowed: dict[int, tuple[TaskName, ...]] = field(default_factory=dict)
+    _casts: set[int] = field(default_factory=set)
     _inputs: dict[int, list[Var]] = field(default_factory=dict)
     _consumers: dict[Var, list[int]] = field(default_factory=dict)
     _nbytes: dict[Var, int] = field(default_factory=dict)
@@ -82,6 +85,8 @@ class _Placer:
                 self.task[op.index] = task
             elif len(allowed) == 1:
                 self.task[op.index] = allowed[0]
+                if self._is_movable_cast(op):
+                    self._casts.add(op.index)
             elif self.flow.moves_rows(op):
                 self._beside[op.index] = self._route_of(op)
             else:
@@ -166,7 +171,20 @@ class _Placer:
             device=list(allowed),
         )
 
+    def _is_movable_cast(self, op: Op) -> bool:
+        """Whether a stamped op converts a value that is then computed with.
+
+        One that is stored as it is belongs to those that sent it.
+        """
+        if op.equation.primitive.name != "convert_element_type":
+            return False
+        users = self._consumers.get(op.equation.outvars[0], ())
+        stored = any(self.flow.ops[user].is_whole_write for user in users)
+        return self.flow.graph.stamps[op.index].device_type is None and not stored
+
     def _may(self, index: int, task: TaskName | None) -> bool:
+        if index in self._casts:
+            return task is not None
         if task is None or index not in self._allowed:
             return False
         return not self._allowed[index] or task in self._allowed[index]
@@ -192,7 +210,7 @@ class _Placer:
         return self._nbytes[var]
 
     def _moves(self) -> Iterator[tuple[list[int], TaskName]]:
-        for index in self._allowed:
+        for index in [*self._allowed, *sorted(self._casts)]:
             for to in self._neighbours(index):
                 if to != self.task[index] and self._may(index, to):
                     yield [index], to

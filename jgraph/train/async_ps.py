@@ -25,6 +25,7 @@ from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.spread import PlacementFunction, spread
 from jgraph.train.arrange import Arrangement
+from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
 from jgraph.train.data import Dataset
 from jgraph.train.hash_state import NO_KEYS, TableRows
 from jgraph.train.large import check_sizes, total_nbytes
@@ -44,6 +45,10 @@ class AsyncPS:
 
     Args:
       step_timeout_s: limit for one step of a worker.
+      gradient_dtype: ``"bfloat16"`` or ``"int8"`` (a scale per array): gradients travel
+        as that, and a worker adds what rounding took away to its next one. It then
+        holds float32 left-overs of the size of the parameters, zeros at the start of a
+        ``fit``. Gradients of rows travel as they are.
       max_staleness: an update is made from parameters to which at most that many
         others were applied meanwhile, on any ps; a worker that would run ahead waits.
         0 makes workers take turns. None: a gradient may be as old as it is. See
@@ -69,8 +74,10 @@ class AsyncPS:
     variable_partitioner: Partitioner | None = None
     partition_strategy: str = "div"
     placement: PlacementFunction | None = None
+    gradient_dtype: GradientDtype | None = None
 
     def __post_init__(self) -> None:
+        check_gradient_dtype(self.gradient_dtype)
         bound = self.max_staleness
         if bound is not None and bound < 0:
             raise ConfigError(
@@ -192,10 +199,14 @@ class AsyncRunner:
             if not prepared.handles:
                 prepared.handles = self.session.register_all(
                     [
-                        prepared.plan.program.rename_task(self._workers[0], worker)
-                        for worker in self._workers
+                        for_replica(
+                            prepared.plan.program.rename_task(self._workers[0], worker),
+                            replica,
+                        )
+                        for replica, worker in enumerate(self._workers)
                     ]
                 )
+            self._clear_residuals()
             self._upload(prepared.graph, order.dataset)
             open_gate(
                 self._cluster,
@@ -314,6 +325,12 @@ class AsyncRunner:
         if not self._initialized:
             self.session.initialize(self._step.plain)
             self._initialized = True
+
+    def _clear_residuals(self) -> None:
+        if self._step.compression is not None:
+            of = self._step.compression.residuals_of
+            all_of = [v for replica in range(len(self._workers)) for v in of(replica)]
+            self.session.initialize(all_of, again=True)
 
     def _upload(self, graph: Graph, dataset: Dataset) -> None:
         digest = dataset.digest()

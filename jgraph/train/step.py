@@ -17,8 +17,10 @@ from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.train.adapters import Adapter, Make
 from jgraph.train.arrange import Arrangement
+from jgraph.train.compress import Compression, GradientDtype
 from jgraph.train.hash_state import trained_tables
 from jgraph.train.hash_step import check_lookups, needs_ps, table_specs
+from jgraph.train.kept import kept_state
 from jgraph.train.row_step import Rows, RowStep, Sparse, decide
 from jgraph.train.sparse import find_row_tables
 from jgraph.train.trees import Tree, group_with_parameters, path_of
@@ -48,6 +50,7 @@ class TrainStep:
       container: of the variables.
       sparse: as for ``Trainer``.
       check_ids: make ``BAD_IDS``, and skip an update that has one.
+      gradient_dtype: of gradients that travel; see ``Compression``.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class TrainStep:
         container: str = "",
         sparse: Sparse = "auto",
         check_ids: bool = False,
+        gradient_dtype: GradientDtype | None = None,
     ) -> None:
         self.adapter = adapter
         self.container = container
@@ -98,6 +102,10 @@ class TrainStep:
         )
         self.initial_values: list[Any] = [value for _, value in leaves]
         """Of a large model on a cluster, only their types."""
+        self.compression = None
+        if gradient_dtype is not None:
+            parameters = [v for v in self.variables if v.name.startswith("params/")]
+            self.compression = Compression(parameters, gradient_dtype)
         self.checked = ["loss", *(n for n in self.names if n.startswith("params/"))]
         """What the leaves of the ``FINITE`` metric stand for."""
 
@@ -127,8 +135,12 @@ class TrainStep:
             return self._step(by_rows, kept, batch, step, replica)
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        graph, _ = trace(train_step, batch, number, number, variables=self.variables)
-        return replace(graph, notes=by_rows.notes if by_rows else ())
+        held = self.compression.residuals if self.compression else ()
+        variables = [*self.variables, *held]
+        graph, _ = trace(train_step, batch, number, number, variables=variables)
+        notes = [*(by_rows.notes if by_rows else ())]
+        notes += [self.compression.note] if self.compression else []
+        return replace(graph, notes=tuple(notes))
 
     def lookups(self, batch: Any) -> list[tuple[str, str, int]]:
         """Returns (feature, table, rows) of what the columns of ``BAD_IDS`` are of."""
@@ -155,17 +167,9 @@ class TrainStep:
         """
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._kept:
-            same: list[bool] = []
-
-            def follow(params: Tree, state: Tree, batch: Any, step: Any) -> None:
-                _, (_, new) = self.adapter.loss(params, state, batch, (step, step))
-                pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
-                same.extend(after is before for after, before in pairs)
-
             now = self.unflatten([v.spec.aval for v in self.variables])
-            number = jax.ShapeDtypeStruct((), jnp.int32)
-            if names := [name for name in self.names if name.startswith("state/")]:
-                jax.eval_shape(follow, now["params"], now["state"], batch, number)
+            same = kept_state(self.adapter, now["params"], now["state"], batch)
+            names = [name for name in self.names if name.startswith("state/")]
             found = zip(names, same, strict=True)
             self._kept[key] = frozenset(name for name, kept in found if kept)
         return self._kept[key]
@@ -266,6 +270,8 @@ class TrainStep:
             checks = self.check(loss, grads)
             if self._check_ids and rows:
                 checks[BAD_IDS] = jnp.stack([b for r in found for b in r.bad])
+        if self.compression is not None:
+            grads = self.compression.sent(grads, set(rows))
         if by_rows is not None:
             rows, grads = self._whole_updates(by_rows, rows, grads)
         # Read anew: gradients are of the values that travelled to the worker, the

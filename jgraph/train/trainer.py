@@ -22,7 +22,7 @@ from jgraph.train.adapters import (
     adapt,
 )
 from jgraph.train.arguments import check_arguments
-from jgraph.train.async_ps import new_container
+from jgraph.train.async_ps import AsyncPS, new_container
 from jgraph.train.data import (
     Data,
     Dataset,
@@ -386,6 +386,9 @@ class Trainer:
             check_finite=self._check_finite,
             sparse=self._sparse,
             check_ids=isinstance(strategy, Local),
+            gradient_dtype=strategy.gradient_dtype
+            if isinstance(strategy, AsyncPS)
+            else None,
             arrangement=None
             if cluster is None or isinstance(strategy, Local)
             else strategy.arrangement(cluster),

@@ -1,0 +1,169 @@
+"""Gradients and parameters in fewer bits between workers and parameter servers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgraph.cluster.client import Cluster, connect
+from jgraph.errors import ConfigError
+from jgraph.graph.device import DeviceSpec
+from jgraph.graph.ir import Graph, TaskName
+from jgraph.plan.accumulate import contributing
+from jgraph.plan.plan import Plan, plan
+from jgraph.plan.program import ContributeNode
+from jgraph.plan.simulate import run_program
+from jgraph.train.adapters import adapt
+from jgraph.train.arrange import Arrangement
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.compress import GradientDtype, compressed, expanded
+from jgraph.train.step import TrainStep
+from jgraph.train.sync_step import SyncStep
+from jgraph.train.trainer import Trainer
+from tests.cluster.conftest import Servers
+from tests.train.models import NnxMLP, cross_entropy, data, nnx_loss
+
+PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+BATCH: Any = tuple(data(8))
+TX = optax.adam(1e-2)
+
+
+class Wide(nnx.Module):
+    """Computes in ``dtype``; parameters are float32."""
+
+    def __init__(self, dtype: Any, *, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(4, 64, dtype=dtype, rngs=rngs)
+        self.last = nnx.Linear(64, 2, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(nnx.relu(self.first(x))).astype(jnp.float32)
+
+
+def make_step(model: nnx.Module, **options: Any) -> TrainStep:
+    on_ps = Arrangement(lambda sizes: dict.fromkeys(sizes, PS))
+    adapter = adapt(model, nnx_loss, seed=0)
+    return TrainStep(adapter, TX, arrangement=on_ps, **options)
+
+
+def planned(graph: Graph) -> Plan:
+    here = DeviceSpec.from_string(WORKER)
+    return plan(graph, tasks=[PS, WORKER], driver=WORKER, default=here)
+
+
+def sent(found: Plan, src: TaskName, dst: TaskName) -> int:
+    return sum(e.nbytes for e in found.edges if (e.src, e.dst) == (src, dst))
+
+
+def test_parameters_that_are_cast_travel_as_what_they_are_cast_to() -> None:
+    full = planned(make_step(Wide(None, rngs=nnx.Rngs(0))).graph(BATCH))
+    half = planned(make_step(Wide(jnp.bfloat16, rngs=nnx.Rngs(0))).graph(BATCH))
+    for link in [(PS, WORKER), (WORKER, PS)]:
+        assert sent(half, *link) == sent(full, *link) / 2
+    (update,) = [s for s in half.segments if s.task == PS and s.updates]
+    assert "params/first/kernel" in update.updates
+    types = {v.name: v.dtype for v in half.graph.variables}
+    assert types["params/first/kernel"] == jnp.float32
+
+
+def test_parameters_of_synchronous_training_travel_as_what_they_are_cast_to() -> None:
+    def contribution(dtype: Any) -> Plan:
+        step = SyncStep(make_step(Wide(dtype, rngs=nnx.Rngs(0))), BATCH, replicas=2)
+        names = {f"mean/params/{n}/kernel" for n in ("first", "last")}
+        return planned(step.gradient_graph(names))
+
+    full, half = contribution(None), contribution(jnp.bfloat16)
+    assert sent(half, PS, WORKER) == sent(full, PS, WORKER) / 2
+    nodes = [n for p in contributing(half.program, "g").partitions for n in p.nodes]
+    (contributed,) = [n for n in nodes if isinstance(n, ContributeNode)]
+    assert len(contributed.variables) == 2
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 2**-8), ("int8", 0.5 / 127)])
+def test_compressed_values_are_near_and_what_is_missing_is_known(
+    dtype: GradientDtype, error: float
+) -> None:
+    value = jnp.asarray(np.random.default_rng(0).normal(size=(7, 5)), jnp.float32)
+    found = expanded(compressed(value, dtype))
+    assert jnp.abs(found - value).max() <= error * jnp.abs(value).max()
+    empty, zeros = jnp.zeros((0, 3)), jnp.zeros(3)
+    assert expanded(compressed(empty, dtype)).shape == (0, 3)
+    assert expanded(compressed(zeros, dtype)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_what_is_not_finite_stays_so(dtype: GradientDtype, bad: float) -> None:
+    found = expanded(compressed(jnp.array([1.0, bad]), dtype))
+    assert not jnp.isfinite(found).all()
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 2), ("int8", 3.5)])
+def test_gradients_take_fewer_bytes_and_the_plan_says_so(
+    dtype: GradientDtype, factor: float
+) -> None:
+    plain = planned(make_step(Wide(None, rngs=nnx.Rngs(0))).graph(BATCH))
+    step = make_step(Wide(None, rngs=nnx.Rngs(0)), gradient_dtype=dtype)
+    small = planned(step.graph(BATCH))
+    assert sent(plain, WORKER, PS) >= factor * sent(small, WORKER, PS)
+    assert sent(plain, PS, WORKER) == sent(small, PS, WORKER)
+    assert f"gradients travel as {dtype}" in str(small)
+    assert small.variable_tasks["residual/0/params/first/kernel"] == WORKER
+
+
+def test_what_rounding_takes_away_is_sent_later() -> None:
+    step = make_step(NnxMLP(rngs=nnx.Rngs(0)), gradient_dtype="int8")
+    assert step.compression is not None
+    program = planned(step.graph(BATCH)).program
+    held = step.compression.residuals
+    values: list[Any] = [np.asarray(v) for v in step.initial_values]
+    store = {("", n): v for n, v in zip(step.names, values, strict=True)}
+    store |= {("", v.name): np.zeros(v.shape, np.float32) for v in held}
+    feeds = {"batch[0]": BATCH[0], "batch[1]": BATCH[1], "step": 0, "replica": 0}
+    given = {n: np.asarray(feeds[n]) for n, _ in program.feeds}
+    name = "params/layers/0/kernel"
+    grads = jax.grad(nnx_loss)(NnxMLP(rngs=nnx.Rngs(0)), BATCH)
+    exact = np.asarray(grads.layers[0].kernel[...])
+    run_program(program, store, given)
+    arrived = store["", f"opt/0/mu/{name[7:]}"] / 0.1  # of adam with b1 = 0.9
+    left = store["", f"residual/0/{name}"]
+    assert np.abs(left).max() > 0
+    np.testing.assert_allclose(arrived + left, exact, 1e-4, 1e-6)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    servers = Servers(ps=1, worker=2)
+    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+        yield cluster
+    servers.stop()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_training_with_compressed_gradients_converges_as_without(
+    cluster: Cluster, dtype: GradientDtype
+) -> None:
+    def final_loss(**options: Any) -> float:
+        model = NnxMLP(rngs=nnx.Rngs(0))
+        trainer = Trainer(model, nnx_loss, optax.adam(3e-2), **options)
+        for _ in range(2):  # left-overs begin anew
+            trainer.fit(data(), steps=40, batch_size=8, progress=False)
+        loss = trainer.evaluate(data())["loss"]
+        assert len(trainer.current_values()) == len(trainer.names)
+        trainer.close()
+        return loss
+
+    strategy = AsyncPS(gradient_dtype=dtype, max_staleness=1)
+    exact, found = final_loss(), final_loss(cluster=cluster, strategy=strategy)
+    chance = float(cross_entropy(jnp.zeros((1, 2)), jnp.zeros(1, int)))
+    assert exact < chance / 2
+    assert abs(found - exact) < 0.1
+
+
+def test_unknown_gradient_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gradient_dtype is 'int4'; give 'bfloat16'"):
+        AsyncPS(gradient_dtype="int4")  # type: ignore[arg-type]
