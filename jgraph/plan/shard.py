@@ -86,7 +86,7 @@ class _Sharder:
                 state.route(number, equation, stamp)
             elif self.accesses.touched(equation):
                 state.run(equation, stamp)
-            elif is_placed(stamp):
+            elif is_placed(stamp) and not self._casts_shards(equation):
                 self._run_whole(equation, stamp)
                 self._cut_results(equation)
             elif equation.primitive.name == "optimization_barrier":
@@ -94,6 +94,16 @@ class _Sharder:
             else:
                 self._run_anywhere(equation)
         return [self.values.whole(v) for v in jaxpr.outvars]
+
+    def _casts_shards(self, equation: Equation) -> bool:
+        """Whether this changes the dtype of shards, or of what will meet shards.
+
+        Each is then cast by itself, where fewer bytes cross.
+        """
+        if equation.primitive.name != "convert_element_type":
+            return False
+        is_cut = self.values.of(equation.invars[0]).cut is not None
+        return is_cut or equation.outvars[0] in self.wanted
 
     def _run_whole(self, equation: Equation, stamp: DeviceSpec) -> None:
         with _compat.under(equation):

@@ -112,12 +112,15 @@ class Placement:
     """
 
     def __init__(
-        self, cluster: Cluster, placement: PlacementFunction | None = None
+        self,
+        cluster: Cluster,
+        placement: PlacementFunction | None = None,
+        strategy: str = "AsyncPS",
     ) -> None:
         for job in ("ps", "worker"):
             if job not in cluster.spec.jobs:
                 raise ConfigError(
-                    f"AsyncPS needs tasks of job '{job}'; the cluster has the jobs "
+                    f"{strategy} needs tasks of job '{job}'; the cluster has the jobs "
                     f"{', '.join(cluster.spec.jobs)}. Start one with "
                     "jg.LocalCluster(ps=1, workers=1)"
                 )

@@ -80,7 +80,7 @@ class SyncPS:
           ConfigError: the cluster has no ps or no worker.
         """
         return Arrangement(
-            Placement(cluster, self.placement),
+            Placement(cluster, self.placement, "SyncPS"),
             self.variable_partitioner,
             self.partition_strategy,
         )

@@ -18,6 +18,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.data import as_dataset
 from jgraph.train.local import Local
+from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers
 from tests.train.models import (
@@ -279,11 +280,11 @@ def test_options_outside_what_is_possible_are_refused() -> None:
 
 def test_cluster_without_the_jobs_it_needs_is_refused(two_workers: Cluster) -> None:
     servers = Servers(worker=1)
-    with (
-        connect(servers.servers[0].target, timeout_s=20) as cluster,
-        pytest.raises(ConfigError, match="needs tasks of job 'ps'"),
-    ):
-        fit(trainer(cluster=cluster), 1)
+    with connect(servers.servers[0].target, timeout_s=20) as cluster:
+        for strategy in (AsyncPS(), SyncPS()):
+            name = type(strategy).__name__
+            with pytest.raises(ConfigError, match=f"{name} needs tasks of job 'ps'"):
+                fit(trainer(cluster=cluster, strategy=strategy), 1)
     servers.stop()
     with pytest.raises(ConfigError, match="would not use the cluster"):
         trainer(cluster=two_workers, strategy=Local())

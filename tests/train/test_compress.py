@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
+from jgraph import fixed_size_partitioner
 from jgraph.cluster.client import Cluster, connect
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
@@ -44,8 +45,9 @@ class Wide(nnx.Module):
         return self.last(nnx.relu(self.first(x))).astype(jnp.float32)
 
 
-def make_step(model: nnx.Module, **options: Any) -> TrainStep:
-    on_ps = Arrangement(lambda sizes: dict.fromkeys(sizes, PS))
+def make_step(model: nnx.Module, shards: int = 1, **options: Any) -> TrainStep:
+    cut = fixed_size_partitioner(shards)
+    on_ps = Arrangement(lambda sizes: dict.fromkeys(sizes, PS), cut)
     adapter = adapt(model, nnx_loss, seed=0)
     return TrainStep(adapter, TX, arrangement=on_ps, **options)
 
@@ -59,15 +61,19 @@ def sent(found: Plan, src: TaskName, dst: TaskName) -> int:
     return sum(e.nbytes for e in found.edges if (e.src, e.dst) == (src, dst))
 
 
-def test_parameters_that_are_cast_travel_as_what_they_are_cast_to() -> None:
-    full = planned(make_step(Wide(None, rngs=nnx.Rngs(0))).graph(BATCH))
-    half = planned(make_step(Wide(jnp.bfloat16, rngs=nnx.Rngs(0))).graph(BATCH))
-    for link in [(PS, WORKER), (WORKER, PS)]:
-        assert sent(half, *link) == sent(full, *link) / 2
+@pytest.mark.parametrize("shards", [1, 2])
+def test_parameters_that_are_cast_travel_as_what_they_are_cast_to(shards: int) -> None:
+    full, half = (
+        planned(make_step(Wide(dtype, rngs=nnx.Rngs(0)), shards).graph(BATCH))
+        for dtype in (None, jnp.bfloat16)
+    )
+    assert sent(half, PS, WORKER) == sent(full, PS, WORKER) / 2
+    assert sent(half, WORKER, PS) <= sent(full, WORKER, PS) * 0.51
     (update,) = [s for s in half.segments if s.task == PS and s.updates]
-    assert "params/first/kernel" in update.updates
+    part = "" if shards == 1 else "/part_1"
+    assert f"params/first/kernel{part}" in update.updates
     types = {v.name: v.dtype for v in half.graph.variables}
-    assert types["params/first/kernel"] == jnp.float32
+    assert types[f"params/first/kernel{part}"] == jnp.float32
 
 
 def test_parameters_of_synchronous_training_travel_as_what_they_are_cast_to() -> None:
