@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, final
 
 import jax
@@ -135,11 +136,11 @@ class TrainStep:
             return self._step(by_rows, kept, batch, step, replica)
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        held = self.compression.residuals if self.compression else ()
-        variables = [*self.variables, *held]
+        variables, notes = [*self.variables], [*(by_rows.notes if by_rows else ())]
+        if self.compression is not None:
+            variables += self.compression.residuals
+            notes.append(self.compression.note)
         graph, _ = trace(train_step, batch, number, number, variables=variables)
-        notes = [*(by_rows.notes if by_rows else ())]
-        notes += [self.compression.note] if self.compression else []
         return replace(graph, notes=tuple(notes))
 
     def lookups(self, batch: Any) -> list[tuple[str, str, int]]:
@@ -161,17 +162,13 @@ class TrainStep:
         return self._row_steps[key]
 
     def kept(self, batch: Any) -> frozenset[str]:
-        """Returns names of state that the loss leaves as it is; it is never written.
-
-        Frozen parameters are such state: they would travel back in every step.
-        """
+        """Returns names of state, e.g. frozen parameters, that is never written."""
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._kept:
             now = self.unflatten([v.spec.aval for v in self.variables])
             same = kept_state(self.adapter, now["params"], now["state"], batch)
             names = [name for name in self.names if name.startswith("state/")]
-            found = zip(names, same, strict=True)
-            self._kept[key] = frozenset(name for name, kept in found if kept)
+            self._kept[key] = frozenset(compress(names, same))
         return self._kept[key]
 
     def _decide(self, batch: Any) -> RowStep | None:
