@@ -216,7 +216,8 @@ def _split(values: Array, *local: Array, layout: Layout) -> list[Array]:
     return parts
 
 
-def _primitive(name: str, fn: Any, results: Any) -> Primitive:
+def primitive(name: str, fn: Any, results: Any) -> Primitive:
+    """Returns a primitive that means ``fn``; ``results`` gives the results' types."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(fn)
@@ -246,11 +247,11 @@ def _same(count: Any) -> Any:
     return results
 
 
-unique_rows_p = _primitive("unique_rows", _unique, lambda ids, **_: [_numbers(ids)] * 2)
-route_rows_p = _primitive("route_rows", _route, _routed)
-merge_rows_p = _primitive(
+unique_rows_p = primitive("unique_rows", _unique, lambda ids, **_: [_numbers(ids)] * 2)
+route_rows_p = primitive("route_rows", _route, _routed)
+merge_rows_p = primitive(
     "merge_rows", _merge, lambda *avals, layout: [avals[-1].update(weak_type=False)]
 )
-split_rows_p = _primitive(
+split_rows_p = primitive(
     "split_rows", _split, _same(lambda avals, params: params["layout"].shards)
 )

@@ -24,8 +24,9 @@ class Accesses:
     Attributes:
       graph: the graph.
       refs: position of the variable that a Ref is.
-      unique: the result of each ``unique_rows`` and the position of that equation.
-      layouts: per ``unique_rows`` the layouts of the tables that it is for.
+      unique: the ids that each ``unique_rows`` or ``join_rows`` gives, and the position
+        of that equation.
+      layouts: per such equation the layouts of the tables that it is for.
       computed_with: those whose ids are taken by other operations too.
     """
 
@@ -40,9 +41,11 @@ class Accesses:
         invars = graph.jaxpr.invars[: len(graph.variables)]
         self.refs = {ref: n for n, ref in enumerate(invars)}
         for number, equation in enumerate(graph.equations):
-            if equation.primitive.name == "unique_rows":
+            if equation.primitive.name in {"unique_rows", "join_rows"}:
                 self.unique[equation.outvars[0]] = number
             cut = self.rows(equation)
+            if equation.primitive.name == "cut_rows":
+                continue
             if cut is None or cut.rows is None:
                 taken = [v for v in equation.invars if isinstance(v, Var)]
                 self.computed_with |= {
@@ -79,10 +82,21 @@ class Accesses:
         number = self.unique[index[0]]
         table = self.graph.variables[self.refs[equation.invars[0]]]
         sharding = table.sharding or Sharding(Layout(table.shape[:1]))
-        rows = self.graph.equations[number].params["rows"]
+        params = self.graph.equations[number].params
+        rows = params["rows"] if "rows" in params else params["layout"].rows
         if sharding.axis or rows != table.shape[0]:
             return None
         return Cut(sharding, number)
+
+    def handed_in(self, equation: Equation) -> Cut | None:
+        """Returns the cut of the rows that ``cut_rows`` gives to their shards."""
+        if equation.primitive.name != "cut_rows":
+            return None
+        number = self.unique.get(equation.invars[0], -1)
+        layout = equation.params["layout"]
+        if layout not in self.layouts.get(number, ()):
+            return None
+        return Cut(Sharding(layout), number)
 
     def _index(self, equation: Equation) -> list[Any] | None:
         """Returns what a plain access takes of axis 0: nothing if it takes all.

@@ -17,18 +17,25 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.program import (
     AggregateNode,
     ContributeNode,
+    LookupNode,
     Node,
     Partition,
     Program,
     ReadNode,
+    RowMean,
     SegmentNode,
     StoredVariable,
     ValueId,
+    ValueType,
     WriteNode,
 )
+from jgraph.plan.row_values import padded
 
 MEAN = "mean/"
 """Prefix of the names of variables that are averaged."""
+
+IDS, ROWS = f"{MEAN}ids/", f"{MEAN}rows/"
+"""Prefixes of those for rows: ``mean/rows/t`` has the rows of ``mean/ids/t``."""
 
 SLOT = "slot/"
 """Prefix of the names of the int32 variables that a step writes its data slot to."""
@@ -62,6 +69,53 @@ def mean(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         np.divide(total, len(values), out=total)
         result[piece] = total
     return result.reshape(first.shape)
+
+
+def mean_of_rows(
+    contributions: Sequence[Sequence[np.ndarray[Any, Any]]], count: int
+) -> list[np.ndarray[Any, Any]]:
+    """Returns the mean of rows of a table, of which not every contribution has all.
+
+    A row is the sum of those of its id, in the order of the contributions, over the
+    number of all contributions: who has no such row adds zeros. So the rows are those
+    of the mean of whole gradients.
+
+    Args:
+      contributions: of each its ids, int32[m], each once, and arrays of their rows.
+      count: rows of the result.
+
+    Returns:
+      The ids that any contribution has, ascending and padded, and arrays of their rows,
+      padded with zeros.
+
+    Raises:
+      MalformedMessageError: there are more than ``count``.
+
+    Source: tensorflow/core/kernels/sparse_conditional_accumulator.h, which divides by
+    the number of contributions too.
+
+    Example:
+      >>> one, two = (np.int32([0, 4]), np.float32([2, 2])), (np.int32([4]), [6.0])
+      >>> ids, rows = mean_of_rows([one, two], 3)
+      >>> ids.tolist(), rows.tolist()
+      ([0, 4, 2147483647], [1.0, 4.0, 0.0])
+    """
+    columns = list(zip(*contributions, strict=True))
+    ids = np.unique(np.concatenate(columns[0]))
+    places = [np.searchsorted(ids, each) for each in columns[0]]
+    made = [padded(ids, ValueType((count,), "int32", ragged=True))]
+    for column in columns[1:]:
+        first = np.asarray(column[0])
+        half = first.dtype.itemsize < 4
+        shape = (count, *first.shape[1:])
+        total = np.zeros(shape, np.float32 if half else first.dtype)
+        for place, rows in zip(places, column, strict=True):
+            total[place] += rows[: len(place)]
+        total[: len(ids)] /= len(column)
+        result = _aligned(total.size, first.dtype).reshape(shape)
+        result[:] = total
+        made.append(result)
+    return made
 
 
 def contributing(program: Program, gate: str) -> Program:
@@ -132,17 +186,41 @@ def _contributing(partition: Partition, gate: str) -> Partition:
 
 
 def _averaging(partition: Partition, gate: str) -> Partition:
-    means = tuple(
-        v for v, stored in enumerate(partition.variables) if _starts(stored, MEAN)
-    )
+    variables = _with_ids(partition.variables)
+    named = {v.name: n for n, v in enumerate(variables) if _starts(v, MEAN)}
+    row_means = [
+        RowMean(n, tuple(named[r] for r in (_rows_beside(name),) if r in named))
+        for name, n in named.items()
+        if name.startswith(IDS)
+    ]
+    means = tuple(n for v, n in named.items() if not v.startswith((IDS, ROWS)))
+    first = AggregateNode(means, tuple(row_means))
     place = {old: old + 1 for old in range(len(partition.nodes))}
-    nodes = [_after_mean(_moved(node, place), means) for node in partition.nodes]
-    return replace(partition, nodes=(AggregateNode(means), *nodes), gate=gate)
+    nodes = [
+        _after_mean(_moved(node, place), first.all_variables)
+        for node in partition.nodes
+    ]
+    return replace(partition, variables=variables, nodes=(first, *nodes), gate=gate)
+
+
+def _rows_beside(ids: str) -> str:
+    return ROWS + ids.removeprefix(IDS)
+
+
+def _with_ids(variables: tuple[StoredVariable, ...]) -> tuple[StoredVariable, ...]:
+    """Adds the ids of rows that are read without them: their mean needs these."""
+    found = {v.name for v in variables}
+    missing = [
+        StoredVariable(name, ValueType(v.type.shape[:1], "int32"), v.container)
+        for v in variables
+        if _starts(v, ROWS) and (name := IDS + v.name.removeprefix(ROWS)) not in found
+    ]
+    return (*variables, *missing)
 
 
 def _moved(node: Node, place: dict[int, int]) -> Node:
     """Returns a node of which the nodes that it follows have new places."""
-    if isinstance(node, SegmentNode | ReadNode | WriteNode):
+    if isinstance(node, SegmentNode | ReadNode | WriteNode | LookupNode):
         return replace(node, after=tuple(place[i] for i in node.after if i in place))
     return node
 

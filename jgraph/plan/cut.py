@@ -110,12 +110,15 @@ class _Links:
         todo = list(roots)
         here = self.task[todo[0]]
         while todo:
-            for var in self.flow.inputs(self.flow.ops[todo.pop()]):
+            op = self.flow.ops[todo.pop()]
+            # What moves rows is no code that could read a variable.
+            reads = not self.flow.moves_rows(op)
+            for var in self.flow.inputs(op):
                 producer = self.flow.producer.get(var)
                 if producer is None or producer in found:
                     continue
                 if producer in self.flow.free or (
-                    producer in self._reread and self.task[producer] == here
+                    reads and producer in self._reread and self.task[producer] == here
                 ):
                     found.add(producer)
                     todo.append(producer)

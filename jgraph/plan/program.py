@@ -234,10 +234,30 @@ class ContributeNode:
 
 @final
 @dataclass(frozen=True, slots=True)
+class RowMean:
+    """The variables of the mean of rows that contributions have of one table.
+
+    ``ids`` is set to the ids that any has, ``rows`` to the sums of their rows over the
+    number of contributions: one without a row counts as zeros.
+    """
+
+    ids: int
+    rows: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class AggregateNode:
     """Sets variables to the means of the contributions that the gate has chosen."""
 
     variables: tuple[int, ...]
+    row_means: tuple[RowMean, ...] = ()
+
+    @property
+    def all_variables(self) -> tuple[int, ...]:
+        """Everything that it sets."""
+        kept = [v for mean in self.row_means for v in (mean.ids, *mean.rows)]
+        return (*self.variables, *kept)
 
 
 Node: TypeAlias = (

@@ -86,6 +86,8 @@ class _Sharder:
                 state.route(number, equation, stamp)
             elif self.accesses.touched(equation):
                 state.run(equation, stamp)
+            elif (cut := self.accesses.handed_in(equation)) is not None:
+                state.hand_in(equation, cut)
             elif is_placed(stamp) and not self._casts_shards(equation):
                 self._run_whole(equation, stamp)
                 self._cut_results(equation)

@@ -12,7 +12,8 @@ from jgraph import _compat
 from jgraph._compat import Equation, Literal, Var
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import VariableSpec
-from jgraph.graph.rows import route_rows, unique_rows
+from jgraph.graph.kept_rows import joined_ids
+from jgraph.graph.rows import Layout, route_rows, unique_rows
 from jgraph.graph.sharding import Sharding
 from jgraph.plan.access import Accesses
 from jgraph.plan.cuts import Cut, Route, Value, Values
@@ -59,8 +60,25 @@ class ShardState:
                 ]
             self.values.results(equation, _compat.run_equation(equation, operands))
 
+    def hand_in(self, equation: Equation, cut: Cut) -> None:
+        """Gives each shard the ids and rows that ``cut_rows`` has for it."""
+        with _compat.under(equation):
+            rows = self.values.parts(equation.invars[1], cut)
+        both = self.values.route(cut).local, rows
+        for var, parts in zip(equation.outvars, both, strict=True):
+            value = Value(parts[0])
+            if cut.shards > 1:
+                value = Value(parts={_kept(var, cut.shards): tuple(parts)})
+            self.values.known[var] = value
+
     def route(self, number: int, equation: Equation, stamp: DeviceSpec) -> None:
-        """Replaces ``unique_rows`` by one ``route_rows`` per layout of its tables."""
+        """Replaces ``unique_rows`` by one ``route_rows`` per layout of its tables.
+
+        What ``join_rows`` joins is at the shards already: there it stays.
+        """
+        if equation.primitive.name == "join_rows":
+            self._join(number, equation)
+            return
         given = {k: equation.params[k] for k in ("feature", "drop")}
         layouts = self.accesses.layouts[number]
         in_order = all(la.kind != "mod" or la.shards == 1 for la in layouts)
@@ -82,6 +100,28 @@ class ShardState:
         if number in self.accesses.computed_with:
             for layout in layouts:
                 self._cut_ids(equation.outvars[0], Cut(Sharding(layout), number))
+
+    def _join(self, number: int, equation: Equation) -> None:
+        layout: Layout = equation.params["layout"]
+        cut = Cut(Sharding(layout), number)
+        ids, rows = (
+            self.values.parts(v, _kept(v, cut.shards))
+            if cut.shards > 1
+            else (self.values.whole(v),)
+            for v in equation.invars
+        )
+        with _compat.under(equation):
+            local = tuple(
+                route_rows(part, layout=Layout((size,)), drop=True)[1][0]
+                for part, size in zip(ids, layout.sizes, strict=True)
+            )
+            self.values.routes[number, layout] = Route(layout, local)
+            unique = joined_ids(local, layout)
+        self.values.known[equation.outvars[0]] = Value(unique)
+        origin = self.values.of(equation.invars[1]).origin
+        self.values.known[equation.outvars[1]] = Value(parts={cut: rows}, origin=origin)
+        if number in self.accesses.computed_with:
+            self._cut_ids(equation.outvars[0], cut)
 
     def _cut_ids(self, unique: Var, cut: Cut) -> None:
         """Gives each shard its ids, padded as the whole ones are."""
@@ -150,6 +190,12 @@ class ShardState:
         parts = (value,) if sharding is None else sharding.split(value)
         for shard, part in zip(self.refs[ref], parts, strict=True):
             shard[...] = part
+
+
+def _kept(var: Var, shards: int) -> Cut:
+    """Returns the cut of ids or rows that lie one shard after the other."""
+    size = _compat.array_type(var).shape[0] // shards
+    return Cut(Sharding(Layout((size,) * shards)))
 
 
 def _places(source: Any, target: Any) -> Any:

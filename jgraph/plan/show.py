@@ -195,7 +195,10 @@ def _access_box(
     partition: Partition, node: ReadNode | WriteNode | ContributeNode | AggregateNode
 ) -> _Box:
     kind = _ACCESS[type(node)]
-    stored = [partition.variables[v] for v in node.variables]
+    variables = node.variables
+    if isinstance(node, AggregateNode):
+        variables = node.all_variables
+    stored = [partition.variables[v] for v in variables]
     names = [v.name for v in stored]
     title = f"{kind} {names[0]}" if len(names) == 1 else f"{kind} {len(names)}"
     nbytes = bytes_text(sum(v.type.nbytes for v in stored))

@@ -11,7 +11,7 @@ import numpy as np
 
 from jgraph.errors import FeedError, InternalError, UninitializedError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.accumulate import mean
+from jgraph.plan.accumulate import mean, mean_of_rows
 from jgraph.plan.program import (
     AggregateNode,
     ConstNode,
@@ -210,14 +210,24 @@ class _Step:
 
     def _average(self, running: _Running, node: AggregateNode) -> None:
         for v in node.variables:
-            container, name = running.key(v)
-            keys = [
-                key
-                for key in self.store
-                if key[0] == container and key[1].rpartition("@")[0] == name
-            ]
-            keys.sort(key=lambda key: int(key[1].rpartition("@")[2]))
-            self.store[container, name] = mean([self.store.pop(key) for key in keys])
+            self.store[running.key(v)] = mean(self._contributed(running, v))
+        for rows in node.row_means:
+            names = rows.ids, *rows.rows
+            columns = [self._contributed(running, v) for v in names]
+            count = running.partition.variables[rows.ids].type.shape[0]
+            means = mean_of_rows(list(zip(*columns, strict=True)), count)
+            for v, value in zip(names, means, strict=True):
+                self.store[running.key(v)] = value
+
+    def _contributed(self, running: _Running, variable: int) -> list[Array]:
+        container, name = running.key(variable)
+        keys = [
+            key
+            for key in self.store
+            if key[0] == container and key[1].rpartition("@")[0] == name
+        ]
+        keys.sort(key=lambda key: int(key[1].rpartition("@")[2]))
+        return [self.store.pop(key) for key in keys]
 
     def _load(self, running: _Running, variable: int) -> Array:
         key = running.key(variable)

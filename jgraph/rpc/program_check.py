@@ -5,6 +5,7 @@ is the business of who runs it.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import assert_never
 
@@ -150,10 +151,18 @@ class _PartitionCheck:
 
     def gated(self, node: ContributeNode | AggregateNode) -> None:
         require(bool(self.partition.gate), "its partition names no gate")
-        _check_unique(node.variables, "averaged variable")
+        _check_unique(list(_variables(node)), "averaged variable")
         if isinstance(node, ContributeNode):
-            self.same_types(self.stored(node.variables), node.values)
+            # Of rows, only those that are there are contributed.
+            given = [replace(self.type(v), ragged=False) for v in node.values]
+            require_types(given, self.stored(node.variables))
             self.same_types([ValueType((), "int32")], [node.slot])
+            return
+        for mean in node.row_means:
+            ids, *rows = self.stored([mean.ids, *mean.rows])
+            require((len(ids.shape), ids.dtype) == (1, "int32"), f"ids of type {ids}")
+            same = all(type_.shape[:1] == ids.shape for type_ in rows)
+            require(same, "another number of rows than of ids")
 
     def driver_only(self) -> None:
         driver = self.program.driver
@@ -175,8 +184,10 @@ class _PartitionCheck:
 
 def _variables(node: Node) -> Iterator[int]:
     match node:
-        case ReadNode() | WriteNode() | ContributeNode() | AggregateNode():
+        case ReadNode() | WriteNode() | ContributeNode():
             return iter(node.variables)
+        case AggregateNode():
+            return iter(node.all_variables)
         case SegmentNode():
             rows = chain(node.row_updates, node.row_reads)
             return chain(node.updates, node.reads, (r.variable for r in rows))

@@ -28,6 +28,7 @@ from jgraph.plan.program import (
     ReadNode,
     RecvNode,
     RouteNode,
+    RowMean,
     Rows,
     SegmentCode,
     SegmentNode,
@@ -183,6 +184,8 @@ def _message(value: Any) -> Any:
     match value:
         case Rows():
             return pb.Rows(variable=value.variable, ids=value.ids)
+        case RowMean():
+            return pb.RowMean(ids=value.ids, rows=value.rows)
         case Layout():
             return pb.Layout(sizes=value.sizes, kind=value.kind)
         case tuple():
@@ -230,6 +233,8 @@ def _plain(value: object) -> object:
             return value
         case pb.Rows():
             return Rows(value.variable, value.ids)
+        case pb.RowMean():
+            return RowMean(value.ids, tuple(value.rows))
         case pb.Layout():
             return Layout(tuple(value.sizes), value.kind)
         case _:

@@ -15,7 +15,6 @@ import numpy as np
 
 from jgraph import _compat
 from jgraph.graph.ir import TaskName
-from jgraph.plan.accumulate import mean
 from jgraph.plan.program import (
     AggregateNode,
     ConstNode,
@@ -39,7 +38,7 @@ from jgraph.plan.program import (
 )
 from jgraph.plan.row_values import moved, padded
 from jgraph.runtime.entry import RowsOf
-from jgraph.runtime.gate import Gate
+from jgraph.runtime.gate import Gate, averages, key_of
 from jgraph.runtime.loaded import Cost, LoadedPartition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.store import VariableStore
@@ -246,10 +245,10 @@ class StepRun:
                 return write
             case AggregateNode():
                 assert self._gate is not None  # the partition's
-                chosen, means = self._gate.chosen(), self._named(node.variables)
+                chosen, means = self._gate.chosen(), self._named(node.all_variables)
 
                 def average() -> list[Any]:
-                    made = [mean([c[v] for c in chosen]) for v in means]
+                    made = averages(partition, node, chosen)
                     store.write(means, made, range(len(made)))
                     return []
 
@@ -307,7 +306,7 @@ class StepRun:
         assert self._gate is not None  # the partition's
         variables = self._loaded.partition.variables
         values = {
-            variables[v]: np.asarray(self._padded(value))
+            key_of(variables[v]): np.asarray(self._values[value])
             for v, value in zip(node.variables, node.values, strict=True)
         }
         self._gate.contribute(self.step, int(self._values[node.slot]), values)

@@ -11,11 +11,15 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from jgraph.errors import JGError
-from jgraph.plan.program import StoredVariable
+from jgraph.plan.accumulate import mean, mean_of_rows
+from jgraph.plan.program import AggregateNode, Partition, StoredVariable
 from jgraph.runtime.rendezvous import StepKey
 
-Contribution: TypeAlias = Mapping[StoredVariable, np.ndarray[Any, Any]]
-"""Values by variable."""
+Key: TypeAlias = tuple[str, str]
+"""(container, name) of a variable."""
+
+Contribution: TypeAlias = Mapping[Key, np.ndarray[Any, Any]]
+"""Values by variable; of rows, those that are there."""
 
 
 class Gate(Protocol):
@@ -40,3 +44,22 @@ class Gate(Protocol):
 
     def applied(self) -> None:
         """Learns that the update of the chosen contributions is applied here."""
+
+
+def key_of(variable: StoredVariable) -> Key:
+    """Returns what a contribution's values are known by."""
+    return variable.container, variable.name
+
+
+def averages(
+    partition: Partition, node: AggregateNode, chosen: Sequence[Contribution]
+) -> list[np.ndarray[Any, Any]]:
+    """Returns the values of ``node.all_variables``: the means of what was chosen."""
+    variables = partition.variables
+    keys = [key_of(variables[v]) for v in node.variables]
+    made = [mean([each[key] for each in chosen]) for key in keys]
+    for rows in node.row_means:
+        names = [key_of(variables[v]) for v in (rows.ids, *rows.rows)]
+        parts = [[each[name] for name in names] for each in chosen]
+        made += mean_of_rows(parts, variables[rows.ids].type.shape[0])
+    return made

@@ -11,9 +11,9 @@ import numpy as np
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
+from jgraph.train.checks import CHECKS
 from jgraph.train.profile import Profile, make_profile
 from jgraph.train.runner import Chunk, Events, Staleness
-from jgraph.train.step import CHECKS
 
 
 @final

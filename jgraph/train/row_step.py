@@ -1,7 +1,7 @@
 """What of a training step goes by rows, and why: decided once per type of batch."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -13,6 +13,7 @@ from jgraph.graph.rows import unique_rows
 from jgraph.train.ids import first_bad_id, usable_ids
 from jgraph.train.row_update import RowUpdate, other_shapes, probe
 from jgraph.train.sparse import RowTable, RowTables
+from jgraph.train.trees import Tree
 
 Sparse: TypeAlias = Literal["auto", "lazy", "exact", "off"]
 SPARSE = ("auto", "lazy", "exact", "off")
@@ -45,6 +46,26 @@ class Rows:
         """Returns the whole table that has these rows, and zeros elsewhere."""
         whole = jnp.zeros((rows, *values.shape[1:]), values.dtype)
         return whole.at[self.unique].set(values, mode="drop")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a worker makes of its batch.
+
+    Attributes:
+      loss: of the batch.
+      metrics: by name.
+      state: the model's new state.
+      grads: of the parameters; of the tables in ``rows``, of these rows.
+      rows: by name of the table.
+    """
+
+    loss: Any
+    metrics: Mapping[str, Any]
+    state: Tree
+    grads: Tree
+    rows: Mapping[str, Rows]
 
 
 @final

@@ -1,6 +1,6 @@
 """One training step as a graph: variables for all state, loss, gradients, update."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -13,25 +13,20 @@ import optax
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
 from jgraph.graph.ir import Graph
-from jgraph.graph.rows import NO_ID
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.train.adapters import Adapter, Make
+from jgraph.train.adapters import Adapter
 from jgraph.train.arrange import Arrangement
+from jgraph.train.checks import BAD_IDS, FINITE, all_well, finite
 from jgraph.train.compress import Compression, GradientDtype
 from jgraph.train.hash_state import trained_tables
 from jgraph.train.hash_step import check_lookups, needs_ps, table_specs
+from jgraph.train.initial import made_state, new_state, on_its_task
 from jgraph.train.kept import kept_state
-from jgraph.train.row_step import Rows, RowStep, Sparse, decide
+from jgraph.train.row_mean import Touched
+from jgraph.train.row_step import Computed, RowStep, Sparse, decide
 from jgraph.train.sparse import find_row_tables
 from jgraph.train.trees import Tree, group_with_parameters, path_of
-
-FINITE = "<finite>"
-"""Metric of a step with ``check_finite``: bool per leaf, the loss first."""
-BAD_IDS = "<bad ids>"
-"""Metric of a step with ``check_ids``: int32 per lookup, an id that has no row."""
-CHECKS = {FINITE, BAD_IDS}
-"""Metrics that are checked, and not shown."""
 
 
 @final
@@ -74,10 +69,10 @@ class TrainStep:
         self._kept: dict[str, frozenset[str]] = {}
         self._tx = optax.with_extra_args_support(tx)
         self._check_finite = check_finite
-        made = None if adapter.make is None else partial(_made, adapter.make, tx)
+        made = None if adapter.make is None else partial(made_state, adapter.make, tx)
         if made is None:
             opt = jax.jit(tx.init)(adapter.params)
-            tree = _state(adapter.params, opt, adapter.state)
+            tree = new_state(adapter.params, opt, adapter.state)
         else:
             tree = jax.jit(made)() if arrangement is None else jax.eval_shape(made)
         leaves, self.tree = jax.tree_util.tree_flatten_with_path(tree)
@@ -95,7 +90,7 @@ class TrainStep:
             names,
             groups,
             [
-                _on_its_task(made, number, value)
+                on_its_task(made, number, value)
                 for number, (_, value) in enumerate(leaves)
             ],
             container,
@@ -231,11 +226,7 @@ class TrainStep:
                 )
         return sorted(metrics, key=metrics.__getitem__)
 
-    def read(self) -> Tree:
-        """Returns the state as it is; called inside a graph."""
-        return self._read({})
-
-    def _read(self, rows: Mapping[str, Rows]) -> Tree:
+    def _read(self, rows: Mapping[str, Touched]) -> Tree:
         values = [
             variable[rows[group].unique if group in rows else ...]
             for variable, group in zip(self.variables, self._groups, strict=True)
@@ -250,6 +241,30 @@ class TrainStep:
         step: Any,
         replica: Any,
     ) -> dict[str, Any]:
+        result = self.computed(by_rows, batch, step, replica)
+        with device("/job:worker"):
+            checks = self.check(result.loss, result.grads)
+            if self._check_ids and result.rows:
+                bad = [b for rows in result.rows.values() for b in rows.bad]
+                checks[BAD_IDS] = jnp.stack(bad)
+        loss, state, rows = result.loss, result.state, result.rows
+        grads = result.grads
+        if self.compression is not None:
+            grads = self.compression.sent(grads, set(rows))
+        self.update(loss, grads, state, checks, kept, by_rows, rows)
+        return {"loss": loss, **result.metrics, **checks}
+
+    def computed(
+        self, by_rows: RowStep | None, batch: Any, step: Any, replica: Any
+    ) -> Computed:
+        """Returns what a worker makes of its batch; called inside a graph.
+
+        Args:
+          by_rows: from ``row_step``.
+          batch: the batch.
+          step: number of the step, int32.
+          replica: number of the worker, int32.
+        """
         seeds = (replica, step)
         tables = by_rows.tables.tables if by_rows else ()
         loss_fn = self.adapter.loss
@@ -264,34 +279,20 @@ class TrainStep:
             (loss, (metrics, state)), grads = compute(
                 now["params"], now["state"], batch, seeds
             )
-            checks = self.check(loss, grads)
-            if self._check_ids and rows:
-                checks[BAD_IDS] = jnp.stack([b for r in found for b in r.bad])
-        if self.compression is not None:
-            grads = self.compression.sent(grads, set(rows))
-        if by_rows is not None:
-            rows, grads = self._whole_updates(by_rows, rows, grads)
-        # Read anew: gradients are of the values that travelled to the worker, the
-        # update is of those that lie here when it runs.
-        old = self._read(rows)
-        if by_rows is not None and by_rows.update.reads_padding:
-            old = self._padded_with_zeros(rows, old)
-        self._update(old, loss, grads, state, checks, rows, kept)
-        return {"loss": loss, **metrics, **checks}
+        return Computed(loss, metrics, state, grads, rows)
 
-    def gradients(
-        self, now: Tree, batch: Any, step: Any, replica: Any
-    ) -> tuple[Any, dict[str, Any], Tree, Tree]:
-        """Returns (loss, metrics, model state, gradients); called inside a graph."""
-        compute = jax.value_and_grad(self.adapter.loss, has_aux=True)
-        (loss, (metrics, state)), grads = compute(
-            now["params"], now["state"], batch, (replica, step)
+    def metric_types(self, batch: Any) -> dict[str, Any]:
+        """Returns shape and dtype of each metric of a step on such batches."""
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        now = self.unflatten([variable.spec.aval for variable in self.variables])
+        _, (metrics, _) = jax.eval_shape(
+            self.adapter.loss, now["params"], now["state"], batch, (number, number)
         )
-        return loss, dict(metrics), state, grads
+        return dict(metrics)
 
     def check(self, loss: Any, grads: Tree) -> dict[str, Any]:
         """Returns the ``FINITE`` metric if it is asked for; called inside a graph."""
-        return {FINITE: _finite(loss, grads)} if self._check_finite else {}
+        return {FINITE: finite(loss, grads)} if self._check_finite else {}
 
     def update(
         self,
@@ -300,17 +301,28 @@ class TrainStep:
         state: Tree,
         checks: Mapping[str, Any],
         kept: frozenset[str],
+        by_rows: RowStep | None,
+        rows: Mapping[str, Touched],
     ) -> None:
-        """Applies whole gradients and counts the step; called inside a graph.
+        """Applies gradients and counts the step; called inside a graph.
 
         Args:
           loss: of the step.
-          grads: like the parameters.
-          state: what the loss made of the model's state.
+          grads: of the parameters, rows for those in ``rows``.
+          state: the model's new state.
           checks: from ``check``.
           kept: from ``TrainStep.kept``.
+          by_rows: from ``row_step``.
+          rows: the rows of each table that has them, by name.
         """
-        self._update(self.read(), loss, grads, state, checks, {}, kept)
+        if by_rows is not None:
+            rows, grads = self._whole_updates(by_rows, rows, grads)
+        # Read anew: gradients are of the values that travelled to the worker, the
+        # update is of those that lie here when it runs.
+        old = self._read(rows)
+        if by_rows is not None and by_rows.update.reads_padding:
+            old = self._padded_with_zeros(rows, old)
+        self._update(old, loss, grads, state, checks, rows, kept)
 
     def _update(
         self,
@@ -319,7 +331,7 @@ class TrainStep:
         grads: Tree,
         state: Tree,
         checks: Mapping[str, Any],
-        rows: Mapping[str, Rows],
+        rows: Mapping[str, Touched],
         kept: frozenset[str],
     ) -> None:
         updates, opt = self._tx.update(grads, old["opt"], old["params"], value=loss)
@@ -329,15 +341,15 @@ class TrainStep:
             "state": state,
         }
         if checks:
-            ok = _all_well(checks)
+            ok = all_well(checks)
             keep = lambda n, o: jnp.where(ok, n, o)
             new = jax.tree.map(keep, new, {k: old[k] for k in new})
         new["global_step"] = old["global_step"] + 1
         self._write(new, rows, kept)
 
     def _whole_updates(
-        self, by_rows: RowStep, rows: dict[str, Rows], grads: Tree
-    ) -> tuple[dict[str, Rows], Tree]:
+        self, by_rows: RowStep, rows: Mapping[str, Touched], grads: Tree
+    ) -> tuple[Mapping[str, Touched], Tree]:
         """Makes whole gradients for tables that are to be updated as a whole."""
         leaves, tree = jax.tree.flatten(grads)
         for table in by_rows.tables.tables:
@@ -351,14 +363,16 @@ class TrainStep:
         }
         return kept, jax.tree.unflatten(tree, leaves)
 
-    def _padded_with_zeros(self, rows: Mapping[str, Rows], tree: Tree) -> Tree:
+    def _padded_with_zeros(self, rows: Mapping[str, Touched], tree: Tree) -> Tree:
         leaves = [
             rows[group].padded_with_zeros(leaf) if group in rows else leaf
             for group, leaf in zip(self._groups, jax.tree.leaves(tree), strict=True)
         ]
         return self.unflatten(leaves)
 
-    def _write(self, new: Tree, rows: Mapping[str, Rows], kept: frozenset[str]) -> None:
+    def _write(
+        self, new: Tree, rows: Mapping[str, Touched], kept: frozenset[str]
+    ) -> None:
         leaves = jax.tree.leaves(new)
         for variable, group, value in zip(
             self.variables, self._groups, leaves, strict=True
@@ -368,33 +382,3 @@ class TrainStep:
             same = value.dtype == variable.dtype
             where = rows[group].unique if group in rows else ...
             variable[where] = value if same else value.astype(variable.dtype)
-
-
-def _state(params: Tree, opt: Tree, state: Tree) -> Tree:
-    step = jnp.zeros((), jnp.int32)
-    return {"params": params, "opt": opt, "state": state, "global_step": step}
-
-
-def _made(make: Make, tx: optax.GradientTransformation) -> Tree:
-    params, state = make()
-    return _state(params, tx.init(params), state)
-
-
-def _on_its_task(made: Callable[[], Tree] | None, number: int, value: Any) -> Any:
-    """Returns a value, or its type and the function that makes it alone."""
-    if made is None or not isinstance(value, jax.ShapeDtypeStruct):
-        return value
-    return value.shape, value.dtype, lambda *_: jax.tree.leaves(made())[number]
-
-
-def _all_well(checks: Mapping[str, jax.Array]) -> jax.Array:
-    well = [checks[FINITE].all()] if FINITE in checks else []
-    if BAD_IDS in checks:
-        well.append((checks[BAD_IDS] == NO_ID).all())
-    return jnp.stack(well).all()
-
-
-def _finite(loss: jax.Array, grads: Tree) -> jax.Array:
-    # The order is that of the parameters' variables: both flatten the same tree.
-    leaves = [loss, *jax.tree.leaves(grads)]
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])

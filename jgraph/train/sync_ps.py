@@ -47,7 +47,10 @@ class SyncPS:
 
     The data is cut into one part per worker, and ``batch_size`` is that of one worker:
     a step of ``n`` workers is one step of one process on their ``n`` batches together.
-    The model's state, such as BatchNorm statistics, is averaged like the gradients.
+    The model's state, such as BatchNorm statistics, is averaged like the gradients. Of
+    a table of rows (see ``Trainer(sparse=…)``) each worker contributes the rows that it
+    looked up, and one update is made of all these. The mean of a row is the sum of its
+    gradients over the number of contributions: who did not look it up adds zeros.
 
     Args:
       replicas_to_aggregate: contributions of a step; all workers but the backups if
@@ -257,7 +260,7 @@ class SyncRunner:
         self._state.close()
 
     def _plan(self, batch: Any) -> _Prepared:
-        sync = SyncStep(self._step, batch, len(self._workers))
+        sync = SyncStep(self._step, batch, len(self._workers), self._wanted)
         gate = self._step.container
         apply_graph = sync.apply_graph()
         # Who counts the updates applies them, and decides what they are made of.

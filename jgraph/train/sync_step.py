@@ -1,6 +1,7 @@
 """A training step in two graphs: workers contribute gradients, ps apply their mean."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import jax
@@ -11,6 +12,9 @@ from jgraph.graph.ir import Graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import MEAN, SLOT
+from jgraph.train.row_mean import JoinedRows, RowMean
+from jgraph.train.row_step import Rows
+from jgraph.train.sparse import RowTable
 from jgraph.train.step import TrainStep
 
 LOSS = f"{MEAN}loss"
@@ -23,20 +27,33 @@ class SyncStep:
 
     What is averaged has variables of its own, ``mean/params/Dense_0/kernel`` for the
     gradient of ``params/Dense_0/kernel``, on the same task: gradients, the loss,
-    metrics, and the model's state (BatchNorm statistics).
+    metrics, and the model's state (BatchNorm statistics). Of a table of which rows
+    travel these are ids and rows, see ``RowMean``.
 
     Args:
       step: the variables, the loss and the optimizer.
       batch: shapes and dtypes of one worker's batch.
       replicas: how many workers there are.
+      contributions: of how many a mean is, at most.
     """
 
-    def __init__(self, step: TrainStep, batch: Any, replicas: int) -> None:
+    def __init__(
+        self, step: TrainStep, batch: Any, replicas: int, contributions: int
+    ) -> None:
         self._step = step
         self._batch = batch
         self._replicas = replicas
+        self._by_rows = step.row_step(batch)
         tree = step.unflatten(list(step.variables))
-        self._grads = jax.tree.map(self._beside, tree["params"])
+        counts = {t.name: t.count for t in self._tables}
+        self._grads = jax.tree.map(
+            lambda v: (
+                RowMean(v, counts[v.name], contributions)
+                if v.name in counts
+                else self._beside(v)
+            ),
+            tree["params"],
+        )
         self._state = jax.tree.map(self._beside, tree["state"])
         home = tree["global_step"].device
         self._loss = self._mean(LOSS, (), jnp.float32, home)
@@ -48,7 +65,7 @@ class SyncStep:
                 value.dtype if jnp.issubdtype(value.dtype, jnp.inexact) else "float32",
                 home,
             )
-            for name, value in self._metric_types().items()
+            for name, value in step.metric_types(batch).items()
         }
 
     def apply_graph(self) -> Graph:
@@ -59,15 +76,25 @@ class SyncStep:
         kept = self._step.kept(self._batch)
 
         def apply_mean() -> dict[str, Any]:
-            read = lambda tree: jax.tree.map(lambda v: v[...], tree)
-            loss, grads, state = map(read, (self._loss, self._grads, self._state))
+            rows: dict[str, JoinedRows] = {}
+
+            def read(variable: Variable | RowMean) -> Any:
+                if isinstance(variable, Variable):
+                    return variable[...]
+                rows[variable.table.name], mean = variable.read()
+                return mean
+
+            loss = read(self._loss)
+            grads, state = (
+                jax.tree.map(read, tree) for tree in (self._grads, self._state)
+            )
             checks = self._step.check(loss, grads)
-            self._step.update(loss, grads, state, checks, kept)
+            self._step.update(loss, grads, state, checks, kept, self._by_rows, rows)
             metrics = {name: v[...] for name, v in self._metrics.items()}
             return {"loss": loss, **metrics, **checks}
 
-        variables = [*self._step.variables, *self._means()]
-        return trace(apply_mean, variables=variables)[0]
+        means = [v for mean in self._means() for v in _averaged(mean)]
+        return trace(apply_mean, variables=[*self._step.variables, *means])[0]
 
     def gradient_graph(self, used: Collection[str]) -> Graph:
         """Returns the graph of one worker's contribution.
@@ -78,34 +105,36 @@ class SyncStep:
           used: names of the variables, or shards, that the update reads. Others, as
             the gradients of frozen parameters, stay on the worker.
         """
-        means = [v for v in self._means() if any(s.name in used for s in v.shards)]
+        means = [v for mean in self._means() for v in _contributed(mean, used)]
         tasks = sorted({str(s.device) for v in means for s in v.shards})
         slots = [self._slot(i, task) for i, task in enumerate(tasks)]
 
         def contribute(batch: Any, step: Any, replica: Any) -> dict[str, Any]:
-            now = self._step.read()
+            result = self._step.computed(self._by_rows, batch, step, replica)
             with device("/job:worker"):
-                loss, metrics, state, grads = self._step.gradients(
-                    now, batch, step, replica
-                )
                 values = {
-                    **self._pairs(self._grads, grads),
-                    **self._pairs(self._state, state),
-                    **self._pairs(self._metrics, metrics),
-                    LOSS: loss.astype(jnp.float32),
+                    **_pairs(self._grads, result.grads, result.rows),
+                    **_pairs(self._state, result.state),
+                    **_pairs(self._metrics, dict(result.metrics)),
+                    LOSS: result.loss.astype(jnp.float32),
                 }
                 slot = step * self._replicas + replica
             for mean in means:
                 mean[...] = values[mean.name]
             for variable in slots:
                 variable[...] = slot
-            return {"loss": loss}
+            return {"loss": result.loss}
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         variables = [*self._step.variables, *means, *slots]
-        return trace(contribute, self._batch, number, number, variables=variables)[0]
+        graph, _ = trace(contribute, self._batch, number, number, variables=variables)
+        return replace(graph, notes=self._by_rows.notes if self._by_rows else ())
 
-    def _means(self) -> list[Variable]:
+    @property
+    def _tables(self) -> Sequence[RowTable]:
+        return self._by_rows.tables.tables if self._by_rows else ()
+
+    def _means(self) -> list[Variable | RowMean]:
         trees = (self._grads, self._state, self._metrics, self._loss)
         return list(jax.tree.leaves(trees))
 
@@ -135,17 +164,33 @@ class SyncStep:
         container = self._step.container
         return Variable(f"{SLOT}{index}", init, device=task, container=container)
 
-    def _metric_types(self) -> dict[str, Any]:
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        tree = self._step.unflatten(self._step.initial_values)
-        _, metrics, _, _ = jax.eval_shape(
-            self._step.gradients, tree, self._batch, number, number
-        )
-        return dict(metrics)
 
-    def _pairs(self, means: Any, values: Any) -> dict[str, Any]:
-        leaves = zip(jax.tree.leaves(means), jax.tree.leaves(values), strict=True)
-        return {
-            mean.name: value if value.dtype == mean.dtype else value.astype(mean.dtype)
-            for mean, value in leaves
-        }
+def _averaged(mean: Variable | RowMean) -> tuple[Variable, ...]:
+    return mean.averaged if isinstance(mean, RowMean) else (mean,)
+
+
+def _contributed(
+    mean: Variable | RowMean, used: Collection[str]
+) -> tuple[Variable, ...]:
+    """Returns what a worker writes, given what the update reads."""
+    ids, *rows = (any(s.name in used for s in v.shards) for v in _averaged(mean))
+    if not isinstance(mean, RowMean):
+        return (mean,) if ids else ()
+    # Rows are summed by their ids.
+    return mean.contributed if any(rows) else mean.contributed[:ids]
+
+
+def _pairs(
+    means: Any, values: Any, rows: Mapping[str, Rows] | None = None
+) -> dict[str, Any]:
+    """Returns what to contribute, by name of the variable."""
+    found: dict[str, Any] = {}
+    leaves = zip(jax.tree.leaves(means), jax.tree.leaves(values), strict=True)
+    for mean, value in leaves:
+        if isinstance(mean, RowMean):
+            assert rows is not None  # of every table
+            found |= mean.cut(rows[mean.table.name].unique, value)
+        else:
+            same = value.dtype == mean.dtype
+            found[mean.name] = value if same else value.astype(mean.dtype)
+    return found

@@ -10,10 +10,10 @@ from jgraph.clock import Clock
 from jgraph.errors import NonFiniteError, RowIdError
 from jgraph.graph.rows import NO_ID
 from jgraph.runtime.data import Array
+from jgraph.train.checks import BAD_IDS, CHECKS, FINITE
 from jgraph.train.history import History
 from jgraph.train.progress import Report
 from jgraph.train.runner import Chunk
-from jgraph.train.step import BAD_IDS, CHECKS, FINITE
 
 
 @final

@@ -14,6 +14,7 @@ from jgraph.errors import InvalidProgramError
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows import Layout
 from jgraph.plan.program import (
+    AggregateNode,
     ConstNode,
     FeedNode,
     FetchNode,
@@ -25,6 +26,7 @@ from jgraph.plan.program import (
     ReadNode,
     RecvNode,
     RouteNode,
+    RowMean,
     Rows,
     SegmentCode,
     SegmentNode,
@@ -211,7 +213,27 @@ def of_layout(*sizes: int, kind: str = "div") -> Program:
     return rows_program(route=dataclasses.replace(ROUTE, layout=Layout(sizes, kind)))
 
 
+def row_mean(ids: ValueType, rows: ValueType, mean: RowMean) -> Program:
+    stored = StoredVariable("ids", ids), StoredVariable("rows", rows)
+    nodes = (AggregateNode((), (mean,)),)
+    partition = Partition(PS, (), stored, nodes, gate="gate")
+    return dataclasses.replace(small(), partitions=(partition,))
+
+
+def test_means_of_rows_come_back_equal() -> None:
+    program = row_mean(IDS, MERGED, RowMean(0, (1,)))
+    assert same(over_the_wire(program), program)
+
+
 WRONG |= {
+    "(AggregateNode) of /job:ps/task:0: variable 2 does not exist": row_mean(
+        IDS, MERGED, RowMean(0, (2,))
+    ),
+    "averaged variable 0 comes twice": row_mean(IDS, MERGED, RowMean(0, (0,))),
+    "ids of type float32[3,2]": row_mean(MERGED, MERGED, RowMean(0, (1,))),
+    "another number of rows than of ids": row_mean(
+        IDS, ValueType((4, 2), "float32"), RowMean(0, (1,))
+    ),
     "layout 'round'": of_layout(4, 4, kind="round"),
     "keys of int32[3]": of_layout(1, 1, kind="hash"),
     "a shard of negative size": of_layout(-1, 4),

@@ -86,7 +86,9 @@ def test_frozen_variables_send_nothing_back() -> None:
     assert sent(planned(step), WORKER, PS) == nbytes(step.adapter.params)
     assert step.kept(BATCH) == {"state/base/bias", "state/base/kernel", "state/scale"}
     update = plan(
-        SyncStep(step, BATCH, replicas=2).apply_graph(), tasks=[PS, WORKER], driver=PS
+        SyncStep(step, BATCH, replicas=2, contributions=2).apply_graph(),
+        tasks=[PS, WORKER],
+        driver=PS,
     )
     used = {v.name for p in update.program.partitions for v in p.variables}
     assert "mean/params/lora/lora_a" in used

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from jgraph.clock import Clock
 from jgraph.errors import NonFiniteError
+from jgraph.train.checks import FINITE
 from jgraph.train.history import History
 from jgraph.train.progress import (
     CellBar,
@@ -18,7 +19,6 @@ from jgraph.train.progress import (
     make_display,
 )
 from jgraph.train.runner import Chunk
-from jgraph.train.step import FINITE
 from jgraph.train.watch import Watch, check_finite
 
 

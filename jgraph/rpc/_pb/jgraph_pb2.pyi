@@ -2487,17 +2487,48 @@ class AggregateNode(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: _builtins.int
+    ROW_MEANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def row_means(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowMean]: ...
     def __init__(
         self,
         *,
         variables: _abc.Iterable[_builtins.int] | None = ...,
+        row_means: _abc.Iterable[Global___RowMean] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["variables", b"variables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row_means", b"row_means", "variables", b"variables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AggregateNode: _TypeAlias = AggregateNode  # noqa: Y015
+
+@_typing.final
+class RowMean(_message.Message):
+    """The mean of the rows that contributions have of one table: a variable for the ids
+    that any of them has, and variables for the rows of these ids.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ids: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: _builtins.int = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowMean: _TypeAlias = RowMean  # noqa: Y015

@@ -1,0 +1,107 @@
+"""Rows of a table on their way to its shards, and back from there.
+
+In synchronous training a worker hands in the rows that it has gradients of, and their
+mean is applied later, by another graph, where the table's shards are. Between the two
+they lie in variables: ids and rows of shard 0, then those of shard 1, and so on; of
+each shard as many as there can be of all.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.graph.rows import Layout, merge_rows, primitive, route_rows
+
+Array = jax.Array
+
+
+def cut_rows(unique: Array, rows: Array, *, layout: Layout) -> tuple[Array, Array]:
+    """Returns (ids, rows) by shard: in each shard's part its rows, then padding.
+
+    Args:
+      unique: int32[n], ids in the whole table, from ``unique_rows``.
+      rows: ``[n, …]``, their rows.
+      layout: the table's shards, ``s`` of them.
+
+    Returns:
+      ids: int32[s * n]: rows of the shard, ascending, padded with its size.
+      rows: ``[s * n, …]``, padded with zeros.
+
+    Example:
+      >>> ids, rows = cut_rows(
+      ...     jnp.array([1, 4, 5]), jnp.array([7.0, 8.0, 0.0]), layout=Layout((3, 2))
+      ... )
+      >>> ids.tolist(), rows.tolist()
+      ([1, 3, 3, 1, 2, 2], [7.0, 0.0, 0.0, 8.0, 0.0, 0.0])
+    """
+    ids, cut = cut_rows_p.bind(unique, rows, layout=layout)
+    return ids, cut
+
+
+def join_rows(ids: Array, rows: Array, *, layout: Layout) -> tuple[Array, Array]:
+    """Returns (ids in the whole table, rows), one shard after the other.
+
+    Args:
+      ids: int32[s * n], as ``cut_rows`` gives them; ``n`` or fewer are there.
+      rows: ``[s * n, …]``.
+      layout: the table's shards, ``s`` of them.
+
+    Returns:
+      unique: int32[n], each once, padded with the number of the table's rows.
+      rows: ``[n, …]``, padded with zeros.
+
+    Example:
+      >>> ids, rows = jnp.array([1, 3, 1, 2]), jnp.array([7.0, 0.0, 8.0, 0.0])
+      >>> unique, joined = join_rows(ids, rows, layout=Layout((3, 2)))
+      >>> unique.tolist(), joined.tolist()
+      ([1, 4], [7.0, 8.0])
+    """
+    unique, joined = join_rows_p.bind(ids, rows, layout=layout)
+    return unique, joined
+
+
+def joined_ids(local: Sequence[Array], layout: Layout) -> Array:
+    """Returns the ids in the whole table of the rows of all shards, then padding."""
+    # Merging pads with zeros, so that nothing there may be one.
+    numbers = [layout.ids(shard, part) + 1 for shard, part in enumerate(local)]
+    merged = merge_rows(local, numbers, layout=layout)
+    return jnp.where(merged > 0, merged - 1, layout.rows)
+
+
+def _cut(unique: Array, rows: Array, *, layout: Layout) -> list[Array]:
+    _, local = route_rows(unique, layout=layout, drop=True)
+    parts = []
+    for shard, (part, size) in enumerate(zip(local, layout.sizes, strict=True)):
+        there = part < size
+        ids = jnp.where(there, layout.ids(shard, part), layout.rows)
+        found = rows.at[jnp.searchsorted(unique, ids)].get(mode="clip")
+        parts.append(jnp.where(there.reshape(-1, *[1] * (rows.ndim - 1)), found, 0))
+    return [jnp.concatenate(local), jnp.concatenate(parts)]
+
+
+def _join(ids: Array, rows: Array, *, layout: Layout) -> list[Array]:
+    local = jnp.split(ids, layout.shards)
+    return [
+        joined_ids(local, layout),
+        merge_rows(local, jnp.split(rows, layout.shards), layout=layout),
+    ]
+
+
+def _times(avals: Sequence[Any], numerator: int, denominator: int) -> list[Any]:
+    return [
+        aval.update(
+            shape=(aval.shape[0] * numerator // denominator, *aval.shape[1:]),
+            weak_type=False,
+        )
+        for aval in avals
+    ]
+
+
+cut_rows_p = primitive(
+    "cut_rows", _cut, lambda *avals, layout: _times(avals, layout.shards, 1)
+)
+join_rows_p = primitive(
+    "join_rows", _join, lambda *avals, layout: _times(avals, 1, layout.shards)
+)

@@ -1,0 +1,31 @@
+"""What a training step checks about itself; an update that is not well is skipped."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.graph.rows import NO_ID
+from jgraph.train.trees import Tree
+
+FINITE = "<finite>"
+"""Metric of a step with ``check_finite``: bool per leaf, the loss first."""
+BAD_IDS = "<bad ids>"
+"""Metric of a step with ``check_ids``: int32 per lookup, an id that has no row."""
+CHECKS = {FINITE, BAD_IDS}
+"""Metrics that are checked, and not shown."""
+
+
+def all_well(checks: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns whether all checks of a step passed, bool."""
+    well = [checks[FINITE].all()] if FINITE in checks else []
+    if BAD_IDS in checks:
+        well.append((checks[BAD_IDS] == NO_ID).all())
+    return jnp.stack(well).all()
+
+
+def finite(loss: jax.Array, grads: Tree) -> jax.Array:
+    """Returns whether the loss and each gradient are finite, bool per leaf."""
+    # The order is that of the parameters' variables: both flatten the same tree.
+    leaves = [loss, *jax.tree.leaves(grads)]
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])

@@ -1,0 +1,112 @@
+"""The mean gradient of a table of which workers contribute rows, in variables."""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.graph.kept_rows import cut_rows, join_rows
+from jgraph.graph.rows import Layout
+from jgraph.graph.variable import Variable
+from jgraph.plan.accumulate import IDS, ROWS
+from jgraph.train.row_step import Rows
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """The rows of one table that any worker touched; see ``Rows``.
+
+    Attributes:
+      unique: their ids, int32[n], padded.
+      table_rows: rows of the whole table.
+    """
+
+    unique: jax.Array
+    table_rows: int
+
+    def padded_with_zeros(self, values: jax.Array) -> jax.Array:
+        """Returns rows of which those that are not there are zeros."""
+        there = self.unique < self.table_rows
+        return jnp.where(there.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+
+    def spread(self, values: jax.Array, rows: int) -> jax.Array:
+        """Returns the whole table that has these rows, and zeros elsewhere."""
+        whole = jnp.zeros((rows, *values.shape[1:]), values.dtype)
+        return whole.at[self.unique].set(values, mode="drop")
+
+
+Touched: TypeAlias = Rows | JoinedRows
+"""The rows of a table that a step touches."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowMean:
+    """What workers contribute to the gradient of a table, and what becomes of it.
+
+    Each shard of the table has an array of ids and one of rows beside it. A worker
+    contributes those it looked up; the mean has all that any looked up.
+
+    Attributes:
+      table: the parameter.
+      count: rows that a worker has at most.
+      contributions: that a mean is of, at most.
+    """
+
+    table: Variable
+    count: int
+    contributions: int
+
+    @property
+    def contributed(self) -> tuple[Variable, Variable]:
+        """Ids and rows of one worker."""
+        return self._variables(self.count)
+
+    @property
+    def averaged(self) -> tuple[Variable, Variable]:
+        """Ids and rows of the mean."""
+        return self._variables(self.count * self.contributions)
+
+    def cut(self, unique: Any, rows: Any) -> dict[str, Any]:
+        """Returns what to contribute, by name of the variable."""
+        rows = rows.astype(self.table.dtype)
+        both = cut_rows(unique, rows, layout=self._layout)
+        return {v.name: x for v, x in zip(self.contributed, both, strict=True)}
+
+    def read(self) -> tuple[JoinedRows, jax.Array]:
+        """Returns (which rows, their mean gradient); called inside a graph."""
+        ids, rows = (v[...] for v in self.averaged)
+        unique, mean = join_rows(ids, rows, layout=self._layout)
+        return JoinedRows(unique, self._layout.rows), mean
+
+    @property
+    def _layout(self) -> Layout:
+        cut = self.table.spec.sharding
+        if cut is None or cut.axis:
+            # Rows that are cut themselves are handed in whole, at the first shard.
+            return Layout(self.table.shape[:1])
+        return cut.layout
+
+    def _variables(self, count: int) -> tuple[Variable, Variable]:
+        shards = self._layout.shards
+        devices = [shard.device for shard in self.table.shards[:shards]]
+        width = self.table.shape[1:]
+
+        def make(prefix: str, shape: tuple[int, ...], dtype: Any) -> Variable:
+            counts = [shards, *[1] * (len(shape) - 1)]
+            return Variable(
+                prefix + self.table.name,
+                (shape, dtype, None),
+                device=devices[0] if shards == 1 else "",
+                container=self.table.spec.container,
+                partitioner=None if shards == 1 else lambda *_: counts,
+                shard_devices=() if shards == 1 else devices,
+            )
+
+        length = count * shards
+        return (
+            make(IDS, (length,), jnp.int32),
+            make(ROWS, (length, *width), self.table.dtype),
+        )

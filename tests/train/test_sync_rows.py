@@ -1,0 +1,196 @@
+"""Tables of rows in synchronous training, on servers of this process."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgraph as jg
+from jgraph.cluster.client import Cluster, connect
+from jgraph.errors import RowIdError
+from jgraph.graph.ir import eval_graph
+from jgraph.plan.program import ContributeNode
+from jgraph.runtime.data import BatchStream
+from jgraph.train.adapters import adapt
+from jgraph.train.step import TrainStep
+from jgraph.train.sync_ps import SyncPS, SyncRunner
+from jgraph.train.trainer import Trainer
+from tests.cluster.conftest import Servers
+
+ROWS, DIM, BATCH, WORKERS, STEPS = 3000, 4, 8, 2, 12
+TABLE = "params/table/embedding"
+rng = np.random.default_rng(0)
+# Workers meet at some rows, and have others for themselves; some come twice.
+data = {
+    "ids": rng.integers(ROWS - 60, ROWS, (64, 3)).astype(np.int32),
+    "y": rng.normal(size=64).astype(np.float32),
+}
+
+
+class Embed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, rows: int = ROWS) -> None:
+        self.table = nnx.Embed(rows, DIM, rngs=rngs)
+        self.last = nnx.Linear(DIM, 1, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.last(jnp.tanh(self.table(ids)).mean(1))[:, 0]
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return jnp.mean((model(batch["ids"]) - batch["y"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    servers = Servers(ps=2, worker=WORKERS)
+    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+        yield cluster
+    servers.stop()
+
+
+def trainer(cluster: Cluster, tx: Any, sparse: Any, **options: Any) -> Trainer:
+    rows = options.pop("rows", ROWS)
+    strategy = SyncPS(step_timeout_s=20, **options)
+    model = Embed(nnx.Rngs(0), rows)
+    return Trainer(model, loss, tx, cluster=cluster, strategy=strategy, sparse=sparse)
+
+
+def fit(trainer: Trainer, steps: int = STEPS, data: Any = data) -> Any:
+    return trainer.fit(data, steps=steps, batch_size=BATCH, progress=False)
+
+
+def alone(tx: Any, sparse: Any) -> dict[str, Any]:
+    """One process that takes the batches of all workers together."""
+    parts = [{k: v[i::WORKERS] for k, v in data.items()} for i in range(WORKERS)]
+    streams = [BatchStream(part, BATCH, 0) for part in parts]
+    step = TrainStep(adapt(Embed(nnx.Rngs(0)), loss, seed=0), tx, sparse=sparse)
+    values: Any = step.initial_values
+    graph = step.graph({k: v[: WORKERS * BATCH] for k, v in data.items()})
+    run = jax.jit(lambda values, feeds: eval_graph(graph, values, feeds)[1])
+    for number in range(STEPS):
+        batches = [next(stream) for stream in streams]
+        both = {k: np.concatenate([b[k] for b in batches]) for k in data}
+        feeds = [*jax.tree.leaves(both), np.int32(number), np.int32(0)]
+        values = run(values, feeds)
+    return dict(zip(step.names, values, strict=True))
+
+
+def assert_same(trainer: Trainer, wanted: dict[str, Any]) -> None:
+    for name, value in zip(trainer.names, trainer.current_values(), strict=True):
+        due = np.asarray(wanted[name])
+        error = np.abs(np.asarray(value) - due).max() / (np.abs(due).max() + 1e-30)
+        assert error <= 1e-6, f"{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("tx", "sparse", "kind"),
+    [
+        (optax.sgd(0.1), "auto", None),
+        (optax.adagrad(0.1), "auto", "mod"),
+        (optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.01)), "lazy", "div"),
+        (optax.sgd(0.1, momentum=0.9), "exact", "div"),
+        (optax.lamb(0.01), "lazy", "mod"),
+    ],
+    ids=["sgd", "adagrad", "clip + lazy adam", "exact momentum", "lazy lamb"],
+)
+def test_rows_of_all_workers_together_are_updated_once(
+    cluster: Cluster, tx: Any, sparse: Any, kind: str | None
+) -> None:
+    options: Any = {}
+    if kind is not None:
+        cut = jg.fixed_size_partitioner(2)
+        options = {"variable_partitioner": cut, "partition_strategy": kind}
+    there = trainer(cluster, tx, sparse, **options)
+    fit(there)
+    planned = there.plan()
+    assert f"{TABLE} travels by rows" in planned.graph.notes[0]
+    assert not planned.graph.gathered
+    assert_same(there, alone(tx, sparse))
+    there.close()
+
+
+def contributed(trainer: Trainer) -> dict[str, str]:
+    """Returns the types of what a worker contributes, by name of the variable."""
+    program = trainer.plan(data, batch_size=BATCH).program
+    return {
+        partition.variables[v].name: str(partition.values[value])
+        for partition in program.partitions
+        for node in partition.nodes
+        if isinstance(node, ContributeNode)
+        for v, value in zip(node.variables, node.values, strict=True)
+    }
+
+
+def test_bytes_of_a_step_do_not_depend_on_the_table(cluster: Cluster) -> None:
+    def nbytes(rows: int) -> int:
+        there = trainer(cluster, optax.adagrad(0.1), "auto", rows=rows)
+        planned = there.plan(data, batch_size=BATCH)
+        there.close()
+        return int(planned.nbytes_per_step)
+
+    assert nbytes(ROWS) == nbytes(20 * ROWS)
+
+
+def test_only_rows_that_are_there_are_contributed(cluster: Cluster) -> None:
+    there = trainer(cluster, optax.sgd(0.1), "auto")
+    found = contributed(there)
+    assert found["mean/ids/" + TABLE] == "int32[≤24]"
+    assert found["mean/rows/" + TABLE] == "float32[≤24,4]"
+    there.close()
+
+
+def test_rows_of_a_frozen_table_stay_on_the_worker_and_as_they_are(
+    cluster: Cluster,
+) -> None:
+    frozen = {"table": optax.set_to_zero(), "last": optax.sgd(0.1)}
+    tx = optax.multi_transform(frozen, {"table": "table", "last": "last"})
+    there = trainer(cluster, tx, "auto")
+    assert "mean/rows/" + TABLE not in contributed(there)
+    before = there.model().table.embedding[...]
+    last = there.model().last.kernel[...]
+    model = fit(there, 3).model()
+    np.testing.assert_array_equal(model.table.embedding[...], before)
+    assert np.abs(model.last.kernel[...] - last).max() > 0
+    there.close()
+
+
+def test_table_whose_rows_are_cut_is_trained_alike(cluster: Cluster) -> None:
+    """Each ps has a part of every row: rows are handed in whole, and cut there."""
+
+    def columns(shape: Any, dtype: Any) -> list[int]:
+        return [1, 2] if shape == (ROWS, DIM) else [1] * len(shape)
+
+    tx = optax.adagrad(0.1)
+    there = trainer(cluster, tx, "auto", variable_partitioner=columns)
+    fit(there)
+    assert_same(there, alone(tx, "auto"))
+    there.close()
+
+
+def test_id_without_a_row_ends_the_run_and_changes_nothing(cluster: Cluster) -> None:
+    there = trainer(cluster, optax.sgd(0.1), "auto")
+    before = there.current_values()
+    bad = {**data, "ids": np.full_like(data["ids"], ROWS)}
+    with pytest.raises(RowIdError, match=f"has the id {ROWS}"):
+        fit(there, 2, bad)
+    for old, new in zip(before, there.current_values(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    there.close()
+
+
+def test_late_rows_of_a_slow_worker_are_dropped(cluster: Cluster) -> None:
+    there = trainer(cluster, optax.adagrad(0.1), "auto", backup_workers=1)
+    fit(there, 1)
+    runner = there._made()[1]
+    assert isinstance(runner, SyncRunner)
+    runner.compute_wait_s = {1: 0.05}
+    run = fit(there, 30)
+    assert set(run.metrics("contributions")["value"]) == {1}
+    assert np.isfinite(run.metrics("loss")["value"]).all()
+    assert run.dropped()["/job:worker/task:1"] > 0
+    there.close()
