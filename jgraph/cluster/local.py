@@ -4,7 +4,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -31,11 +31,13 @@ class LocalCluster(Cluster):
     Args:
       ps: how many parameter servers.
       workers: how many workers.
+      evaluators: 1: a task that evaluates while the workers train on.
+      allow_sources: see ``Server``.
       jobs: further jobs, ``{"name": count}``.
       timeout_s: how long to wait until all tasks serve.
       env: environment variables for the processes, for example
-        ``{"JAX_PLATFORMS": "cpu"}``; a ps gets that one by default, since it must not
-        take an accelerator from a worker.
+        ``{"JAX_PLATFORMS": "cpu"}``; a ps and an evaluator get that one by default,
+        since they must not take an accelerator from a worker.
       log_dir: existing directory for the tasks' logs; a temporary one if unset,
         which goes with the cluster.
       transport: ``"auto"`` passes large tensors through shared memory; ``"grpc"`` as
@@ -60,6 +62,8 @@ class LocalCluster(Cluster):
         ps: int = 2,
         workers: int = 2,
         *,
+        evaluators: int = 0,
+        allow_sources: Sequence[str] = (),
         jobs: Mapping[str, int] | None = None,
         timeout_s: float = START_S,
         env: Mapping[str, str] | None = None,
@@ -70,6 +74,8 @@ class LocalCluster(Cluster):
     ) -> None:
         check_transport(transport)
         counts = {"ps": ps, "worker": workers, **(jobs or {})}
+        if evaluators:
+            counts["evaluator"] = evaluators
         check_counts(counts)
         clock = clock or SystemClock()
         deadline = clock.now() + timeout_s
@@ -82,6 +88,7 @@ class LocalCluster(Cluster):
             self._processes = TaskProcesses(
                 *(counts, self._directory, env or {}, transport, timeout_s),
                 tls_directory=self._certificates,
+                allow_sources=allow_sources,
             )
         except BaseException:
             self._forget_files()

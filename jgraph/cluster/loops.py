@@ -88,6 +88,8 @@ class LoopRequest:
       may_be_lost: others go on when the task goes away.
       sync: set: decide and apply updates of synchronous training; ``handle`` applies.
       compute_wait_s: for benchmarks: emulated computing in each step.
+      plan: the slots, where the task has data of its own and all of it once, in order,
+        is not shuffled by ``seed``.
     """
 
     task: TaskName
@@ -106,6 +108,7 @@ class LoopRequest:
     may_be_lost: bool = False
     compute_wait_s: float = 0.0
     data_feeds: tuple[str, ...] = ()
+    plan: SlotPlan | None = None
 
 
 @final
@@ -158,7 +161,7 @@ class LoopHandle:
         self._name = unique("loop")
         self._requests = list(requests)
         self._data = data
-        self._plan = "" if data is None else json.dumps(data.plan.to_dict())
+        self._plan = "" if data is None else _plain(data.plan)
         if data is not None:
             self._open(data)
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -253,7 +256,7 @@ class LoopHandle:
             step_feed=request.step_feed,
             replica_feed=request.replica_feed,
             data_run=self._name if self._data is not None else "",
-            data_plan=self._plan,
+            data_plan=self._plan if request.plan is None else _plain(request.plan),
             compute_wait_s=request.compute_wait_s,
             sync=_sync_order(request.sync),
             data_feeds=request.data_feeds,
@@ -322,6 +325,10 @@ class LoopHandle:
         telling = asyncio.ensure_future(tell())
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
+
+
+def _plain(plan: SlotPlan) -> str:
+    return json.dumps(plan.to_dict())
 
 
 def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:

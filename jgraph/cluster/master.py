@@ -71,7 +71,7 @@ class Master:
             "Master.Variables": self._variables,
             "Master.ReadTable": self._of_a_table("ReadTable"),
             "Master.LoadTable": self._of_a_table("LoadTable"),
-            "Master.Reset": self._each("Reset"),
+            "Master.Reset": self._each("Reset", lost_ok=True),
             "Master.RunLoop": self._run_loop,
             "Master.StopLoop": self._stop_loop,
             "Master.OpenGate": self._open_gate,

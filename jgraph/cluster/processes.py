@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +35,7 @@ class TaskProcess:
       environment: variables to set for it.
       transport: see ``Server``.
       tls_directory: with its certificate; empty for plain text.
+      allow_sources: see ``Server``.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TaskProcess:
         environment: Mapping[str, str],
         transport: TransportChoice = "auto",
         tls_directory: str = "",
+        allow_sources: Sequence[str] = (),
     ) -> None:
         self.task = TaskName(f"/job:{job}/task:{index}")
         self.address = ""
@@ -52,7 +54,7 @@ class TaskProcess:
         child = [sys.executable, "-m", "jgraph.cluster.child"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*child, job, str(index), transport, tls_directory],
+                [*child, job, str(index), transport, tls_directory, *allow_sources],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -131,11 +133,13 @@ class TaskProcesses:
     Args:
       counts: how many tasks each job has.
       directory: where their logs go.
-      environment: variables to set for them; a ps gets ``JAX_PLATFORMS=cpu`` unless
-        told otherwise, since it must not take an accelerator from a worker.
+      environment: variables to set for them; a ps and an evaluator get
+        ``JAX_PLATFORMS=cpu`` unless told otherwise, since they must not take an
+        accelerator from a worker.
       transport: see ``Server``.
       timeout_s: how long to wait until all listen and know each other.
       tls_directory: where certificates of all tasks are; empty for plain text.
+      allow_sources: see ``Server``.
 
     Raises:
       StartError: one ended while starting, or was not ready in time; none is left.
@@ -149,11 +153,13 @@ class TaskProcesses:
         transport: TransportChoice = "auto",
         timeout_s: float = START_S,
         tls_directory: str = "",
+        allow_sources: Sequence[str] = (),
     ) -> None:
         self._processes: dict[TaskName, TaskProcess] = {}
         try:
             for job, count in counts.items():
-                default = {"JAX_PLATFORMS": "cpu"} if job == "ps" else {}
+                modest = job in ("ps", "evaluator")
+                default = {"JAX_PLATFORMS": "cpu"} if modest else {}
                 for index in range(count):
                     process = TaskProcess(
                         job,
@@ -162,6 +168,7 @@ class TaskProcesses:
                         {**default, **environment},
                         transport,
                         tls_directory,
+                        allow_sources,
                     )
                     self._processes[process.task] = process
             self._each(TaskProcess.wait_started, timeout_s)

@@ -43,10 +43,14 @@ def epoch_order(length: int, seed: int, *epoch: int) -> Rows:
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of the data with a name for messages: a file, or all there is."""
+    """A piece of the data with a name for messages: a file, or all there is.
+
+    ``first`` is the row of its first example; those before it are left out.
+    """
 
     name: str
     examples: int
+    first: int = 0
 
 
 @final
@@ -168,6 +172,9 @@ class SlotPlan:
         do not fill a batch.
         """
         span = self.span(slot)
+        return self.parts[span.part].first + self._within(epoch, slot, span)
+
+    def _within(self, epoch: int, slot: int, span: Span) -> Rows:
         if self.shuffle == "examples":
             whole = self._epoch_order(epoch)
             return whole[span.first * self.batch_size :][
@@ -191,7 +198,7 @@ class SlotPlan:
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data."""
         return {
-            "parts": [[part.name, part.examples] for part in self.parts],
+            "parts": [[p.name, p.examples, p.first] for p in self.parts],
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -202,7 +209,7 @@ class SlotPlan:
     def from_dict(cls, plain: Mapping[str, Any]) -> "SlotPlan":
         """Makes the plan that ``to_dict`` described."""
         return cls(
-            [Part(str(name), int(examples)) for name, examples in plain["parts"]],
+            [Part(str(name), *map(int, rows)) for name, *rows in plain["parts"]],
             int(plain["batch_size"]),
             int(plain["seed"]),
             shuffle=plain["shuffle"],

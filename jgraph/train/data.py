@@ -66,9 +66,19 @@ class Dataset:
         """
         check_batch_size(batch_size, len(self))
         if self.facts is None:
-            return SlotPlan([Part("the data", len(self))], batch_size, seed)
-        shuffle = self.facts.shuffle
-        return SlotPlan(self.facts.parts, batch_size, seed, shuffle=shuffle)
+            return SlotPlan(self.parts, batch_size, seed)
+        return SlotPlan(self.parts, batch_size, seed, shuffle=self.facts.shuffle)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its batches can be read in this process."""
+        return self.local is not None or not self.source
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What there is: all arrays together, or files."""
+        whole = (Part("the data", len(self)),)
+        return whole if self.facts is None else self.facts.parts
 
     def reader(self) -> Reader:
         """Returns what reads batches in this process."""
@@ -93,10 +103,14 @@ class Dataset:
         return digest.hexdigest()
 
     def batches(self, batch_size: int) -> Iterator[tuple[int, Batch]]:
-        """Yields (examples, batch) once, in order; the last one is smaller."""
-        for first in range(0, len(self), batch_size):
-            fields = [a[first : first + batch_size] for a in self.fields.values()]
-            yield len(fields[0]), self.batch(fields)
+        """Yields (examples, batch) once, in order; the last of a part is smaller."""
+        reader = self.reader()
+        names = list(self.fields) if self.local is None else sorted(reader.fields)
+        for number, part in enumerate(self.parts):
+            for first in range(0, part.examples, batch_size):
+                rows = np.arange(first, min(first + batch_size, part.examples))
+                fields = reader.read(number, rows)
+                yield len(rows), self.batch([fields[name] for name in names])
 
 
 def as_dataset(

@@ -1,6 +1,6 @@
 """Evaluation and prediction with a model's current values, in this process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -36,21 +36,8 @@ class Evaluator:
             rows.append(self._step(tree["params"], tree["state"], batch))
             weights.append(count)
         rows = jax.device_get(rows)
-        if not rows[0]:
-            raise ConfigError(
-                "there is nothing to evaluate: this loss is for training only; give "
-                "Trainer(…, metrics={'accuracy': fn})"
-            )
-        for name, value in rows[0].items():
-            if np.ndim(value):
-                raise ConfigError(
-                    f"metric '{name}' has shape {np.shape(value)}; return the mean "
-                    "over the batch, a scalar"
-                )
-        return {
-            name: float(np.average([row[name] for row in rows], weights=weights))
-            for name in rows[0]
-        }
+        check_metrics({name: np.shape(value) for name, value in rows[0].items()})
+        return weighted(rows, weights)
 
     def predict(
         self,
@@ -65,3 +52,37 @@ class Evaluator:
             for _, batch in data.batches(batch_size)
         ]
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+
+def check_metrics(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses metrics that have no mean.
+
+    Raises:
+      ConfigError: one is not a scalar, or there is none.
+    """
+    if not shapes:
+        raise ConfigError(
+            "there is nothing to evaluate: this loss is for training only; give "
+            "Trainer(…, metrics={'accuracy': fn})"
+        )
+    for name, shape in shapes.items():
+        if shape:
+            raise ConfigError(
+                f"metric '{name}' has shape {tuple(shape)}; return the mean over the "
+                "batch, a scalar"
+            )
+
+
+def weighted(
+    rows: Sequence[Mapping[str, Any]], weights: Sequence[int]
+) -> dict[str, float]:
+    """Returns the mean of each metric over batches of so many examples.
+
+    Example:
+      >>> weighted([{"loss": 1.0}, {"loss": 4.0}], [2, 1])
+      {'loss': 2.0}
+    """
+    return {
+        name: float(np.average([row[name] for row in rows], weights=weights))
+        for name in rows[0]
+    }

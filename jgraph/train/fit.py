@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.errors import ClusterError, ConfigError
+from jgraph.train.evaluations import Evaluations
 from jgraph.train.history import History
 from jgraph.train.large import KEPT_BYTES
 from jgraph.train.progress import Display, Report, make_display
@@ -29,7 +30,7 @@ class Fit:
       order: which steps.
       run: the user's handle.
       history: where measurements go.
-      evaluate: evaluates the model as it is now; None: never.
+      evaluations: evaluate the model; None: never.
       callbacks: called with each report.
       checked: names of the leaves to check for NaN; None: not checked.
       lookups: what the ids that are checked are of; see ``check_ids``.
@@ -41,7 +42,7 @@ class Fit:
     order: Order
     run: Run
     history: History
-    evaluate: Callable[[], Mapping[str, float]] | None
+    evaluations: Evaluations | None
     callbacks: Sequence[Callback]
     checked: Sequence[str] | None
     lookups: Sequence[tuple[str, str, int]]
@@ -95,7 +96,7 @@ class Fit:
             total,
             self.order.batch_size,
             self.clock,
-            evaluate=self.evaluate,
+            evaluations=self.evaluations,
             every=self.order.eval_every,
         )
         with make_display(show=self.progress) as display:

@@ -62,10 +62,11 @@ class History:
         with self._lock:
             return dict(self._chunks[-1].dropped) if self._chunks else {}
 
-    def add_evaluation(self, seconds: float, values: Mapping[str, float]) -> None:
-        """Appends an evaluation made now; names get the prefix ``eval_``."""
+    def add_evaluation(
+        self, step: int, seconds: float, values: Mapping[str, float]
+    ) -> None:
+        """Appends what a model was worth; names get the prefix ``eval_``."""
         row = {f"eval_{name}": value for name, value in values.items()}
-        step = self.steps
         with self._lock:
             self._evaluations.append((step, seconds, row))
 

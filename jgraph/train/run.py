@@ -15,6 +15,7 @@ from jgraph.train.history import History
 from jgraph.train.profile import Profile
 from jgraph.train.progress import Report
 from jgraph.train.runner import Events, Position, Staleness
+from jgraph.train.source import Source
 
 
 class Result(Protocol):
@@ -43,7 +44,10 @@ class Result(Protocol):
         """Returns where in the data the training is now."""
 
     def evaluate_values(
-        self, values: Sequence[Any] | None, data: Data, batch_size: int
+        self,
+        values: Sequence[Any] | None,
+        data: Data | Source,
+        batch_size: int,
     ) -> dict[str, float]:
         """Evaluates the model of these variable values; None: those of now."""
 
@@ -187,7 +191,7 @@ class Run:
             path, self._values(), position, overwrite=overwrite
         )
 
-    def evaluate(self, data: Data, batch_size: int = 256) -> dict[str, float]:
+    def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the Trainer's metrics on ``data``; see Trainer."""
         return self._result.evaluate_values(self._outcome.values, data, batch_size)
 

@@ -11,6 +11,7 @@ import numpy as np
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.sources import SourceFacts, open_source_on
 from jgraph.errors import ConfigError, SourceError
+from jgraph.graph.ir import TaskName
 from jgraph.runtime.sources import open_source
 from jgraph.train.data import Data, Dataset, as_dataset
 
@@ -89,8 +90,8 @@ class Source:
         what = self.spec.get("path", self.spec.get("function"))
         return f"Source({self.spec['kind']}, {what!r})"
 
-    def open(self, cluster: Cluster | None) -> Dataset:
-        """Opens the source, on every worker of the cluster or here.
+    def open(self, cluster: Cluster | None, tasks: Sequence[TaskName] = ()) -> Dataset:
+        """Opens the source on these tasks of the cluster (all workers), or here.
 
         Raises:
           SourceError: see the class; also what differs between two workers.
@@ -100,7 +101,7 @@ class Source:
             reader = open_source(self.spec, ("*",))
             facts = SourceFacts(dict(reader.fields), reader.parts, reader.shuffle)
             return Dataset(*_shown(facts), facts=facts, local=reader, source=plain)
-        workers = cluster.tasks("worker")
+        workers = list(tasks) or cluster.tasks("worker")
         found = [open_source_on(cluster, worker, plain) for worker in workers]
         for worker, other in zip(workers, found, strict=True):
             if other != found[0]:
@@ -114,7 +115,10 @@ class Source:
 
 
 def as_source_or_dataset(
-    data: Data | Source, cluster: Cluster | None, *, finite: bool
+    data: Data | Source | Dataset,
+    cluster: Cluster | None = None,
+    *,
+    finite: bool = False,
 ) -> Dataset:
     """Opens a source, or checks arrays as ``as_dataset`` does."""
     if isinstance(data, Source):

@@ -5,6 +5,7 @@ from typing import TypeAlias
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ConfigError
+from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner
 from jgraph.train.local import Local, LocalRunner
 from jgraph.train.runner import Runner
@@ -46,6 +47,17 @@ def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strat
             "cluster=, or use strategy=jg.AsyncPS()"
         )
     return strategy
+
+
+def arrangement_on(cluster: Cluster | None, strategy: Strategy) -> Arrangement | None:
+    """Returns how variables are cut and placed; None: they stay in this process.
+
+    Raises:
+      ConfigError: the cluster has no ps or no worker.
+    """
+    if cluster is None or isinstance(strategy, Local):
+        return None
+    return strategy.arrangement(cluster)
 
 
 def make_runner(

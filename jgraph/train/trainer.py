@@ -14,13 +14,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.train import checkpoint
-from jgraph.train.adapters import (
-    Adapter,
-    Loss,
-    Metric,
-    Model,
-    adapt,
-)
+from jgraph.train.adapters import Adapter, Loss, Metric, Model, adapt
 from jgraph.train.arguments import check_arguments
 from jgraph.train.async_ps import AsyncPS, new_container
 from jgraph.train.data import (
@@ -37,9 +31,15 @@ from jgraph.train.local import Local
 from jgraph.train.row_step import Sparse
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Events, Order, Position, Runner, Staleness
+from jgraph.train.side_car import SideCar, as_evaluated, make_evaluations, make_side_car
 from jgraph.train.source import Source, as_source_or_dataset
 from jgraph.train.step import TrainStep
-from jgraph.train.strategies import Strategy, choose_strategy, make_runner
+from jgraph.train.strategies import (
+    Strategy,
+    arrangement_on,
+    choose_strategy,
+    make_runner,
+)
 from jgraph.train.trees import Tree
 
 
@@ -130,6 +130,7 @@ class Trainer:
         self._clock = SystemClock()
         self._busy = threading.Lock()
         self._parts: tuple[TrainStep, Runner, Evaluator] | None = None
+        self._side_car: SideCar | None = None
         self._trained_on: Dataset | None = None
         self._closed = False
 
@@ -139,7 +140,7 @@ class Trainer:
         *,
         steps: int,
         batch_size: int = 128,
-        eval_data: Data | None = None,
+        eval_data: Data | Source | None = None,
         eval_every: int | None = None,
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
@@ -156,8 +157,9 @@ class Trainer:
             epoch; a last partial batch is left out.
           steps: updates of the model, all workers together.
           batch_size: examples per step.
-          eval_data: evaluated at the end, and every ``eval_every`` steps.
-          eval_every: steps between evaluations.
+          eval_data: evaluated at the end, and every ``eval_every`` steps: by a task of
+            the job ``evaluator`` while the others train on, or here if there is none.
+          eval_every: steps between evaluations, or more while one takes longer.
           callbacks: called as ``callback(run, report)``, twice a second or so.
           progress: show a live line.
           block: wait for the end; else train in the background, see ``Run.wait``.
@@ -174,9 +176,7 @@ class Trainer:
         )
         check_evaluation(eval_data, eval_every)
         dataset = as_source_or_dataset(data, self._cluster, finite=self._check_finite)
-        evaluated = None if eval_data is None else as_dataset(eval_data, "eval_data")
-        if evaluated is not None:
-            check_alike(dataset, evaluated, "the training data")
+        evaluated = as_evaluated(eval_data, self._cluster, dataset)
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(
                 "this Trainer is already training; wait for that run (run.wait()) or "
@@ -184,6 +184,9 @@ class Trainer:
             )
         try:
             step, runner, _ = self._prepare(dataset, batch_size)
+            evaluations = make_evaluations(
+                self._side_car, self.evaluate, eval_data, evaluated
+            )
             history = History(runner.global_step())
         except BaseException:
             self._busy.release()
@@ -195,9 +198,7 @@ class Trainer:
             order=order,
             run=run,
             history=history,
-            evaluate=None
-            if evaluated is None
-            else lambda: self.evaluate_values(None, evaluated, batch_size=256),
+            evaluations=evaluations,
             callbacks=callbacks,
             checked=step.checked if self._check_finite else None,
             lookups=step.lookups(dataset.avals(batch_size)),
@@ -225,8 +226,10 @@ class Trainer:
             )
         return self._parts[1].plan()
 
-    def evaluate(self, data: Data, batch_size: int = 256) -> dict[str, float]:
+    def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the metrics on ``data``, as means over all examples.
+
+        In this process, which also opens a ``jg.Source``.
 
         Scalars that the loss returns beside its value count as metrics. A linen loss
         that takes ``rng`` or changes collections is for training only; then just the
@@ -282,6 +285,8 @@ class Trainer:
     def close(self) -> None:
         """Drops the variables of this Trainer on its cluster; runs keep their own."""
         self._closed = True
+        if self._side_car is not None:
+            self._side_car.close()
         if self._parts is not None:
             self._parts[1].close()
 
@@ -327,10 +332,13 @@ class Trainer:
         return checkpoint.save(path, tree, position, overwrite=overwrite)
 
     def evaluate_values(
-        self, values: Sequence[Any] | None, data: Data | Dataset, batch_size: int
+        self,
+        values: Sequence[Any] | None,
+        data: Data | Source | Dataset,
+        batch_size: int,
     ) -> dict[str, float]:
         """Evaluates the model of these values. Called by ``Run``."""
-        dataset = as_dataset(data)
+        dataset = as_source_or_dataset(data)
         self._check_alike(dataset)
         step, runner, evaluator = self._made(dataset)
         if values is None:
@@ -375,6 +383,8 @@ class Trainer:
                 wrt=self._wrt,
             )
             step, runner = self._runner(adapter)
+            options = self._metrics, self._cluster, self._sparse
+            self._side_car = make_side_car(step, *options)
             self._parts = step, runner, Evaluator(adapter, self._metrics)
         return self._parts
 
@@ -389,9 +399,7 @@ class Trainer:
             gradient_dtype=strategy.gradient_dtype
             if isinstance(strategy, AsyncPS)
             else None,
-            arrangement=None
-            if cluster is None or isinstance(strategy, Local)
-            else strategy.arrangement(cluster),
+            arrangement=arrangement_on(cluster, strategy),
             container="" if cluster is None else new_container(),
         )
         return step, make_runner(step, cluster, strategy, self._clock)

@@ -1,6 +1,6 @@
 """From what replicas did to reports: rates, means, evaluations, non-finite values."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -11,6 +11,7 @@ from jgraph.errors import NonFiniteError, RowIdError
 from jgraph.graph.rows import NO_ID
 from jgraph.runtime.data import Array
 from jgraph.train.checks import BAD_IDS, CHECKS, FINITE
+from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.history import History
 from jgraph.train.progress import Report
 from jgraph.train.runner import Chunk
@@ -25,7 +26,7 @@ class Watch:
       total: number of the last step.
       batch_size: examples per step.
       clock: measures time.
-      evaluate: evaluates the model as it is now.
+      evaluations: evaluate the model; None: never.
       every: steps between evaluations; None: only at the end.
     """
 
@@ -36,14 +37,14 @@ class Watch:
         batch_size: int,
         clock: Clock,
         *,
-        evaluate: Callable[[], Mapping[str, float]] | None = None,
+        evaluations: Evaluations | None = None,
         every: int | None = None,
     ) -> None:
         self._history = history
         self._total = total
         self._batch_size = batch_size
         self._clock = clock
-        self._evaluate = evaluate
+        self._evaluations = evaluations
         self._every = every
         self._last: Report | None = None
         self._began = clock.now()
@@ -56,7 +57,7 @@ class Watch:
         return self._clock.now() - self._began
 
     def take(self, chunk: Chunk) -> Report:
-        """Keeps a chunk and returns how the run stands; evaluates when due."""
+        """Keeps a chunk and returns how the run stands; lets evaluate when due."""
         before = self._history.steps
         self._history.add(chunk)
         steps, every = self._history.steps, self._every
@@ -71,23 +72,25 @@ class Watch:
             metrics=_means(chunk.metrics),
             dropped=chunk.dropped,
         )
+        if self._evaluations is None:
+            return self._last
         # The last evaluation is that of finish: of what comes out in the end.
-        return (
-            self._evaluated(self._last) if due and steps < self._total else self._last
-        )
+        if due and steps < self._total:
+            self._evaluations.begin(steps)
+        return self._evaluated(self._last, self._evaluations.take(steps))
 
     def finish(self) -> Report | None:
         """Evaluates when all steps are applied; None if there is nothing to say."""
-        if self._evaluate is None or self._last is None:
+        if self._evaluations is None or self._last is None:
             return None
-        return self._evaluated(self._last)
+        evaluated = self._evaluations.finish(self._history.steps)
+        return self._evaluated(self._last, evaluated)
 
-    def _evaluated(self, report: Report) -> Report:
-        if self._evaluate is None:
-            return report
-        evaluation = self._evaluate()
-        self._history.add_evaluation(self.seconds, evaluation)
-        return replace(report, seconds=self.seconds, evaluation=evaluation)
+    def _evaluated(self, report: Report, evaluations: Sequence[Evaluation]) -> Report:
+        for each in evaluations:
+            self._history.add_evaluation(each.step, self.seconds, each.values)
+            report = replace(report, seconds=self.seconds, evaluation=each.values)
+        return report
 
     def _rate(self, chunk: Chunk) -> float:
         """Returns steps per second of all replicas, by their own clocks."""

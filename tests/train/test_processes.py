@@ -13,6 +13,8 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.local import LocalCluster
 from jgraph.errors import JGError
 from jgraph.runtime.data import BatchStream
+from jgraph.train.progress import Report
+from jgraph.train.run import Run
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.train.models import NnxMLP, data, nnx_loss
@@ -124,3 +126,41 @@ def test_sync_workers_equal_one_process_and_a_killed_one_is_done_without() -> No
         counts = more.metrics("contributions")["value"]
         assert more.steps == 510
         assert (counts[0], counts[-1]) == (2, 1)
+
+
+def test_training_goes_on_when_the_evaluator_is_killed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    evaluator = "/job:evaluator/task:0"
+    with LocalCluster(ps=1, workers=2, evaluators=1) as cluster:
+        trainer = Trainer(
+            NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, optax.sgd(0.1), cluster=cluster
+        )
+        beside: list[int] = []
+
+        def kill_after_the_first(run: Run, report: Report) -> None:
+            if report.evaluation is not None and not beside:
+                beside.append(report.step)
+                cluster.kill(evaluator)
+
+        run = trainer.fit(
+            data(),
+            steps=3000,
+            batch_size=8,
+            eval_data=data(300, seed=1),
+            eval_every=20,
+            callbacks=[kill_after_the_first],
+            progress=False,
+        )
+        assert run.state == "done"
+        assert run.steps == 3000
+        found = run.metrics("eval_loss")
+        # The first one is of an earlier moment than when it was told.
+        assert found["step"][0] <= beside[0] < 3000
+        assert found["step"][-1] == 3000
+        assert found["value"][-1] == run.evaluate(data(300, seed=1))["loss"]
+        warned = [r.getMessage() for r in caplog.records if "evaluat" in r.name]
+        assert len(warned) == 1
+        assert "this client evaluates from now on" in warned[0]
+        assert evaluator in warned[0]
+        trainer.close()

@@ -82,12 +82,3 @@ def test_strategy_that_cannot_use_a_source_says_so(cluster: Cluster) -> None:
     there = Trainer(model, loss, optax.sgd(1e-3), cluster=cluster, strategy=SyncPS())
     with pytest.raises(ConfigError, match=r"SyncPS takes arrays, not a jg\.Source"):
         there.fit(source, steps=1, batch_size=2, progress=False)
-
-
-def test_evaluation_takes_arrays(cluster: Cluster) -> None:
-    source = Source.grain(f"{FUNCTIONS}:squares")
-    there = Trainer(
-        nnx.Linear(2, 1, rngs=nnx.Rngs(0)), loss, optax.sgd(1e-3), cluster=cluster
-    )
-    with pytest.raises(DataError, match="data is a Source; give arrays"):
-        there.evaluate(source)  # type: ignore[arg-type]  # what the test is about

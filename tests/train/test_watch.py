@@ -10,6 +10,7 @@ from rich.console import Console
 from jgraph.clock import Clock
 from jgraph.errors import NonFiniteError
 from jgraph.train.checks import FINITE
+from jgraph.train.evaluations import Evaluations
 from jgraph.train.history import History
 from jgraph.train.progress import (
     CellBar,
@@ -57,7 +58,7 @@ def test_evaluation_happens_at_multiples_and_once_at_the_end() -> None:
         made.append(history.steps)
         return {"accuracy": 0.5}
 
-    watch = Watch(history, 8, 1, CLOCK, evaluate=evaluate, every=3)
+    watch = Watch(history, 8, 1, CLOCK, evaluations=Evaluations(evaluate), every=3)
     reports = [watch.take(chunk(0, [i + 1.0] * 2)) for i in range(4)]
     assert [r.evaluation is not None for r in reports] == [False, True, True, False]
     last = watch.finish()

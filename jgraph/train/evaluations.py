@@ -1,0 +1,130 @@
+"""Evaluations of one run: beside the training where a task is there for it, or here."""
+
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from jgraph.errors import JGError
+
+_LOG = logging.getLogger("jgraph.evaluate")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Metrics of the model as it was after ``step`` updates."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+Here: TypeAlias = Callable[[], Mapping[str, float]]
+SideCar: TypeAlias = Callable[[], Evaluation]
+
+
+@final
+class Evaluations:
+    """Evaluates when told to; used by one thread.
+
+    A side car evaluates in a thread of its own, one evaluation after the other; what is
+    asked for meanwhile is one more after it, of the model as it then is. The first
+    error of a side car is its last: it is told once, and evaluation goes on here.
+
+    Args:
+      here: evaluates the model as it is now, in this process.
+      side_car: evaluates elsewhere; its waits have deadlines of their own.
+
+    Example:
+      >>> evaluations = Evaluations(lambda: {"loss": 0.5})
+      >>> evaluations.begin(10)
+      >>> evaluations.take(10)
+      [Evaluation(step=10, values={'loss': 0.5})]
+    """
+
+    def __init__(self, here: Here, side_car: SideCar | None = None) -> None:
+        self._here: Here | None = here
+        self._side_car = side_car
+        self._under_way: Future[Evaluation] | None = None
+        self._again = False
+        self._over: list[Evaluation] = []
+
+    def begin(self, step: int) -> None:
+        """Evaluates the model after ``step`` updates, or a little later."""
+        if self._side_car is None:
+            self._evaluate_here(step)
+        elif self._under_way is None:
+            self._under_way = _in_thread(self._side_car)
+        else:
+            self._again = True
+
+    def take(self, step: int) -> list[Evaluation]:
+        """Returns what was evaluated since the last call; ``step`` is that of now."""
+        if self._under_way is not None and self._under_way.done():
+            again, self._again = self._again, False
+            self._settle(self._under_way, step)
+            if again and self._side_car is not None:
+                self.begin(step)
+        over, self._over = self._over, []
+        return over
+
+    def finish(self, step: int) -> list[Evaluation]:
+        """Evaluates what came out after the last step, and returns what is left."""
+        self._again = False
+        self._wait(step)
+        if not self._over or self._over[-1].step < step:
+            self.begin(step)
+            self._wait(step)
+        return self.take(step)
+
+    def _wait(self, step: int) -> None:
+        if self._under_way is not None:
+            wait([self._under_way])
+            self._settle(self._under_way, step)
+
+    def _settle(self, future: Future[Evaluation], step: int) -> None:
+        self._under_way = None
+        error = future.exception()
+        if error is None:
+            self._over.append(future.result())
+            return
+        self._side_car = None
+        try:
+            self._evaluate_here(step)
+        except JGError as also:
+            self._here = None
+            _LOG.warning(
+                "evaluation beside the training failed, and there is none from now on, "
+                "since it fails here too (%s): %s",
+                also,
+                error,
+            )
+        else:
+            _LOG.warning(
+                "evaluation beside the training failed; this client evaluates from "
+                "now on: %s",
+                error,
+            )
+
+    def _evaluate_here(self, step: int) -> None:
+        if self._here is not None:
+            self._over.append(Evaluation(step, self._here()))
+
+
+def _in_thread(fn: SideCar) -> Future[Evaluation]:
+    future: Future[Evaluation] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(fn())
+        except BaseException as error:  # noqa: BLE001  # told by whoever asks
+            future.set_exception(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(
+        target=context.run, args=(work,), name="jgraph-evaluate", daemon=True
+    ).start()
+    return future
