@@ -109,7 +109,7 @@ def server(
         list[str] | None,
         typer.Option(
             help="Pattern of package.module:function that data may come from; may be "
-            "given more than once."
+            "given more than once, and in the cluster file: allow of [sources]."
         ),
     ] = None,
 ) -> None:
@@ -119,6 +119,7 @@ def server(
     from jgraph.cluster.allocator import keep_memory
     from jgraph.cluster.server import Server
     from jgraph.cluster.serving import configure_logging, serve
+    from jgraph.cluster.sources import allowed_sources_in
     from jgraph.cluster.spec import ClusterSpec, TFConfig
     from jgraph.cluster.transport_choice import tls_directory_in
 
@@ -127,6 +128,7 @@ def server(
     if cluster is not None:
         spec = ClusterSpec.from_toml(cluster)
         tls_dir = tls_dir or tls_directory_in(cluster)
+        allow_source = [*(allow_source or ()), *allowed_sources_in(cluster)]
     else:
         config = TFConfig.read()
         spec, job, task = (

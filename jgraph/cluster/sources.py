@@ -1,7 +1,9 @@
 """Sources that tasks open themselves, as a client asks for them."""
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -25,6 +27,16 @@ class SourceFacts:
     fields: Mapping[str, Field]
     parts: tuple[Part, ...]
     shuffle: Shuffle
+
+
+def allowed_sources_in(path: Path) -> list[str]:
+    """Returns the import paths that a cluster file lets data come from.
+
+    Args:
+      path: a file that ``ClusterSpec.from_toml`` has taken.
+    """
+    table = tomllib.loads(path.read_text(encoding="utf-8")).get("sources")
+    return list(table["allow"]) if table else []
 
 
 def open_source_on(cluster: "Cluster", task: TaskName, source: str) -> SourceFacts:

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from jgraph.cluster.spec_check import Jobs, read_jobs, refuse, tls_problems
+from jgraph.cluster.spec_check import (
+    Jobs,
+    read_jobs,
+    refuse,
+    source_problems,
+    tls_problems,
+)
 from jgraph.errors import ClusterSpecError, UnknownDeviceError
 from jgraph.graph.device import DeviceSpec, TaskName
 
@@ -83,7 +89,8 @@ class ClusterSpec:
             3 = "nodeE:8470"
 
         A table ``[tls]`` with ``dir = "certs"`` says where certificates are; it is for
-        ``tls_directory_in``.
+        ``tls_directory_in``. A table ``[sources]`` with ``allow = ["package.data:*"]``
+        says which import paths data may come from; it is for ``allowed_sources_in``.
 
         Args:
           path: the file.
@@ -107,9 +114,10 @@ class ClusterSpec:
         problems = [
             f"unknown table or key '{key}'; the tasks go under [cluster]"
             for key in content
-            if key not in {"cluster", "tls"}
+            if key not in {"cluster", "tls", "sources"}
         ]
         problems += tls_problems(content.get("tls"))
+        problems += source_problems(content.get("sources"))
         if "cluster" not in content:
             problems.append(
                 "there is no [cluster] table; write for example\n"

@@ -60,6 +60,18 @@ def tls_problems(table: Any) -> list[str]:
     ]
 
 
+def source_problems(table: Any) -> list[str]:
+    """Returns what is wrong with the table ``[sources]`` of a cluster file."""
+    allow = table.get("allow") if isinstance(table, Mapping) else None
+    right = isinstance(allow, list) and all(isinstance(each, str) for each in allow)
+    if table is None or (right and len(table) == 1):
+        return []
+    return [
+        f"[sources] is {table!r:.80}; it has one key, a list of patterns of import "
+        'paths: allow = ["package.data:*"]'
+    ]
+
+
 def refuse(problems: list[str], source: str) -> NoReturn:
     """Raises one ClusterSpecError that tells all ``problems`` of ``source``."""
     if len(problems) == 1:

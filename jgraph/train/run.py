@@ -120,6 +120,16 @@ class Run:
         """
         return self._history.dropped()
 
+    def repeated(self) -> int:
+        """Returns how many batches were dealt again, after a worker was lost.
+
+        Each may have been trained on twice. Over all runs of the Trainer, and those
+        before its checkpoint.
+        """
+        ended = self._done.is_set()
+        position = self._outcome.position if ended else self._result.current_position()
+        return 0 if position is None else int(position["again"])
+
     def staleness(self) -> Staleness:
         """Returns how old gradients were: worker -> ps -> staleness -> updates.
 
@@ -241,6 +251,8 @@ class Run:
             facts["step"] = f"{self.steps}/{report.steps}"
             facts["time"] = f"{report.seconds:.1f} s"
             facts.update({k: f"{v:.4f}" for k, v in report.metrics.items()})
+        if self._done.is_set() and self.repeated():
+            facts["batches dealt again"] = str(self.repeated())
         for name in self._history.names:
             if name.startswith("eval_"):
                 facts[name] = f"{self._history.last(name):.4f}"

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from jgraph.cluster.sources import allowed_sources_in
 from jgraph.cluster.spec import ClusterSpec, TFConfig
 from jgraph.errors import ClusterSpecError, UnknownDeviceError
 
@@ -143,3 +144,18 @@ def test_a_tf_config_task_outside_its_cluster_is_refused() -> None:
     text = '{"cluster": {"ps": ["a:1"]}, "task": {"type": "ps", "index": 1}}'
     with pytest.raises(UnknownDeviceError, match="no task 1; its tasks are 0"):
         TFConfig.read(text)
+
+
+def test_cluster_file_says_which_import_paths_data_may_come_from(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "cluster.toml"
+    tasks = '[cluster]\nps = ["a:1"]\n'
+    path.write_text(tasks)
+    assert allowed_sources_in(path) == []
+    path.write_text(tasks + '[sources]\nallow = ["mine.data:*"]\n')
+    assert ClusterSpec.from_toml(path).jobs == ["ps"]
+    assert allowed_sources_in(path) == ["mine.data:*"]
+    path.write_text(tasks + '[sources]\nallow = "mine.data:*"\n')
+    with pytest.raises(ClusterSpecError, match="a list of patterns of import paths"):
+        ClusterSpec.from_toml(path)

@@ -177,6 +177,8 @@ def test_run_goes_on_without_a_worker_that_is_lost() -> None:
     # What the lost worker held was dealt again.
     counts = np.bincount(found["value"].ravel(), minlength=64)
     assert counts.min() >= 150 - position["again"]
+    assert run.repeated() == position["again"]
+    assert ("batches dealt again" in repr(run)) == bool(run.repeated())
     assert position["unfinished"] == []
 
 
