@@ -52,6 +52,11 @@ class Evaluations:
         self._again = False
         self._over: list[Evaluation] = []
 
+    @property
+    def are_here(self) -> bool:
+        """Whether this process evaluates, and so needs the whole model."""
+        return self._side_car is None
+
     def begin(self, step: int) -> None:
         """Evaluates the model after ``step`` updates, or a little later."""
         if self._side_car is None:

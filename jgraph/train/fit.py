@@ -89,7 +89,7 @@ class Fit:
         self.run.finish("failed" if error else done, values, position, error)
 
     def _follow(self, total: int) -> None:
-        if self.evaluate is not None:
+        if self.evaluations is not None and self.evaluations.are_here:
             self.runner.check_model()  # rather than after the training
         watch = Watch(
             self.history,
