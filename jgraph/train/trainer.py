@@ -229,8 +229,6 @@ class Trainer:
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the metrics on ``data``, as means over all examples.
 
-        In this process, which also opens a ``jg.Source``.
-
         Scalars that the loss returns beside its value count as metrics. A linen loss
         that takes ``rng`` or changes collections is for training only; then just the
         Trainer's metrics are returned.
