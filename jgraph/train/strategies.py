@@ -7,6 +7,7 @@ from jgraph.cluster.client import Cluster
 from jgraph.errors import ConfigError
 from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner
+from jgraph.train.compress import GradientDtype
 from jgraph.train.local import Local, LocalRunner
 from jgraph.train.runner import Runner
 from jgraph.train.step import TrainStep
@@ -58,6 +59,11 @@ def arrangement_on(cluster: Cluster | None, strategy: Strategy) -> Arrangement |
     if cluster is None or isinstance(strategy, Local):
         return None
     return strategy.arrangement(cluster)
+
+
+def gradient_dtype_of(strategy: Strategy) -> GradientDtype | None:
+    """Returns in what dtype gradients travel; None: in their own."""
+    return strategy.gradient_dtype if isinstance(strategy, AsyncPS) else None
 
 
 def make_runner(

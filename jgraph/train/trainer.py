@@ -16,7 +16,7 @@ from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.train import checkpoint
 from jgraph.train.adapters import Adapter, Loss, Metric, Model, adapt
 from jgraph.train.arguments import check_arguments
-from jgraph.train.async_ps import AsyncPS, new_container
+from jgraph.train.async_ps import new_container
 from jgraph.train.data import (
     Data,
     Dataset,
@@ -38,6 +38,7 @@ from jgraph.train.strategies import (
     Strategy,
     arrangement_on,
     choose_strategy,
+    gradient_dtype_of,
     make_runner,
 )
 from jgraph.train.trees import Tree
@@ -394,9 +395,7 @@ class Trainer:
             check_finite=self._check_finite,
             sparse=self._sparse,
             check_ids=isinstance(strategy, Local),
-            gradient_dtype=strategy.gradient_dtype
-            if isinstance(strategy, AsyncPS)
-            else None,
+            gradient_dtype=gradient_dtype_of(strategy),
             arrangement=arrangement_on(cluster, strategy),
             container="" if cluster is None else new_container(),
         )
