@@ -17,13 +17,7 @@ from jgraph.train import checkpoint
 from jgraph.train.adapters import Adapter, Loss, Metric, Model, adapt
 from jgraph.train.arguments import check_arguments
 from jgraph.train.async_ps import new_container
-from jgraph.train.data import (
-    Data,
-    Dataset,
-    as_dataset,
-    check_alike,
-    naming_data,
-)
+from jgraph.train.data import Data, Dataset, as_dataset, check_alike, naming_data
 from jgraph.train.evaluate import Evaluator
 from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
