@@ -1,1 +1,1 @@
-"""Examples on real data: ``jgraph examples`` trains each with a cluster here."""
+"""Examples: ``jgraph examples`` trains each with a cluster here."""

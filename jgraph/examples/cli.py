@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="examples",
-    help="Train an example on real data, with a cluster on this machine.",
+    help="Train an example, with a cluster on this machine.",
     no_args_is_help=True,
 )
 
@@ -40,7 +40,8 @@ def wide_deep(
     """Wide & Deep on the census income data: adult.data and adult.test."""
     from jgraph.examples.wide_deep import run
 
-    run_example("wide-deep", run, data, ps, workers, steps, seed, as_json=as_json)
+    train = functools.partial(run, data)
+    run_example("wide-deep", train, ps, workers, steps, seed, as_json=as_json)
 
 
 @app.command()
@@ -58,14 +59,27 @@ def lm(
     """An LSTM that predicts the next word of a text: input.txt."""
     from jgraph.examples.lm import run
 
-    train = functools.partial(run, tied=tied)
-    run_example("lm", train, data, ps, workers, steps, seed, as_json=as_json)
+    train = functools.partial(run, data, tied=tied)
+    run_example("lm", train, ps, workers, steps, seed, as_json=as_json)
+
+
+@app.command()
+def dlrm(
+    ps: Ps = 2,
+    workers: Workers = 2,
+    steps: Steps = 2000,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """DLRM on made-up clicks: ids without a bound, in a hash table on the ps."""
+    from jgraph.examples.dlrm import run
+
+    run_example("dlrm", run, ps, workers, steps, seed, as_json=as_json)
 
 
 def run_example(
     name: str,
     example: "Example",
-    data: Path,
     ps: int,
     workers: int,
     steps: int,
@@ -78,7 +92,6 @@ def run_example(
     Args:
       name: of the command.
       example: what to train.
-      data: directory with its data.
       ps: parameter servers.
       workers: workers.
       steps: updates of the model, all workers together.
@@ -97,7 +110,7 @@ def run_example(
         else Options(steps, seed, progress=True, say=typer.echo)
     )
     with LocalCluster(ps=ps, workers=workers) as cluster:
-        found = example(data, cluster, options)
+        found = example(cluster, options)
     figures = {
         "example": name,
         "ps": ps,

@@ -85,7 +85,9 @@ def run(
     model = LSTM(len(corpus.words), tied=tied, rngs=nnx.Rngs(options.seed))
     tx = optax.adam(LEARNING_RATE)
     # Adam would change rows that no word names; here, those stay as they are.
-    trainer = options.fit(cluster, model, loss_fn, tx, train, BATCH_SIZE, sparse="lazy")
+    trainer, _ = options.fit(
+        cluster, model, loss_fn, tx, train, BATCH_SIZE, sparse="lazy"
+    )
     return {
         "perplexity": round(math.exp(trainer.evaluate(test, 64)["loss"]), 1),
         "unigram_perplexity": round(corpus.unigram_perplexity(test["next"]), 1),

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from jgraph.cluster.client import Cluster
 from jgraph.plan.partitioner import min_max_variable_partitioner
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.row_step import Sparse
+from jgraph.train.run import Run
 from jgraph.train.trainer import Trainer
 
 Figures: TypeAlias = dict[str, float]
@@ -42,8 +42,8 @@ class Options:
         batch_size: int,
         *,
         sparse: Sparse = "auto",
-    ) -> Trainer:
-        """Trains on a cluster, or here if unset; returns the Trainer.
+    ) -> tuple[Trainer, Run]:
+        """Trains on a cluster, or here if unset; returns the Trainer and its run.
 
         Training is asynchronous, and large parameters are sharded over all ps.
 
@@ -66,10 +66,10 @@ class Options:
             sparse=sparse,
         )
         self.say(f"{trainer.plan(data, batch_size=batch_size)}\n")
-        trainer.fit(
+        run = trainer.fit(
             data, steps=self.steps, batch_size=batch_size, progress=self.progress
         )
-        return trainer
+        return trainer, run
 
 
 def _strategy(cluster: Cluster) -> AsyncPS:
@@ -77,5 +77,5 @@ def _strategy(cluster: Cluster) -> AsyncPS:
     return AsyncPS(variable_partitioner=min_max_variable_partitioner(shards))
 
 
-Example: TypeAlias = Callable[[Path, Cluster | None, Options], Figures]
-"""Trains on what is in a directory and returns the final figures."""
+Example: TypeAlias = Callable[[Cluster | None, Options], Figures]
+"""Trains somewhere, for as long as told, and returns the final figures."""

@@ -79,7 +79,7 @@ def run(directory: Path, cluster: Cluster | None, options: Options) -> Figures:
     )
     model = WideDeep(rngs=nnx.Rngs(options.seed))
     tx = optax.adagrad(LEARNING_RATE)
-    trainer = options.fit(cluster, model, loss_fn, tx, train, BATCH_SIZE)
+    trainer, _ = options.fit(cluster, model, loss_fn, tx, train, BATCH_SIZE)
     rich = float(test["label"].mean())
     return {
         **{name: round(value, 4) for name, value in trainer.evaluate(test).items()},

@@ -1,0 +1,88 @@
+"""DLRM: clicks that are made up, what scores are worth, and training."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jgraph import cli
+from jgraph.cluster.client import Cluster
+from jgraph.examples import dlrm
+from jgraph.examples.clicks import BAG, BAGS, ONE_HOT, PLACES, draw_keys, make_clicks
+from jgraph.examples.options import Options
+from jgraph.graph.hash_keys import NO_KEY, Keys
+
+
+@pytest.fixture(scope="module")
+def keys() -> Keys:
+    return draw_keys(np.random.default_rng(0), 400)
+
+
+def test_a_key_is_of_one_feature_and_a_few_keys_are_frequent(keys: Keys) -> None:
+    homes = {key: place for place in range(ONE_HOT) for key in keys[:, place].tolist()}
+    for place in range(ONE_HOT):
+        assert {homes[key] for key in keys[:, place].tolist()} == {place}
+        (_, most), *_ = Counter(keys[:, place].tolist()).most_common(1)
+        assert most > 100
+    assert len(homes) > 10 * ONE_HOT
+
+
+def test_a_bag_has_an_id_and_its_other_places_have_none(keys: Keys) -> None:
+    assert keys.shape == (400, PLACES)
+    assert (keys[:, :ONE_HOT] != NO_KEY).all()
+    there = keys[:, ONE_HOT:].reshape(-1, BAGS, BAG) != NO_KEY
+    assert there[..., 0].all()
+    assert not (there[..., 1:] & ~there[..., :-1]).any()
+    assert set(there.sum(axis=-1).ravel().tolist()) == set(range(1, BAG + 1))
+
+
+def test_a_seed_decides_all_of_the_clicks() -> None:
+    one, same, other = (make_clicks(50, seed) for seed in (1, 1, 2))
+    for name, values in one.items():
+        assert np.array_equal(values, same[name])
+        assert not np.array_equal(values, other[name])
+
+
+@pytest.mark.parametrize(
+    ("scores", "worth"),
+    [([1, 2, 3, 4], 1.0), ([4, 3, 2, 1], 0.0), ([5, 5, 5, 5], 0.5)],
+)
+def test_scores_are_worth_how_often_clicks_are_above(
+    scores: list[int], worth: float
+) -> None:
+    assert dlrm.auc(scores, [0, 0, 1, 1]) == worth
+
+
+@pytest.mark.slow
+def test_it_learns_clicks_within_the_memory_of_its_table(cluster: Cluster) -> None:
+    said: list[str] = []
+    figures = dlrm.run(
+        cluster,
+        Options(steps=150, say=said.append),
+        examples=8000,
+        width=8,
+        capacity_bytes=256 << 10,
+    )
+    assert figures["accuracy"] > figures["majority"] + 0.1
+    assert figures["auc"] > 0.75
+    assert figures["admitted"] - figures["evicted"] == figures["rows"] > 1000
+    assert figures["evicted"] > 0
+    plan, *events = said
+    assert "params/table/rows is a hash table in 2 shards" in plan
+    assert [text.split(": ")[0] for text in events] == cluster.tasks("ps")
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+def test_the_command_prints_one_line_of_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    size = ["--ps", "1", "--workers", "1", "--steps", "3"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["examples", "dlrm", *size, "--json"])
+    assert not stop.value.code
+    (line,) = capsys.readouterr().out.splitlines()
+    figures = json.loads(line)
+    assert {"accuracy", "majority", "auc", "rows", "evicted"} <= set(figures)
+    assert (figures["example"], figures["ps"], figures["steps"]) == ("dlrm", 1, 3)
