@@ -93,6 +93,7 @@ def slot_columns(
         one number nor with the row itself.
 
     Example:
+      >>> import optax
       >>> params = {"t": jnp.zeros((1, 4))}
       >>> init = optax.sgd(0.1, momentum=0.9).init
       >>> slot_columns(init, params, 0, {0: "opt/0/trace/t"}, Initial("normal", 0.1))
