@@ -1,52 +1,30 @@
 """Session: a client's handle on one cluster, to run functions on it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
 
-from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
-from jgraph.cluster.client import unique
+from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.feeding import as_result, feed_arrays
 from jgraph.cluster.loops import DealtData, LoopHandle, LoopRequest
 from jgraph.cluster.options import check_options
-from jgraph.cluster.variables import (
-    VariableDirectory,
-    as_variables,
-    assign,
-    assign_initial,
-    checked_values,
-    in_pieces,
-    joined,
-    key_of,
-    shards_of,
-    split,
-    values_of,
-)
-from jgraph.errors import ClusterError, ConfigError, UninitializedError
+from jgraph.cluster.programs import STEP_S, Programs
+from jgraph.cluster.values import VariableValues, checked_values
+from jgraph.cluster.variables import VariableDirectory, as_variables
+from jgraph.errors import ConfigError
 from jgraph.graph.function import Function
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.graph.select import select_fetches
-from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.plan.plan import Plan, plan
+from jgraph.plan.plan import Plan
 from jgraph.plan.program import Program
-from jgraph.plan.spread import nbytes_of
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
-from jgraph.rpc.program_codec import encode_program
 
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
-
-STEP_S = 60.0
-
-# Random numbers are made at 50 MB/s and more by one core, and a table has many.
-_SLOW_BYTES_PER_S = 10e6
 
 
 @final
@@ -89,7 +67,8 @@ class Session:
         self._functions: dict[int, Function] = {}
         self._prepared: dict[Any, _Prepared] = {}
         self._variables = VariableDirectory(cluster)
-        self._handles: list[str] = []
+        self._programs = Programs(cluster)
+        self._values = VariableValues(self._variables, self._programs)
         self._closed = False
 
     # ------------------------------------------------------------ running
@@ -144,7 +123,7 @@ class Session:
         arrays = feed_arrays(
             prepared.graph, args, kwargs, feeds or {}, check_finite=check_finite
         )
-        results = self._run_step(prepared, arrays, timeout_s)
+        results = self._programs.run(prepared.handle, arrays, timeout_s)
         return as_result(prepared.graph, results)
 
     def plan(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
@@ -152,7 +131,7 @@ class Session:
         self._check_open()
         graph, variables = self._function(fn).trace(*args, **kwargs)
         self._variables.look_up(v.spec for v in variables)
-        return self._plan(graph)
+        return self._variables.plan(graph)
 
     # ------------------------------------------------------------ variables
 
@@ -169,32 +148,7 @@ class Session:
             shape or dtype.
         """
         self._check_open()
-        wanted = as_variables(variables, "initialize")
-        stored = self._initialize(wanted, again=again)
-        for variable in wanted:
-            keys = {key_of(spec) for spec in variable.spec.shards}
-            if variable.init is None and not keys <= stored:
-                raise UninitializedError(
-                    f"variable '{variable.name}' has no init function; give it a value "
-                    f"with session.write({{{variable.name}: array}})",
-                    variable=variable.name,
-                )
-
-    def _initialize(
-        self, wanted: Sequence[Variable], *, again: bool = False
-    ) -> set[tuple[str, str]]:
-        """Leaves variables without an init function; returns what had values."""
-        stored = self._variables.look_up(v.spec for v in wanted)
-        missing = [
-            v
-            for v in shards_of(wanted)
-            if v.init is not None and (again or key_of(v.spec) not in stored)
-        ]
-        self._variables.choose([v.spec for v in missing])
-        for piece in in_pieces(missing):
-            self._run_once("initialize", partial(assign_initial, piece), (), piece)
-        self._variables.note_initialized(wanted)
-        return stored
+        self._values.initialize(as_variables(variables, "initialize"), again=again)
 
     def read(self, variables: Iterable[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name, as numpy arrays.
@@ -203,12 +157,7 @@ class Session:
         are read piece by piece, so that no task needs memory for all at once.
         """
         self._check_open()
-        variables = as_variables(variables, "read")
-        self._variables.look_up(v.spec for v in variables)
-        values: dict[str, Any] = {}
-        for piece in in_pieces(shards_of(variables)):
-            values |= self._run_once("read", partial(values_of, piece), (), piece)
-        return {v.name: joined(v, values) for v in variables}
+        return self._values.read(as_variables(variables, "read"))
 
     def write(self, values: Mapping[Variable, Any]) -> None:
         """Replaces the values of variables; creates those that have none.
@@ -221,45 +170,23 @@ class Session:
             another shape or dtype than the variable.
         """
         self._check_open()
-        variables, new = as_variables(values, "write"), checked_values(values)
-        self._variables.look_up(v.spec for v in variables)
-
-        pairs = zip(variables, new, strict=True)
-        parts = iter([part for pair in pairs for part in split(*pair)])
-        self._variables.choose([v.spec for v in variables])
-        for piece in in_pieces(shards_of(variables)):
-            given = [next(parts) for _ in piece]
-            self._run_once("write", partial(assign, piece), (given,), piece)
-        self._variables.note_initialized(variables)
+        self._values.write(as_variables(values, "write"), checked_values(values))
 
     # ------------------------------------------------------------ for trainers
 
     def register(self, program: Program, name: str | None = None) -> str:
         """Compiles a program on its tasks and returns its handle."""
         self._check_open()
-        handle = unique(name or program.name)
-        message, tensors = encode_program(program)
-        self._cluster.call(
-            "Master.RegisterProgram",
-            frame(
-                register_program=pb.RegisterProgram(handle=handle, program=message),
-                tensors=tensors,
-            ),
-            timeout_s=COMPILE_S + CONTROL_S,
-        )
-        self._handles.append(handle)
-        return handle
+        return self._programs.register(program, name)
 
     def register_all(self, programs: Sequence[Program]) -> list[str]:
         """Compiles programs side by side and returns their handles."""
-        with ThreadPoolExecutor(max(1, min(8, len(programs)))) as threads:
-            return list(threads.map(self.register, programs))
+        self._check_open()
+        return self._programs.register_all(programs)
 
     def unregister(self, handle: str) -> None:
         """Makes all tasks forget a program."""
-        order = pb.ProgramHandle(handle=handle)
-        self._cluster.call("Master.UnregisterProgram", frame(program_handle=order))
-        self._handles.remove(handle)
+        self._programs.unregister(handle)
 
     def put_data(self, task: TaskName, name: str, data: Mapping[str, Any]) -> None:
         """Uploads a data set to one task: arrays by feed name."""
@@ -297,9 +224,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        for handle in list(self._handles):
-            with suppress(ClusterError):  # a task that is gone has forgotten it
-                self.unregister(handle)
+        self._programs.unregister_all()
 
     def __enter__(self) -> Self:
         return self
@@ -308,7 +233,7 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._handles)} programs"
+        state = "closed" if self._closed else f"{len(self._programs)} programs"
         return f"<Session on {self._cluster!r}: {state}>"
 
     # ------------------------------------------------------------ inside
@@ -342,56 +267,12 @@ class Session:
             new = self._variables.unknown(variables)
             if new:
                 self._variables.look_up(v.spec for v in new)
-            planned = self._plan(chosen)
+            planned = self._variables.plan(chosen)
             if new:
-                self._initialize(new)
-            handle = self.register(planned.program)
+                self._values.initialize_where_possible(new)
+            handle = self._programs.register(planned.program)
             self._prepared[key] = _Prepared(chosen, planned, handle)
         return self._prepared[key]
-
-    def _plan(self, graph: Graph) -> Plan:
-        planned = plan(
-            graph,
-            tasks=self._cluster.tasks(),
-            driver=self._cluster.master,
-            variable_tasks=self._variables.tasks,
-            platforms=self._cluster.platforms,
-        )
-        self._variables.tasks.update(planned.variable_tasks)
-        return planned
-
-    def _run_once(
-        self,
-        name: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        variables: Sequence[Variable],
-    ) -> Any:
-        graph, _ = trace(fn, *args, variables=variables, name=name)
-        planned = self._plan(graph)
-        handle = self.register(planned.program)
-        try:
-            prepared = _Prepared(graph, planned, handle)
-            arrays = feed_arrays(graph, args, {}, {}, check_finite=False)
-            nbytes = sum(nbytes_of(variable.spec) for variable in variables)
-            timeout_s = STEP_S + nbytes / _SLOW_BYTES_PER_S
-            return as_result(graph, self._run_step(prepared, arrays, timeout_s))
-        finally:
-            self.unregister(handle)
-
-    def _run_step(
-        self, prepared: _Prepared, arrays: Sequence[Any], timeout_s: float
-    ) -> list[Any]:
-        moved = sum(array.nbytes for array in arrays)
-        reply = self._cluster.call(
-            "RunStep",
-            frame(
-                run_step=pb.RunStep(handle=prepared.handle, timeout_s=timeout_s),
-                tensors=arrays,
-            ),
-            timeout_s=timeout_s + bulk_timeout_s(moved),
-        )
-        return list(reply.tensors)
 
     def _check_open(self) -> None:
         if self._closed:

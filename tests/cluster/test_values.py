@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from jgraph.cluster.session import Session
-from jgraph.cluster.variables import in_pieces
+from jgraph.cluster.values import in_pieces
 from jgraph.graph.variable import Variable
 
 

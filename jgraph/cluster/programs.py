@@ -1,0 +1,76 @@
+"""The programs that one client has registered on a cluster."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, final
+
+from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
+from jgraph.cluster.client import unique
+from jgraph.errors import ClusterError
+from jgraph.plan.program import Program
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.program_codec import encode_program
+
+if TYPE_CHECKING:
+    from jgraph.cluster.client import Cluster
+
+STEP_S = 60.0
+
+
+@final
+class Programs:
+    """Registers programs with the master, runs them, and takes them back."""
+
+    def __init__(self, cluster: "Cluster") -> None:
+        self._cluster = cluster
+        self._handles: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def register(self, program: Program, name: str | None = None) -> str:
+        """Compiles a program on its tasks and returns its handle."""
+        handle = unique(name or program.name)
+        message, tensors = encode_program(program)
+        self._cluster.call(
+            "Master.RegisterProgram",
+            frame(
+                register_program=pb.RegisterProgram(handle=handle, program=message),
+                tensors=tensors,
+            ),
+            timeout_s=COMPILE_S + CONTROL_S,
+        )
+        self._handles.append(handle)
+        return handle
+
+    def register_all(self, programs: Sequence[Program]) -> list[str]:
+        """Compiles programs side by side and returns their handles."""
+        with ThreadPoolExecutor(max(1, min(8, len(programs)))) as threads:
+            return list(threads.map(self.register, programs))
+
+    def unregister(self, handle: str) -> None:
+        """Makes all tasks forget a program."""
+        order = pb.ProgramHandle(handle=handle)
+        self._cluster.call("Master.UnregisterProgram", frame(program_handle=order))
+        self._handles.remove(handle)
+
+    def run(self, handle: str, arrays: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Runs one step and returns its fetches; ``arrays`` are its feeds in order."""
+        moved = sum(array.nbytes for array in arrays)
+        reply = self._cluster.call(
+            "RunStep",
+            frame(
+                run_step=pb.RunStep(handle=handle, timeout_s=timeout_s),
+                tensors=arrays,
+            ),
+            timeout_s=timeout_s + bulk_timeout_s(moved),
+        )
+        return list(reply.tensors)
+
+    def unregister_all(self) -> None:
+        """Makes the tasks forget them all; one that is gone has forgotten them."""
+        for handle in list(self._handles):
+            with suppress(ClusterError):
+                self.unregister(handle)
