@@ -35,7 +35,8 @@ from jgraph.errors import (
     UnknownDeviceError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program import Program, SegmentNode
+from jgraph.plan.nodes import SegmentNode
+from jgraph.plan.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.program_codec import decode_program, encode_program

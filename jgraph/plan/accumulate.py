@@ -14,21 +14,19 @@ import numpy as np
 
 from jgraph.errors import InternalError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     AggregateNode,
     ContributeNode,
     LookupNode,
     Node,
-    Partition,
-    Program,
     ReadNode,
     RowMean,
     SegmentNode,
-    StoredVariable,
     ValueId,
     ValueType,
     WriteNode,
 )
+from jgraph.plan.program import Partition, Program, StoredVariable
 from jgraph.plan.row_values import padded
 
 MEAN = "mean/"

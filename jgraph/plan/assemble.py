@@ -16,29 +16,26 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.cut import Cluster, Cut
 from jgraph.plan.flow import Op
 from jgraph.plan.lower import Segment, lower, segment_of
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     ConstNode,
     FeedNode,
     FetchNode,
     LookupNode,
     MergeNode,
     Node,
-    Partition,
-    Program,
     ReadNode,
     RecvNode,
     RouteNode,
     Rows,
-    SegmentCode,
     SegmentNode,
     SendNode,
     SplitNode,
-    StoredVariable,
     ValueId,
     ValueType,
     WriteNode,
     inputs_of,
 )
+from jgraph.plan.program import Partition, Program, SegmentCode, StoredVariable
 from jgraph.plan.row_access import RowAccess
 from jgraph.plan.types import is_float0, to_plain, value_type
 

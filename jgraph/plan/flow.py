@@ -17,7 +17,7 @@ import numpy as np
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.ir import Graph
-from jgraph.plan.program import ValueType
+from jgraph.plan.nodes import ValueType
 from jgraph.plan.types import is_float0, num_elements, value_type
 
 Version: TypeAlias = tuple[int, int]

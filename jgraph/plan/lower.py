@@ -19,7 +19,8 @@ from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.errors import NotExportableError
 from jgraph.plan.flow import Flow, Op
-from jgraph.plan.program import SegmentCode, ValueType
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.program import SegmentCode
 from jgraph.plan.row_access import RowAccess, RowValues, row_accesses
 from jgraph.plan.types import from_plain, is_key, to_plain, value_type
 

@@ -12,7 +12,7 @@ import numpy as np
 from jgraph.errors import MalformedMessageError, RowIdError
 from jgraph.graph.hash_keys import join_keys, route_keys
 from jgraph.graph.rows import NO_ID, Layout
-from jgraph.plan.program import MergeNode, RouteNode, SplitNode, ValueId, ValueType
+from jgraph.plan.nodes import MergeNode, RouteNode, SplitNode, ValueId, ValueType
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 

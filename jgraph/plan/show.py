@@ -11,7 +11,7 @@ from typing import final
 from jgraph.graph.ir import TaskName
 from jgraph.graph.svg import Picture, shortened
 from jgraph.plan.assemble import SegmentInfo
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     AggregateNode,
     ConstNode,
     ContributeNode,
@@ -20,8 +20,6 @@ from jgraph.plan.program import (
     LookupNode,
     MergeNode,
     Node,
-    Partition,
-    Program,
     ReadNode,
     RecvNode,
     RouteNode,
@@ -32,6 +30,7 @@ from jgraph.plan.program import (
     inputs_of,
     outputs_of,
 )
+from jgraph.plan.program import Partition, Program
 from jgraph.plan.table import bytes_text, count_text, names_text
 
 MAX_BOXES = 40

@@ -12,7 +12,7 @@ import numpy as np
 from jgraph.errors import FeedError, InternalError, UninitializedError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.accumulate import mean, mean_of_rows
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     AggregateNode,
     ConstNode,
     ContributeNode,
@@ -21,8 +21,6 @@ from jgraph.plan.program import (
     LookupNode,
     MergeNode,
     Node,
-    Partition,
-    Program,
     ReadNode,
     RecvNode,
     RouteNode,
@@ -33,8 +31,8 @@ from jgraph.plan.program import (
     ValueId,
     WriteNode,
     outputs_of,
-    row_type,
 )
+from jgraph.plan.program import Partition, Program, row_type
 from jgraph.plan.row_values import moved, padded
 
 Array: TypeAlias = "np.ndarray[Any, Any]"

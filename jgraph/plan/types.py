@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgraph.plan.program import ValueType
+from jgraph.plan.nodes import ValueType
 
 
 def is_key(aval: Any) -> bool:

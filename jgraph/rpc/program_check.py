@@ -11,7 +11,7 @@ from typing import assert_never
 
 from jgraph.errors import InvalidProgramError, JGError
 from jgraph.graph.device import DeviceSpec
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     AggregateNode,
     ConstNode,
     ContributeNode,
@@ -20,8 +20,6 @@ from jgraph.plan.program import (
     LookupNode,
     MergeNode,
     Node,
-    Partition,
-    Program,
     ReadNode,
     RecvNode,
     RouteNode,
@@ -34,6 +32,7 @@ from jgraph.plan.program import (
     inputs_of,
     outputs_of,
 )
+from jgraph.plan.program import Partition, Program
 from jgraph.rpc.row_check import check_rows, require, require_types, rows_of
 from jgraph.rpc.table_codec import check_table
 

@@ -14,7 +14,7 @@ import numpy as np
 from jgraph.errors import InvalidProgramError, MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows import Layout
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     AggregateNode,
     ConstNode,
     ContributeNode,
@@ -23,21 +23,18 @@ from jgraph.plan.program import (
     LookupNode,
     MergeNode,
     Node,
-    Partition,
-    Program,
     ReadNode,
     RecvNode,
     RouteNode,
     RowMean,
     Rows,
-    SegmentCode,
     SegmentNode,
     SendNode,
     SplitNode,
-    StoredVariable,
     ValueType,
     WriteNode,
 )
+from jgraph.plan.program import Partition, Program, SegmentCode, StoredVariable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.codec import check_type
 from jgraph.rpc.program_check import check_program

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jgraph.errors import InvalidProgramError
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     LookupNode,
     MergeNode,
-    Partition,
     RouteNode,
     Rows,
     SplitNode,
     ValueId,
     ValueType,
-    row_type,
 )
+from jgraph.plan.program import Partition, row_type
 
 MAX_ROWS = 2**31 - 1
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import MalformedMessageError
-from jgraph.plan.program import StoredVariable, ValueType
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.program import StoredVariable
 from jgraph.plan.row_values import aligned_empty
 from jgraph.runtime.hash_shard import HashColumn, HashShard
 from jgraph.runtime.tables import ArrayTable, Table, on_cpu

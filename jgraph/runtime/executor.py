@@ -15,7 +15,7 @@ import numpy as np
 
 from jgraph import _compat
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     AggregateNode,
     ConstNode,
     ContributeNode,
@@ -30,12 +30,11 @@ from jgraph.plan.program import (
     SegmentNode,
     SendNode,
     SplitNode,
-    StoredVariable,
     WriteNode,
     inputs_of,
     outputs_of,
-    row_type,
 )
+from jgraph.plan.program import StoredVariable, row_type
 from jgraph.plan.row_values import moved, padded
 from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.gate import Gate, averages, key_of

@@ -12,7 +12,8 @@ import numpy as np
 
 from jgraph.errors import JGError
 from jgraph.plan.accumulate import mean, mean_of_rows
-from jgraph.plan.program import AggregateNode, Partition, StoredVariable
+from jgraph.plan.nodes import AggregateNode
+from jgraph.plan.program import Partition, StoredVariable
 from jgraph.runtime.rendezvous import StepKey
 
 Key: TypeAlias = tuple[str, str]

@@ -17,7 +17,7 @@ import numpy as np
 from jgraph.errors import ConfigError, MalformedMessageError
 from jgraph.graph.hash_keys import Keys, shard_of
 from jgraph.graph.hash_spec import Column, Eviction, HashSpec
-from jgraph.plan.program import ValueType
+from jgraph.plan.nodes import ValueType
 from jgraph.runtime.hash_budget import nbytes_for, rows_within, sketch_width
 from jgraph.runtime.hash_index import ABSENT, HashIndex, Rows
 from jgraph.runtime.hash_policy import Gate, victims

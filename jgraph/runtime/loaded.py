@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from typing import final
 
 from jgraph.errors import InvalidProgramError
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     LookupNode,
     Node,
-    Partition,
     ReadNode,
-    SegmentCode,
     SegmentNode,
     ValueId,
     WriteNode,
     inputs_of,
 )
+from jgraph.plan.program import Partition, SegmentCode
 from jgraph.runtime.compile_cache import CompileCache, Executable
 
 _LONG_S = 0.02

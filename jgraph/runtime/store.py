@@ -28,7 +28,8 @@ from jgraph.errors import (
 )
 from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program import StoredVariable, ValueType
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.program import StoredVariable
 from jgraph.plan.row_values import aligned_empty
 from jgraph.runtime.entry import Entry, HashEntry, RowsOf, held, padded_rows
 from jgraph.runtime.hash_tables import HashTables

@@ -13,7 +13,8 @@ from jgraph.errors import (
     VariableMismatchError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program import AggregateNode, Program, ValueType
+from jgraph.plan.nodes import AggregateNode, ValueType
+from jgraph.plan.program import Program
 from jgraph.runtime.compile_cache import CompileCache
 from jgraph.runtime.executor import Outcome, Shell, StepRun, StepTimes
 from jgraph.runtime.gate import Gate

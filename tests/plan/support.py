@@ -11,16 +11,9 @@ import numpy as np
 import jgraph as jg
 from jgraph.graph.ir import Graph, TaskName, eval_graph
 from jgraph.graph.trace import trace
+from jgraph.plan.nodes import RecvNode, SegmentNode, SendNode, inputs_of, outputs_of
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.program import (
-    Partition,
-    Program,
-    RecvNode,
-    SegmentNode,
-    SendNode,
-    inputs_of,
-    outputs_of,
-)
+from jgraph.plan.program import Partition, Program
 from jgraph.plan.simulate import Compiled, run_program
 from jgraph.plan.types import from_plain, to_plain
 

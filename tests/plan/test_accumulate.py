@@ -15,8 +15,9 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import averaging, contributing, gated, mean, shards_of
+from jgraph.plan.nodes import AggregateNode, ContributeNode
 from jgraph.plan.plan import plan
-from jgraph.plan.program import AggregateNode, ContributeNode, Program
+from jgraph.plan.program import Program
 from jgraph.plan.simulate import run_program
 from jgraph.rpc.program_codec import decode_program, encode_program
 

@@ -13,12 +13,8 @@ from jgraph.errors import (
     NotExportableError,
     UnknownDeviceError,
 )
+from jgraph.plan.nodes import ConstNode, SegmentNode, SendNode
 from jgraph.plan.plan import plan
-from jgraph.plan.program import (
-    ConstNode,
-    SegmentNode,
-    SendNode,
-)
 from tests.plan.support import (
     DRIVER,
     PS,

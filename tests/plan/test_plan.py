@@ -16,8 +16,8 @@ import jgraph as jg
 from jgraph.errors import UnknownDeviceError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
+from jgraph.plan.nodes import ReadNode, SegmentNode, SendNode
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.program import ReadNode, SegmentNode, SendNode
 from tests.plan.support import (
     DRIVER,
     EXACT,

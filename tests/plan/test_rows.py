@@ -10,14 +10,8 @@ import pytest
 import jgraph as jg
 from jgraph.errors import RowIdError
 from jgraph.graph.rows import Layout, merge_rows, route_rows, split_rows
+from jgraph.plan.nodes import LookupNode, MergeNode, RouteNode, SegmentNode, SplitNode
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.program import (
-    LookupNode,
-    MergeNode,
-    RouteNode,
-    SegmentNode,
-    SplitNode,
-)
 from tests.plan.support import (
     DRIVER,
     EXACT,

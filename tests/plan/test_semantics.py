@@ -11,8 +11,7 @@ import jgraph as jg
 from jgraph.errors import (
     PlacementError,
 )
-from jgraph.plan.plan import plan
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     ConstNode,
     FeedNode,
     FetchNode,
@@ -20,6 +19,7 @@ from jgraph.plan.program import (
     SegmentNode,
     WriteNode,
 )
+from jgraph.plan.plan import plan
 from tests.plan.support import (
     DRIVER,
     PS,

@@ -16,8 +16,8 @@ from jgraph.graph.ir import Graph
 from jgraph.graph.rows import unique_rows
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
+from jgraph.plan.nodes import LookupNode
 from jgraph.plan.plan import plan
-from jgraph.plan.program import LookupNode
 from tests.plan.sharded import check_shard, checker, join_values, split_values
 from tests.plan.support import (
     DRIVER,

@@ -9,8 +9,9 @@ import pytest
 
 import jgraph as jg
 from jgraph.errors import FeedError, InternalError, UninitializedError
+from jgraph.plan.nodes import ReadNode, RecvNode
 from jgraph.plan.plan import plan
-from jgraph.plan.program import Partition, Program, ReadNode, RecvNode
+from jgraph.plan.program import Partition, Program
 from jgraph.plan.simulate import run_program
 from tests.plan.support import DRIVER, PS, TASKS, WORKERS, graph_of
 

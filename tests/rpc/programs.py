@@ -9,26 +9,23 @@ from hypothesis import strategies as st
 
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows import Layout
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     ConstNode,
     FeedNode,
     FetchNode,
     LookupNode,
     MergeNode,
     Node,
-    Partition,
-    Program,
     ReadNode,
     RecvNode,
     RouteNode,
     Rows,
-    SegmentCode,
     SegmentNode,
     SendNode,
     SplitNode,
-    StoredVariable,
     ValueType,
 )
+from jgraph.plan.program import Partition, Program, SegmentCode, StoredVariable
 
 DRIVER = TaskName("/job:worker/task:0")
 PS = TaskName("/job:ps/task:0")

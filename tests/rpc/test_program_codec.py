@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from jgraph.errors import InvalidProgramError
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows import Layout
-from jgraph.plan.program import (
+from jgraph.plan.nodes import (
     AggregateNode,
     ConstNode,
     FeedNode,
@@ -21,21 +21,18 @@ from jgraph.plan.program import (
     LookupNode,
     MergeNode,
     Node,
-    Partition,
-    Program,
     ReadNode,
     RecvNode,
     RouteNode,
     RowMean,
     Rows,
-    SegmentCode,
     SegmentNode,
     SendNode,
     SplitNode,
-    StoredVariable,
     ValueType,
     WriteNode,
 )
+from jgraph.plan.program import Partition, Program, SegmentCode, StoredVariable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.program_codec import decode_program, encode_program
 from jgraph.rpc.transport import Tensor

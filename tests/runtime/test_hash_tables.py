@@ -20,8 +20,9 @@ from jgraph.graph.hash_spec import Column, HashSpec, Initial
 from jgraph.graph.ir import Graph, TaskName, eval_graph
 from jgraph.graph.rows import Layout, merge_rows, route_rows, split_rows
 from jgraph.graph.trace import trace
+from jgraph.plan.nodes import ValueType
 from jgraph.plan.plan import plan
-from jgraph.plan.program import Program, StoredVariable, ValueType
+from jgraph.plan.program import Program, StoredVariable
 from jgraph.rpc.program_codec import decode_program, encode_program
 from jgraph.runtime.hash_rows import initial_rows
 from jgraph.runtime.hash_shard import HashShard, reshard

@@ -15,16 +15,9 @@ from jgraph.errors import MalformedMessageError, RowIdError
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows import Layout, merge_rows, route_rows, split_rows
 from jgraph.graph.trace import trace
+from jgraph.plan.nodes import SegmentNode, ValueType, WriteNode
 from jgraph.plan.plan import plan
-from jgraph.plan.program import (
-    Partition,
-    Program,
-    SegmentCode,
-    SegmentNode,
-    StoredVariable,
-    ValueType,
-    WriteNode,
-)
+from jgraph.plan.program import Partition, Program, SegmentCode, StoredVariable
 from jgraph.runtime.compile_cache import CompileCache
 from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.loaded import load_partition

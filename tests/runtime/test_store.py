@@ -7,7 +7,8 @@ import pytest
 
 from jgraph.errors import InternalError, UninitializedError, VariableMismatchError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program import StoredVariable, ValueType
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.program import StoredVariable
 from jgraph.runtime.store import VariableStore
 
 A = StoredVariable("a", ValueType((1000,), "float32"))

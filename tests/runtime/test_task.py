@@ -13,8 +13,9 @@ from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
+from jgraph.plan.nodes import ValueType
 from jgraph.plan.plan import plan
-from jgraph.plan.program import Program, StoredVariable, ValueType
+from jgraph.plan.program import Program, StoredVariable
 from tests.runtime.tasks import Tasks
 
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")

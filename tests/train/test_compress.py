@@ -16,8 +16,8 @@ from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.plan.accumulate import contributing
+from jgraph.plan.nodes import ContributeNode
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.program import ContributeNode
 from jgraph.plan.simulate import run_program
 from jgraph.train.adapters import adapt
 from jgraph.train.arrange import Arrangement

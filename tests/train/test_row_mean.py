@@ -17,8 +17,9 @@ from jgraph.graph.rows import Layout, unique_rows
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import averaging, contributing, mean_of_rows
+from jgraph.plan.nodes import AggregateNode, SegmentNode
 from jgraph.plan.plan import plan
-from jgraph.plan.program import AggregateNode, Program, SegmentNode
+from jgraph.plan.program import Program
 from jgraph.plan.simulate import run_program
 from jgraph.rpc.program_codec import decode_program, encode_program
 from jgraph.train.row_mean import RowMean

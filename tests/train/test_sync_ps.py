@@ -14,7 +14,8 @@ from flax import nnx
 import jgraph as jg
 from jgraph.cluster.client import Cluster, connect
 from jgraph.errors import ConfigError, NonFiniteError
-from jgraph.plan.program import ContributeNode, Program
+from jgraph.plan.nodes import ContributeNode
+from jgraph.plan.program import Program
 from jgraph.runtime.data import BatchStream
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer

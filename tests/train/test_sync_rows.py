@@ -14,7 +14,7 @@ import jgraph as jg
 from jgraph.cluster.client import Cluster, connect
 from jgraph.errors import RowIdError
 from jgraph.graph.ir import eval_graph
-from jgraph.plan.program import ContributeNode
+from jgraph.plan.nodes import ContributeNode
 from jgraph.runtime.data import BatchStream
 from jgraph.train.adapters import adapt
 from jgraph.train.step import TrainStep
