@@ -1,0 +1,282 @@
+"""When every node of one step ran, on all its tasks, by one clock.
+
+The clocks of two machines have nothing to do with each other. Every message bounds
+their difference: it cannot arrive before it was sent. From all messages of a step in
+both directions follows an interval for each task's clock, and its middle breaks none
+of these bounds.
+
+Source: Mills, "Internet Time Synchronization: the Network Time Protocol", 1991, for
+one pair of messages; here all of them count.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+
+from jgraph.graph.ir import TaskName
+from jgraph.plan.nodes import (
+    FeedNode,
+    LookupNode,
+    Node,
+    ReadNode,
+    RecvNode,
+    SegmentNode,
+    SendNode,
+    WriteNode,
+    outputs_of,
+)
+from jgraph.plan.program import Partition, Program
+
+READY: Final = 0
+START: Final = 1
+END: Final = 2
+"""Columns of ``PartTimes.times``."""
+
+_Bounds: TypeAlias = dict[tuple[TaskName, TaskName], float]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PartTimes:
+    """What one task measured of a step.
+
+    Attributes:
+      task: whose partition.
+      times: float64[nodes, 3], by the task's own clock: when a node had all that it
+        takes, when it began, and when it was done. NaN for what did not happen.
+      asked_s: when the driver asked for this part, by the driver's clock.
+      told_s: when the driver heard that it was done, by the driver's clock.
+    """
+
+    task: TaskName
+    times: np.ndarray[Any, Any]
+    asked_s: float
+    told_s: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NodeTime:
+    """When one node of a step ran, in seconds since the step began.
+
+    Attributes:
+      task: where.
+      node: its index in the partition of that task.
+      kind: ``"segment"``, ``"send"``, ``"recv"``, ``"read"``, ``"write"``, …
+      label: what a segment computes, names of variables or of a feed, for people.
+      ready_s: all that it takes was there. A ``recv`` waits from here for its values,
+        everything else for its turn.
+      start_s: it began; of a ``recv``, its values were there.
+      end_s: it was done.
+      nbytes: of the values that it makes or sends.
+      peer: the other task of a ``send`` or ``recv``.
+      key: names the message: a ``send`` and a ``recv`` of one key belong together.
+    """
+
+    task: TaskName
+    node: int
+    kind: str
+    label: str
+    ready_s: float
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+    peer: TaskName | None = None
+    key: str = ""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds between having all that it takes and beginning."""
+        return self.start_s - self.ready_s
+
+    @property
+    def seconds(self) -> float:
+        """Seconds at work."""
+        return self.end_s - self.start_s
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunMetadata:
+    """When every node of one traced step ran: ``session.run(…, trace=True)``.
+
+    Attributes:
+      name: of the function.
+      nodes: by task, then by the time at which they began.
+      clock_error_s: by task, by how much its times may be off beside the driver's.
+
+    Example:
+      >>> task = TaskName("/job:worker/task:0")
+      >>> node = NodeTime(task, 0, "segment", "sin x1", 0.0, 0.001, 0.003)
+      >>> print(RunMetadata("step", (node,), {task: 0.0}))
+      step: 3.000 ms
+      /job:worker/task:0  segment sin x1   waited 1.000 ms, took 2.000 ms
+    """
+
+    name: str
+    nodes: tuple[NodeTime, ...]
+    clock_error_s: Mapping[TaskName, float]
+
+    @property
+    def tasks(self) -> list[TaskName]:
+        """The tasks with a part in the step."""
+        return list(self.clock_error_s)
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the step to the end of its last node."""
+        return max((node.end_s for node in self.nodes), default=0.0)
+
+    def of(self, task: str) -> tuple[NodeTime, ...]:
+        """Returns the nodes of one task."""
+        return tuple(node for node in self.nodes if node.task == task)
+
+    def __str__(self) -> str:
+        rows = [
+            (n.task, f"{n.kind} {n.label}".rstrip(), _waited(n)) for n in self.nodes
+        ]
+        width = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
+        lines = [
+            f"{task:<{width[0]}}  {what:<{width[1]}}   {times}"
+            for task, what, times in rows
+        ]
+        return "\n".join([f"{self.name}: {1e3 * self.seconds:.3f} ms", *lines])
+
+    def __repr__(self) -> str:
+        return (
+            f"<run metadata of {self.name}: {len(self.nodes)} nodes on "
+            f"{len(self.tasks)} tasks, {1e3 * self.seconds:.3f} ms; print it>"
+        )
+
+
+def _waited(node: NodeTime) -> str:
+    return f"waited {1e3 * node.waited_s:.3f} ms, took {1e3 * node.seconds:.3f} ms"
+
+
+def run_metadata(program: Program, parts: Sequence[PartTimes]) -> RunMetadata:
+    """Returns what all tasks measured of a step, by the driver's clock.
+
+    Args:
+      program: what ran.
+      parts: of every task with a partition.
+    """
+    labels = {code.digest: code.label for code in program.segments}
+    clocks = aligned_clocks(program, parts)
+    began = min((part.asked_s for part in parts), default=0.0)
+    nodes = []
+    for part in parts:
+        offset = clocks[part.task][0] + began
+        partition = program.partition(part.task)
+        nodes += list(_nodes(partition, part.times - offset, labels))
+    nodes.sort(key=lambda node: (node.task, node.start_s, node.node))
+    errors = {part.task: clocks[part.task][1] for part in parts}
+    return RunMetadata(program.name, tuple(nodes), errors)
+
+
+def _nodes(
+    partition: Partition, times: np.ndarray[Any, Any], labels: Mapping[str, str]
+) -> Iterator[NodeTime]:
+    for index, node in enumerate(partition.nodes):
+        ready, start, end = map(float, times[index])
+        if np.isnan(end):
+            continue
+        peer, key = _message(node)
+        values = node.values if isinstance(node, SendNode) else outputs_of(node)
+        yield NodeTime(
+            task=partition.task,
+            node=index,
+            kind=type(node).__name__.removesuffix("Node").lower(),
+            label=_label(partition, node, labels),
+            ready_s=ready,
+            start_s=start,
+            end_s=end,
+            nbytes=sum(partition.values[value].nbytes for value in values),
+            peer=peer,
+            key=key,
+        )
+
+
+def _message(node: Node) -> tuple[TaskName | None, str]:
+    match node:
+        case SendNode():
+            return node.dst, node.key
+        case RecvNode():
+            return node.src, node.key
+        case _:
+            return None, ""
+
+
+def _label(partition: Partition, node: Node, labels: Mapping[str, str]) -> str:
+    match node:
+        case SegmentNode():
+            return labels.get(node.digest, "")
+        case FeedNode():
+            return node.name
+        case SendNode():
+            return f"to {node.dst}"
+        case RecvNode():
+            return f"from {node.src}"
+        case ReadNode() | WriteNode():
+            return ", ".join(partition.variables[v].name for v in node.variables)
+        case LookupNode():
+            return ", ".join(partition.variables[r.variable].name for r in node.rows)
+        case _:
+            return ""
+
+
+def aligned_clocks(
+    program: Program, parts: Sequence[PartTimes]
+) -> dict[TaskName, tuple[float, float]]:
+    """Returns, by task, its clock minus the driver's, and by how much that may be off.
+
+    Args:
+      program: says which messages there were.
+      parts: of every task with a partition.
+    """
+    tasks = [part.task for part in parts]
+    bounds = _bounds(program, parts)
+    # The tightest bound between two clocks may lead over a third one.
+    for via in tasks:
+        for a in tasks:
+            for b in tasks:
+                around = _bound(bounds, a, via) + _bound(bounds, via, b)
+                bounds[a, b] = min(_bound(bounds, a, b), around)
+    driver, clocks = program.driver, {}
+    for task in tasks:
+        most, least = _bound(bounds, driver, task), -_bound(bounds, task, driver)
+        known = np.isfinite(most) and np.isfinite(least)
+        clocks[task] = ((most + least) / 2, (most - least) / 2) if known else (0.0, 0.0)
+    return clocks
+
+
+def _bounds(program: Program, parts: Iterable[PartTimes]) -> _Bounds:
+    """Returns how far at most the clock of one task is ahead of that of another."""
+    bounds: _Bounds = {}
+
+    def at_most(a: TaskName, b: TaskName, ahead_s: float) -> None:
+        if not np.isnan(ahead_s):
+            bounds[a, b] = min(_bound(bounds, a, b), ahead_s)
+
+    sent: dict[str, tuple[TaskName, float]] = {}
+    came: dict[str, tuple[TaskName, float]] = {}
+    for part in parts:
+        times = part.times
+        if part.task != program.driver and not np.isnan(times).all():
+            first, last = float(np.nanmin(times)), float(np.nanmax(times))
+            at_most(program.driver, part.task, first - part.asked_s)
+            at_most(part.task, program.driver, part.told_s - last)
+        for index, node in enumerate(program.partition(part.task).nodes):
+            if isinstance(node, SendNode):
+                sent[node.key] = part.task, float(times[index, START])
+            elif isinstance(node, RecvNode):
+                came[node.key] = part.task, float(times[index, START])
+    for key in sent.keys() & came.keys():
+        (a, left_s), (b, arrived_s) = sent[key], came[key]
+        at_most(a, b, arrived_s - left_s)
+    return bounds
+
+
+def _bound(bounds: _Bounds, a: TaskName, b: TaskName) -> float:
+    return 0.0 if a == b else bounds.get((a, b), float("inf"))
