@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from jgraph.coordination.run_metadata import PartTimes
 from jgraph.coordination.step import (
     Abort,
     DeadlinePassed,
@@ -29,6 +30,7 @@ from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.task import TaskRuntime
 
 Fetches: TypeAlias = list[np.ndarray[Any, Any]]
+NodeTimes: TypeAlias = np.ndarray[Any, Any]
 OnComputed: TypeAlias = Callable[[Fetches, StepTimes], None]
 OnOver: TypeAlias = Callable[[JGError | None], None]
 
@@ -42,9 +44,19 @@ class DrivenStep:
       tracker: who still has to finish.
       on_computed: called when the driver's own part is done, with the fetches.
       on_over: called when every part is done, or with the step's first error.
+      asked_s: when the other tasks were asked for their parts.
+      parts: what each task measured, if the step is traced.
     """
 
-    __slots__ = ("on_computed", "on_over", "step", "timer", "tracker")
+    __slots__ = (
+        "asked_s",
+        "on_computed",
+        "on_over",
+        "parts",
+        "step",
+        "timer",
+        "tracker",
+    )
 
     def __init__(
         self,
@@ -52,7 +64,10 @@ class DrivenStep:
         tracker: StepTracker,
         on_computed: OnComputed,
         on_over: OnOver,
+        asked_s: float,
     ) -> None:
+        self.asked_s = asked_s
+        self.parts: list[PartTimes] = []
         self.step = step
         self.tracker = tracker
         self.on_computed = on_computed
@@ -80,6 +95,7 @@ class StepDriver:
         timeout_s: float,
         ordered: bool = False,
         compute_wait_s: float = 0.0,
+        trace: bool = False,
     ) -> DrivenStep:
         """Starts a step of a registered program whose driver is this task.
 
@@ -93,6 +109,7 @@ class StepDriver:
           timeout_s: limit for the whole step.
           ordered: begin on each task only after the handle's earlier steps.
           compute_wait_s: emulated computing on this task, see ``StepRun``.
+          trace: have every task note when its nodes run, see ``DrivenStep.parts``.
 
         Raises:
           InvalidProgramError: no such program here.
@@ -102,9 +119,14 @@ class StepDriver:
         tasks = self._runtime.participants(handle)
         step = handle, next(self._ids)
         tracker = StepTracker(program.name, tasks)
-        driven = DrivenStep(step, tracker, on_computed, on_over)
+        asked_s = self._runtime.now()
+        driven = DrivenStep(step, tracker, on_computed, on_over, asked_s)
         order = pb.StartStep(
-            handle=handle, step_id=step[1], ordered=ordered, timeout_s=timeout_s
+            handle=handle,
+            step_id=step[1],
+            ordered=ordered,
+            timeout_s=timeout_s,
+            trace=trace,
         )
         self._runtime.check_feeds(handle, feeds)
         self._steps[step] = driven
@@ -120,13 +142,19 @@ class StepDriver:
             feeds=feeds,
             ordered=ordered,
             compute_wait_s=compute_wait_s,
+            trace=trace,
         )
         return driven
 
     async def run(
-        self, handle: str, feeds: Mapping[str, Any], *, timeout_s: float
-    ) -> Fetches:
-        """Runs one step to its end and returns its fetches."""
+        self,
+        handle: str,
+        feeds: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        trace: bool = False,
+    ) -> tuple[Fetches, list[PartTimes]]:
+        """Runs one step to its end; returns its fetches, and its times if traced."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         fetches: Fetches = []
 
@@ -144,23 +172,31 @@ class StepDriver:
             lambda values, _: fetches.extend(values),
             on_over,
             timeout_s=timeout_s,
+            trace=trace,
         )
         try:
             await over
         except asyncio.CancelledError:
             self.cancel(driven)
             raise
-        return fetches
+        return fetches, driven.parts
 
     def cancel(self, driven: DrivenStep) -> None:
         """Stops a step on all its tasks."""
         error = CancelledStepError(f"step of '{driven.step[0]}' was cancelled")
         self._handle(driven, PartFailed(TaskName(""), error))
 
-    def part_over(self, src: TaskName, step: StepKey, error: JGError | None) -> None:
+    def part_over(
+        self,
+        src: TaskName,
+        step: StepKey,
+        error: JGError | None,
+        nodes: NodeTimes | None = None,
+    ) -> None:
         """Learns that another task's part is done, or why it failed."""
         driven = self._steps.get(step)
         if driven is not None:
+            self._note_times(driven, src, nodes)
             done = PartDone(src) if error is None else PartFailed(src, error)
             self._handle(driven, done)
 
@@ -182,7 +218,15 @@ class StepDriver:
             self._handle(driven, PartFailed(self._runtime.task, error))
             return
         driven.on_computed(outcome, times)
+        self._note_times(driven, self._runtime.task, times.nodes)
         self._handle(driven, PartDone(self._runtime.task))
+
+    def _note_times(
+        self, driven: DrivenStep, task: TaskName, nodes: NodeTimes | None
+    ) -> None:
+        if nodes is not None:
+            told_s = self._runtime.now()
+            driven.parts.append(PartTimes(task, nodes, driven.asked_s, told_s))
 
     def _late(self, driven: DrivenStep, timeout_s: float) -> None:
         waited_for = tuple(self._runtime.waiting_for(driven.step))

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any, final
 
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.client import unique
+from jgraph.coordination.run_metadata import PartTimes
 from jgraph.errors import ClusterError
+from jgraph.graph.ir import TaskName
 from jgraph.plan.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
+from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.program_codec import encode_program
+from jgraph.rpc.transport import Frame
 
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
@@ -58,16 +61,30 @@ class Programs:
 
     def run(self, handle: str, arrays: Sequence[Any], timeout_s: float) -> list[Any]:
         """Runs one step and returns its fetches; ``arrays`` are its feeds in order."""
+        order = pb.RunStep(handle=handle, timeout_s=timeout_s)
+        return list(self._run(order, arrays).tensors)
+
+    def run_traced(
+        self, handle: str, arrays: Sequence[Any], timeout_s: float
+    ) -> tuple[list[Any], list[PartTimes]]:
+        """Runs one step as ``run`` does, and returns when its nodes ran as well."""
+        order = pb.RunStep(handle=handle, timeout_s=timeout_s, trace=True)
+        reply = self._run(order, arrays)
+        told = list(body_of(reply).parts)
+        first = len(reply.tensors) - len(told)
+        parts = [
+            PartTimes(TaskName(part.task), times, part.asked_s, part.told_s)
+            for part, times in zip(told, reply.tensors[first:], strict=True)
+        ]
+        return list(reply.tensors[:first]), parts
+
+    def _run(self, order: pb.RunStep, arrays: Sequence[Any]) -> Frame:
         moved = sum(array.nbytes for array in arrays)
-        reply = self._cluster.call(
+        return self._cluster.call(
             "RunStep",
-            frame(
-                run_step=pb.RunStep(handle=handle, timeout_s=timeout_s),
-                tensors=arrays,
-            ),
-            timeout_s=timeout_s + bulk_timeout_s(moved),
+            frame(run_step=order, tensors=arrays),
+            timeout_s=order.timeout_s + bulk_timeout_s(moved),
         )
-        return list(reply.tensors)
 
     def unregister_all(self) -> None:
         """Makes the tasks forget them all; one that is gone has forgotten them."""

@@ -13,6 +13,7 @@ from jgraph.cluster.options import check_options
 from jgraph.cluster.programs import STEP_S, Programs
 from jgraph.cluster.values import VariableValues, checked_values
 from jgraph.cluster.variables import VariableDirectory, as_variables
+from jgraph.coordination.run_metadata import RunMetadata, run_metadata
 from jgraph.errors import ConfigError
 from jgraph.graph.function import Function
 from jgraph.graph.ir import Graph, TaskName
@@ -69,6 +70,7 @@ class Session:
         self._variables = VariableDirectory(cluster)
         self._programs = Programs(cluster)
         self._values = VariableValues(self._variables, self._programs)
+        self._run_metadata: RunMetadata | None = None
         self._closed = False
 
     # ------------------------------------------------------------ running
@@ -81,6 +83,7 @@ class Session:
         feeds: Mapping[str, Any] | None = None,
         timeout_s: float = STEP_S,
         check_finite: bool = False,
+        trace: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Runs one step of a function and returns its results as numpy arrays.
@@ -94,6 +97,7 @@ class Session:
             in place of those in ``args``.
           timeout_s: limit for the step, in seconds.
           check_finite: refuse feeds with NaN or infinity.
+          trace: note when every node of the step runs, see ``run_metadata``.
           **kwargs: keyword arguments of ``fn``. A parameter of it that is called like
             one of the options above can be given by position only.
 
@@ -117,14 +121,34 @@ class Session:
             "feeds": feeds is not None,
             "timeout_s": timeout_s != STEP_S,
             "check_finite": check_finite,
+            "trace": trace,
         }
         check_options(function, len(args), given)
         prepared = self._prepare(function, args, kwargs, fetches)
         arrays = feed_arrays(
             prepared.graph, args, kwargs, feeds or {}, check_finite=check_finite
         )
-        results = self._programs.run(prepared.handle, arrays, timeout_s)
+        if trace:
+            ran = self._programs.run_traced(prepared.handle, arrays, timeout_s)
+            results, parts = ran
+            self._run_metadata = run_metadata(prepared.plan.program, parts)
+        else:
+            results = self._programs.run(prepared.handle, arrays, timeout_s)
         return as_result(prepared.graph, results)
+
+    @property
+    def run_metadata(self) -> RunMetadata:
+        """When every node of the last step with ``trace=True`` ran, on all tasks.
+
+        Raises:
+          ConfigError: no step was traced yet.
+        """
+        if self._run_metadata is None:
+            raise ConfigError(
+                "no step of this session was traced yet; write "
+                "session.run(step, …, trace=True)"
+            )
+        return self._run_metadata
 
     def plan(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """Returns what goes where when ``fn`` runs with such arguments."""

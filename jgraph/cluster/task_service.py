@@ -120,7 +120,9 @@ class TaskService:
                 self._start_part(src, body)
             case "step_done":
                 error = from_status(body.status) if body.HasField("status") else None
-                self.driver.part_over(src, (body.handle, body.step_id), error)
+                step = body.handle, body.step_id
+                nodes = received.tensors[0] if received.tensors else None
+                self.driver.part_over(src, step, error, nodes)
             case "abort_step":
                 error = from_status(body.reason)
                 self.runtime.abort((body.handle, body.step_id), error)
@@ -142,7 +144,7 @@ class TaskService:
         def over(outcome: Outcome, times: StepTimes) -> None:
             _, timer = self._drivers_of.pop(step)
             timer.cancel()
-            self._report_part(driver, step, outcome)
+            self._report_part(driver, step, outcome, times)
 
         def late() -> None:
             waited = ", ".join(self.runtime.waiting_for(step)) or "its turn"
@@ -156,15 +158,21 @@ class TaskService:
         timer = asyncio.get_running_loop().call_later(order.timeout_s + _GRACE_S, late)
         self._drivers_of[step] = driver, timer
         try:
-            self.runtime.start_step(step, over, ordered=order.ordered)
+            self.runtime.start_step(
+                step, over, ordered=order.ordered, trace=order.trace
+            )
         except JGError as error:
             over(error, StepTimes())
 
-    def _report_part(self, driver: TaskName, step: StepKey, outcome: Outcome) -> None:
+    def _report_part(
+        self, driver: TaskName, step: StepKey, outcome: Outcome, times: StepTimes
+    ) -> None:
         done = pb.StepDone(handle=step[0], step_id=step[1])
         if isinstance(outcome, BaseException):
             done.status.CopyFrom(to_status(as_error(outcome, self.task)))
-        say = lambda: self._transport.post(driver, frame(step_done=done))
+        tensors = () if times.nodes is None else (times.nodes,)
+        told = frame(step_done=done, tensors=tensors)
+        say = lambda: self._transport.post(driver, told)
         self.gates.when_settled(step, say)
 
     async def drain(self, grace_s: float) -> None:
@@ -232,8 +240,19 @@ class TaskService:
         body = body_of(request)
         names = [name for name, _ in self.runtime.program(body.handle).feeds]
         feeds = dict(zip(names, request.tensors, strict=False))
-        fetches = await self.driver.run(body.handle, feeds, timeout_s=body.timeout_s)
-        yield frame(empty=pb.Empty(), tensors=fetches)
+        fetches, parts = await self.driver.run(
+            body.handle, feeds, timeout_s=body.timeout_s, trace=body.trace
+        )
+        if not body.trace:
+            yield frame(empty=pb.Empty(), tensors=fetches)
+            return
+        told = [
+            pb.PartTrace(task=part.task, asked_s=part.asked_s, told_s=part.told_s)
+            for part in parts
+        ]
+        times = [part.times for part in parts]
+        trace = pb.StepTrace(parts=told)
+        yield frame(step_trace=trace, tensors=[*fetches, *times])
 
     async def _put_data(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)

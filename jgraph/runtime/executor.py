@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jgraph import _compat
+from jgraph.coordination.run_metadata import END, READY, START
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import (
     AggregateNode,
@@ -57,12 +58,14 @@ class StepTimes:
       received: the last value of another task came; 0 if none was due.
       computed: the last node that computes was done.
       over: the partition was done.
+      nodes: when each node ran, as in ``PartTimes``; None if the step is not traced.
     """
 
     started: float = 0.0
     received: float = 0.0
     computed: float = 0.0
     over: float = 0.0
+    nodes: np.ndarray[Any, Any] | None = None
 
     def parts(self) -> dict[str, float]:
         """Returns the seconds spent on each stage: pull, compute, push."""
@@ -123,6 +126,7 @@ class StepRun:
       gate: of the partition, if it has one.
       compute_wait_s: what other tasks send is handed on this much later, as if the
         step computed for that long.
+      trace: note in ``times.nodes`` when each node ran.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class StepRun:
         *,
         gate: Gate | None = None,
         compute_wait_s: float = 0.0,
+        trace: bool = False,
     ) -> None:
         self._gate = gate
         self._compute_wait_s = compute_wait_s
@@ -156,11 +161,15 @@ class StepRun:
         self._draining = False
         self.over = False
         self.times = StepTimes()
+        if trace:
+            self.times.nodes = np.full((self._left, 3), np.nan)
 
     def start(self) -> None:
         """Runs every node that waits for nothing."""
         self.times.started = self._shell.now()
-        self._ready.extend(i for i, n in enumerate(self._needs) if n == 0)
+        for index in [i for i, n in enumerate(self._needs) if n == 0]:
+            self._note(index, READY)
+            self._ready.append(index)
         if not self._loaded.partition.nodes:
             self._finish([])
         self._drain()
@@ -184,6 +193,7 @@ class StepRun:
 
     def _start_node(self, index: int) -> None:
         node = self._loaded.partition.nodes[index]
+        self._note(index, START)
         match node:
             case FeedNode():
                 self._complete(index, [self._feeds[node.name]])
@@ -206,10 +216,25 @@ class StepRun:
             case _:
                 work = self._work(index, node)
                 self._shell.submit(
-                    work,
+                    work if self.times.nodes is None else self._timed(index, work),
                     lambda result: self._worked(index, result),
                     self._loaded.costs[index],
                 )
+
+    def _timed(
+        self, index: int, work: Callable[[], list[Any]]
+    ) -> Callable[[], list[Any]]:
+        def timed() -> list[Any]:
+            self._note(index, START)
+            result = work()
+            self._note(index, END)
+            return result
+
+        return timed
+
+    def _note(self, index: int, column: int) -> None:
+        if self.times.nodes is not None:
+            self.times.nodes[index, column] = self._shell.now()
 
     def _work(
         self,
@@ -312,6 +337,7 @@ class StepRun:
 
     def _received(self, index: int, values: Sequence[Any]) -> None:
         self.times.received = self._shell.now()
+        self._note(index, START)
 
         def hand_on() -> None:
             self._complete(index, values)
@@ -334,6 +360,8 @@ class StepRun:
         if self.over:
             return
         node = self._loaded.partition.nodes[index]
+        if self._loaded.executables[index] is None:
+            self._note(index, END)
         for value_id, value in zip(outputs_of(node), values, strict=True):
             self._values[value_id] = value
             self._count_down(self._loaded.consumers[value_id])
@@ -347,6 +375,7 @@ class StepRun:
         for index in waiting:
             self._needs[index] -= 1
             if self._needs[index] == 0:
+                self._note(index, READY)
                 self._ready.append(index)
 
     def _release(self, index: int) -> None:

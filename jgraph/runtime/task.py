@@ -78,6 +78,10 @@ class TaskRuntime:
         self.max_early_bytes = MAX_EARLY_BYTES
         self._when_idle: list[Callable[[], None]] = []
 
+    def now(self) -> float:
+        """Returns monotonic time in seconds, the time of ``StepTimes``."""
+        return self._shell.now()
+
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once no step is in flight; at once if none is."""
         if self._steps:
@@ -172,6 +176,7 @@ class TaskRuntime:
         feeds: Mapping[str, Any] | None = None,
         ordered: bool = False,
         compute_wait_s: float = 0.0,
+        trace: bool = False,
     ) -> None:
         """Begins this task's part of a step.
 
@@ -182,6 +187,7 @@ class TaskRuntime:
           feeds: arrays by feed name (driver only).
           ordered: begin only after the handle's earlier steps are over.
           compute_wait_s: see ``StepRun``.
+          trace: note when each node runs.
 
         Raises:
           InvalidProgramError: no such program here (the task may have restarted), or
@@ -204,6 +210,7 @@ class TaskRuntime:
             lambda outcome: self._over(registered, step, outcome, on_done),
             gate=self._gate(registered),
             compute_wait_s=compute_wait_s,
+            trace=trace,
         )
         self._steps[step] = run
         if ordered:

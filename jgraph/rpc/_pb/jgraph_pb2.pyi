@@ -135,6 +135,7 @@ class Frame(_message.Message):
     VARIABLE_TABLE_FIELD_NUMBER: _builtins.int
     HASH_TABLE_CALL_FIELD_NUMBER: _builtins.int
     HASH_TABLE_REPLY_FIELD_NUMBER: _builtins.int
+    STEP_TRACE_FIELD_NUMBER: _builtins.int
     GATE_EVENT_FIELD_NUMBER: _builtins.int
     OPEN_GATE_FIELD_NUMBER: _builtins.int
     GATE_QUERY_FIELD_NUMBER: _builtins.int
@@ -199,6 +200,8 @@ class Frame(_message.Message):
     @_builtins.property
     def hash_table_reply(self) -> Global___HashTableReply: ...
     @_builtins.property
+    def step_trace(self) -> Global___StepTrace: ...
+    @_builtins.property
     def gate_event(self) -> Global___GateEvent: ...
     @_builtins.property
     def open_gate(self) -> Global___OpenGate: ...
@@ -249,6 +252,7 @@ class Frame(_message.Message):
         variable_table: Global___VariableTable | None = ...,
         hash_table_call: Global___HashTableCall | None = ...,
         hash_table_reply: Global___HashTableReply | None = ...,
+        step_trace: Global___StepTrace | None = ...,
         gate_event: Global___GateEvent | None = ...,
         open_gate: Global___OpenGate | None = ...,
         gate_query: Global___GateQuery | None = ...,
@@ -261,11 +265,11 @@ class Frame(_message.Message):
         open_source: Global___OpenSource | None = ...,
         source_info: Global___SourceInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "step_trace", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -432,10 +436,13 @@ class StartStep(_message.Message):
     STEP_ID_FIELD_NUMBER: _builtins.int
     ORDERED_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     step_id: _builtins.int
     ordered: _builtins.bool
     timeout_s: _builtins.float
+    trace: _builtins.bool
+    """tell when each node ran"""
     def __init__(
         self,
         *,
@@ -443,10 +450,11 @@ class StartStep(_message.Message):
         step_id: _builtins.int = ...,
         ordered: _builtins.bool = ...,
         timeout_s: _builtins.float = ...,
+        trace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "ordered", b"ordered", "step_id", b"step_id", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "ordered", b"ordered", "step_id", b"step_id", "timeout_s", b"timeout_s", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -482,7 +490,8 @@ Global___Values: _TypeAlias = Values  # noqa: Y015
 @_typing.final
 class StepDone(_message.Message):
     """participant -> driver: the partition of this step is done, all its updates applied;
-    or it failed and `status` says why.
+    or it failed and `status` says why. Of a traced step, done, the tensor is float64
+    [nodes, 3]: when each node was ready, began, and was done, by the task's clock.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -799,28 +808,79 @@ Global___ProgramHandle: _TypeAlias = ProgramHandle  # noqa: Y015
 @_typing.final
 class RunStep(_message.Message):
     """"RunStep" (client -> master): the tensors are the feeds in the program's order; the
-    reply is an Empty frame whose tensors are the fetches.
+    reply is an Empty frame whose tensors are the fetches. With `trace` it is a StepTrace,
+    and after the fetches come the times of each of its parts, as with StepDone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     timeout_s: _builtins.float
+    trace: _builtins.bool
     def __init__(
         self,
         *,
         handle: _builtins.str = ...,
         timeout_s: _builtins.float = ...,
+        trace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "timeout_s", b"timeout_s", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunStep: _TypeAlias = RunStep  # noqa: Y015
+
+@_typing.final
+class StepTrace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartTrace]: ...
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___PartTrace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTrace: _TypeAlias = StepTrace  # noqa: Y015
+
+@_typing.final
+class PartTrace(_message.Message):
+    """By the driver's clock: when it asked for a part, and heard that it was done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    ASKED_S_FIELD_NUMBER: _builtins.int
+    TOLD_S_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    asked_s: _builtins.float
+    told_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        asked_s: _builtins.float = ...,
+        told_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_s", b"asked_s", "task", b"task", "told_s", b"told_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartTrace: _TypeAlias = PartTrace  # noqa: Y015
 
 @_typing.final
 class RunLoop(_message.Message):
