@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.peers import tasks
 
+CHIEF = "/job:worker/task:0"
 WIDTH, LOOKUPS = 64, 32
 # Of TensorFlow's two kinds of variables, the faster one for each work; they differ by
 # about 5 %.
@@ -59,37 +60,38 @@ def serve_task(a: argparse.Namespace) -> None:
     spec = tf.train.ClusterSpec(json.loads(a.cluster))
     server = v1.train.Server(spec, job_name=job, task_index=int(number))
     if job == "worker":
-        serve_worker(tf, a, int(number), spec, server, reply)
+        work = serve_in_step if a.mode == "sync" else serve_worker
+        work(tf, a, f"/job:worker/task:{number}", spec, server, reply)
     else:
         reply("up")
         sys.stdin.read()
     os._exit(0)  # a server of TensorFlow has no other end
 
 
+def open_session(tf: Any, server: Any, worker: str, reply: tasks.Reply) -> Any:
+    """A session of one worker, once the first order says that all servers are up."""
+    v1 = tf.compat.v1
+    config = v1.ConfigProto(device_filters=["/job:ps", worker])
+    session = v1.Session(server.target, config=config)
+    reply("up")
+    sys.stdin.readline()
+    if worker == CHIEF:
+        session.run(v1.global_variables_initializer())
+    return session
+
+
 def serve_worker(
     tf: Any,
     a: argparse.Namespace,
-    index: int,
+    worker: str,
     spec: Any,
     server: Any,
     reply: tasks.Reply,
 ) -> None:
     """The first order makes things ready; each further one is a number of steps."""
-    v1 = tf.compat.v1
-    worker = f"/job:worker/task:{index}"
-    if a.mode == "sync":
-        serve_in_step(tf, a, index, spec, server, reply)
-        return
     kinds = {"mlp": mlp_step, "sparse": sparse_step, "embedding": embedding_step}
-    made = kinds.get(a.kind, whole_step)
-    step = made(tf, a, worker, len(spec.job_tasks("ps")))
-    config = v1.ConfigProto(device_filters=["/job:ps", worker])
-    session = v1.Session(server.target, config=config)
-    reply("up")
-    sys.stdin.readline()
-    if index == 0:
-        session.run(v1.global_variables_initializer())
-    run = session.make_callable(step)
+    step = kinds.get(a.kind, whole_step)(tf, a, worker, len(spec.job_tasks("ps")))
+    run = open_session(tf, server, worker, reply).make_callable(step)
     for _ in range(3):
         run()
     reply("ready")
@@ -121,21 +123,15 @@ def whole_step(tf: Any, a: argparse.Namespace, worker: str, ps: int) -> Any:
 def serve_in_step(
     tf: Any,
     a: argparse.Namespace,
-    index: int,
+    worker: str,
     spec: Any,
     server: Any,
     reply: tasks.Reply,
 ) -> None:
     """As ``serve_worker``, for steps that no worker can take alone."""
-    v1 = tf.compat.v1
-    worker = f"/job:worker/task:{index}"
     optimizer, step = sync_step(tf, a, worker, spec)
-    config = v1.ConfigProto(device_filters=["/job:ps", worker])
-    session = v1.Session(server.target, config=config)
-    reply("up")
-    sys.stdin.readline()
-    if index == 0:
-        session.run(v1.global_variables_initializer())
+    session = open_session(tf, server, worker, reply)
+    if worker == CHIEF:
         session.run(optimizer.chief_init_op)
         optimizer.get_chief_queue_runner().create_threads(
             session, daemon=True, start=True
