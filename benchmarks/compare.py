@@ -18,7 +18,7 @@ from benchmarks import measure
 from benchmarks.models.mlp import BATCH
 from benchmarks.null_step import MODES, configuration
 from benchmarks.peer_process import PEERS, Peer
-from benchmarks.train import OnCluster
+from benchmarks.train import on_cluster
 
 
 @final
@@ -73,7 +73,7 @@ def open_sides(
     for transport in transports:
         if what.kind == "mlp":
             sides[transport] = stack.enter_context(
-                OnCluster("mlp", ps=a.ps, workers=workers, transport=transport)
+                on_cluster("mlp", ps=a.ps, workers=workers, transport=transport)
             )
         else:
             work: Any = MODES[what.mode](

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from flax import nnx
 import jgraph as jg
 from benchmarks import measure
 from benchmarks.null_step import configuration
+from benchmarks.on_cluster import Training
 from benchmarks.peer_process import Peer
 
 HIDDEN, RATE, BATCHES = 256, 0.01, 20
@@ -50,71 +51,28 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return jnp.mean(jax.nn.softplus(logits) - labels * logits)
 
 
-class Embedding:
-    """A Trainer on a cluster of its own.
+def training(a: Any, rows: int) -> Training:
+    """Makes a cluster, and a Trainer of a table of ``rows`` on it."""
 
-    Args:
-      a: dim, batch, ids, ps, workers, transport.
-      rows: of the table, cut into a shard for each ps.
-    """
+    def cut(shape: Sequence[int], _: Any) -> list[int]:
+        return [a.ps if shape[0] == rows else 1, *(1 for _ in shape[1:])]
 
-    def __init__(self, a: Any, rows: int) -> None:
-        def cut(shape: Sequence[int], _: Any) -> list[int]:
-            return [a.ps if shape[0] == rows else 1, *(1 for _ in shape[1:])]
-
-        rng = np.random.default_rng(0)
-        examples = BATCHES * a.batch * a.workers
-        ids = rng.integers(0, rows, (examples, a.ids), dtype=np.int32)
-        labels = rng.integers(0, 2, examples).astype(np.float32)
-        self._data, self._batch = (ids, labels), a.batch
-        self.rows = rows
-        self.cluster = jg.LocalCluster(
-            ps=a.ps, workers=a.workers, transport=a.transport
-        )
-        self._trainer = jg.Trainer(
-            lambda: Model(a, rows),
-            loss_fn,
-            optax.adagrad(RATE),
-            cluster=self.cluster,
-            strategy=jg.AsyncPS(variable_partitioner=cut if a.ps > 1 else None),
-        )
-
-    def run(self, workers: int, steps: int) -> measure.Times:
-        """Runs ``steps`` steps on each worker."""
-        run = self._trainer.fit(
-            self._data, steps=workers * steps, batch_size=self._batch, progress=False
-        )
-        losses = run.metrics("loss")
-        return [losses["seconds"][losses["replica"] == i] for i in range(workers)]
-
-    @property
-    def bytes_per_step(self) -> int:
-        """What one step sends between tasks at most; known after the first run."""
-        sent: int = self._trainer.plan().nbytes_per_step
-        return sent
-
-    def cpu_seconds(self) -> dict[str, float]:
-        """Returns the CPU time that each task has used."""
-        tasks = self.cluster.tasks()
-        return {t: measure.cpu_seconds(self.cluster.pid(t)) for t in tasks}
-
-    def peaks(self) -> dict[str, float]:
-        """Returns the peak memory of each task and of this process, in MB."""
-        pids = {str(t): self.cluster.pid(t) for t in self.cluster.tasks()}
-        pids["client"] = os.getpid()
-        return {name: measure.peak_mb(pid) for name, pid in pids.items()}
-
-    def close(self) -> None:
-        self.cluster.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    rng = np.random.default_rng(0)
+    examples = BATCHES * a.batch * a.workers
+    ids = rng.integers(0, rows, (examples, a.ids), dtype=np.int32)
+    labels = rng.integers(0, 2, examples).astype(np.float32)
+    cluster = jg.LocalCluster(ps=a.ps, workers=a.workers, transport=a.transport)
+    trainer = jg.Trainer(
+        lambda: Model(a, rows),
+        loss_fn,
+        optax.adagrad(RATE),
+        cluster=cluster,
+        strategy=jg.AsyncPS(variable_partitioner=cut if a.ps > 1 else None),
+    )
+    return Training(cluster, trainer, (ids, labels), a.batch)
 
 
-def busy(work: Embedding, workers: int, steps: int) -> dict[str, float]:
+def busy(work: Training, workers: int, steps: int) -> dict[str, float]:
     """Returns the milliseconds of CPU that a step of one worker costs each task."""
     before = work.cpu_seconds()
     work.run(workers, steps)
@@ -137,8 +95,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer", action="store_true", help="TensorFlow in turns")
     a = parser.parse_args(args)
     with ExitStack() as stack:
-        works = [stack.enter_context(Embedding(a, rows)) for rows in a.rows]
-        sides: dict[str, Any] = {str(work.rows): work for work in works}
+        works = {rows: stack.enter_context(training(a, rows)) for rows in a.rows}
+        sides: dict[str, Any] = {str(rows): work for rows, work in works.items()}
         if a.peer:
             sides["tensorflow"] = stack.enter_context(peer(a))
         for side in sides.values():
@@ -150,8 +108,8 @@ def main(args: Sequence[str] | None = None) -> None:
             },
             a.rounds,
         )
-        for work in works:
-            report(a, work, found)
+        for rows, work in works.items():
+            report(a, rows, work, found)
 
 
 def peer(a: Any) -> Peer:
@@ -162,24 +120,26 @@ def peer(a: Any) -> Peer:
     return Peer("tensorflow_ps", ["--kind=embedding", *options])
 
 
-def report(a: Any, work: Embedding, found: dict[str, list[measure.Rates]]) -> None:
+def report(
+    a: Any, rows: int, work: Training, found: dict[str, list[measure.Rates]]
+) -> None:
     """Prints the line of one table."""
-    mine = found[str(work.rows)]
+    mine = found[str(rows)]
     rates = [r.steps_per_s for r in mine]
     beside: dict[str, Any] = {}
-    if "tensorflow" in found and work.rows == a.rows[0]:
+    if "tensorflow" in found and rows == a.rows[0]:
         others = [r.steps_per_s for r in found["tensorflow"]]
         beside = {
             **measure.spread("peer_examples_per_s", [r * a.batch for r in others], 0),
             **measure.ratio("ratio", rates, others),
         }
-    if work.rows != a.rows[0]:
+    if rows != a.rows[0]:
         first = [r.p50 for r in found[str(a.rows[0])]]
         beside = measure.ratio("step_ms_ratio", [r.p50 for r in mine], first)
     measure.emit(
         "embedding",
-        **configuration("embedding", 0, work.rows, a.ps, a.workers),
-        rows=work.rows,
+        **configuration("embedding", 0, rows, a.ps, a.workers),
+        rows=rows,
         dim=a.dim,
         batch=a.batch,
         ids=a.ids,
@@ -190,7 +150,7 @@ def report(a: Any, work: Embedding, found: dict[str, list[measure.Rates]]) -> No
         **beside,
         cpu_ms_per_step=busy(work, a.workers, a.steps),
         bytes_per_step=work.bytes_per_step,
-        peak_rss_mb=work.peaks(),
+        peak_rss_mb={**work.peaks(), "client": measure.peak_mb(os.getpid())},
     )
 
 

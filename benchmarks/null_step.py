@@ -14,7 +14,7 @@ Source: Abadi et al., "TensorFlow: A System for Large-Scale Machine Learning", O
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ import numpy as np
 
 import jgraph as jg
 from benchmarks import measure
+from benchmarks.on_cluster import OnCluster
 from jgraph.cluster.gate_client import open_gate
 from jgraph.cluster.loops import LoopReport, LoopRequest, SyncRequest
 from jgraph.graph.device import DeviceSpec
@@ -35,7 +36,7 @@ Kind = Literal["scalar", "dense", "sparse"]
 GATE = "null"
 
 
-class NullStep:
+class NullStep(OnCluster):
     """A cluster whose first workers run null steps when asked.
 
     Args:
@@ -63,14 +64,14 @@ class NullStep:
         self.rows = rows
         self.done = 0
         self._wait_s = compute_wait_s
-        self.cluster = jg.LocalCluster(ps=ps, workers=workers, transport=transport)
+        super().__init__(jg.LocalCluster(ps=ps, workers=workers, transport=transport))
         try:
             self.session = self.cluster.session()
             self.variables = _variables(kind, mb, rows, ps)
             self.session.initialize(self.variables)
             self._prepare()
         except BaseException:
-            self.cluster.close()
+            self.close()
             raise
 
     def _prepare(self) -> None:
@@ -138,19 +139,6 @@ class NullStep:
             return
         values = self.session.read(self.variables)
         assert all(np.all(v == self.done) for v in values.values()), "lost updates"
-
-    def peaks(self) -> dict[str, float]:
-        """Returns the peak memory of each task, in MB."""
-        return {t: measure.peak_mb(self.cluster.pid(t)) for t in self.cluster.tasks()}
-
-    def close(self) -> None:
-        self.cluster.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class NullSync(NullStep):

@@ -59,16 +59,14 @@ def looped(
     work: NullStep, steps: int, cpu: dict[str, list[float]] | None = None
 ) -> Callable[[], float]:
     """Steps in a worker's own loop; returns the microseconds of one."""
-    pids = {task: work.cluster.pid(task) for task in work.cluster.tasks()}
     work.run(1, 20)
 
     def call() -> float:
-        before = {task: measure.cpu_seconds(pid) for task, pid in pids.items()}
+        before = work.cpu_seconds()
         times = work.run(1, steps)
-        for task, pid in pids.items():
-            if cpu is not None:
-                used = measure.cpu_seconds(pid) - before[task]
-                cpu.setdefault(task, []).append(used / steps * 1e6)
+        if cpu is not None:
+            for task, after in work.cpu_seconds().items():
+                cpu.setdefault(task, []).append((after - before[task]) / steps * 1e6)
         return 1e6 / measure.rates(times).steps_per_s
 
     return call

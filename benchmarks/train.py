@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from flax import nnx
 
 import jgraph as jg
 from benchmarks import measure, models
+from benchmarks.on_cluster import Training
 from jgraph.runtime.data import BatchStream
 
 STRATEGIES: dict[str, Callable[[], Any]] = {"AsyncPS": jg.AsyncPS, "SyncPS": jg.SyncPS}
@@ -66,8 +67,17 @@ class ByHand:
         jax.block_until_ready(losses)
 
 
-class OnCluster:
-    """A Trainer on a cluster of its own.
+def on_cluster(
+    model: str,
+    *,
+    ps: int,
+    workers: int,
+    transport: Literal["auto", "grpc"] = "auto",
+    strategy: str = "AsyncPS",
+    batch: int | None = None,
+    source: Path | None = None,
+) -> Training:
+    """Makes a cluster, and a Trainer on it.
 
     Args:
       model: one of ``models.NAMES``.
@@ -78,61 +88,22 @@ class OnCluster:
       batch: examples of one step; the model's own number if unset.
       source: a file of data; made up if unset.
     """
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        ps: int,
-        workers: int,
-        transport: Literal["auto", "grpc"] = "auto",
-        strategy: str = "AsyncPS",
-        batch: int | None = None,
-        source: Path | None = None,
-    ) -> None:
-        self.work = models.get(model)
-        self.batch = batch or self.work.BATCH
-        self.data = self.work.make_data(source=source)
-        self.in_step = strategy == "SyncPS"
-        self.cluster = jg.LocalCluster(ps=ps, workers=workers, transport=transport)
-        self.trainer = jg.Trainer(
-            self.work.make_model(),
-            self.work.loss_fn,
-            optax.adam(RATE),
-            cluster=self.cluster,
-            strategy=STRATEGIES[strategy](),
-        )
-
-    def run(self, workers: int, steps: int) -> measure.Times:
-        """Runs ``steps`` steps on each of the workers."""
-        updates = steps if self.in_step else workers * steps
-        run = self.trainer.fit(
-            self.data, steps=updates, batch_size=self.batch, progress=False
-        )
-        losses = run.metrics("loss")
-        if self.in_step:
-            # All workers end a step together.
-            return [losses["seconds"]] * workers
-        return [losses["seconds"][losses["replica"] == i] for i in range(workers)]
-
-    @property
-    def bytes_per_step(self) -> int:
-        """What one step sends between tasks; known after the first run."""
-        sent: int = self.trainer.plan().nbytes_per_step
-        return sent
-
-    def peaks(self) -> dict[str, float]:
-        """Returns the peak memory of each task, in MB."""
-        return {t: measure.peak_mb(self.cluster.pid(t)) for t in self.cluster.tasks()}
-
-    def close(self) -> None:
-        self.cluster.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    work = models.get(model)
+    cluster = jg.LocalCluster(ps=ps, workers=workers, transport=transport)
+    trainer = jg.Trainer(
+        work.make_model(),
+        work.loss_fn,
+        optax.adam(RATE),
+        cluster=cluster,
+        strategy=STRATEGIES[strategy](),
+    )
+    return Training(
+        cluster,
+        trainer,
+        work.make_data(source=source),
+        batch or work.BATCH,
+        in_step=strategy == "SyncPS",
+    )
 
 
 def measure_local(a: argparse.Namespace, name: str) -> None:
@@ -186,7 +157,7 @@ def timed(run: Callable[[int], Any], steps: int, warm_up: int) -> Callable[[], f
 
 def measure_cluster(a: argparse.Namespace, name: str, workers: int) -> None:
     """Measures a cluster, and plain JAX in turns with it if asked."""
-    with OnCluster(
+    with on_cluster(
         name,
         ps=a.ps,
         workers=workers,
@@ -200,7 +171,7 @@ def measure_cluster(a: argparse.Namespace, name: str, workers: int) -> None:
             "cluster": lambda: measure.rates(work.run(workers, a.steps))
         }
         if a.baseline:
-            by_hand = ByHand(work.work, work.data, work.batch)
+            by_hand = ByHand(models.get(name), work.data, work.batch)
             ways["plain"] = timed(by_hand.run, a.steps, min(a.steps, 10))
         found = measure.take_turns(ways, a.rounds)
         rates: Any = found["cluster"]
