@@ -108,7 +108,7 @@ def compare(
     for name, side in sides.items():
         side.run(workers, 6)
         steps = measure.steps_for(partial(side.run, workers), a.seconds, a.least)
-        ways[name] = partial(lambda s, n: measure.rates(s.run(workers, n)), side, steps)
+        ways[name] = partial(measure.rates_of, side.run, workers, steps)
     return measure.take_turns(ways, a.rounds)
 
 

@@ -103,7 +103,7 @@ def main(args: Sequence[str] | None = None) -> None:
             side.run(a.workers, 10)
         found = measure.take_turns(
             {
-                name: partial(lambda s: measure.rates(s.run(a.workers, a.steps)), side)
+                name: partial(measure.rates_of, side.run, a.workers, a.steps)
                 for name, side in sides.items()
             },
             a.rounds,

@@ -101,14 +101,32 @@ def rates(times: Times) -> Rates:
     >>> rates([np.arange(10.0), np.arange(10.0)]).steps_per_s
     2.0
     """
-    start = max(seconds[min(1, len(seconds) - 2)] for seconds in times)
-    end = min(seconds[-1] for seconds in times)
+    start, end = _together(times)
     if end <= start:
         raise RuntimeError("the workers did not run at the same time; run more steps")
     count = sum(int(((s > start) & (s <= end)).sum()) for s in times)
     steps = np.concatenate([np.diff(seconds[1:]) * 1e3 for seconds in times])
     p50, p99 = np.percentile(steps, [50, 99])
     return Rates(float(count / (end - start)), float(p50), float(p99))
+
+
+def _together(times: Times) -> tuple[float, float]:
+    """From when to when all workers ran; their first steps do not count."""
+    if min(map(len, times)) < 2:
+        return 0.0, 0.0
+    start = max(seconds[min(1, len(seconds) - 2)] for seconds in times)
+    return float(start), float(min(seconds[-1] for seconds in times))
+
+
+def rates_of(run: Callable[[int, int], Times], workers: int, steps: int) -> Rates:
+    """Runs a round, and a longer one if its workers did not run at the same time."""
+    for _ in range(3):
+        times = run(workers, steps)
+        start, end = _together(times)
+        if start < end:
+            return rates(times)
+        steps *= 2
+    return rates(run(workers, steps))
 
 
 def rate_figures(rounds: Sequence[Rates], prefix: str = "") -> dict[str, Any]:

@@ -302,7 +302,9 @@ def main(args: Sequence[str] | None = None) -> None:
             transport=a.transport,
         ) as work:
             work.run(workers, min(a.steps, 20))
-            rounds = [work.run(workers, a.steps) for _ in range(a.rounds)]
+            rounds = [
+                measure.rates_of(work.run, workers, a.steps) for _ in range(a.rounds)
+            ]
             work.check()
             measure.emit(
                 "null_step",
@@ -311,7 +313,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 transport=a.transport,
                 steps=a.steps,
                 rounds=a.rounds,
-                **measure.rate_figures([measure.rates(times) for times in rounds]),
+                **measure.rate_figures(rounds),
                 bytes_per_step=work.bytes_per_step,
                 peak_rss_mb=work.peaks(),
             )

@@ -33,8 +33,10 @@ def main(args: Sequence[str] | None = None) -> None:
         compute_wait_s=a.wait_ms / 1e3,
     ) as work:
         work.run(max(a.workers), 4)
-        turn = lambda workers: measure.rates(work.run(workers, a.steps))
-        ways = {str(workers): partial(turn, workers) for workers in a.workers}
+        ways = {
+            str(workers): partial(measure.rates_of, work.run, workers, a.steps)
+            for workers in a.workers
+        }
         found = measure.take_turns(ways, a.rounds)
         work.check()
         first = [r.steps_per_s for r in found[str(a.workers[0])]]

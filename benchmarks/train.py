@@ -14,6 +14,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,7 +169,7 @@ def measure_cluster(a: argparse.Namespace, name: str, workers: int) -> None:
     ) as work:
         work.run(workers, min(a.steps, 20))
         ways: dict[str, Callable[[], float | measure.Rates]] = {
-            "cluster": lambda: measure.rates(work.run(workers, a.steps))
+            "cluster": partial(measure.rates_of, work.run, workers, a.steps)
         }
         if a.baseline:
             by_hand = ByHand(models.get(name), work.data, work.batch)

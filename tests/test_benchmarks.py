@@ -76,6 +76,19 @@ def test_rounds_in_which_workers_do_not_meet_have_no_rate() -> None:
         measure.rates([np.arange(5.0), 10 + np.arange(5.0)])
 
 
+def test_rounds_are_made_longer_until_workers_meet() -> None:
+    asked = []
+
+    def run(workers: int, steps: int) -> measure.Times:
+        asked.append(steps)
+        ends = [np.arange(float(steps)) for _ in range(workers)]
+        ends[0] = ends[0] + 10  # begins late
+        return ends if steps > 5 else [*ends[1:], np.array([])]
+
+    assert measure.rates_of(run, 2, 5).steps_per_s == 2
+    assert asked == [5, 10, 20]
+
+
 def test_turns_are_made_long_enough() -> None:
     asked = []
 
