@@ -10,9 +10,7 @@ the call encrypted, beside the same without. They take turns in one run. ``--fan
 measures many processes that pull from and push to one.
 """
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import socket
 import statistics
@@ -20,13 +18,13 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Literal
 
 import numpy as np
 
-from benchmarks import transport_fan_in
+from benchmarks import measure, transport_fan_in
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -216,7 +214,7 @@ class Found:
         self.cpu_s_per_gb.append((cpu_end - cpu) / (total + nbytes) * 1e9)
 
 
-async def measure(
+async def take_turns(
     pipe: Connection, sizes: dict[int, int], server: int, certificates: str
 ) -> None:
     asking = Asking(pipe, max(sizes), certificates)
@@ -236,47 +234,38 @@ async def measure(
 
 def cpu_seconds(server: int) -> float:
     """CPU time of this process and the server so far."""
-    # The kernel's clock of another process, as clock_getcpuclockid(3) makes it.
-    return time.process_time() + time.clock_gettime((~server << 3) | 2)
+    return time.process_time() + measure.cpu_seconds(server)
 
 
 def report(nbytes: int, found: dict[str, Found]) -> None:
     speeds = {name: statistics.median(f.gb_per_s) for name, f in found.items()}
     for name, one in found.items():
-        line = {
-            "benchmark": "transport_tls" if "tls" in found else "transport",
-            "way": name,
-            "bytes": nbytes,
-            "ms": round(statistics.median(one.ms), 3),
-            "ms_min": round(min(one.ms), 3),
-            "ms_max": round(max(one.ms), 3),
-            "gb_per_s": round(speeds[name], 3),
-            "gb_per_s_min": round(min(one.gb_per_s), 3),
-            "gb_per_s_max": round(max(one.gb_per_s), 3),
-            "to_tcp": round(speeds[name] / speeds["tcp"], 3),
-            "to_memcpy": round(speeds[name] / speeds["memcpy"], 3),
-            "to_plain": round(speeds[name] / speeds[PLAIN.get(name, name)], 3),
-            "cpu_s_per_gb": round(statistics.median(one.cpu_s_per_gb), 3),
-            "repeats": len(one.ms),
-        }
-        print(json.dumps(line), flush=True)
+        measure.emit(
+            "transport_tls" if "tls" in found else "transport",
+            way=name,
+            bytes=nbytes,
+            **measure.spread("ms", one.ms, 3),
+            **measure.spread("gb_per_s", one.gb_per_s, 3),
+            to_tcp=round(speeds[name] / speeds["tcp"], 3),
+            to_memcpy=round(speeds[name] / speeds["memcpy"], 3),
+            to_plain=round(speeds[name] / speeds[PLAIN.get(name, name)], 3),
+            **measure.spread("cpu_s_per_gb", one.cpu_s_per_gb, 3),
+            repeats=len(one.ms),
+        )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--json", action="store_true", help="the default; no other form"
-    )
+def main(args: Sequence[str] | None = None) -> None:
+    parser = measure.parser(__doc__)
     parser.add_argument("--largest", type=int, default=max(SIZES), help="bytes")
     parser.add_argument("--fan-in", action="store_true", help="many to one instead")
     parser.add_argument("--tls", action="store_true", help="encrypted, beside plain")
-    arguments = parser.parse_args()
-    if arguments.fan_in:
+    a = parser.parse_args(args)
+    if a.fan_in:
         transport_fan_in.main()
         return
-    sizes = {n: repeats for n, repeats in SIZES.items() if n <= arguments.largest}
+    sizes = {n: repeats for n, repeats in SIZES.items() if n <= a.largest}
     with tempfile.TemporaryDirectory() as directory:
-        certificates = directory if arguments.tls else ""
+        certificates = directory if a.tls else ""
         if certificates:
             make_certificates(certificates, [PS, WORKER])
         run(sizes, certificates)
@@ -289,7 +278,7 @@ def run(sizes: dict[int, int], certificates: str) -> None:
     process.start()
     assert process.pid is not None  # it was started
     try:
-        asyncio.run(measure(ours, sizes, process.pid, certificates))
+        asyncio.run(take_turns(ours, sizes, process.pid, certificates))
         ours.send("enough")
         process.join(10)
     finally:

@@ -6,7 +6,6 @@ two take turns. Prints one JSON line each with the bytes of all workers per seco
 """
 
 import asyncio
-import json
 import multiprocessing
 import statistics
 import time
@@ -16,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks import measure
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -96,7 +96,7 @@ def work(pipe: Connection, index: int) -> None:
     asyncio.run(main())
 
 
-async def measure(pipes: list[Connection]) -> None:
+async def take_turns(pipes: list[Connection]) -> None:
     transports = {way: GrpcTransport(PS, shared_memory=how) for way, how in HOW.items()}
     addresses = {way: await t.start(Ps(t)) for way, t in transports.items()}
     theirs = [await asyncio.to_thread(pipe.recv) for pipe in pipes]
@@ -126,19 +126,16 @@ async def measure(pipes: list[Connection]) -> None:
 def report(times: dict[str, list[float]]) -> None:
     for way, found in times.items():
         median = statistics.median(found)
-        line = {
-            "benchmark": "transport_fan_in",
-            "way": way,
-            "workers": WORKERS,
-            "bytes_each_way": NBYTES,
-            "ms": round(1e3 * median, 1),
-            "ms_min": round(1e3 * min(found), 1),
-            "ms_max": round(1e3 * max(found), 1),
-            "gb_per_s": round(2 * WORKERS * NBYTES / median / 1e9, 3),
-            "speed_to_post": round(statistics.median(times["post"]) / median, 2),
-            "rounds": len(found),
-        }
-        print(json.dumps(line), flush=True)
+        measure.emit(
+            "transport_fan_in",
+            way=way,
+            workers=WORKERS,
+            bytes_each_way=NBYTES,
+            **measure.spread("ms", [1e3 * seconds for seconds in found]),
+            gb_per_s=round(2 * WORKERS * NBYTES / median / 1e9, 3),
+            **measure.ratio("speed_to_post", times["post"], found, 2),
+            rounds=len(found),
+        )
 
 
 def main() -> None:
@@ -151,7 +148,7 @@ def main() -> None:
             process.start()
             pipes.append(ours)
             processes.append(process)
-        asyncio.run(measure(pipes))
+        asyncio.run(take_turns(pipes))
         for process in processes:
             process.join(10)
     finally:
