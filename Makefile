@@ -24,7 +24,6 @@ check: .venv/dev.stamp
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks selection
-	$(BIN)/python -m benchmarks report
 
 # What benchmarks/compare.py compares with; nothing else needs it. Each has an
 # environment of its own: one that cannot be had does not stop the others.

@@ -28,6 +28,7 @@ from benchmarks.on_cluster import Training
 from benchmarks.peer_process import Peer
 
 HIDDEN, RATE, BATCHES = 256, 0.01, 20
+PEER = ["tensorflow_ps"]
 
 
 class Model(nnx.Module):
@@ -92,13 +93,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--transport", choices=["auto", "grpc"], default="auto")
     parser.add_argument("--steps", type=int, default=100, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--peer", action="store_true", help="TensorFlow in turns")
+    parser.add_argument("--peer", nargs="?", choices=PEER, const=PEER[0])
     a = parser.parse_args(args)
     with ExitStack() as stack:
         works = {rows: stack.enter_context(training(a, rows)) for rows in a.rows}
         sides: dict[str, Any] = {str(rows): work for rows, work in works.items()}
         if a.peer:
-            sides["tensorflow"] = stack.enter_context(peer(a))
+            sides[a.peer] = stack.enter_context(peer(a))
         for side in sides.values():
             side.run(a.workers, 10)
         found = measure.take_turns(
@@ -117,7 +118,7 @@ def peer(a: Any) -> Peer:
     names = ("dim", "batch", "ids", "ps", "workers")
     options = [f"--{name}={getattr(a, name)}" for name in names]
     options.append(f"--rows={a.rows[0]}")
-    return Peer("tensorflow_ps", ["--kind=embedding", *options])
+    return Peer(a.peer, ["--kind=embedding", *options])
 
 
 def report(
@@ -127,8 +128,8 @@ def report(
     mine = found[str(rows)]
     rates = [r.steps_per_s for r in mine]
     beside: dict[str, Any] = {}
-    if "tensorflow" in found and rows == a.rows[0]:
-        others = [r.steps_per_s for r in found["tensorflow"]]
+    if a.peer and rows == a.rows[0]:
+        others = [r.steps_per_s for r in found[a.peer]]
         beside = {
             **measure.spread("peer_examples_per_s", [r * a.batch for r in others], 0),
             **measure.ratio("ratio", rates, others),

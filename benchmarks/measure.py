@@ -30,7 +30,7 @@ def emit(benchmark: str, **figures: Any) -> dict[str, Any]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Versions, cores, and how many processes wanted them during the last minute."""
+    """Versions, cores, how many processes wanted them in the last minute, the day."""
     found = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "tensorflow-cpu", "ray", "torch"):
         try:
@@ -38,7 +38,12 @@ def circumstances() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     load = round(os.getloadavg()[0], 1)
-    return {**found, "cores": os.cpu_count(), "load": load}
+    return {**found, "cores": os.cpu_count(), "load": load, "date": today()}
+
+
+def today() -> str:
+    """Returns the day, as in the names of files of results."""
+    return time.strftime("%Y-%m-%d")
 
 
 def spread(name: str, values: Iterable[float], digits: int = 1) -> dict[str, float]:

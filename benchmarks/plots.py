@@ -3,14 +3,14 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.peer_process import PEERS
+from benchmarks.tables import Line, work
 
-Line: TypeAlias = dict[str, Any]
 COLOURS = {
     "auto": "C0",
     "grpc": "C1",
@@ -37,16 +37,11 @@ def draw(lines: list[Line], folder: Path) -> list[Path]:
     return made
 
 
-def _name(line: Line) -> str:
-    kind = f"sync {line['kind']}" if line.get("mode") == "sync" else str(line["kind"])
-    return f"{kind} {line['mb']:g} MB" if "mb" in line else kind
-
-
 def _workers(lines: list[Line]) -> Figure:
     """Steps per second over workers, ours and the peers'."""
     groups: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
-        groups[_name(line)].append(line)
+        groups[work(line)].append(line)
     figure = Figure(figsize=(3.2 * len(groups), 3.2), layout="constrained")
     all_axes = figure.subplots(1, len(groups), squeeze=False)[0]
     named: dict[str, Any] = {}
@@ -95,7 +90,7 @@ def _ratios(lines: list[Line]) -> Figure:
     figure = Figure(figsize=(7, 0.3 * len(lines) + 1), layout="constrained")
     axes = figure.subplots()
     labels = [
-        f"{_name(x)}, {x['workers']} w, {x['transport']} by {PEERS[x['beside']][1]}"
+        f"{work(x)}, {x['workers']} w, {x['transport']} by {PEERS[x['beside']][1]}"
         for x in lines
     ]
     middle = [line["ratio"] for line in lines]

@@ -54,6 +54,8 @@ def main(args: Sequence[str] | None = None) -> None:
                 rounds=a.rounds,
                 **measure.rate_figures(rates),
                 **measure.ratio("speedup", [r.steps_per_s for r in rates], first),
+                bytes_per_step=work.bytes_per_step,
+                peak_rss_mb=work.peaks(),
             )
 
 

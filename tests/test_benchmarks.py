@@ -1,8 +1,8 @@
 """Every benchmark runs in a tiny configuration and prints what it promises."""
 
+import argparse
+import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 from benchmarks import (
-    __main__ as selecting,
     compare,
     embedding,
     imports,
@@ -21,14 +20,17 @@ from benchmarks import (
     models,
     null_step,
     overhead,
+    peer_process,
     report,
     scale,
+    selection,
     startup,
     straggler,
+    tables,
     train,
+    transport,
 )
 
-ROOT = Path(__file__).parent.parent
 Lines = list[dict[str, Any]]
 Bench = Callable[..., Lines]
 
@@ -204,15 +206,58 @@ def test_data_of_a_model_can_come_from_a_file(tmp_path: Path) -> None:
     assert (x.shape, y.tolist()) == ((2, 28, 28, 1), [0, 1])
 
 
+@pytest.mark.parametrize("chosen", [selection.SHORT, selection.ALL])
 def test_selection_runs_each_comparison_once_with_the_peers_there_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chosen: selection.Selection,
 ) -> None:
-    monkeypatch.setattr(selecting, "installed", lambda: ["ray_ps", "torch_ddp"])
-    (together,) = [w for w in selecting.selection() if w.startswith("compare")]
-    assert together.endswith("--peer ray_ps torch_ddp")
-    monkeypatch.setattr(selecting, "installed", list)
-    assert not any(w.startswith("compare") for w in selecting.selection())
-    assert "make peers" in capsys.readouterr().err
+    compared = [w for w in chosen.commands(["ray_ps", "torch_ddp"]) if "peer" in w]
+    assert len(compared) == 1
+    assert compared[0].endswith("--peer ray_ps torch_ddp")
+    assert not any("--peer" in words for words in chosen.commands([]))
+
+
+@pytest.mark.parametrize("peers", [[], list(peer_process.PEERS)])
+@pytest.mark.parametrize("chosen", [selection.SHORT, selection.ALL])
+def test_commands_of_a_selection_are_understood(
+    chosen: selection.Selection, peers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class UnderstoodError(Exception):
+        """The words are right; nothing shall run."""
+
+    def parse(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
+        _, unknown = parser.parse_known_args(args)
+        assert not unknown
+        raise UnderstoodError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    for words in chosen.commands(peers):
+        name, *options = words.split()
+        module = importlib.import_module(f"benchmarks.{name}")
+        with pytest.raises(UnderstoodError):
+            module.main(options)
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_selection_keeps_what_is_printed_and_names_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "day.jsonl"
+    failing = "imports --repeats none"
+    assert selection.select([failing, "report --help"], results) == [failing]
+    printed = capsys.readouterr().out
+    assert "Tables and plots" in printed
+    assert results.read_text() == printed
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["", "--tls"])
+def test_ways_of_the_transport_take_turns(bench: Bench, option: str) -> None:
+    lines = bench(transport.main, f"--largest 64 {option}")
+    wanted = {"tls", "call_tls"} if option else {"shm"}
+    assert {line["way"] for line in lines} >= {"post", "call", "tcp", *wanted}
+    assert "\n| post | 64 |" in tables.TABLES[lines[0]["benchmark"]].text(lines)
 
 
 @pytest.mark.procs
@@ -273,27 +318,13 @@ def test_imports_are_measured_in_fresh_processes(
     assert [line["what"] for line in lines] == list(few.values())
 
 
-@pytest.mark.procs
-@pytest.mark.slow
-@pytest.mark.parametrize("option", [[], ["--tls"]])
-def test_benchmarks_run_by_name(option: list[str]) -> None:
-    words = ["transport", "--largest", "64", *option]
-    command = [sys.executable, "-m", "benchmarks", *words]
-    out = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    lines = [json.loads(line) for line in out.splitlines()]
-    wanted = {"tls", "call_tls"} if option else {"shm"}
-    assert {line["way"] for line in lines} >= {"post", "call", "tcp", *wanted}
-    assert "\n| post | 64 |" in report.TABLES[lines[0]["benchmark"]][1](lines)
-
-
 def compared(workers: int, transport: str, ratio: float) -> dict[str, Any]:
     rate = measure.spread("steps_per_s", [100 * ratio])
     peer = measure.spread("peer_steps_per_s", [100])
     what = {"benchmark": "compare", "kind": "dense", "mb": 8.0, "workers": workers}
     ratios = measure.ratio("ratio", [ratio], [1.0])
-    return {**what, "transport": transport, **rate, **peer, **ratios}
+    sides = {"transport": transport, "beside": "tensorflow_ps"}
+    return {**what, **sides, **rate, **peer, **ratios}
 
 
 def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> None:
@@ -306,7 +337,7 @@ def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> Non
         {**compared(4, "auto", 2.25), "mode": "sync"},
         {**compared(4, "auto", 3.5), "beside": "ray_ps"},
         {"benchmark": "memory", "ps_peak_mb": 300.5, "steps": 2},
-        {"benchmark": "a_new_one", "kind": "bag", "figure": 7, "figure_min": 6},
+        {"benchmark": "a_new_one", "kind": "bag", **measure.spread("figure", [7])},
     ]
     results = tmp_path / "one.jsonl"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -317,11 +348,11 @@ def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> Non
     assert "old" not in text
     assert "| dense 8 MB | 4 | auto | 250 (250 to 250) |" in text
     assert "| sync dense 8 MB | 4 | auto | 225 (225 to 225) |" in text
-    assert "**1.25** (1.25 to 1.25) | 1.1 |" in text
-    assert "Ray's actors | 100 (100 to 100) | **3.50** (3.50 to 3.50) |" in text
-    assert "| ps_peak_mb | 300.5 |" in text
+    assert "1.25 (1.25 to 1.25) | 1.1 |" in text
+    assert "Ray's actors | 100 (100 to 100) | 3.50 (3.50 to 3.50) |  |" in text
+    assert "| 300.5 |" in text
     assert "### a new one" in text
-    assert "| bag | figure | 7 |" in text
+    assert "| figure | 7 (7 to 7) |" in text
     assert sorted(p.name for p in (tmp_path / "results").iterdir()) == [
         "ratios.png",
         "workers.png",
