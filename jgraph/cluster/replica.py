@@ -10,6 +10,7 @@ import numpy as np
 from jgraph.clock import Clock
 from jgraph.cluster.data_feed import DataFeed, NumberedBatch
 from jgraph.cluster.driver import Fetches, StepDriver, as_error
+from jgraph.cluster.loop_reports import LoopReports
 from jgraph.coordination.replica_loop import (
     End,
     Event,
@@ -28,7 +29,6 @@ from jgraph.coordination.replica_loop import (
 from jgraph.errors import JGError, RunOverError, StaleGradientError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.executor import StepTimes
 
@@ -65,12 +65,10 @@ class LoopRun:
         )
         self._events: deque[Event] = deque()
         self._turn_used = False
-        self._reports: asyncio.Queue[Frame | JGError | None] = asyncio.Queue()
-        self._began = clock.now()
+        self._reports = LoopReports(clock)
         # Where the time goes: seconds by part since the last report.
-        self._wanted_at = self._started_at = self._computed_at = self._began
+        self._wanted_at = self._started_at = self._computed_at = clock.now()
         self._times: dict[str, float] = defaultdict(float)
-        self._rows: list[tuple[int, float, Fetches]] = []
         self._numbers = {
             name: np.asarray(value, np.int32)
             for name, value in [(order.replica_feed, order.replica)]
@@ -93,9 +91,7 @@ class LoopRun:
         """
         self._take(LoopStarted())
         try:
-            while (report := await self._reports.get()) is not None:
-                if isinstance(report, JGError):
-                    raise report
+            async for report in self._reports.stream():
                 yield report
         finally:
             self.stop()  # the watcher may be gone
@@ -180,7 +176,7 @@ class LoopRun:
         for name, seconds in parts.items():
             self._times[name] += seconds
         self._computed_at = now
-        self._rows.append((step, now - self._began, fetches))
+        self._reports.add(step, fetches)
         self._take(StepComputed(step))
 
     def _over(self, step: int, error: JGError | None) -> None:
@@ -199,27 +195,12 @@ class LoopRun:
 
     def _end(self, state: str, error: JGError | None) -> None:
         self._feed.close()
-        if error is not None:
-            self._reports.put_nowait(error)
-            return
-        self._report(state)
-        self._reports.put_nowait(None)
+        if error is None:
+            self._report(state)
+        self._reports.end(error)
 
     def _report(self, state: str) -> None:
-        rows, self._rows = self._rows, []
-        tensors: list[np.ndarray[Any, Any]] = [
-            np.array([row[0] for row in rows], np.int64),
-            np.array([row[1] for row in rows], np.float64),
-        ]
-        if rows:
-            columns = zip(*(row[2] for row in rows), strict=True)
-            tensors.extend(np.stack(column) for column in columns)
-        header = pb.LoopReport(
-            state=state,
-            steps_done=int(rows[-1][0]) + 1 if rows else 0,
-            seconds=self._clock.now() - self._began,
-            times=self._times,
-            data_done=self._feed.done,
+        times, self._times = self._times, defaultdict(float)
+        self._reports.send(
+            pb.LoopReport(state=state, times=times, data_done=self._feed.done)
         )
-        self._times = defaultdict(float)
-        self._reports.put_nowait(frame(loop_report=header, tensors=tensors))

@@ -3,13 +3,14 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.gates import Gates
+from jgraph.cluster.loop_reports import LoopReports
 from jgraph.coordination.aggregation import (
     Applied,
     Arbiter,
@@ -24,7 +25,6 @@ from jgraph.coordination.aggregation import (
 from jgraph.errors import JGError, RunOverError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 
 
@@ -59,9 +59,8 @@ class SyncLoop:
         )
         self._events: deque[Event] = deque()
         self._handling = False
-        self._began = self._reported_at = self._progress_at = clock.now()
-        self._rows: list[tuple[int, float, Fetches]] = []
-        self._reports: asyncio.Queue[Frame | JGError | None] = asyncio.Queue()
+        self._progress_at = clock.now()
+        self._reports = LoopReports(clock)
         self._timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
@@ -84,9 +83,7 @@ class SyncLoop:
         self._gates.listen(self._gate, self._take)
         self._watch_time()
         try:
-            while (report := await self._reports.get()) is not None:
-                if isinstance(report, JGError):
-                    raise report
+            async for report in self._reports.stream():
                 yield report
         finally:
             self.stop()  # the watcher may be gone
@@ -127,8 +124,7 @@ class SyncLoop:
 
     def _apply(self, version: int, count: int) -> None:
         def computed(fetches: Fetches, _: object) -> None:
-            seconds = self._clock.now() - self._began
-            self._rows.append((version, seconds, [*fetches, np.array(count, np.int32)]))
+            self._reports.add(version, [*fetches, np.array(count, np.int32)])
 
         def over(error: JGError | None) -> None:
             if error is not None:
@@ -136,7 +132,8 @@ class SyncLoop:
                 return
             self._progress_at = self._clock.now()
             self._take(Applied())
-            if self._progress_at - self._reported_at >= self._order.report_every_s:
+            silent_s = self._progress_at - self._reports.reported_at
+            if silent_s >= self._order.report_every_s:
                 self._report("running")
 
         try:
@@ -153,29 +150,13 @@ class SyncLoop:
     def _end(self, state: str, error: JGError | None) -> None:
         over = RunOverError("the training run has all its updates, or was stopped")
         self._gates.close(self._gate, error or over)
-        if error is not None:
-            self._reports.put_nowait(error)
-            return
-        self._report(state)
-        self._reports.put_nowait(None)
+        if error is None:
+            self._report(state)
+        self._reports.end(error)
 
     def _report(self, state: str) -> None:
-        rows, self._rows = self._rows, []
-        self._reported_at = self._clock.now()
-        tensors: list[np.ndarray[Any, Any]] = [
-            np.array([row[0] for row in rows], np.int64),
-            np.array([row[1] for row in rows], np.float64),
-        ]
-        if rows:
-            columns = zip(*(row[2] for row in rows), strict=True)
-            tensors.extend(np.stack(column) for column in columns)
-        header = pb.LoopReport(
-            state=state,
-            steps_done=int(rows[-1][0]) + 1 if rows else 0,
-            seconds=self._reported_at - self._began,
-            dropped={
-                self._replicas[handle]: count
-                for handle, count in self._machine.dropped.items()
-            },
-        )
-        self._reports.put_nowait(frame(loop_report=header, tensors=tensors))
+        dropped: dict[str, int] = {
+            self._replicas[handle]: count
+            for handle, count in self._machine.dropped.items()
+        }
+        self._reports.send(pb.LoopReport(state=state, dropped=dropped))

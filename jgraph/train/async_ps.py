@@ -14,7 +14,7 @@ from typing import Any, final
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.gate_client import open_gate, stale_updates
-from jgraph.cluster.loops import DealtData, LoopHandle, LoopReport, LoopRequest
+from jgraph.cluster.loops import DealtData, LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph.device import DeviceSpec
@@ -31,6 +31,7 @@ from jgraph.train.hash_state import NO_KEYS, TableRows
 from jgraph.train.large import check_sizes, total_nbytes
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
+from jgraph.train.workers import Workers, chunk_of
 
 
 @final
@@ -154,24 +155,21 @@ class AsyncRunner:
         self._step = step
         self._cluster = cluster
         self._strategy = strategy
-        self._workers = cluster.tasks("worker")
         self.session: Session = cluster.session()
+        self.workers = Workers(step, cluster, self.session)
         self._tables = TableRows(cluster)
         # A run is looked at from other threads than the one that trains.
         self.lock = threading.RLock()
         self._prepared: dict[str, _Prepared] = {}
         self._last: _Prepared | None = None
         self._initialized = False
-        self._done = [0] * len(self._workers)
-        # Which data the workers hold: the same data of a later fit is not sent again.
-        self._uploaded = ""
         self._position: Position = None
         self._loops: LoopHandle | None = None
 
     @property
     def replicas(self) -> int:
         """See ``Runner.replicas``."""
-        return len(self._workers)
+        return len(self.workers.tasks)
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
@@ -183,8 +181,8 @@ class AsyncRunner:
             planned = plan(
                 graph,
                 tasks=self._cluster.tasks(),
-                driver=self._workers[0],
-                default=DeviceSpec.from_string(self._workers[0]),
+                driver=self.workers.tasks[0],
+                default=DeviceSpec.from_string(self.workers.tasks[0]),
                 platforms=self._cluster.platforms,
             )
             program = gated(planned.program, self._step.container)
@@ -203,14 +201,16 @@ class AsyncRunner:
                 prepared.handles = self.session.register_all(
                     [
                         for_replica(
-                            prepared.plan.program.rename_task(self._workers[0], worker),
+                            prepared.plan.program.rename_task(
+                                self.workers.tasks[0], worker
+                            ),
                             replica,
                         )
-                        for replica, worker in enumerate(self._workers)
+                        for replica, worker in enumerate(self.workers.tasks)
                     ]
                 )
             self._clear_residuals()
-            self._upload(prepared.graph, order.dataset)
+            self.workers.upload(prepared.graph, order.dataset)
             open_gate(
                 self._cluster,
                 self._step.container,
@@ -218,20 +218,26 @@ class AsyncRunner:
                 max_staleness=self._strategy.max_staleness,
             )
             loops = self._loops = self.session.run_loops(
-                self._requests(prepared, order), self._dealt(order)
+                self.workers.requests(
+                    prepared.graph,
+                    prepared.handles,
+                    order,
+                    step_timeout_s=self._strategy.step_timeout_s,
+                ),
+                self._dealt(order),
             )
         try:
             for report in loops:
                 if order.stop.is_set():
                     loops.stop()
+                self.workers.note(report)
                 if len(report.steps):
-                    self._done[report.replica] = int(report.steps[-1]) + 1
-                    yield _chunk(report, prepared.names)
+                    yield chunk_of(report, prepared.names, report.replica)
         except GeneratorExit:
             end_loops(loops)
             raise
         except JGError:
-            self._uploaded = ""  # a worker may have been started anew
+            self.workers.forget_data()
             raise
         finally:
             with self.lock:
@@ -246,7 +252,7 @@ class AsyncRunner:
 
     def _dealt(self, order: Order) -> DealtData:
         plan = order.dataset.plan(order.batch_size, order.seed)
-        position = position_in(plan, self._position, sum(self._done))
+        position = position_in(plan, self._position, sum(self.workers.done))
         return DealtData(plan, order.steps, position)
 
     def global_step(self) -> int:
@@ -295,14 +301,14 @@ class AsyncRunner:
             self._initialized = True
             self._position = position
             steps = int(self._step.unflatten(values)["global_step"])
-            self._done = _shares(steps, len(self._workers))
+            self.workers.done = _shares(steps, len(self.workers.tasks))
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
         if self._last is None or not self._last.handles:
             return {}
         gate, shards = self._step.container, shards_of(self._last.plan.program)
-        workers = dict(zip(self._last.handles, self._workers, strict=True))
+        workers = dict(zip(self._last.handles, self.workers.tasks, strict=True))
         found: dict[TaskName, dict[TaskName, dict[int, int]]] = {}
         for row in stale_updates(self._cluster, gate, shards):
             ages = found.setdefault(workers[row.handle], {}).setdefault(row.task, {})
@@ -332,58 +338,15 @@ class AsyncRunner:
     def _clear_residuals(self) -> None:
         if self._step.compression is not None:
             of = self._step.compression.residuals_of
-            all_of = [v for replica in range(len(self._workers)) for v in of(replica)]
+            all_of = [
+                v for replica in range(len(self.workers.tasks)) for v in of(replica)
+            ]
             self.session.initialize(all_of, again=True)
-
-    def _upload(self, graph: Graph, dataset: Dataset) -> None:
-        digest = dataset.digest()
-        if dataset.source:  # the workers have opened it
-            return
-        if digest == self._uploaded:
-            return
-        self._uploaded = ""
-        feeds = [feed.name for feed in graph.feeds[: len(dataset.fields)]]
-        arrays = dict(zip(feeds, dataset.fields.values(), strict=True))
-        for worker in self._workers:
-            self.session.put_data(worker, self._data_name, arrays)
-        self._uploaded = digest
-
-    @property
-    def _data_name(self) -> str:
-        return f"{self._step.container}/data"
-
-    def _requests(self, prepared: _Prepared, order: Order) -> list[LoopRequest]:
-        feeds = {name for name, _ in prepared.plan.program.feeds}
-        graph_feeds = prepared.graph.feeds[: len(order.dataset.fields)]
-        data_feeds = [feed.name for feed in graph_feeds]
-        return [
-            LoopRequest(
-                task=worker,
-                handle=prepared.handles[replica],
-                data=order.dataset.source or self._data_name,
-                data_feeds=tuple(data_feeds) if order.dataset.source else (),
-                steps=order.steps,
-                batch_size=order.batch_size,
-                seed=order.seed,
-                replica=replica,
-                first_step=self._done[replica],
-                step_feed="step" if "step" in feeds else "",
-                replica_feed="replica" if "replica" in feeds else "",
-                step_timeout_s=self._strategy.step_timeout_s,
-                report_every_s=order.report_every_s,
-            )
-            for replica, worker in enumerate(self._workers)
-        ]
 
 
 def _shares(steps: int, count: int) -> list[int]:
     """Cuts ``steps`` into ``count`` parts that differ by one at most."""
     return [steps // count + (i < steps % count) for i in range(count)]
-
-
-def _chunk(report: LoopReport, names: Sequence[str]) -> Chunk:
-    metrics = dict(zip(names, report.fetches, strict=True))
-    return Chunk(report.replica, report.steps, report.seconds, metrics, report.times)
 
 
 def end_loops(loops: LoopHandle) -> None:

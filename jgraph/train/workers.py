@@ -1,0 +1,110 @@
+"""What the workers of a training run have, and what each is told to run."""
+
+from collections.abc import Sequence
+from typing import final
+
+from jgraph.cluster.client import Cluster
+from jgraph.cluster.loops import LoopReport, LoopRequest
+from jgraph.cluster.session import Session
+from jgraph.graph.ir import Graph
+from jgraph.train.data import Dataset
+from jgraph.train.runner import Chunk, Order
+from jgraph.train.step import TrainStep
+
+
+@final
+class Workers:
+    """The workers of a cluster: their data, and how many steps each has done.
+
+    Args:
+      step: of which each worker runs a copy.
+      cluster: with a job ``worker``.
+      session: carries the data.
+    """
+
+    def __init__(self, step: TrainStep, cluster: Cluster, session: Session) -> None:
+        self.tasks = cluster.tasks("worker")
+        self.done = [0] * len(self.tasks)
+        """Steps by replica, over all runs; they number its next ones."""
+        self._session = session
+        self._data = f"{step.container}/data"
+        # Which data the workers hold: the same data of a later fit is not sent again.
+        self._uploaded = ""
+
+    def upload(self, graph: Graph, dataset: Dataset) -> None:
+        """Gives every worker the data, unless it has it."""
+        digest = dataset.digest()
+        if dataset.source:  # the workers have opened it
+            return
+        if digest == self._uploaded:
+            return
+        self._uploaded = ""
+        arrays = dict(
+            zip(_fields(graph, dataset), dataset.fields.values(), strict=True)
+        )
+        for worker in self.tasks:
+            self._session.put_data(worker, self._data, arrays)
+        self._uploaded = digest
+
+    def forget_data(self) -> None:
+        """Sends the data anew next time: a worker may have been started anew."""
+        self._uploaded = ""
+
+    def requests(
+        self,
+        graph: Graph,
+        handles: Sequence[str],
+        order: Order,
+        *,
+        step_timeout_s: float,
+    ) -> list[LoopRequest]:
+        """Returns one request per worker.
+
+        Args:
+          graph: traced on a batch of the order's data.
+          handles: its registered program, by replica.
+          order: what to train.
+          step_timeout_s: limit for one step.
+        """
+        feeds = {feed.name for feed in graph.feeds}
+        dataset = order.dataset
+        return [
+            LoopRequest(
+                task=worker,
+                handle=handles[replica],
+                data=dataset.source or self._data,
+                data_feeds=_fields(graph, dataset) if dataset.source else (),
+                steps=order.steps,
+                batch_size=order.batch_size,
+                seed=order.seed,
+                replica=replica,
+                first_step=self.done[replica],
+                step_feed="step" if "step" in feeds else "",
+                replica_feed="replica" if "replica" in feeds else "",
+                step_timeout_s=step_timeout_s,
+                report_every_s=order.report_every_s,
+            )
+            for replica, worker in enumerate(self.tasks)
+        ]
+
+    def note(self, report: LoopReport) -> None:
+        """Learns from a report how many steps its replica has done."""
+        if len(report.steps):
+            self.done[report.replica] = int(report.steps[-1]) + 1
+
+
+def chunk_of(report: LoopReport, names: Sequence[str], replica: int) -> Chunk:
+    """Returns a report as what ``replica`` did, with a name for each fetch."""
+    return Chunk(
+        replica,
+        report.steps,
+        report.seconds,
+        dict(zip(names, report.fetches, strict=True)),
+        report.times,
+        report.dropped,
+    )
+
+
+def _fields(graph: Graph, dataset: Dataset) -> tuple[str, ...]:
+    """Returns the feeds of the data, in the order of its fields."""
+    return tuple(feed.name for feed in graph.feeds[: len(dataset.fields)])
