@@ -10,8 +10,7 @@ import functools
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -33,6 +32,8 @@ ALIGNMENT: Final = 64
 """JAX takes a numpy array on the CPU without a copy when it begins at a multiple."""
 
 Buffer: TypeAlias = bytes | memoryview
+Kind: TypeAlias = tuple[np.dtype[Any], int, tuple[int, ...]]
+"""Of a tensor: dtype, bytes, shape."""
 
 LENGTH = struct.Struct("<I")
 _NOTHING: Mapping[int, pb.SharedBlock] = {}
@@ -58,18 +59,14 @@ _SMALL_BYTES: Final = 1024
 """JAX copies a smaller array in less time than it takes to align it."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """A frame ready to be sent: its bytes in pieces, tensors not copied."""
 
     pieces: tuple[Buffer, ...]
     nbytes: int
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A frame that was checked and can be sent; its tensors are not copied.
 
     ``nbytes`` counts header and tensors, wherever they will travel; ``values_of`` is
@@ -77,7 +74,7 @@ class Prepared:
     """
 
     header: bytes
-    types: pb.Frame
+    types: bytes
     arrays: tuple[Tensor, ...]
     nbytes: int
     values_of: tuple[str, int] | None
@@ -91,18 +88,24 @@ class Prepared:
           shared: where the tensors are that do not go there, by their index.
           sequence: number of the frame on its stream; 0 for none.
         """
-        self.types.sequence = sequence
-        for at, block in shared.items():
-            self.types.tensors[at].shared.CopyFrom(block)
-        # Two serialized messages of one type, put together, parse as their union.
-        text = self.header + self.types.SerializeToString()
+        types = _placed(self.types, shared) if shared else self.types
+        # Serialized messages of one type, put together, parse as their union.
+        text = self.header + types + pb.Frame(sequence=sequence).SerializeToString()
+        head = LENGTH.pack(len(text)) + text
         views = [
             flat_bytes(a).data
             for at, a in enumerate(self.arrays)
             if a.nbytes and at not in shared
         ]
-        nbytes = LENGTH.size + len(text) + sum(view.nbytes for view in views)
-        return Encoded((LENGTH.pack(len(text)) + text, *views), nbytes)
+        return Encoded((head, *views), len(head) + sum(v.nbytes for v in views))
+
+
+def _placed(types: bytes, shared: Mapping[int, pb.SharedBlock]) -> bytes:
+    """Returns the types of tensors with where some of them are."""
+    frame = pb.Frame.FromString(types)
+    for at, block in shared.items():
+        frame.tensors[at].shared.CopyFrom(block)
+    return frame.SerializeToString()
 
 
 def prepare(frame: Frame, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> Prepared:
@@ -119,22 +122,30 @@ def prepare(frame: Frame, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> Prepared
       MalformedMessageError: a tensor of a dtype or rank that cannot travel.
       MessageTooLargeError: more than ``max_frame_bytes``.
     """
-    arrays = tuple(_sendable(i, t) for i, t in enumerate(frame.tensors))
-    named = [pb.TensorType(dtype=_NAMES[a.dtype], shape=a.shape) for a in arrays]
-    types = pb.Frame(tensors=named)
+    arrays = tuple([_sendable(i, t) for i, t in enumerate(frame.tensors)])
+    types = _types_of(tuple([(a.dtype, a.shape) for a in arrays]))
     header = frame.header
     if header.tensors or header.sequence:
         header = pb.Frame()
         header.CopyFrom(frame.header)
         header.ClearField("tensors")
+        header.ClearField("sequence")
     text = header.SerializeToString()
-    header_bytes = len(text) + types.ByteSize() + SEQUENCE_BYTES
+    header_bytes = len(text) + len(types) + SEQUENCE_BYTES
     if header_bytes + HANDLE_BYTES * len(arrays) > MAX_HEADER_BYTES:
         raise MessageTooLargeError(too_large("header", header_bytes, MAX_HEADER_BYTES))
-    nbytes = LENGTH.size + header_bytes + sum(a.nbytes for a in arrays)
+    nbytes = LENGTH.size + header_bytes + sum([a.nbytes for a in arrays])
     if nbytes > max_frame_bytes:
         raise MessageTooLargeError(too_large("frame", nbytes, max_frame_bytes))
     return Prepared(text, types, arrays, nbytes, values_of(frame))
+
+
+@functools.lru_cache(4096)
+def _types_of(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> bytes:
+    """Returns the part of a header that says what the tensors are."""
+    # The same for each step of a program, and slow to make anew.
+    named = [pb.TensorType(dtype=_NAMES[dtype], shape=shape) for dtype, shape in kinds]
+    return pb.Frame(tensors=named).SerializeToString()
 
 
 def values_of(frame: Frame) -> tuple[str, int] | None:
@@ -174,6 +185,8 @@ def too_large(what: str, nbytes: int, limit: int) -> str:
 
 def _sendable(index: int, tensor: Tensor) -> Tensor:
     array = np.asarray(tensor)
+    if array.flags.c_contiguous and array.dtype in _NAMES and array.ndim <= MAX_NDIM:
+        return array  # nearly always
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype not in _NAMES:
@@ -205,9 +218,15 @@ class Packer:
         self._parts: list[Buffer] = []
         self._room = chunk_bytes
 
-    def add(self, piece: Buffer) -> Iterator[bytes]:
-        """Yields the chunks that the piece fills."""
-        view = memoryview(piece)
+    def add(self, piece: Buffer) -> Iterable[bytes]:
+        """Gives the chunks that the piece fills; cut when they are asked for."""
+        if len(piece) >= self._room:  # of bytes, or of a view of bytes
+            return self._filled(memoryview(piece))
+        self._parts.append(piece)
+        self._room -= len(piece)
+        return ()
+
+    def _filled(self, view: memoryview) -> Iterator[bytes]:
         while view:
             part = view[: self._room]
             view = view[len(part) :]
@@ -259,8 +278,8 @@ def aligned_copy(tensor: Tensor) -> Tensor:
     return buffer.view(array.dtype).reshape(array.shape)
 
 
-def check_type(type_: pb.TensorType, *where: object) -> tuple[np.dtype[Any], int]:
-    """Returns (dtype, bytes) of a tensor's type; allocates nothing.
+def check_type(type_: pb.TensorType, *where: object) -> Kind:
+    """Returns (dtype, bytes, shape) of a tensor's type; allocates nothing.
 
     Args:
       type_: the type.
@@ -270,14 +289,14 @@ def check_type(type_: pb.TensorType, *where: object) -> tuple[np.dtype[Any], int
       MalformedMessageError: the dtype is not allowed or the shape cannot be.
     """
     try:
-        return _size_of(type_.dtype, tuple(type_.shape))
+        return _kind_of(type_.dtype, tuple(type_.shape))
     except ValueError as error:
         what = " ".join(map(str, where))
         raise MalformedMessageError(f"{what} has {error}") from None
 
 
 @functools.lru_cache(4096)
-def _size_of(name: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], int]:
+def _kind_of(name: str, shape: tuple[int, ...]) -> Kind:
     dtype = DTYPES.get(name)
     if dtype is None:
         raise ValueError(
@@ -290,4 +309,4 @@ def _size_of(name: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], int]:
     extent = math.prod(max(n, 1) for n in shape) * dtype.itemsize
     if any(n < 0 for n in shape) or extent >= 1 << 63:
         raise ValueError(f"shape {list(shape)}, not allowed")
-    return dtype, math.prod(shape) * dtype.itemsize
+    return dtype, math.prod(shape) * dtype.itemsize, shape

@@ -5,7 +5,7 @@ that their receiver gets; those in shared memory are there already.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -136,16 +136,17 @@ class Decoder:
                 "a frame without a body, or of a kind that this version does not know"
             )
         types = [check_type(t, "tensor", i) for i, t in enumerate(header.tensors)]
-        nbytes = LENGTH.size + len(text) + sum(n for _, n in types)
+        nbytes = LENGTH.size + len(text) + sum([size for _, size, _ in types])
         if nbytes > self._max_frame_bytes:
             raise MessageTooLargeError(
                 too_large("frame", nbytes, self._max_frame_bytes)
             )
         slots = [
-            _Slot(dtype, n, tuple(t.shape), self._outside(t, n))
-            for t, (dtype, n) in zip(header.tensors, types, strict=True)
+            (*kind, self._outside(type_, kind[1]))
+            for type_, kind in zip(header.tensors, types, strict=True)
         ]
-        header.ClearField("tensors")
+        if slots:
+            header.ClearField("tensors")
         return _Body(header, slots, self._take)
 
     def _outside(self, type_: pb.TensorType, nbytes: int) -> Bytes | None:
@@ -160,17 +161,14 @@ class Decoder:
         return self.shared.array(type_.shared, nbytes)
 
 
-class _Slot(NamedTuple):
-    """A tensor to come, or one that is in shared memory already."""
-
-    dtype: np.dtype[Any]
-    nbytes: int
-    shape: tuple[int, ...]
-    data: Bytes | None
+_Slot: TypeAlias = tuple[np.dtype[Any], int, tuple[int, ...], Bytes | None]
+"""A tensor to come: dtype, bytes, shape; its bytes, if it is in shared memory."""
 
 
 class _Body:
     """A frame whose header is known and whose tensors are being filled."""
+
+    __slots__ = ("_header", "_room", "_slots", "_take", "_tensors", "is_complete")
 
     def __init__(
         self, header: pb.Frame, slots: list[_Slot], take: Callable[[int], Bytes]
@@ -180,15 +178,12 @@ class _Body:
         self._slots = slots
         self._tensors: list[Tensor] = []
         self._room = memoryview(b"")
+        self.is_complete = False
         self._next()
-
-    @property
-    def is_complete(self) -> bool:
-        return not len(self._room) and len(self._tensors) == len(self._slots)
 
     def frame(self) -> Frame:
         for i, tensor in enumerate(self._tensors):
-            if tensor.dtype == np.bool_ and tensor.view(np.uint8).max(initial=0) > 1:
+            if tensor.dtype.kind == "b" and tensor.view(np.uint8).max(initial=0) > 1:
                 raise MalformedMessageError(f"tensor {i} is bool with a byte over 1")
         return Frame(self._header, tuple(self._tensors))
 
@@ -201,7 +196,10 @@ class _Body:
 
     def _next(self) -> None:
         """Takes memory for the next tensor that has bytes, if its turn has come."""
-        while not len(self._room) and len(self._tensors) < len(self._slots):
+        while not len(self._room):
+            if len(self._tensors) == len(self._slots):
+                self.is_complete = True
+                return
             dtype, nbytes, shape, data = self._slots[len(self._tensors)]
             buffer = self._take(nbytes) if data is None else data
             self._tensors.append(buffer.view(dtype).reshape(shape))

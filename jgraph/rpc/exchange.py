@@ -1,8 +1,9 @@
 """The outgoing half of a pair of tasks: one long-lived Exchange stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Hashable
-from contextlib import aclosing
+import logging
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Final
 
 import grpc
@@ -16,11 +17,11 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.backlog import Backlog
-from jgraph.rpc.codec import Buffer, Packer, Prepared, encode, pack
+from jgraph.rpc.codec import Packer, Prepared, encode, pack
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import CONNECT_TIMEOUT_S, ended_link, is_cancelled, open_channel
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.lending import lend
+from jgraph.rpc.lending import SHARED_FRAME_BYTES, lend
 from jgraph.rpc.shared_memory import SendMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import from_status
@@ -30,6 +31,8 @@ from jgraph.rpc.transport import Address, Frame
 EXCHANGE_METHOD: Final = "/jgraph.v1.Task/Exchange"
 HELLO_TIMEOUT_S: Final = 10.0
 """How long either side waits for the first frame of the other."""
+
+_logger = logging.getLogger(__name__)
 
 
 def check_protocol(ours: pb.Hello, theirs: pb.Hello, who: str) -> None:
@@ -132,9 +135,9 @@ class ExchangeLink:
         )
         self._memory = self._make_memory()
         try:
-            stream = channel.stream_stream(EXCHANGE_METHOD, None, None)(
-                self._requests()
-            )
+            stream = channel.stream_stream(EXCHANGE_METHOD, None, None)(None)
+            sending = asyncio.create_task(self._send(stream))
+            sending.add_done_callback(partial(_end_failed, stream))
             try:
                 await self._read(stream)
             except grpc.aio.AioRpcError as error:
@@ -145,10 +148,9 @@ class ExchangeLink:
                 raise self._lost(grpc.StatusCode.CANCELLED) from None
             finally:
                 stream.cancel()
-                # gRPC leaves the generator of a stream that ended by itself waiting.
+                sending.cancel()
+                await asyncio.wait([sending])
                 self._backlog.clear()
-                self._accepted.set()
-                self.finish()
         finally:
             self._forget_memory()
             await channel.close(None)
@@ -158,43 +160,46 @@ class ExchangeLink:
             self._memory.close()
         self._memory = None
 
-    async def _requests(self) -> AsyncGenerator[bytes, None]:
+    async def _send(self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
+        """Writes what is queued; a failure of the stream is told by reading it."""
         first = pb.Hello()
         first.CopyFrom(self._hello)
         if self._memory is not None:
             first.shared_memory.CopyFrom(self._memory.announcement())
         for chunk in pack(encode(frame(hello=first)).pieces):
-            yield chunk
+            await stream.write(chunk)
         await self._accepted.wait()
         while self._backlog or not self._finishing:
             await self._wake.wait()
             self._wake.clear()
-            async with aclosing(self._drain()) as chunks:
-                async for chunk in chunks:
-                    self._counters.sent(self.peer, frames=0, nbytes=len(chunk))
-                    yield chunk
-                    self._backlog.moved(now=self._now())
+            await self._drain(stream)
             self._backlog.left()
+        await stream.done_writing()
 
-    async def _drain(self) -> AsyncGenerator[bytes, None]:
-        """Yields all that is queued, also what is queued while a chunk is written."""
+    async def _drain(self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
+        """Writes all that is queued, also what is queued while a chunk is written."""
         packer = Packer()
         while self._backlog:
-            self._counters.sent(self.peer, frames=1, nbytes=0)
-            for piece in await self._pieces(self._backlog.take(now=self._now())):
+            item = self._backlog.take(now=self._now())
+            if self._memory is None or item.nbytes < SHARED_FRAME_BYTES:
+                encoded, shared = item.encoded(sequence=self._number()), 0
+            else:
+                lent = await lend(item, self._memory)
+                shared = sum(item.arrays[at].nbytes for at in lent)
+                encoded = item.encoded(lent, sequence=self._number())
+            self._counters.sent(self.peer, frames=1, shared=shared)
+            for piece in encoded.pieces:
                 for chunk in packer.add(piece):
-                    yield chunk
+                    await self._write(stream, chunk)
         if rest := packer.rest():
-            yield rest
+            await self._write(stream, rest)
 
-    async def _pieces(self, item: Prepared) -> tuple[Buffer, ...]:
-        """Returns what of a frame goes into the stream."""
-        if self._memory is None:
-            return item.encoded(sequence=self._number()).pieces
-        lent = await lend(item, self._memory)
-        nbytes = sum(item.arrays[at].nbytes for at in lent)
-        self._counters.sent(self.peer, frames=0, nbytes=0, shared=nbytes)
-        return item.encoded(lent, sequence=self._number()).pieces
+    async def _write(
+        self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]", chunk: bytes
+    ) -> None:
+        self._counters.sent(self.peer, nbytes=len(chunk))
+        await stream.write(chunk)
+        self._backlog.moved(now=self._now())
 
     async def _read(self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
         decoder = Decoder()
@@ -243,3 +248,14 @@ class ExchangeLink:
                 address=self.address,
             )
         return ended_link(self.peer, self.address, code.name.lower())
+
+
+def _end_failed(
+    stream: "grpc.aio.StreamStreamCall[bytes, bytes]", sending: "asyncio.Task[None]"
+) -> None:
+    """Ends the stream of a sender that failed; whoever reads the stream says so."""
+    if sending.cancelled() or (error := sending.exception()) is None:
+        return
+    if not isinstance(error, grpc.aio.AioRpcError | asyncio.InvalidStateError):
+        _logger.error("Sending to a task failed.", exc_info=error)
+    stream.cancel()

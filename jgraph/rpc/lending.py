@@ -17,7 +17,7 @@ COPY_BYTES: Final = 8 << 20
 
 
 async def lend(prepared: Prepared, memory: SendMemory) -> Mapping[int, pb.SharedBlock]:
-    """Copies the large tensors of a frame into blocks of shared memory.
+    """Copies the large tensors of a large frame into blocks of shared memory.
 
     Tensors for which there is no room are left to the stream.
 
@@ -25,8 +25,6 @@ async def lend(prepared: Prepared, memory: SendMemory) -> Mapping[int, pb.Shared
       Where the copied tensors are, by index.
     """
     lent: dict[int, pb.SharedBlock] = {}
-    if prepared.nbytes < SHARED_FRAME_BYTES:
-        return lent
     memory.collect()
     for at, array in enumerate(prepared.arrays):
         if array.nbytes < SHARED_TENSOR_BYTES:

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 
@@ -31,6 +30,7 @@ REQUEST_TIMEOUT_S: Final = 600.0
 """How long the request of one call may take to arrive."""
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+_END: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # stubs lack it
 _logger = logging.getLogger(__name__)
 
 
@@ -88,7 +88,8 @@ class Service:
             task.cancel()
 
     async def _exchange(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        await self._guard(self._receive(requests, context), context)
+        del requests  # a generator around ``context.read``, slower than that
+        await self._guard(self._receive(context), context)
 
     async def _call(self, requests: AsyncIterator[bytes], context: Any) -> None:
         self._counters.calls_served += 1
@@ -117,26 +118,34 @@ class Service:
         finally:
             self._running.discard(task)
 
-    async def _receive(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def _receive(self, context: Any) -> None:
         stream: InboundStream | None = None
         decoder = self._decoder()
         reply = pb.Hello()
         reply.CopyFrom(self._hello)
         try:
-            async with aclosing(_frames(requests, decoder)) as frames:
-                try:
-                    async with asyncio.timeout(HELLO_TIMEOUT_S):
-                        first = await _next(frames)
-                    stream = self._introduce(first, context)
-                except (JGError, TimeoutError):
-                    await _write(context, frame(hello=reply))
-                    raise
-                decoder.shared = self._memory_of(stream.task, body_of(first))
-                reply.shares_memory = decoder.shared is not None
+            try:
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    first, *early = await _first_frames(context, decoder)
+                stream = self._introduce(first, context)
+            except (JGError, TimeoutError):
                 await _write(context, frame(hello=reply))
-                async for arrived in frames:
-                    self._deliver(stream, arrived)
-                    del arrived  # its tensors are the handler's alone
+                raise
+            decoder.shared = self._memory_of(stream.task, body_of(first))
+            reply.shares_memory = decoder.shared is not None
+            await _write(context, frame(hello=reply))
+            self._deliver(stream, early)
+            shared = 0
+            while (chunk := await context.read()) is not _END:
+                received = decoder.feed(chunk)
+                self._counters.received(
+                    stream.task,
+                    nbytes=len(chunk),
+                    shared=decoder.shared_bytes - shared,
+                )
+                shared = decoder.shared_bytes
+                self._deliver(stream, received)
+            decoder.finish()
         finally:
             if stream is not None and self.inbound.disconnect(stream):
                 self._report_lost(stream.task, "ended its connection")
@@ -180,18 +189,16 @@ class Service:
             self._report_lost(task, "connected anew")
         return stream
 
-    def _deliver(self, stream: InboundStream, arrived: "_Arrived") -> None:
-        received = arrived.frame
-        if not self.inbound.accept(stream, received.header.sequence):
-            return
-        received.header.ClearField("sequence")
-        self._counters.received(
-            stream.task,
-            frames=1,
-            nbytes=arrived.stream_bytes,
-            shared=arrived.shared_bytes,
-        )
-        self._handler.frame_received(stream.task, received)
+    def _deliver(self, stream: InboundStream, received: list[Frame]) -> None:
+        received.reverse()
+        while received:
+            # Kept nowhere here, or the memory of its tensors would be busy until more
+            # comes.
+            arrived = received.pop()
+            if self.inbound.accept(stream, arrived.header.sequence):
+                arrived.header.ClearField("sequence")
+                self._counters.received(stream.task, frames=1)
+                self._handler.frame_received(stream.task, arrived)
 
     def _report_lost(self, task: TaskName, why: str) -> None:
         if not self._closing:
@@ -213,26 +220,27 @@ class Service:
                 await _write(context, reply, self._max_frame_bytes)
 
 
-class _Arrived(NamedTuple):
-    """A frame, and the bytes that came since the frame before."""
-
-    frame: Frame
-    stream_bytes: int
-    shared_bytes: int
-
-
 async def _frames(
     requests: AsyncIterator[bytes], decoder: Decoder
-) -> AsyncGenerator[_Arrived, None]:
-    nbytes, shared = 0, 0
+) -> AsyncGenerator[Frame, None]:
     async for chunk in requests:
-        nbytes += len(chunk)
-        received = deque(decoder.feed(chunk))
-        while received:
-            # Kept nowhere here, or its memory would be busy until the next frame.
-            yield _Arrived(received.popleft(), nbytes, decoder.shared_bytes - shared)
-            nbytes, shared = 0, decoder.shared_bytes
+        for received in decoder.feed(chunk):
+            yield received
     decoder.finish()
+
+
+async def _first_frames(context: _Context, decoder: Decoder) -> list[Frame]:
+    received: list[Frame] = []
+    while not received:
+        chunk = await context.read()
+        if chunk is _END:
+            raise _ended()
+        received = decoder.feed(chunk)
+    return received
+
+
+def _ended() -> JGError:
+    return MalformedMessageError("the stream ended before its first frames")
 
 
 async def _write(
@@ -242,10 +250,10 @@ async def _write(
         await context.write(chunk)
 
 
-async def _next(frames: AsyncGenerator[_Arrived, None]) -> Frame:
-    async for arrived in frames:
-        return arrived.frame
-    raise MalformedMessageError("the stream ended before its first frames")
+async def _next(frames: AsyncGenerator[Frame, None]) -> Frame:
+    async for received in frames:
+        return received
+    raise _ended()
 
 
 def _task_name(hello: pb.Hello) -> TaskName:

@@ -1,5 +1,6 @@
 """Counters of a transport, and the frozen record that it gives away."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -51,24 +52,24 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._peers: dict[TaskName, list[int]] = {}
+        self._peers: defaultdict[TaskName, list[int]] = defaultdict(lambda: [0] * 6)
         self.calls_made = 0
         self.calls_served = 0
 
     def sent(
-        self, peer: TaskName, *, frames: int, nbytes: int, shared: int = 0
+        self, peer: TaskName, *, frames: int = 0, nbytes: int = 0, shared: int = 0
     ) -> None:
         """Counts what was written to ``peer``."""
-        row = self._peers.setdefault(peer, [0] * 6)
+        row = self._peers[peer]
         row[0] += frames
         row[1] += nbytes
         row[4] += shared
 
     def received(
-        self, peer: TaskName, *, frames: int, nbytes: int, shared: int = 0
+        self, peer: TaskName, *, frames: int = 0, nbytes: int = 0, shared: int = 0
     ) -> None:
         """Counts what came from ``peer``."""
-        row = self._peers.setdefault(peer, [0] * 6)
+        row = self._peers[peer]
         row[2] += frames
         row[3] += nbytes
         row[5] += shared
