@@ -16,23 +16,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jgraph as jg
-from benchmarks import measure
+from benchmarks import measure, null_graphs as graphs
+from benchmarks.null_graphs import LOOKUPS, WIDTH, Kind
 from benchmarks.on_cluster import OnCluster
 from jgraph.cluster.gate_client import open_gate
 from jgraph.cluster.loops import LoopReport, LoopRequest, SyncRequest
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
-from jgraph.graph.trace import trace
-from jgraph.plan.accumulate import MEAN, SLOT, averaging, contributing
+from jgraph.plan.accumulate import MEAN, averaging, contributing
 from jgraph.plan.plan import Plan, plan
+from jgraph.train.row_mean import RowMean
 
-ROWS, WIDTH, LOOKUPS = 1_000_000, 64, 32
-Kind = Literal["scalar", "dense", "sparse"]
+ROWS = 1_000_000
 GATE = "null"
 
 
@@ -67,7 +65,7 @@ class NullStep(OnCluster):
         super().__init__(jg.LocalCluster(ps=ps, workers=workers, transport=transport))
         try:
             self.session = self.cluster.session()
-            self.variables = _variables(kind, mb, rows, ps)
+            self.variables = graphs.make_variables(kind, mb, rows, ps)
             self.session.initialize(self.variables)
             self._prepare()
         except BaseException:
@@ -75,8 +73,10 @@ class NullStep(OnCluster):
             raise
 
     def _prepare(self) -> None:
-        made = trace_rows if self.kind == "sparse" else trace_whole
-        planned = self._planned(made(self.variables), self.cluster.tasks("worker")[0])
+        made = graphs.trace_rows if self.kind == "sparse" else graphs.trace_whole
+        self._feed(self._planned(made(self.variables), self.cluster.tasks("worker")[0]))
+
+    def _feed(self, planned: Plan) -> None:
         if self.kind == "sparse":
             # Every batch is of different rows: lost updates can then be counted.
             self._register(planned, np.arange(self.rows, dtype=np.int32), LOOKUPS)
@@ -147,13 +147,18 @@ class NullSync(NullStep):
     def _prepare(self) -> None:
         ps = [TaskName(str(v.device)) for v in self.variables]
         self._shards = sorted(set(ps))
-        means = [_beside(MEAN, v) for v in self.variables]
-        slots = [_beside(SLOT, v) for v in self.variables]
-        graph = trace_contribution(self.variables, means, slots)
-        planned = self._planned(graph, self.cluster.tasks("worker")[0])
-        planned = replace(planned, program=contributing(planned.program, GATE))
-        self._register(planned, np.ones(8, np.float32), 1)
-        applied = self._planned(trace_mean(self.variables, means), self._shards[0])
+        workers = self.cluster.tasks("worker")
+        if self.kind == "sparse":
+            mean = RowMean(self.variables[0], LOOKUPS, len(workers))
+            graph = graphs.trace_row_contribution(mean)
+            apply = graphs.trace_row_mean(mean)
+        else:
+            means = [graphs.beside(MEAN, v) for v in self.variables]
+            graph = graphs.trace_contribution(self.variables, means)
+            apply = graphs.trace_mean(self.variables, means)
+        planned = self._planned(graph, workers[0])
+        self._feed(replace(planned, program=contributing(planned.program, GATE)))
+        applied = self._planned(apply, self._shards[0])
         program = averaging(applied.program, GATE, self._shards)
         self._apply = self.session.register(program)
 
@@ -187,88 +192,6 @@ class NullSync(NullStep):
         return [_seconds(reports, replica) for replica in range(workers)]
 
 
-def _beside(prefix: str, variable: jg.Variable) -> jg.Variable:
-    shape, dtype = ((), jnp.int32) if prefix == SLOT else (variable.shape, jnp.float32)
-    init: Any = (shape, dtype, None)
-    return jg.Variable(prefix + variable.name, init, device=variable.device)
-
-
-def _variables(kind: Kind, mb: float, rows: int, ps: int) -> list[jg.Variable]:
-    homes = [f"/job:ps/task:{i}" for i in range(ps)] or ["/job:worker/task:0"]
-    shape: tuple[int, ...] = ()
-    if kind == "dense":
-        shape = (int(mb * 1e6 / 4 / len(homes)),)
-    if kind == "sparse":
-        shape, homes = (rows, WIDTH), homes[:1]
-    return [
-        jg.Variable(f"v{i}", (shape, jnp.float32, jnp.zeros), device=home)
-        for i, home in enumerate(homes)
-    ]
-
-
-def trace_whole(variables: list[jg.Variable]) -> jg.Graph:
-    """Reads all variables on the worker, adds one to each on its ps."""
-
-    def step(x: Any) -> Any:
-        with jg.device("/job:worker"):
-            # Trivial, and not to be folded away: the update depends on what was read.
-            updates = [v[...] * 0 + x[0] for v in variables]
-        for variable, update in zip(variables, updates, strict=True):
-            variable[...] = variable[...] + update
-        with jg.device("/job:worker"):
-            return x.sum()
-
-    x = jax.ShapeDtypeStruct((1,), jnp.float32)
-    return trace(step, x, variables=variables)[0]
-
-
-def trace_contribution(
-    variables: list[jg.Variable], means: list[jg.Variable], slots: list[jg.Variable]
-) -> jg.Graph:
-    """Reads all variables on the worker, contributes one to the mean for each."""
-
-    def step(x: Any, step: Any, replica: Any) -> Any:
-        with jg.device("/job:worker"):
-            updates = [v[...] * 0 + x[0] for v in variables]
-            # Told apart by the gates: at most 1000 workers.
-            slot = step * 1000 + replica
-            total = x.sum()
-        for mean, one_slot, update in zip(means, slots, updates, strict=True):
-            mean[...] = update
-            one_slot[...] = slot
-        return total
-
-    x = jax.ShapeDtypeStruct((1,), jnp.float32)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    return trace(step, x, number, number, variables=[*variables, *means, *slots])[0]
-
-
-def trace_mean(variables: list[jg.Variable], means: list[jg.Variable]) -> jg.Graph:
-    """Adds to each variable what is averaged for it."""
-
-    def apply_mean() -> None:
-        for variable, mean in zip(variables, means, strict=True):
-            variable[...] = variable[...] + mean[...]
-
-    return trace(apply_mean, variables=[*variables, *means])[0]
-
-
-def trace_rows(variables: list[jg.Variable]) -> jg.Graph:
-    """Reads rows of the table on the worker, adds one to each on its ps."""
-    (table,) = variables
-
-    def step(x: Any) -> Any:
-        rows = table[x]
-        with jg.device("/job:worker"):
-            update = rows * 0 + 1
-        table[x] = table[x] + update
-        with jg.device("/job:worker"):
-            return x.sum()
-
-    x = jax.ShapeDtypeStruct((LOOKUPS,), jnp.int32)
-    return trace(step, x, variables=variables)[0]
-
-
 def _seconds(reports: Sequence[LoopReport], replica: int) -> Any:
     return np.concatenate([r.seconds for r in reports if r.replica == replica])
 
@@ -290,8 +213,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args(args)
-    if a.mode == "sync" and (a.kind == "sparse" or not a.ps):
-        parser.error("--mode sync takes --kind scalar or dense, and --ps 1 or more")
+    if a.mode == "sync" and not a.ps:
+        parser.error("--mode sync takes --ps 1 or more")
     for workers in a.workers:
         with MODES[a.mode](
             a.kind,

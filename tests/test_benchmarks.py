@@ -130,27 +130,28 @@ def test_null_step_of_a_sparse_table_sends_rows_only(bench: Bench) -> None:
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_null_steps_in_step_lose_no_update(bench: Bench) -> None:
-    words = "--kind dense --mb 0.1 --mode sync --ps 2 --workers 2 --steps 6 --rounds 2"
+def test_null_steps_in_step_lose_no_update_of_rows(bench: Bench) -> None:
+    words = "--kind sparse --rows 200 --mode sync --workers 2 --steps 6 --rounds 1"
     (line,) = bench(null_step.main, words)
     assert line["mode"] == "sync"
-    assert line["bytes_per_step"] == pytest.approx(2 * 0.1e6, rel=0.01)
+    assert line["bytes_per_step"] < 200 * 64 * 4
 
 
 @pytest.mark.procs
 @pytest.mark.slow
 def test_two_workers_that_mostly_wait_do_more_than_one(bench: Bench) -> None:
-    words = "--workers 1 2 --wait-ms 60 --mb 0.1 --steps 8 --rounds 1"
-    one, two = bench(scale.main, words)
+    words = "--workers 1 2 --wait-ms 100 --mb 0.1 --ps 2 --mode sync --steps 6"
+    one, two = bench(scale.main, f"{words} --rounds 1")
     assert (one["workers"], two["workers"]) == (1, 2)
-    assert one["steps_per_s"] < 1000 / 60
+    assert one["bytes_per_step"] == pytest.approx(2 * 0.1e6, rel=0.01)
+    assert one["steps_per_s"] < 1000 / 100
     assert two["speedup"] > 1.2
 
 
 @pytest.mark.procs
 @pytest.mark.slow
 def test_embedding_moves_no_more_than_the_rows_of_its_ids(bench: Bench) -> None:
-    words = "--rows 5000 9000 --dim 8 --batch 16 --ids 2 --steps 6 --rounds 2"
+    words = "--rows 5000 9000 --dim 8 --batch 16 --ids 2 --steps 6 --rounds 1"
     line, larger = bench(embedding.main, words)
     assert (larger["rows"], larger["bytes_per_step"]) == (9000, line["bytes_per_step"])
     assert larger["step_ms_ratio"] > 0
@@ -263,7 +264,7 @@ def test_ways_of_the_transport_take_turns(bench: Bench, option: str) -> None:
 @pytest.mark.procs
 @pytest.mark.slow
 def test_training_on_a_cluster_stands_beside_plain_jax(bench: Bench) -> None:
-    words = "--model mlp --ps 1 --workers 1 --baseline --steps 5 --rounds 2"
+    words = "--model mlp --ps 1 --workers 1 --baseline --steps 5 --rounds 1"
     (line,) = bench(train.main, f"{words} --transport grpc")
     assert line["ratio_to_plain_jax"] > 0
     assert line["examples_per_s"] == pytest.approx(line["steps_per_s"] * 128, rel=0.1)
@@ -271,14 +272,14 @@ def test_training_on_a_cluster_stands_beside_plain_jax(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_training_here_stands_beside_a_loop_by_hand(bench: Bench) -> None:
-    (line,) = bench(train.main, "--model mlp --steps 3 --rounds 2")
+    (line,) = bench(train.main, "--model mlp --steps 3 --rounds 1")
     assert line["ratio_min"] <= line["ratio"] <= line["ratio_max"]
 
 
 @pytest.mark.procs
 @pytest.mark.slow
 def test_overhead_has_every_part(bench: Bench) -> None:
-    (line,) = bench(overhead.main, "--steps 5 --rounds 2")
+    (line,) = bench(overhead.main, "--steps 5 --rounds 1")
     assert min(line[f"{p}_us"] for p in ("jit", "one_task", "step", "run")) > 0
     assert set(line["cpu_us"]) == {"/job:ps/task:0", "/job:worker/task:0"}
 
