@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jgraph.errors import GraphError
 from jgraph.graph.hash_spec import TableOptions
 
 Array = jax.Array
@@ -28,6 +29,9 @@ def find_keys(known: Array, keys: Array, *, options: TableOptions) -> Array:
 
     Returns:
       int32[...].
+
+    Raises:
+      GraphError: under ``vmap`` over ``known``.
 
     Example:
       >>> from jgraph.graph.hash_keys import as_pairs
@@ -67,7 +71,12 @@ def _find_type(known: Any, keys: Any, *, options: Any) -> Any:
 def _find_many(args: Any, axes: Any, *, options: Any) -> Any:
     known, keys = args
     if axes[0] is not None:
-        raise NotImplementedError("vmap over the keys of hash tables; vmap over ids")
+        raise GraphError(
+            f"vmap maps over axis {axes[0]} of the keys of a hash table "
+            f"(dim={options.dim}), and several tables cannot be stacked into one: each "
+            "has rows of its own on parameter servers; map over the ids alone, for "
+            "example nnx.vmap(lambda table, ids: table(ids), in_axes=(None, 0))"
+        )
     return find_keys_p.bind(known, jnp.moveaxis(keys, axes[1], 0), options=options), 0
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings, strategies as st
 
 from jgraph.errors import GraphError
@@ -17,6 +18,7 @@ from jgraph.graph.hash_keys import (
     split_keys,
 )
 from jgraph.graph.hash_spec import TableOptions
+from jgraph.train.hash_table import HashTable
 
 HOMES = [2, 2, 4, 4, 0, 3, 3, 0, 0, 1, 0, 4, 2, 0, 0, 2]
 OPTIONS = TableOptions(4, 1 << 20)
@@ -88,6 +90,18 @@ def test_finding_works_under_jit_vmap_and_grad() -> None:
     rows = jnp.arange(3.0)
     assert jax.jit(jax.vmap(loss, (None, 0)))(rows, ids).tolist() == [2.0, 2.0]
     assert jax.grad(loss)(rows, ids).tolist() == [1.0, 2.0, 1.0]
+
+
+def test_stacked_tables_are_refused_and_the_way_out_works() -> None:
+    table = HashTable(4, 1 << 20)
+    ids = jnp.array([[5, 4], [2, 2]])
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), nnx.state(table))
+    with pytest.raises(GraphError, match=r"axis 0 of the keys .*in_axes=\(None, 0\)"):
+        nnx.vmap(lambda table, ids: table(ids))(
+            nnx.merge(nnx.graphdef(table), stacked), ids
+        )
+    rows = nnx.vmap(lambda table, ids: table(ids), in_axes=(None, 0))(table, ids)
+    assert rows.shape == (2, 2, 4)
 
 
 @given(st.lists(KEYS | st.just(NO_KEY), max_size=30), st.integers(1, 4))
