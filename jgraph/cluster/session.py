@@ -16,7 +16,7 @@ from jgraph.cluster.variables import VariableDirectory, as_variables
 from jgraph.coordination.run_metadata import RunMetadata, run_metadata
 from jgraph.errors import ConfigError
 from jgraph.graph.function import Function
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.ir import Graph, TaskName, VariableKey
 from jgraph.graph.select import select_fetches
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan
@@ -179,6 +179,9 @@ class Session:
 
         Those of one task that make up to 16 MB together are read at one moment; more
         are read piece by piece, so that no task needs memory for all at once.
+
+        Raises:
+          ConfigError: two of them have one name, in different containers.
         """
         self._check_open()
         return self._values.read(as_variables(variables, "read"))
@@ -235,8 +238,13 @@ class Session:
         self._check_open()
         return LoopHandle(self._cluster, requests, data)
 
-    def variable_tasks(self, variables: Sequence[Variable]) -> dict[str, TaskName]:
-        """Returns the task of each variable by name, choosing where it is free."""
+    def variable_tasks(
+        self, variables: Sequence[Variable]
+    ) -> dict[VariableKey, TaskName]:
+        """Returns the tasks by (container, name), choosing where that is free.
+
+        Of a sharded variable, those of its shards.
+        """
         self._check_open()
         self._variables.look_up(v.spec for v in variables)
         return self._variables.choose([v.spec for v in variables])

@@ -9,8 +9,9 @@ import numpy as np
 
 from jgraph.cluster.feeding import as_result, feed_arrays
 from jgraph.cluster.programs import STEP_S, Programs
-from jgraph.cluster.variables import VariableDirectory, key_of, shards_of
-from jgraph.errors import UninitializedError, VariableMismatchError
+from jgraph.cluster.variables import VariableDirectory, shards_of
+from jgraph.errors import ConfigError, UninitializedError, VariableMismatchError
+from jgraph.graph.ir import VariableKey
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.row_blocks import initial_value
@@ -46,7 +47,7 @@ class VariableValues:
         """
         stored = self.initialize_where_possible(wanted, again=again)
         for variable in wanted:
-            keys = {key_of(spec) for spec in variable.spec.shards}
+            keys = {spec.key for spec in variable.spec.shards}
             if variable.init is None and not keys <= stored:
                 raise UninitializedError(
                     f"variable '{variable.name}' has no init function; give it a value "
@@ -56,13 +57,13 @@ class VariableValues:
 
     def initialize_where_possible(
         self, wanted: Sequence[Variable], *, again: bool = False
-    ) -> set[tuple[str, str]]:
+    ) -> set[VariableKey]:
         """Leaves variables without an init function; returns what had values."""
         stored = self._variables.look_up(v.spec for v in wanted)
         missing = [
             v
             for v in shards_of(wanted)
-            if v.init is not None and (again or key_of(v.spec) not in stored)
+            if v.init is not None and (again or v.spec.key not in stored)
         ]
         self._variables.choose([v.spec for v in missing])
         for piece in in_pieces(missing):
@@ -71,11 +72,17 @@ class VariableValues:
         return stored
 
     def read(self, variables: Sequence[Variable]) -> dict[str, Any]:
-        """Returns the values of variables by name."""
+        """Returns the values of variables by name.
+
+        Raises:
+          ConfigError: two of them have one name, in different containers.
+        """
+        _check_names(variables)
         self._variables.look_up(v.spec for v in variables)
-        values: dict[str, Any] = {}
+        values: dict[VariableKey, Any] = {}
         for piece in in_pieces(shards_of(variables)):
-            values |= self._run_once("read", partial(values_of, piece), (), piece)
+            new = self._run_once("read", partial(values_of, piece), (), piece)
+            values |= zip((v.spec.key for v in piece), new, strict=True)
         return {v.name: joined(v, values) for v in variables}
 
     def write(self, variables: Sequence[Variable], values: Sequence[Any]) -> None:
@@ -107,6 +114,20 @@ class VariableValues:
             self._programs.unregister(handle)
 
 
+def _check_names(variables: Sequence[Variable]) -> None:
+    keys: dict[str, VariableKey] = {}
+    for variable in variables:
+        container, name = variable.spec.key
+        other = keys.setdefault(name, (container, name))[0]
+        if other != container:
+            raise ConfigError(
+                f"two variables are called '{name}', in the containers '{other}' and "
+                f"'{container}', and read gives values by name; read them one after "
+                "the other",
+                variable=name,
+            )
+
+
 def in_pieces(
     variables: Sequence[Variable], nbytes: int = _PIECE_BYTES
 ) -> list[list[Variable]]:
@@ -123,10 +144,10 @@ def in_pieces(
     return pieces
 
 
-def joined(variable: Variable, values: Mapping[str, Any]) -> Any:
-    """Returns the value of a variable, given those of its shards by name."""
+def joined(variable: Variable, values: Mapping[VariableKey, Any]) -> Any:
+    """Returns the value of a variable, given those of its shards."""
     sharding = variable.spec.sharding
-    parts = [values[spec.name] for spec in variable.spec.shards]
+    parts = [values[spec.key] for spec in variable.spec.shards]
     return parts[0] if sharding is None else sharding.joined(parts)
 
 
@@ -183,9 +204,9 @@ def assign_initial(variables: Sequence[Variable]) -> None:
             )
 
 
-def values_of(variables: Sequence[Variable]) -> dict[str, Any]:
-    """Returns the values of variables by name."""
-    return {variable.name: variable[...] for variable in variables}
+def values_of(variables: Sequence[Variable]) -> list[Any]:
+    """Returns the values of variables."""
+    return [variable[...] for variable in variables]
 
 
 def assign(variables: Sequence[Variable], arrays: list[Any]) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, final
 
 from jgraph.errors import ConfigError, VariableMismatchError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName, VariableSpec
+from jgraph.graph.ir import Graph, TaskName, VariableKey, VariableSpec
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.tasks import Tasks, assign_variables
@@ -28,10 +28,10 @@ class VariableDirectory:
 
     def __init__(self, cluster: "Cluster") -> None:
         self._cluster = cluster
-        self._initialized: dict[tuple[str, str], VariableSpec] = {}
-        self.tasks: dict[str, TaskName] = {}
+        self._initialized: dict[VariableKey, VariableSpec] = {}
+        self.tasks: dict[VariableKey, TaskName] = {}
 
-    def look_up(self, specs: Iterable[VariableSpec]) -> set[tuple[str, str]]:
+    def look_up(self, specs: Iterable[VariableSpec]) -> set[VariableKey]:
         """Asks the cluster what it has stored and takes over where that is.
 
         Sharded variables are stored as their shards.
@@ -48,15 +48,15 @@ class VariableDirectory:
         table = body_of(self._cluster.call("Master.Variables", query))
         stored = {(row.container, row.name): row for row in table.variables}
         for spec in (shard for logical in specs for shard in logical.shards):
-            if table.missing and key_of(spec) not in stored:
+            if table.missing and spec.key not in stored:
                 raise from_status(table.missing[0])  # it may be there
-            if (row := stored.get(key_of(spec))) is not None:
+            if (row := stored.get(spec.key)) is not None:
                 _check_stored(spec, row)
-                self.tasks[spec.name] = TaskName(row.task)
+                self.tasks[spec.key] = TaskName(row.task)
         return set(stored)
 
-    def choose(self, specs: Sequence[VariableSpec]) -> dict[str, TaskName]:
-        """Returns the task of each variable by name, choosing where that is open.
+    def choose(self, specs: Sequence[VariableSpec]) -> dict[VariableKey, TaskName]:
+        """Returns the task of each variable, choosing where that is open.
 
         Of a sharded variable, those of its shards.
         """
@@ -64,7 +64,7 @@ class VariableDirectory:
         specs = [shard for spec in specs for shard in spec.shards]
         tasks = Tasks(tuple(cluster.tasks()), cluster.master, DeviceSpec())
         found = assign_variables(specs, tasks, self.tasks)
-        chosen = {s.name: task for s, task in zip(specs, found, strict=True)}
+        chosen = {s.key: task for s, task in zip(specs, found, strict=True)}
         self.tasks.update(chosen)
         return chosen
 
@@ -82,21 +82,16 @@ class VariableDirectory:
 
     def unknown(self, variables: Iterable[Variable]) -> list[Variable]:
         """Returns those not known to have a value."""
-        return [v for v in variables if self._initialized.get(key_of(v.spec)) != v.spec]
+        return [v for v in variables if self._initialized.get(v.spec.key) != v.spec]
 
     def note_initialized(self, variables: Iterable[Variable]) -> None:
         """Remembers that these have values."""
-        self._initialized.update({key_of(v.spec): v.spec for v in variables})
+        self._initialized.update({v.spec.key: v.spec for v in variables})
 
 
 def shards_of(variables: Iterable[Variable]) -> list[Variable]:
     """Returns the shards of variables, or themselves where they are whole."""
     return [shard for variable in variables for shard in variable.shards]
-
-
-def key_of(spec: VariableSpec) -> tuple[str, str]:
-    """Returns what makes two variables the same one: (container, name)."""
-    return spec.container, spec.name
 
 
 def as_variables(given: object, method: str) -> list[Variable]:

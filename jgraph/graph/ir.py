@@ -5,7 +5,7 @@ There is no second IR of operations: meaning is what ``jax.core.eval_jaxpr`` giv
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import jax
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
     from jgraph.graph.svg import Picture
 
-__all__ = ["Feed", "Graph", "TaskName", "VariableSpec", "eval_graph"]
+__all__ = ["Feed", "Graph", "TaskName", "VariableKey", "VariableSpec", "eval_graph"]
+
+VariableKey: TypeAlias = tuple[str, str]
+"""(container, name): of two variables with one key there is one value."""
 
 
 @final
@@ -27,7 +30,7 @@ __all__ = ["Feed", "Graph", "TaskName", "VariableSpec", "eval_graph"]
 class VariableSpec:
     """What a graph knows of a variable: its name, type and where it may live.
 
-    Two graphs share a variable when (container, name) are equal. One with ``sharding``
+    Two graphs share a variable when their keys are equal. One with ``sharding``
     is logical: a plan replaces it by its ``shards``.
     """
 
@@ -40,6 +43,11 @@ class VariableSpec:
     shard_devices: tuple[DeviceSpec, ...] = ()
     table: HashSpec | None = None
     """Of which hash table it is a column; its one row then means nothing."""
+
+    @property
+    def key(self) -> VariableKey:
+        """What makes two variables the same one."""
+        return self.container, self.name
 
     @property
     def shards(self) -> tuple["VariableSpec", ...]:

@@ -15,7 +15,7 @@ from jgraph.graph.concrete import as_graph_error
 from jgraph.graph.device import current_device, device
 from jgraph.graph.feeds import named_feeds, named_outputs
 from jgraph.graph.inline import inline_calls
-from jgraph.graph.ir import Feed, Graph, VariableSpec
+from jgraph.graph.ir import Feed, Graph, VariableKey, VariableSpec
 from jgraph.graph.variable import _BINDING, Variable
 
 # jit caches the traces of inner functions. A variable is read through a context, which
@@ -76,7 +76,7 @@ def trace(
             f"{title} uses other variables each time it runs, now also "
             f"'{used.listed()[-1].name}'; make variables outside of it, once"
         )
-    touched = [i for i, v in enumerate(known) if _key(v.spec) in traced.touched]
+    touched = [i for i, v in enumerate(known) if v.spec.key in traced.touched]
     _refuse_captured_refs(consts, title)
     flat = inline_calls(_refs_as_inputs(jaxpr, len(known), touched), consts)
     graph = Graph(
@@ -162,20 +162,16 @@ def _around() -> AbstractContextManager[None]:
     return device(outer) if outer else nullcontext()
 
 
-def _key(spec: VariableSpec) -> tuple[str, str]:
-    return spec.container, spec.name
-
-
 @final
 @dataclass(slots=True)
 class _Variables:
     """The variables that a function uses, by (container, name)."""
 
-    _by_key: dict[tuple[str, str], Variable] = field(default_factory=dict)
+    _by_key: dict[VariableKey, Variable] = field(default_factory=dict)
 
     def add(self, variable: Variable) -> None:
         spec = variable.spec
-        other = self._by_key.setdefault(_key(spec), variable).spec
+        other = self._by_key.setdefault(spec.key, variable).spec
         if other != spec:
             raise VariableMismatchError(
                 f"variable '{spec.name}' is used twice with different properties: "
@@ -200,7 +196,7 @@ class _Trace:
 
     known: list[Variable]
     used: _Variables
-    touched: set[tuple[str, str]] = field(default_factory=set)
+    touched: set[VariableKey] = field(default_factory=set)
     fetches: tuple[str, ...] = ()
     out_tree: Any = None
 
@@ -211,7 +207,7 @@ class _Trace:
 
         def over_values(values: list[Any], leaves: list[Any]) -> list[Any]:
             refs = {
-                _key(v.spec): jax.new_ref(x)
+                v.spec.key: jax.new_ref(x)
                 for v, x in zip(self.known, values, strict=True)
             }
             args, kwargs = jax.tree_util.tree_unflatten(in_tree, leaves)
@@ -226,9 +222,9 @@ class _Trace:
 
         return over_values
 
-    def _find(self, variable: Variable, refs: dict[tuple[str, str], Any]) -> Any:
+    def _find(self, variable: Variable, refs: dict[VariableKey, Any]) -> Any:
         self.used.add(variable)
-        key = _key(variable.spec)
+        key = variable.spec.key
         self.touched.add(key)
         return refs[key] if key in refs else _Unknown(variable.spec)
 

@@ -9,7 +9,7 @@ from typing import final
 from jgraph.errors import UnknownDeviceError
 from jgraph.graph.check import check, check_device
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.ir import Graph, TaskName, VariableKey
 from jgraph.graph.svg import Picture
 from jgraph.plan.affinity import companions
 from jgraph.plan.assemble import Assembler, Edge, SegmentInfo
@@ -33,7 +33,7 @@ class Plan:
       program: what the tasks run.
       placement: task of each equation of the graph; None for those that nothing
         needs and those that are repeated at each use.
-      variable_tasks: task of each variable, by name.
+      variable_tasks: task of each variable, by (container, name).
       segments: what is compiled, in the order in which it can run.
       edges: the messages of one step.
     """
@@ -41,7 +41,7 @@ class Plan:
     graph: Graph
     program: Program
     placement: tuple[TaskName | None, ...]
-    variable_tasks: Mapping[str, TaskName]
+    variable_tasks: Mapping[VariableKey, TaskName]
     segments: tuple[SegmentInfo, ...]
     edges: tuple[Edge, ...]
 
@@ -72,7 +72,7 @@ class Plan:
             f"{count_text(len(self.program.partitions), 'task')}, "
             f"{bytes_text(self.nbytes_per_step)} per step"
         )
-        homes = [(v, self.variable_tasks[v.name]) for v in specs]
+        homes = [(v, self.variable_tasks[v.key]) for v in specs]
         text = table(title, homes, self.segments, self.edges)
         return "\n".join([text, *sharding_lines(self.graph), *self.graph.notes])
 
@@ -86,7 +86,7 @@ def plan(
     tasks: Sequence[TaskName],
     driver: TaskName,
     default: DeviceSpec | None = None,
-    variable_tasks: Mapping[str, TaskName] | None = None,
+    variable_tasks: Mapping[VariableKey, TaskName] | None = None,
     platforms: Mapping[TaskName, tuple[str, ...]] | None = None,
 ) -> Plan:
     """Places a graph on tasks, cuts it, and compiles it to a program.
@@ -97,7 +97,7 @@ def plan(
       driver: the task where feeds enter and fetches leave.
       default: outermost device scope: completes partial device specs of its own job,
         and is where things go that nothing else decides (``driver`` if unset).
-      variable_tasks: tasks of variables by name; they win over the variables' own.
+      variable_tasks: tasks of variables by key; they win over the variables' own.
       platforms: kinds of device per task; ``("cpu",)`` if unset.
 
     Raises:
@@ -131,7 +131,7 @@ def plan(
         graph=graph,
         program=program,
         placement=tuple(placed.get(i) for i in range(len(graph.equations))),
-        variable_tasks={v.name: t for v, t in zip(graph.variables, homes, strict=True)},
+        variable_tasks={v.key: t for v, t in zip(graph.variables, homes, strict=True)},
         segments=tuple(assembler.segments),
         edges=tuple(assembler.edges),
     )

@@ -7,7 +7,7 @@ from typing import final
 
 from jgraph.errors import PlacementError, UnknownDeviceError
 from jgraph.graph.device import DeviceSpec, did_you_mean
-from jgraph.graph.ir import TaskName, VariableSpec
+from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
 from jgraph.plan.spread import assign_largest_first, nbytes_of
 
 _TASK = re.compile(r"/job:([a-zA-Z][a-zA-Z0-9_]*)/task:(\d+)\Z")
@@ -80,7 +80,7 @@ def _matches(task: TaskName, spec: DeviceSpec) -> bool:
 def assign_variables(
     variables: Sequence[VariableSpec],
     tasks: Tasks,
-    chosen: Mapping[str, TaskName],
+    chosen: Mapping[VariableKey, TaskName],
     together: Sequence[set[int]] = (),
     near: Sequence[set[int]] = (),
 ) -> list[TaskName]:
@@ -93,7 +93,7 @@ def assign_variables(
     Args:
       variables: the graph's variables.
       tasks: the cluster.
-      chosen: tasks by variable name that win over the variables' own devices.
+      chosen: tasks by key of the variable that win over the variables' own devices.
       together: sets of variables that must be on one task: one operation uses them.
       near: sets of variables that should be on one task where their devices allow it.
 
@@ -149,11 +149,11 @@ def _same_options(
 
 
 def _options(
-    variable: VariableSpec, tasks: Tasks, chosen: Mapping[str, TaskName]
+    variable: VariableSpec, tasks: Tasks, chosen: Mapping[VariableKey, TaskName]
 ) -> tuple[TaskName, ...]:
     what = f"variable '{variable.name}'"
-    if variable.name in chosen:
-        spec = DeviceSpec.from_string(chosen[variable.name])
+    if variable.key in chosen:
+        spec = DeviceSpec.from_string(chosen[variable.key])
         return tasks.matching(spec, f"variable_tasks of {what}")
     if variable.device.job is not None or variable.device.task is not None:
         return tasks.matching(variable.device, what)

@@ -148,7 +148,7 @@ class SideCar:
     def _copy(self, variable: Variable) -> Variable:
         # Never initialised: a snapshot is what writes it first.
         return Variable(
-            f"snapshot/{variable.name}",
+            variable.name,
             (variable.shape, variable.dtype, None),
             device=self._task,
             container=self._container,

@@ -124,9 +124,9 @@ def test_variables_of_a_job_are_spread_by_size(session: Session) -> None:
     sizes = {"a": 10, "b": 6, "c": 5}
     variables = [Variable(n, jnp.zeros(s), device="/job:ps") for n, s in sizes.items()]
     assert session.variable_tasks(variables) == {
-        "a": "/job:ps/task:0",
-        "b": "/job:ps/task:1",
-        "c": "/job:ps/task:1",
+        ("", "a"): "/job:ps/task:0",
+        ("", "b"): "/job:ps/task:1",
+        ("", "c"): "/job:ps/task:1",
     }
 
 

@@ -2,10 +2,12 @@ from itertools import pairwise
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
 from jgraph.cluster.session import Session
 from jgraph.cluster.values import in_pieces
+from jgraph.errors import ConfigError
 from jgraph.graph.variable import Variable
 
 
@@ -36,3 +38,29 @@ def test_state_of_many_pieces_is_written_and_read_whole(session: Session) -> Non
     )
     values = session.read(variables)
     assert [values[v.name][-1] for v in variables] == list(range(8))
+
+
+def test_variables_of_one_name_in_two_containers_are_two(session: Session) -> None:
+    """A copy of a variable on another task, under its own name."""
+    w = Variable("same", np.arange(3.0), device="/job:ps/task:1")
+    copy = Variable(
+        "same", (w.shape, w.dtype, None), device="/job:worker/task:1", container="copy"
+    )
+
+    def snapshot() -> None:
+        copy[...] = w[...]
+        w[...] = w[...] + 1
+
+    session.run(snapshot)
+    assert session.read([w])["same"].tolist() == [1, 2, 3]
+    assert session.read([copy])["same"].tolist() == [0, 1, 2]
+    tasks = session.variable_tasks([w, copy])
+    assert tasks == {
+        ("", "same"): "/job:ps/task:1",
+        ("copy", "same"): "/job:worker/task:1",
+    }
+    session.write({w: np.zeros(3, "f"), copy: np.ones(3, "f")})
+    assert session.read([w])["same"].tolist() == [0, 0, 0]
+    assert session.run(lambda: copy[...] + w[...]).tolist() == [1, 1, 1]
+    with pytest.raises(ConfigError, match="two variables are called 'same'"):
+        session.read([w, copy])

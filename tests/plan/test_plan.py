@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import jgraph as jg
 from jgraph.errors import UnknownDeviceError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.ir import Graph, TaskName, VariableKey
 from jgraph.plan.nodes import ReadNode, SegmentNode, SendNode
 from jgraph.plan.plan import Plan, plan
 from tests.plan.support import (
@@ -63,7 +63,9 @@ def wanted(name: str) -> tuple[list[Any], Values]:
     return reference(graph, values, example.args, FAST)
 
 
-def scattered(graph: Graph, seed: int) -> tuple[Graph, list[TaskName], dict[str, Any]]:
+def scattered(
+    graph: Graph, seed: int
+) -> tuple[Graph, list[TaskName], dict[VariableKey, TaskName]]:
     """Returns the graph stamped at random in runs of equations, tasks, variables."""
     rng = np.random.default_rng(seed)
     tasks = TASKS[1 : 2 + seed % 4]
@@ -73,7 +75,7 @@ def scattered(graph: Graph, seed: int) -> tuple[Graph, list[TaskName], dict[str,
     stamps = tuple(
         devices[picks[np.searchsorted(bounds, i)]] for i in range(len(graph.stamps))
     )
-    homes = {v.name: tasks[rng.integers(len(tasks))] for v in graph.variables}
+    homes = {v.key: tasks[rng.integers(len(tasks))] for v in graph.variables}
     free = tuple(dataclasses.replace(v, device=DeviceSpec()) for v in graph.variables)
     return dataclasses.replace(graph, stamps=stamps, variables=free), tasks, homes
 
@@ -190,7 +192,7 @@ def test_a_transformer_of_two_stages_has_three_segments() -> None:
     second = ["Attention_1", "LayerNorm_2", "LayerNorm_3"]
     second += ["Dense_2/", "Dense_3/", "Dense_4/"]
     homes = {
-        v.name: WORKERS[any(part in v.name for part in second)] for v in graph.variables
+        v.key: WORKERS[any(part in v.name for part in second)] for v in graph.variables
     }
     planned = plan(graph, tasks=WORKERS, driver=DRIVER, variable_tasks=homes)
     assert len(planned.segments) == 3

@@ -176,7 +176,7 @@ def test_a_loop_over_a_variable_stamped_elsewhere_is_refused() -> None:
 
     graph = graph_of(step, np.ones((4, 3), np.float32))
     with pytest.raises(PlacementError, match=r"'w', which lives on /job:ps/task:0"):
-        plan(graph, tasks=TASKS, driver=DRIVER, variable_tasks={"w": PS[0]})
+        plan(graph, tasks=TASKS, driver=DRIVER, variable_tasks={("", "w"): PS[0]})
 
 
 def test_a_loop_over_variables_of_two_tasks_is_refused() -> None:
@@ -191,7 +191,7 @@ def test_a_loop_over_variables_of_two_tasks_is_refused() -> None:
 
     graph = graph_of(step)
     with pytest.raises(PlacementError, match=r"'a' on /job:ps/task:0, 'b' on"):
-        plan(graph, tasks=TASKS, driver=DRIVER, variable_tasks={"b": PS[1]})
+        plan(graph, tasks=TASKS, driver=DRIVER, variable_tasks={("", "b"): PS[1]})
 
 
 def test_open_variables_of_one_loop_go_to_one_task() -> None:

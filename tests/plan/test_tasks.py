@@ -51,7 +51,7 @@ def test_variables_go_to_their_device_and_open_ones_fill_the_rest() -> None:
         spec("small", 10),
         spec("chosen", 5, "/job:ps"),
     ]
-    found = assign_variables(variables, tasks(), {"chosen": PS[0]})
+    found = assign_variables(variables, tasks(), {("", "chosen"): PS[0]})
     assert found == [PS[0], PS[1], PS[1], PS[0]]
 
 

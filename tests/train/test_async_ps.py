@@ -185,7 +185,7 @@ def test_run_goes_on_without_a_worker_that_is_lost() -> None:
 def test_variables_are_spread_with_their_optimizer_state(one_worker: Cluster) -> None:
     there = trainer(cluster=one_worker)
     plan = there.plan(data(), batch_size=8)
-    tasks = plan.variable_tasks
+    tasks = {name: task for (_, name), task in plan.variable_tasks.items()}
     assert set(tasks.values()) == {"/job:ps/task:0", "/job:ps/task:1"}
     for name in there.names:
         if name.startswith("params/"):

@@ -120,7 +120,7 @@ def test_gradients_take_fewer_bytes_and_the_plan_says_so(
     assert sent(plain, WORKER, PS) >= factor * sent(small, WORKER, PS)
     assert sent(plain, PS, WORKER) == sent(small, PS, WORKER)
     assert f"gradients travel as {dtype}" in str(small)
-    assert small.variable_tasks["residual/0/params/first/kernel"] == WORKER
+    assert small.variable_tasks["", "residual/0/params/first/kernel"] == WORKER
 
 
 def test_what_rounding_takes_away_is_sent_later() -> None:

@@ -138,8 +138,8 @@ def test_tables_are_looked_up_by_rows_and_not_copied(
     )
     assert_like_here(trainer, run, batch)
     copied = [r.name for r in variables(cluster) if r.task.startswith("/job:evaluator")]
-    assert "snapshot/params/small/embedding" in copied
-    assert "snapshot/params/large/embedding" not in copied
+    assert "params/small/embedding" in copied
+    assert "params/large/embedding" not in copied
     trainer.close()
 
 

@@ -114,7 +114,7 @@ def test_step_over_two_servers_and_a_worker_equals_the_whole(
         driver=WORKER,
         default=DeviceSpec.from_string(WORKER),
     )
-    assert {planned.variable_tasks[n] for n in step.names} == set(PS)
+    assert {planned.variable_tasks["", n] for n in step.names} == set(PS)
     assert len(planned.segments) <= 5
     values = [np.asarray(v) for v in step.initial_values]
     feeds = [*batch(), np.int32(3), np.int32(1)]
