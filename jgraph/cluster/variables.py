@@ -8,7 +8,7 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey, VariableSpec
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.tasks import Tasks, assign_variables
+from jgraph.plan.tasks import Tasks, assign_variables, may_be
 from jgraph.plan.types import value_type
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -47,12 +47,15 @@ class VariableDirectory:
         query = frame(variable_query=pb.VariableQuery())
         table = body_of(self._cluster.call("Master.Variables", query))
         stored = {(row.container, row.name): row for row in table.variables}
+        lost = [from_status(status) for status in table.missing]
         for spec in (shard for logical in specs for shard in logical.shards):
-            if table.missing and spec.key not in stored:
-                raise from_status(table.missing[0])  # it may be there
             if (row := stored.get(spec.key)) is not None:
                 _check_stored(spec, row)
                 self.tasks[spec.key] = TaskName(row.task)
+                continue
+            for error in lost:
+                if may_be(error.details["task"], spec.device):
+                    raise error
         return set(stored)
 
     def choose(self, specs: Sequence[VariableSpec]) -> dict[VariableKey, TaskName]:

@@ -43,7 +43,7 @@ class Tasks:
         """
         if spec.job is None or spec.job == self.default.job:
             spec = self.default.merge(spec)
-        found = tuple(t for t in self.names if _matches(t, spec))
+        found = tuple(t for t in self.names if may_be(t, spec))
         if not found:
             raise self._unknown(spec, what)
         return found
@@ -56,7 +56,7 @@ class Tasks:
 
     def of_job(self, job: str) -> tuple[TaskName, ...]:
         """Returns the tasks of a job, possibly none."""
-        return tuple(t for t in self.names if _matches(t, DeviceSpec(job=job)))
+        return tuple(t for t in self.names if may_be(t, DeviceSpec(job=job)))
 
     def _unknown(self, spec: DeviceSpec, what: str) -> UnknownDeviceError:
         asked = str(DeviceSpec(job=spec.job, task=spec.task))
@@ -69,7 +69,13 @@ class Tasks:
         )
 
 
-def _matches(task: TaskName, spec: DeviceSpec) -> bool:
+def may_be(task: TaskName, spec: DeviceSpec) -> bool:
+    """Whether a device, possibly partial, leaves a task open.
+
+    Example:
+      >>> may_be("/job:ps/task:1", DeviceSpec.from_string("/job:ps"))
+      True
+    """
     parts = _TASK.match(task)
     if parts is None:
         return False

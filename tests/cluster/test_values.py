@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from jgraph.cluster.client import connect
 from jgraph.cluster.session import Session
 from jgraph.cluster.values import in_pieces
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, TaskLostError
 from jgraph.graph.variable import Variable
+from tests.cluster.conftest import Servers
 
 
 @given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 40))
@@ -64,3 +66,18 @@ def test_variables_of_one_name_in_two_containers_are_two(session: Session) -> No
     assert session.run(lambda: copy[...] + w[...]).tolist() == [1, 1, 1]
     with pytest.raises(ConfigError, match="two variables are called 'same'"):
         session.read([w, copy])
+
+
+def test_a_lost_task_is_missed_only_where_a_variable_may_be_on_it() -> None:
+    servers = Servers(ps=2, worker=1)
+    with connect(servers.server("/job:worker/task:0").target, timeout_s=20) as cluster:
+        servers.lose("/job:ps/task:1")
+        session = cluster.session()
+        there = Variable("there", np.ones(2, "f"), device="/job:ps/task:0")
+        session.initialize([there])
+        assert session.read([there])["there"].tolist() == [1, 1]
+        for device in ("/job:ps", "/job:ps/task:1", "/task:1", ""):
+            open_ = Variable("open", np.ones(2, "f"), device=device)
+            with pytest.raises(TaskLostError, match="/job:ps/task:1 "):
+                session.initialize([open_])
+    servers.stop()

@@ -249,3 +249,21 @@ def test_where_the_client_cannot_evaluate_either_it_says_so_once(caplog: Any) ->
     assert evaluations.take(3) == []
     (record,) = caplog.records
     assert "there is none from now on" in record.getMessage()
+
+
+def test_a_trainer_made_after_the_evaluator_is_lost_evaluates_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    servers = Servers(ps=1, worker=1, evaluator=1)
+    with connect(servers.servers[0].target, timeout_s=20) as cluster:
+        servers.lose("/job:evaluator/task:0")
+        trainer = Trainer(
+            NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, optax.sgd(0.1), cluster=cluster
+        )
+        eval_data = data(20, seed=1)
+        run = fit(trainer, 3, eval_data)
+        assert_like_here(trainer, run, eval_data)
+        trainer.close()
+    servers.stop()
+    assert "this client evaluates from now on: " in caplog.text
+    assert "/job:evaluator/task:0" in caplog.text
