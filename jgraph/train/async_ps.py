@@ -48,8 +48,8 @@ class AsyncPS:
       step_timeout_s: limit for one step of a worker.
       gradient_dtype: ``"bfloat16"`` or ``"int8"`` (a scale per array): gradients travel
         as that, and a worker adds what rounding took away to its next one. It then
-        holds float32 left-overs of the size of the parameters, zeros at the start of a
-        ``fit``. Gradients of rows travel as they are.
+        holds float32 left-overs of the size of these parameters, zeros at the start of
+        a ``fit``. Gradients of rows travel as they are, without left-overs.
       max_staleness: an update is made from parameters to which at most that many
         others were applied meanwhile, on any ps; a worker that would run ahead waits.
         0 makes workers take turns. None: a gradient may be as old as it is. See
@@ -209,7 +209,7 @@ class AsyncRunner:
                         for replica, worker in enumerate(self.workers.tasks)
                     ]
                 )
-            self._clear_residuals()
+            self._clear_residuals(prepared.graph)
             self.workers.upload(prepared.graph, order.dataset)
             open_gate(
                 self._cluster,
@@ -335,13 +335,12 @@ class AsyncRunner:
             self.session.initialize(self._step.plain)
             self._initialized = True
 
-    def _clear_residuals(self) -> None:
+    def _clear_residuals(self, graph: Graph) -> None:
         if self._step.compression is not None:
             of = self._step.compression.residuals_of
-            all_of = [
-                v for replica in range(len(self.workers.tasks)) for v in of(replica)
-            ]
-            self.session.initialize(all_of, again=True)
+            count = len(self.workers.tasks)
+            used = [v for replica in range(count) for v in of(replica, graph)]
+            self.session.initialize(used, again=True)
 
 
 def _shares(steps: int, count: int) -> list[int]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
+from jgraph.graph.ir import Graph
 from jgraph.graph.variable import Variable
 from jgraph.plan.program import Program
 
@@ -87,7 +88,7 @@ class Compression:
         check_gradient_dtype(dtype)
         self._dtype: GradientDtype = dtype
         self._parameters = parameters
-        self.residuals = self.residuals_of(0)
+        self.residuals = self._of(0)
         """Those of the worker that the step is planned for."""
 
     @property
@@ -99,8 +100,13 @@ class Compression:
             "added to the worker's next one"
         )
 
-    def residuals_of(self, replica: int) -> tuple[Variable, ...]:
-        """Returns the left-overs of one worker, zeros at first."""
+    def residuals_of(self, replica: int, graph: Graph) -> list[Variable]:
+        """Returns the left-overs of one worker that a graph uses, zeros at first."""
+        used = {variable.key for variable in graph.variables}
+        pairs = zip(self.residuals, self._of(replica), strict=True)
+        return [mine for planned, mine in pairs if planned.spec.key in used]
+
+    def _of(self, replica: int) -> tuple[Variable, ...]:
         return tuple(
             Variable(
                 f"{_PREFIX}{replica}/{variable.name}",

@@ -19,6 +19,8 @@ from jgraph.plan.accumulate import contributing
 from jgraph.plan.nodes import ContributeNode
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.simulate import run_program
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
 from jgraph.train.adapters import adapt
 from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS
@@ -149,6 +151,37 @@ def cluster() -> Iterator[Cluster]:
     with connect(servers.servers[-1].target, timeout_s=20) as cluster:
         yield cluster
     servers.stop()
+
+
+class Rows(nnx.Module):
+    """A table that goes by rows, and a layer that does not."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.table = nnx.Embed(20_000, 4, rngs=rngs)
+        self.last = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.last(self.table(ids))
+
+
+def test_tables_that_go_by_rows_leave_nothing_over(cluster: Cluster) -> None:
+    trainer = Trainer(
+        Rows(rngs=nnx.Rngs(0)),
+        nnx_loss,
+        optax.sgd(0.1),
+        cluster=cluster,
+        strategy=AsyncPS(gradient_dtype="int8"),
+    )
+    batch = np.arange(64) * 300, np.arange(64) % 2
+    trainer.fit(batch, steps=2, batch_size=8, progress=False)
+    query = frame(variable_query=pb.VariableQuery())
+    stored = body_of(cluster.call("Master.Variables", query)).variables
+    assert {(v.task, v.name) for v in stored if v.task.startswith("/job:worker")} == {
+        (f"/job:worker/task:{n}", f"residual/{n}/params/last/{leaf}")
+        for n in (0, 1)
+        for leaf in ("bias", "kernel")
+    }
+    trainer.close()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
