@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jgraph.graph.check import check
     from jgraph.graph.device import DeviceSpec, device
     from jgraph.graph.function import function
-    from jgraph.graph.hash_keys import split_keys
+    from jgraph.graph.hash_keys import NO_KEY, split_keys
     from jgraph.graph.hash_spec import Admission, Initial
     from jgraph.graph.ir import Graph
     from jgraph.graph.variable import Variable
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 # Where each public name lives. It is imported at first use, so that `import jgraph`
 # costs nothing and a server never loads what only a client needs.
 _HOMES = {
+    "NO_KEY": "jgraph.graph.hash_keys",
     "Admission": "jgraph.graph.hash_spec",
     "AsyncPS": "jgraph.train.async_ps",
     "ClusterSpec": "jgraph.cluster.spec",
@@ -84,6 +85,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "NO_KEY",
     "TLS",
     "Admission",
     "AsyncPS",

@@ -10,6 +10,7 @@ import pytest
 import jgraph
 
 PUBLIC = [
+    "NO_KEY",
     "TLS",
     "Admission",
     "AsyncPS",
@@ -42,7 +43,7 @@ PUBLIC = [
     "split_keys",
     "variable_axis_size_partitioner",
 ]
-OBJECTS = [name for name in PUBLIC if name not in {"__version__", "errors"}]
+OBJECTS = [name for name in PUBLIC if name not in {"NO_KEY", "__version__", "errors"}]
 # What `import jgraph` must not bring with it.
 HEAVY = {"jax", "numpy", "flax", "optax", "orbax", "grpc", "rich", "typer", "asyncio"}
 

@@ -26,6 +26,8 @@ class HashTable(nnx.Module):
     one budget of memory; ids come in and go by the policies given here, together with
     their optimizer state. The layer itself has the rows that it was given, and all
     other ids share one more row, the first: this is what an exported model does.
+    ``jg.NO_KEY``, -2**63, is no id and never gets a row: it fills places without one,
+    as in a bag that is not full. What it reads means nothing; leave it out.
     ``jg.Trainer`` with ``jg.AsyncPS`` trains it: on each ps a shard of the rows, of
     which a step moves those of its ids, and ``run.model()`` has the rows in it.
 
@@ -49,6 +51,14 @@ class HashTable(nnx.Module):
       >>> ids = split_keys(np.array([[12345678901234, -5]]))
       >>> table(ids).shape
       (1, 2, 4)
+
+    The sums over bags of ids, the last of which is not full:
+
+      >>> from jgraph import NO_KEY
+      >>> bags = np.array([[7, 9], [7, NO_KEY]])
+      >>> there = jnp.asarray(bags != NO_KEY)
+      >>> jnp.where(there[..., None], table(split_keys(bags)), 0).sum(axis=1).shape
+      (2, 4)
     """
 
     def __init__(
