@@ -98,6 +98,7 @@ class Fit:
             self.clock,
             evaluations=self.evaluations,
             every=self.order.eval_every,
+            events=self.runner.events,
         )
         with make_display(show=self.progress) as display:
             # Closed here, whatever happens: nothing trains on behind an error.

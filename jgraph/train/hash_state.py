@@ -6,7 +6,7 @@ on the number of ps.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, final
 
 import numpy as np
@@ -60,6 +60,10 @@ class TableEvent:
     evicted: int
     expired: int
     dropped: int
+
+
+COUNTS = tuple(f.name for f in fields(TableEvent) if f.name not in {"table", "task"})
+"""What is counted of each shard."""
 
 
 @final

@@ -12,6 +12,7 @@ from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.checks import CHECKS
+from jgraph.train.hash_state import COUNTS
 from jgraph.train.profile import Profile, make_profile
 from jgraph.train.runner import Chunk, Events, Staleness
 
@@ -30,7 +31,7 @@ class History:
         self._first = first_step
         self._chunks: list[Chunk] = []
         self._count = 0
-        self._evaluations: list[tuple[int, float, dict[str, float]]] = []
+        self._readings: list[tuple[int, float, dict[str, float]]] = []
         self._lock = threading.Lock()
         self.staleness: Staleness = {}
         """How old gradients were, once the run has ended."""
@@ -48,8 +49,8 @@ class History:
         """Names that ``metrics`` knows."""
         with self._lock:
             train = {name for chunk in self._chunks for name in chunk.metrics}
-            evaluated = {name for _, _, row in self._evaluations for name in row}
-        return sorted(train - CHECKS) + sorted(evaluated)
+            read = {name for _, _, row in self._readings for name in row}
+        return sorted(train - CHECKS) + sorted(read)
 
     def add(self, chunk: Chunk) -> None:
         """Appends what a replica did."""
@@ -68,7 +69,14 @@ class History:
         """Appends what a model was worth; names get the prefix ``eval_``."""
         row = {f"eval_{name}": value for name, value in values.items()}
         with self._lock:
-            self._evaluations.append((step, seconds, row))
+            self._readings.append((step, seconds, row))
+
+    def add_events(self, seconds: float, events: Events) -> None:
+        """Appends how hash tables stand now; names get the prefix ``table_``."""
+        if events:
+            row = {f"table_{n}": sum(getattr(e, n) for e in events) for n in COUNTS}
+            with self._lock:
+                self._readings.append((self._first + self._count, seconds, row))
 
     def metrics(self, name: str) -> dict[str, Array]:
         """Returns one metric as arrays of equal length; see ``Run.metrics``."""
@@ -77,7 +85,7 @@ class History:
                 f"the run has no metric '{name}'; it has {', '.join(self.names)}"
             )
         with self._lock:
-            rows = [(s, t, r[name]) for s, t, r in self._evaluations if name in r]
+            rows = [(s, t, r[name]) for s, t, r in self._readings if name in r]
             chunks = list(self._chunks)
         if rows:
             steps, seconds, values = zip(*rows, strict=True)

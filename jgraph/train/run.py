@@ -101,8 +101,10 @@ class Run:
         """Returns one metric over the run, as arrays of equal length.
 
         Args:
-          name: ``loss``, a metric that the loss returned, or ``eval_…``: a metric
-            evaluated on ``eval_data``.
+          name: ``loss``, a metric that the loss returned, ``eval_…``: a metric
+            evaluated on ``eval_data``, or ``table_…``: how hash tables stood, once a
+            second: ``table_rows``, ``table_evicted`` and all else that ``events``
+            counts, over all of them.
 
         Returns:
           ``step`` (updates applied), ``value``, ``seconds`` since the run began, and
@@ -256,6 +258,8 @@ class Run:
         for name in self._history.names:
             if name.startswith("eval_"):
                 facts[name] = f"{self._history.last(name):.4f}"
+            elif name in {"table_rows", "table_evicted"}:
+                facts[name] = f"{self._history.last(name):,.0f}"
         return facts
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """From what replicas did to reports: rates, means, evaluations, non-finite values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -14,7 +14,9 @@ from jgraph.train.checks import BAD_IDS, CHECKS, FINITE
 from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.history import History
 from jgraph.train.progress import Report
-from jgraph.train.runner import Chunk
+from jgraph.train.runner import Chunk, Events
+
+_EVENTS_EVERY_S = 1.0
 
 
 @final
@@ -28,6 +30,7 @@ class Watch:
       clock: measures time.
       evaluations: evaluate the model; None: never.
       every: steps between evaluations; None: only at the end.
+      events: says how hash tables stand; asked once a second, and at the end.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Watch:
         *,
         evaluations: Evaluations | None = None,
         every: int | None = None,
+        events: Callable[[], Events] = tuple,
     ) -> None:
         self._history = history
         self._total = total
@@ -47,7 +51,8 @@ class Watch:
         self._evaluations = evaluations
         self._every = every
         self._last: Report | None = None
-        self._began = clock.now()
+        self._events = events
+        self._began = self._asked = clock.now()
         self._rates: dict[int, float] = {}
         self._seen: dict[int, float] = {}
 
@@ -72,6 +77,8 @@ class Watch:
             metrics=_means(chunk.metrics),
             dropped=chunk.dropped,
         )
+        if self._clock.now() - self._asked >= _EVENTS_EVERY_S:
+            self._note_events()
         if self._evaluations is None:
             return self._last
         # The last evaluation is that of finish: of what comes out in the end.
@@ -81,6 +88,7 @@ class Watch:
 
     def finish(self) -> Report | None:
         """Evaluates when all steps are applied; None if there is nothing to say."""
+        self._note_events()
         if self._evaluations is None or self._last is None:
             return None
         evaluated = self._evaluations.finish(self._history.steps)
@@ -91,6 +99,10 @@ class Watch:
             self._history.add_evaluation(each.step, self.seconds, each.values)
             report = replace(report, seconds=self.seconds, evaluation=each.values)
         return report
+
+    def _note_events(self) -> None:
+        self._asked = self._clock.now()
+        self._history.add_events(self.seconds, self._events())
 
     def _rate(self, chunk: Chunk) -> float:
         """Returns steps per second of all replicas, by their own clocks."""

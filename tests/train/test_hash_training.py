@@ -158,6 +158,11 @@ def test_a_budget_that_is_spent_evicts_rows_and_says_so(small: Any) -> None:
     assert event.evicted > 0
     assert event.rows == event.admitted - event.evicted
     assert event.nbytes <= 3000
+    for name in ("rows", "nbytes", "admitted", "evicted"):
+        found = run.metrics(f"table_{name}")
+        assert found["value"][-1] == getattr(event, name)
+        assert found["step"][-1] == run.steps
+    assert f"table_rows={event.rows}" in repr(run)
     assert len(run.model().ads.keys()) == event.rows
 
 

@@ -1,6 +1,7 @@
 """From chunks to reports, history and the lines on the screen."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ from rich.console import Console
 
 from jgraph.clock import Clock
 from jgraph.errors import NonFiniteError
+from jgraph.graph.ir import TaskName
 from jgraph.train.checks import FINITE
 from jgraph.train.evaluations import Evaluations
+from jgraph.train.hash_state import TableEvent
 from jgraph.train.history import History
 from jgraph.train.progress import (
     CellBar,
@@ -19,7 +22,7 @@ from jgraph.train.progress import (
     Report,
     make_display,
 )
-from jgraph.train.runner import Chunk
+from jgraph.train.runner import Chunk, Events
 from jgraph.train.watch import Watch, check_finite
 
 
@@ -48,6 +51,27 @@ def test_rates_are_summed_over_replicas_by_their_own_clocks() -> None:
     assert report.examples_per_s == 192.0
     assert report.step == 4
     assert report.metrics == {"loss": 0.5}
+
+
+def test_hash_tables_are_asked_once_a_second_and_at_the_end() -> None:
+    asked: list[int] = []
+
+    def events() -> Events:
+        asked.append(1)
+        first = TableEvent("t", TaskName("/job:ps/task:0"), 5, *[len(asked)] * 8)
+        return first, replace(first, task=TaskName("/job:ps/task:1"), rows=3)
+
+    clock, history = StoppedClock(), History()
+    watch = Watch(history, 100, 32, clock, events=events)
+    for now in (100.5, 101.0, 101.5):
+        clock.time = now
+        watch.take(chunk(0, [now - 100]))
+    assert watch.finish() is None
+    found = history.metrics("table_rows")
+    assert found["step"].tolist() == [2, 3]
+    assert found["seconds"].tolist() == [1.0, 1.5]
+    assert found["value"].tolist() == [8, 8]
+    assert history.metrics("table_evicted")["value"].tolist() == [2, 4]
 
 
 def test_evaluation_happens_at_multiples_and_once_at_the_end() -> None:
