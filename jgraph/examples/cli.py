@@ -65,16 +65,25 @@ def lm(
 
 @app.command()
 def dlrm(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Directory with train.txt of Criteo's format; made up if unset.",
+        ),
+    ] = None,
     ps: Ps = 2,
     workers: Workers = 2,
     steps: Steps = 2000,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """DLRM on made-up clicks: ids without a bound, in a hash table on the ps."""
+    """DLRM on made-up clicks, or Criteo's: a hash table on the ps has their ids."""
     from jgraph.examples.dlrm import run
 
-    run_example("dlrm", run, ps, workers, steps, seed, as_json=as_json)
+    train = functools.partial(run, data=data)
+    run_example("dlrm", train, ps, workers, steps, seed, as_json=as_json)
 
 
 def run_example(

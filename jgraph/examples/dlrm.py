@@ -1,9 +1,10 @@
-"""DLRM on clicks that are made up: ids without a bound, in a hash table on the ps.
+"""DLRM on clicks, made up or real: ids without a bound, in a hash table on the ps.
 
 Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
 Recommendation Systems", 2019.
 """
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import optax
 from flax import nnx
 
 from jgraph.cluster.client import Cluster
+from jgraph.examples import criteo
 from jgraph.examples.clicks import BAG, BAGS, FEATURES, NUMBERS, ONE_HOT, make_clicks
 from jgraph.examples.options import Figures, Options
 from jgraph.graph.hash_keys import NO_KEY, split_keys
@@ -90,17 +92,19 @@ def auc(scores: Any, label: Any) -> float:
 def run(
     cluster: Cluster | None,
     options: Options,
+    data: Path | None = None,
     *,
     examples: int = EXAMPLES,
     width: int = WIDTH,
     capacity_bytes: int = CAPACITY_BYTES,
 ) -> Figures:
-    """Trains on examples of a made-up law, and tests on others of it.
+    """Trains and tests on clicks of Criteo's format, or else of a made-up law.
 
     Args:
       cluster: where to train; hash tables need one.
       options: how long.
-      examples: to train on; a quarter as many are tested on.
+      data: a directory with ``train.txt``, see ``criteo``; made up if unset.
+      examples: to make up and train on; a quarter as many are tested on.
       width: of all vectors.
       capacity_bytes: of the table, over all ps.
 
@@ -111,9 +115,13 @@ def run(
 
     Raises:
       ConfigError: there is no cluster.
+      DataError: a file that is not there, or not of the format.
     """
-    train = make_clicks(examples, seed=2 * options.seed)
-    test = make_clicks(examples // 4, seed=2 * options.seed + 1)
+    if data is not None:
+        train, test = criteo.load(data)
+    else:
+        train = make_clicks(examples, seed=2 * options.seed)
+        test = make_clicks(examples // 4, seed=2 * options.seed + 1)
     model = Dlrm(width, capacity_bytes, rngs=nnx.Rngs(options.seed))
     tx = optax.adagrad(LEARNING_RATE)
     trainer, trained = options.fit(cluster, model, loss_fn, tx, train, BATCH_SIZE)

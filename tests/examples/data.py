@@ -50,6 +50,21 @@ def write_census(directory: Path, examples: int = 400) -> Path:
     return directory
 
 
+def write_criteo(directory: Path, examples: int = 400) -> Path:
+    """Clicks that follow from one category, with some fields missing."""
+    random = np.random.default_rng(0)
+    lines = []
+    for _ in range(examples):
+        label = int(random.integers(2))
+        numbers = [random.choice(["", "-1", "7", "123456"]) for _ in range(13)]
+        hashed = [f"{random.integers(2**32):08x}" for _ in range(24)]
+        categories = ["05db9164" if label else "68fd1e64", *hashed, ""]
+        lines.append("\t".join([str(label), *numbers, *categories]))
+    directory.mkdir(exist_ok=True)
+    (directory / "train.txt").write_text("\n".join([*lines, ""]))
+    return directory
+
+
 def write_text(directory: Path, repeats: int = 12) -> Path:
     """A text of 600 words in which each follows from the one before."""
     directory.mkdir(exist_ok=True)

@@ -2,16 +2,27 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jgraph import cli
 from jgraph.cluster.client import Cluster
-from jgraph.examples import dlrm
-from jgraph.examples.clicks import BAG, BAGS, ONE_HOT, PLACES, draw_keys, make_clicks
+from jgraph.errors import DataError
+from jgraph.examples import criteo, dlrm
+from jgraph.examples.clicks import (
+    BAG,
+    BAGS,
+    FEATURES,
+    ONE_HOT,
+    PLACES,
+    draw_keys,
+    make_clicks,
+)
 from jgraph.examples.options import Options
-from jgraph.graph.hash_keys import NO_KEY, Keys
+from jgraph.graph.hash_keys import NO_KEY, Keys, join_keys
+from tests.examples.data import write_criteo
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +63,65 @@ def test_scores_are_worth_how_often_clicks_are_above(
     scores: list[int], worth: float
 ) -> None:
     assert dlrm.auc(scores, [0, 0, 1, 1]) == worth
+
+
+def test_criteo_lines_are_laid_out_as_what_is_made_up(tmp_path: Path) -> None:
+    train, test = criteo.load(write_criteo(tmp_path))
+    made = make_clicks(1, 0)
+    for name, values in train.items():
+        assert values.dtype == made[name].dtype
+        assert values.shape == (360, *made[name].shape[1:])
+        assert len(test[name]) == 40
+    keys = join_keys(train["ids"])
+    where = (keys[:, 0] >> 5 == 0x05DB9164).astype(np.float32)
+    assert np.array_equal(where, train["label"])
+    there = keys != NO_KEY
+    assert (keys[there] & 31).tolist() == [*range(FEATURES - 1)] * 360
+    bags = there[:, ONE_HOT:].reshape(-1, BAGS, BAG)
+    assert (bags.sum(axis=2) == [1, 1, 0]).all()
+    assert bags[:, :2, 0].all()
+    log = np.float32(np.log(124))
+    first = "\t".join(["1", "-123", "123", *[""] * 37])
+    (tmp_path / "train.txt").write_text(f"{first}\n0{first[1:]}\n" * 10)
+    numbers = criteo.load(tmp_path)[0]["numbers"]
+    assert numbers[0].tolist() == [-log, log, *[0] * 11]
+
+
+LINE = ["1", *["5"] * 13, *["68fd1e64"] * 26]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (LINE[1:], r"train.txt:2 has 39 fields with tabs between; there must be 40"),
+        (["2", *LINE[1:]], r"train.txt:2 has the label '2'; it is 0 or 1"),
+        (["1", "1.5", *LINE[2:]], r"train.txt:2 has '1.5' as number 1; it is a whole"),
+        ([*LINE[:-1], "ring"], r"train.txt:2 has 'ring' as category 26; it is a num"),
+        ([*LINE[:-1], "-1"], r"train.txt:2 has '-1' as category 26"),
+        ([*LINE[:-1], "123456789"], r"train.txt:2 has '123456789' as category 26"),
+        (LINE, r"train.txt has 2 examples; clicks and others must be among"),
+    ],
+)
+def test_lines_that_are_not_criteo_s_are_named(
+    tmp_path: Path, fields: list[str], message: str
+) -> None:
+    lines = ["\t".join(line) for line in (LINE, fields)]
+    (tmp_path / "train.txt").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=message):
+        criteo.load(tmp_path)
+
+
+def test_a_directory_without_clicks_says_what_belongs_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"train.txt is not there; give --data the dir"):
+        criteo.load(tmp_path)
+
+
+@pytest.mark.slow
+def test_it_learns_clicks_of_a_file(cluster: Cluster, tmp_path: Path) -> None:
+    data = write_criteo(tmp_path)
+    figures = dlrm.run(cluster, Options(steps=60), data, width=4)
+    assert figures["accuracy"] > 0.9
+    assert figures["rows"] > 2
 
 
 @pytest.mark.slow
