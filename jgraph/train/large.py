@@ -29,8 +29,9 @@ def check_sizes(variables: Sequence[Variable], limit: int = VARIABLE_BYTES) -> N
             raise TooLargeError(
                 f"variable '{variable.name}' has {size / 1e9:.1f} GB, and model(), "
                 "evaluate(…), predict(…) and eval_data need the whole model in this "
-                f"process, where a variable may have {limit / 1e9:.1f} GB; write the "
-                "model to files with save(path), and follow its training by metrics "
-                "that the loss returns",
+                f"process, where a variable may have {limit / 1e9:.1f} GB; for "
+                "eval_data start an evaluator, jg.LocalCluster(…, evaluators=1), which "
+                "asks the ps for the rows that it looks up; else write the model to "
+                "files with save(path)",
                 variable=variable.name,
             )

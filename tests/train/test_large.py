@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
+from jgraph import AsyncPS, fixed_size_partitioner
 from jgraph.cluster.client import connect
 from jgraph.errors import ConfigError, TooLargeError
 from jgraph.graph.ir import TaskName
@@ -91,6 +92,29 @@ def test_a_variable_that_is_too_large_for_the_client_is_refused_by_name() -> Non
     with pytest.raises(TooLargeError, match=r"'w' has 0.0 GB.*save\(path\)"):
         check_sizes(variables, 3999)
     check_sizes(variables, 4000)
+
+
+def test_an_evaluator_evaluates_with_tables_that_are_too_large_for_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers = Servers(ps=2, worker=1, evaluator=1)
+    with connect(servers.servers[0].target, timeout_s=20) as cluster:
+        cut = AsyncPS(variable_partitioner=fixed_size_partitioner(2))
+        tx, model = optax.sgd(0.1), Nnx(nnx.Rngs(0), 100)
+        trainer = Trainer(model, nnx_loss, tx, cluster=cluster, strategy=cut)
+        with monkeypatch.context() as patch:
+            patch.setattr(check_sizes, "__defaults__", (6399,))
+            patch.setattr(fit, "KEPT_BYTES", 100)
+            run = trainer.fit(
+                IDS, steps=2, batch_size=4, progress=False, eval_data=IDS, eval_every=1
+            )
+            with pytest.raises(TooLargeError, match=r"evaluators=1.*save"):
+                trainer.evaluate(IDS)
+        found = run.metrics("eval_loss")
+        assert found["step"][-1] == 2
+        here = trainer.evaluate(IDS)["loss"]
+        assert found["value"][-1] == pytest.approx(here, rel=1e-5)
+    servers.stop()
 
 
 def test_a_run_leaves_a_large_model_on_its_cluster(
