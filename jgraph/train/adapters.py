@@ -1,19 +1,5 @@
-"""Flax models behind one protocol: nested dicts of named arrays and pure functions.
+"""Flax models behind one protocol: nested dicts of named arrays and pure functions."""
 
-How a loss is written, as Flax users expect:
-
-* ``flax.nnx``: ``loss(model, batch)``. The model may change its state (BatchNorm
-  statistics) and draw random numbers (dropout).
-* ``flax.linen``: ``loss(params, batch)`` or ``loss(params, batch, rng)``. If the model
-  has other collections than ``params`` (``batch_stats``), or if the first parameter is
-  called ``variables``, it is given all of them: ``loss(variables, batch, rng)``.
-
-A loss returns a scalar, or ``(scalar, dict of metrics)``. A linen loss gives updated
-collections back in that dict, under their names, as ``model.apply(…, mutable=[…])``
-returns them: ``return loss, {**updates, "accuracy": accuracy}``.
-"""
-
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,16 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta, unfreeze
 
-from jgraph.errors import ConfigError, GraphError
+from jgraph.errors import ConfigError
 from jgraph.train.hash_step import ModelTable
 from jgraph.train.hash_table import linen_tables, nnx_tables
+from jgraph.train.losses import Loss, loss_and_scalars, positional, split_result
 from jgraph.train.trees import Tree, named_like, named_state, string_keys
 
 Model: TypeAlias = nnx.Module | nn.Module | Callable[[], nnx.Module]
-Loss: TypeAlias = Callable[..., Any]
 Metric: TypeAlias = Callable[[Any, Any], Any]
 """``metric(model, batch)`` (nnx) or ``metric(params or variables, batch)`` (linen)."""
-
 
 Make: TypeAlias = Callable[[], tuple[Tree, Tree]]
 """Makes initial parameters and state; can be traced."""
@@ -91,7 +76,7 @@ def adapt(
     Args:
       model: an ``nnx.Module`` object, a function that makes one, or a
         ``linen.Module`` definition.
-      loss: see the module's docstring.
+      loss: see ``jgraph.train.losses``.
       seed: decides a linen model's initial parameters and all dropout.
       variables: linen only: what ``model.init`` returned.
       sample: linen only: an input of the model, to call ``model.init`` without.
@@ -180,7 +165,7 @@ class NnxAdapter:
     ) -> tuple[jax.Array, tuple[dict[str, Any], Tree]]:
         """See ``Adapter.loss``."""
         model = self._merge(params, state, (self._seed, *seeds))
-        loss, metrics = _split_result(self._loss(model, batch))
+        loss, metrics = split_result(self._loss(model, batch))
         _, _, _, new = _split(model, self._wrt)
         return loss, (metrics, named_like(new, state))
 
@@ -191,7 +176,7 @@ class NnxAdapter:
         model = self._merge(params, state, ())
         model.eval()
         values = {k: fn(model, batch) for k, fn in metrics.items()}
-        return _loss_and_scalars(self._loss(model, batch)) | values
+        return loss_and_scalars(self._loss(model, batch)) | values
 
     def predict(
         self, params: Tree, state: Tree, x: Any, fn: Callable[..., Any] | None
@@ -229,7 +214,7 @@ class LinenAdapter:
         else:
             self.make = lambda: self._parts(make())
             self.params, self.state = jax.eval_shape(self.make)
-        names = _positional(loss)
+        names = positional(loss)
         self._takes_rng = len(names) > 2
         self._takes_variables = bool(self.state) or names[0] == "variables"
 
@@ -253,7 +238,7 @@ class LinenAdapter:
         if self._takes_rng:
             rng = (_Key(jax.random.key(self._seed)).fold(seeds),)
         result = self._loss(self._first(params, state), batch, *rng)
-        loss, aux = _split_result(result)
+        loss, aux = split_result(result)
         new = {name: aux.pop(name, value) for name, value in state.items()}
         return loss, (aux, named_like(string_keys(unfreeze(new)), state))
 
@@ -269,7 +254,7 @@ class LinenAdapter:
         values = {name: fn(first, batch) for name, fn in metrics.items()}
         if self._takes_rng or self.state:
             return values
-        return _loss_and_scalars(self._loss(first, batch)) | values
+        return loss_and_scalars(self._loss(first, batch)) | values
 
     def predict(
         self, params: Tree, state: Tree, x: Any, fn: Callable[..., Any] | None
@@ -282,34 +267,6 @@ class LinenAdapter:
     def model(self, params: Tree, state: Tree) -> Any:
         """Returns what the loss takes first: ``params``, or all variables."""
         return jax.tree.map(jnp.asarray, self._first(params, state))
-
-
-def check_model(model: Model, loss: Loss) -> None:
-    """Refuses what is not a Flax model with a loss.
-
-    Raises:
-      ConfigError: ``model`` is a class or no Flax module; ``loss`` cannot be called
-        with (model or params, batch).
-    """
-    if isinstance(model, type):
-        raise ConfigError(
-            f"model is the class {model.__name__}, not a model; make one: "
-            f"{model.__name__}(…)"
-        )
-    if not (isinstance(model, nnx.Module | nn.Module) or callable(model)):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; give a flax.nnx or flax.linen module"
-        )
-    if not callable(loss):
-        raise ConfigError("loss is not a function; write def loss(model, batch): …")
-    most = 3 if isinstance(model, nn.Module) else 2
-    count = len(_positional(loss))
-    if not 2 <= count <= most:
-        first = "model" if most == 2 else "params"
-        rng = "" if most == 2 else " or loss(params, batch, rng)"
-        raise ConfigError(
-            f"loss takes {count} arguments; it is called as loss({first}, batch){rng}"
-        )
 
 
 def _made_by(make: Callable[[], nnx.Module], wrt: Any) -> tuple[Tree, Tree]:
@@ -356,45 +313,3 @@ class _Key:
 
 def _is_key(value: Any) -> bool:
     return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
-
-
-def _positional(fn: Loss) -> list[str]:
-    """Names of the parameters that have to be given, in order; rng counts always."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [
-        p.name
-        for p in inspect.signature(fn).parameters.values()
-        if p.kind in kinds and (p.default is p.empty or p.name == "rng")
-    ]
-
-
-def _split_result(result: Any) -> tuple[jax.Array, dict[str, Any]]:
-    loss, aux = result if isinstance(result, tuple) else (result, {})
-    if not isinstance(aux, Mapping):
-        raise GraphError(
-            f"loss returned (value, {type(aux).__name__}); return a scalar or "
-            "(scalar, dict of metrics)"
-        )
-    if not hasattr(loss, "dtype") and not isinstance(loss, float):
-        raise GraphError(
-            f"loss returned {loss!r:.60}; return a scalar array, for example "
-            "losses.mean()"
-        )
-    if jnp.shape(loss) != ():
-        raise GraphError(
-            f"loss returned an array of shape {jnp.shape(loss)}; return a scalar, for "
-            "example losses.mean()"
-        )
-    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise GraphError(
-            f"loss returned a scalar of dtype {loss.dtype}, which has no gradient; "
-            "return a float, for example losses.mean()"
-        )
-    if "loss" in aux:
-        raise GraphError("a metric is called 'loss', as the loss itself; rename it")
-    return loss, dict(aux)
-
-
-def _loss_and_scalars(result: Any) -> dict[str, Any]:
-    loss, aux = _split_result(result)
-    return {"loss": loss, **{k: v for k, v in aux.items() if jnp.ndim(v) == 0}}

@@ -8,7 +8,8 @@ from flax import nnx
 
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ConfigError
-from jgraph.train.adapters import Loss, Model, check_model
+from jgraph.train.adapters import Model
+from jgraph.train.losses import Loss, positional
 from jgraph.train.row_step import SPARSE
 
 
@@ -52,4 +53,32 @@ def check_arguments(
             "wrt chooses among the variables of an nnx model, and this one is a "
             f"linen {type(model).__name__}; freeze its parameters with "
             "optax.multi_transform and optax.set_to_zero"
+        )
+
+
+def check_model(model: Model, loss: Loss) -> None:
+    """Refuses what is not a Flax model with a loss.
+
+    Raises:
+      ConfigError: ``model`` is a class or no Flax module; ``loss`` cannot be called
+        with (model or params, batch).
+    """
+    if isinstance(model, type):
+        raise ConfigError(
+            f"model is the class {model.__name__}, not a model; make one: "
+            f"{model.__name__}(…)"
+        )
+    if not (isinstance(model, nnx.Module | nn.Module) or callable(model)):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give a flax.nnx or flax.linen module"
+        )
+    if not callable(loss):
+        raise ConfigError("loss is not a function; write def loss(model, batch): …")
+    most = 3 if isinstance(model, nn.Module) else 2
+    count = len(positional(loss))
+    if not 2 <= count <= most:
+        first = "model" if most == 2 else "params"
+        rng = "" if most == 2 else " or loss(params, batch, rng)"
+        raise ConfigError(
+            f"loss takes {count} arguments; it is called as loss({first}, batch){rng}"
         )

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import flax.linen as nn
 import jax
 import optax
 from flax import nnx
@@ -14,27 +13,19 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.train import checkpoint
-from jgraph.train.adapters import Adapter, Loss, Metric, Model, adapt
+from jgraph.train.adapters import Metric, Model
 from jgraph.train.arguments import check_arguments
-from jgraph.train.async_ps import new_container
-from jgraph.train.data import Data, Dataset, as_dataset, check_alike, naming_data
-from jgraph.train.evaluate import Evaluator
+from jgraph.train.data import Data, Dataset, as_dataset
 from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
-from jgraph.train.local import Local
+from jgraph.train.losses import Loss
+from jgraph.train.parts import Given, Made, Parts
 from jgraph.train.row_step import Sparse
 from jgraph.train.run import Callback, Run
-from jgraph.train.runner import Events, Order, Position, Runner, Staleness
-from jgraph.train.side_car import SideCar, as_evaluated, make_evaluations, make_side_car
+from jgraph.train.runner import Events, Order, Position, Staleness
+from jgraph.train.side_car import as_evaluated, make_evaluations
 from jgraph.train.source import Source, as_source_or_dataset
-from jgraph.train.step import TrainStep
-from jgraph.train.strategies import (
-    Strategy,
-    arrangement_on,
-    choose_strategy,
-    gradient_dtype_of,
-    make_runner,
-)
+from jgraph.train.strategies import Strategy, choose_strategy
 from jgraph.train.trees import Tree
 
 
@@ -111,23 +102,22 @@ class Trainer:
         wrt: Any = nnx.Param,
     ) -> None:
         check_arguments(model, loss, tx, cluster, seed, sparse, wrt)
-        self._model = model
-        self._sparse: Sparse = sparse
-        self._loss = loss
-        self._tx = tx
-        self._cluster = cluster
-        self._strategy = choose_strategy(strategy, cluster)
-        self._metrics = dict(metrics or {})
-        self._seed = seed
-        self._variables = variables
-        self._check_finite = check_finite
-        self._wrt = wrt
-        self._clock = SystemClock()
+        self._given = Given(
+            model=model,
+            loss=loss,
+            tx=tx,
+            cluster=cluster,
+            strategy=choose_strategy(strategy, cluster),
+            metrics=dict(metrics or {}),
+            seed=seed,
+            variables=variables,
+            sparse=sparse,
+            check_finite=check_finite,
+            wrt=wrt,
+            clock=SystemClock(),
+        )
+        self._parts = Parts(self._given)
         self._busy = threading.Lock()
-        self._parts: tuple[TrainStep, Runner, Evaluator] | None = None
-        self._side_car: SideCar | None = None
-        self._trained_on: Dataset | None = None
-        self._closed = False
 
     def fit(
         self,
@@ -170,23 +160,24 @@ class Trainer:
             eval_every=1 if eval_every is None else eval_every,
         )
         check_evaluation(eval_data, eval_every)
-        dataset = as_source_or_dataset(data, self._cluster, finite=self._check_finite)
-        evaluated = as_evaluated(eval_data, self._cluster, dataset)
+        given = self._given
+        dataset = as_source_or_dataset(data, given.cluster, finite=given.check_finite)
+        evaluated = as_evaluated(eval_data, given.cluster, dataset)
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(
                 "this Trainer is already training; wait for that run (run.wait()) or "
                 "end it (run.stop()) first"
             )
         try:
-            step, runner, _ = self._prepare(dataset, batch_size)
+            step, runner, _ = self._parts.prepare(dataset, batch_size)
             evaluations = make_evaluations(
-                self._side_car, self.evaluate, eval_data, evaluated
+                self._parts.side_car, self.evaluate, eval_data, evaluated
             )
             history = History(runner.global_step())
         except BaseException:
             self._busy.release()
             raise
-        order = Order(dataset, steps, batch_size, self._seed, eval_every)
+        order = Order(dataset, steps, batch_size, given.seed, eval_every)
         run = Run(self, history, order.stop)
         Fit(
             runner=runner,
@@ -195,10 +186,10 @@ class Trainer:
             history=history,
             evaluations=evaluations,
             callbacks=callbacks,
-            checked=step.checked if self._check_finite else None,
+            checked=step.checked if given.check_finite else None,
             lookups=step.lookups(dataset.avals(batch_size)),
             progress=progress,
-            clock=self._clock,
+            clock=given.clock,
         ).start(self._busy.release)
         return wait_or_stop(run) if block else run
 
@@ -213,13 +204,13 @@ class Trainer:
           ConfigError: no data was given, now or before.
         """
         if data is not None:
-            self._prepare(as_dataset(data), batch_size)
-        if self._parts is None:
+            self._parts.prepare(as_dataset(data), batch_size)
+        if not self._parts.are_made:
             raise ConfigError(
                 "the plan depends on the shapes of a batch; give the data: "
                 "trainer.plan(data, batch_size=128)"
             )
-        return self._parts[1].plan()
+        return self._made()[1].plan()
 
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the metrics on ``data``, as means over all examples.
@@ -277,11 +268,7 @@ class Trainer:
 
     def close(self) -> None:
         """Drops the variables of this Trainer on its cluster; runs keep their own."""
-        self._closed = True
-        if self._side_car is not None:
-            self._side_car.close()
-        if self._parts is not None:
-            self._parts[1].close()
+        self._parts.close()
 
     @property
     def names(self) -> list[str]:
@@ -332,65 +319,15 @@ class Trainer:
     ) -> dict[str, float]:
         """Evaluates the model of these values. Called by ``Run``."""
         dataset = as_source_or_dataset(data)
-        self._check_alike(dataset)
+        self._parts.check_alike(dataset)
         step, runner, evaluator = self._made(dataset)
         if values is None:
             values = runner.values(model_only=True)
         return evaluator.evaluate(step.unflatten(values), dataset, batch_size)
 
     def __repr__(self) -> str:
-        return f"Trainer({type(self._model).__name__}, strategy={self._strategy!r})"
+        model = type(self._given.model).__name__
+        return f"Trainer({model}, strategy={self._given.strategy!r})"
 
-    def _prepare(
-        self, dataset: Dataset, batch_size: int
-    ) -> tuple[TrainStep, Runner, Evaluator]:
-        if self._closed:
-            raise ConfigError("this Trainer was closed; make a new jg.Trainer(…)")
-        self._check_alike(dataset)
-        parts = self._made(dataset)
-        dataset.plan(batch_size, self._seed)  # refuses a batch size that is too large
-        with naming_data(dataset, batch_size):
-            parts[1].prepare(dataset, batch_size)
-        self._trained_on = dataset
-        return parts
-
-    def _check_alike(self, dataset: Dataset) -> None:
-        if self._trained_on is not None:
-            check_alike(self._trained_on, dataset, "what the Trainer was trained on")
-
-    def _made(self, data: Dataset | None = None) -> tuple[TrainStep, Runner, Evaluator]:
-        """Makes the variables on first use: a linen model has none before."""
-        if self._parts is None:
-            is_linen = isinstance(self._model, nn.Module)
-            if is_linen and self._variables is None and data is None:
-                raise ConfigError(
-                    "this linen model has no parameters yet; give "
-                    "Trainer(…, variables=model.init(key, x)) or call fit first"
-                )
-            adapter = adapt(
-                self._model,
-                self._loss,
-                seed=self._seed,
-                variables=self._variables,
-                sample=None if data is None else data.sample(),
-                wrt=self._wrt,
-            )
-            step, runner = self._runner(adapter)
-            options = self._metrics, self._cluster, self._sparse
-            self._side_car = make_side_car(step, *options)
-            self._parts = step, runner, Evaluator(adapter, self._metrics)
-        return self._parts
-
-    def _runner(self, adapter: Adapter) -> tuple[TrainStep, Runner]:
-        cluster, strategy = self._cluster, self._strategy
-        step = TrainStep(
-            adapter,
-            self._tx,
-            check_finite=self._check_finite,
-            sparse=self._sparse,
-            check_ids=isinstance(strategy, Local),
-            gradient_dtype=gradient_dtype_of(strategy),
-            arrangement=arrangement_on(cluster, strategy),
-            container="" if cluster is None else new_container(),
-        )
-        return step, make_runner(step, cluster, strategy, self._clock)
+    def _made(self, data: Dataset | None = None) -> Made:
+        return self._parts.made(data)

@@ -11,7 +11,8 @@ from flax import nnx
 from flax.core import freeze
 
 from jgraph.errors import ConfigError
-from jgraph.train.adapters import adapt, check_model
+from jgraph.train.adapters import adapt
+from jgraph.train.arguments import check_model
 from tests.train.models import LinenMLP, LinenNorm, NnxMLP, NnxNorm, data, nnx_loss
 
 BATCH = data(8)

@@ -1,0 +1,78 @@
+"""How a loss is written, and what it returns.
+
+As Flax users expect:
+
+* ``flax.nnx``: ``loss(model, batch)``. The model may change its state (BatchNorm
+  statistics) and draw random numbers (dropout).
+* ``flax.linen``: ``loss(params, batch)`` or ``loss(params, batch, rng)``. If the model
+  has other collections than ``params`` (``batch_stats``), or if the first parameter is
+  called ``variables``, it is given all of them: ``loss(variables, batch, rng)``.
+
+A loss returns a scalar, or ``(scalar, dict of metrics)``. A linen loss gives updated
+collections back in that dict, under their names, as ``model.apply(…, mutable=[…])``
+returns them: ``return loss, {**updates, "accuracy": accuracy}``.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.errors import GraphError
+
+Loss: TypeAlias = Callable[..., Any]
+
+
+def positional(fn: Loss) -> list[str]:
+    """Returns names of the parameters that have to be given, in order; rng always.
+
+    Example:
+      >>> positional(lambda params, batch, rng=None, scale=1.0: 0.0)
+      ['params', 'batch', 'rng']
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [
+        p.name
+        for p in inspect.signature(fn).parameters.values()
+        if p.kind in kinds and (p.default is p.empty or p.name == "rng")
+    ]
+
+
+def split_result(result: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns (loss, metrics) of what a loss returned.
+
+    Raises:
+      GraphError: not a scalar that has a gradient, or metrics that are no dict.
+    """
+    loss, aux = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(aux, Mapping):
+        raise GraphError(
+            f"loss returned (value, {type(aux).__name__}); return a scalar or "
+            "(scalar, dict of metrics)"
+        )
+    if not hasattr(loss, "dtype") and not isinstance(loss, float):
+        raise GraphError(
+            f"loss returned {loss!r:.60}; return a scalar array, for example "
+            "losses.mean()"
+        )
+    if jnp.shape(loss) != ():
+        raise GraphError(
+            f"loss returned an array of shape {jnp.shape(loss)}; return a scalar, for "
+            "example losses.mean()"
+        )
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise GraphError(
+            f"loss returned a scalar of dtype {loss.dtype}, which has no gradient; "
+            "return a float, for example losses.mean()"
+        )
+    if "loss" in aux:
+        raise GraphError("a metric is called 'loss', as the loss itself; rename it")
+    return loss, dict(aux)
+
+
+def loss_and_scalars(result: Any) -> dict[str, Any]:
+    """Returns the loss and those metrics that have a mean over batches."""
+    loss, aux = split_result(result)
+    return {"loss": loss, **{k: v for k, v in aux.items() if jnp.ndim(v) == 0}}

@@ -1,0 +1,150 @@
+"""What a Trainer works with, made when the shapes of its model are known."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import flax.linen as nn
+import optax
+
+from jgraph.clock import Clock
+from jgraph.cluster.client import Cluster
+from jgraph.errors import ConfigError
+from jgraph.train.adapters import Adapter, Metric, Model, adapt
+from jgraph.train.async_ps import new_container
+from jgraph.train.data import Dataset, check_alike, naming_data
+from jgraph.train.evaluate import Evaluator
+from jgraph.train.local import Local
+from jgraph.train.losses import Loss
+from jgraph.train.row_step import Sparse
+from jgraph.train.runner import Runner
+from jgraph.train.side_car import SideCar, make_side_car
+from jgraph.train.step import TrainStep
+from jgraph.train.strategies import (
+    Strategy,
+    arrangement_on,
+    gradient_dtype_of,
+    make_runner,
+)
+from jgraph.train.trees import Tree
+
+Made: TypeAlias = tuple[TrainStep, Runner, Evaluator]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a Trainer was given, checked; see ``Trainer``."""
+
+    model: Model
+    loss: Loss
+    tx: optax.GradientTransformation
+    cluster: Cluster | None
+    strategy: Strategy
+    metrics: Mapping[str, Metric]
+    seed: int
+    variables: Tree
+    sparse: Sparse
+    check_finite: bool
+    wrt: Any
+    clock: Clock
+
+
+@final
+class Parts:
+    """The step, its runner and what evaluates, made on first use.
+
+    Args:
+      given: what to make them of.
+    """
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+        self._made: Made | None = None
+        self._trained_on: Dataset | None = None
+        self._closed = False
+        self.side_car: SideCar | None = None
+        """Evaluates on the cluster, once made; None: no task is there for it."""
+
+    @property
+    def are_made(self) -> bool:
+        """Whether they exist by now."""
+        return self._made is not None
+
+    def made(self, data: Dataset | None = None) -> Made:
+        """Returns the parts, made of this data if they have to be.
+
+        Raises:
+          ConfigError: a linen model has no parameters yet, and there is no data.
+        """
+        if self._made is None:
+            given = self._given
+            is_linen = isinstance(given.model, nn.Module)
+            if is_linen and given.variables is None and data is None:
+                raise ConfigError(
+                    "this linen model has no parameters yet; give "
+                    "Trainer(…, variables=model.init(key, x)) or call fit first"
+                )
+            adapter = adapt(
+                given.model,
+                given.loss,
+                seed=given.seed,
+                variables=given.variables,
+                sample=None if data is None else data.sample(),
+                wrt=given.wrt,
+            )
+            step = self._step(adapter)
+            runner = make_runner(step, given.cluster, given.strategy, given.clock)
+            self.side_car = make_side_car(
+                step, given.metrics, given.cluster, given.sparse
+            )
+            self._made = step, runner, Evaluator(adapter, given.metrics)
+        return self._made
+
+    def prepare(self, dataset: Dataset, batch_size: int) -> Made:
+        """Returns the parts, ready to train on batches of this data.
+
+        Raises:
+          ConfigError: the Trainer was closed.
+          DataError: data of another kind than before, or fewer examples than a batch.
+        """
+        if self._closed:
+            raise ConfigError("this Trainer was closed; make a new jg.Trainer(…)")
+        self.check_alike(dataset)
+        made = self.made(dataset)
+        # Refuses a batch size that is too large.
+        dataset.plan(batch_size, self._given.seed)
+        with naming_data(dataset, batch_size):
+            made[1].prepare(dataset, batch_size)
+        self._trained_on = dataset
+        return made
+
+    def check_alike(self, dataset: Dataset) -> None:
+        """Refuses data of another kind than that which was trained on.
+
+        Raises:
+          DataError: says how they differ.
+        """
+        if self._trained_on is not None:
+            check_alike(self._trained_on, dataset, "what the Trainer was trained on")
+
+    def close(self) -> None:
+        """Drops their variables; nothing is prepared any more."""
+        self._closed = True
+        if self.side_car is not None:
+            self.side_car.close()
+        if self._made is not None:
+            self._made[1].close()
+
+    def _step(self, adapter: Adapter) -> TrainStep:
+        given = self._given
+        return TrainStep(
+            adapter,
+            given.tx,
+            check_finite=given.check_finite,
+            sparse=given.sparse,
+            check_ids=isinstance(given.strategy, Local),
+            gradient_dtype=gradient_dtype_of(given.strategy),
+            arrangement=arrangement_on(given.cluster, given.strategy),
+            container="" if given.cluster is None else new_container(),
+        )
