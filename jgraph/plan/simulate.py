@@ -9,7 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.errors import FeedError, InternalError, UninitializedError
+from jgraph.errors import FeedError, GraphError, InternalError, UninitializedError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.accumulate import mean, mean_of_rows
 from jgraph.plan.nodes import (
@@ -63,7 +63,9 @@ def run_program(
       FeedError: a feed that a partition needs is missing.
       UninitializedError: a variable that a node needs is not in ``store``.
       InternalError: partitions wait for each other, or a node for a later one.
+      GraphError: the program uses a hash table.
     """
+    _refuse_hash_tables(program)
     step = _Step(
         program,
         store,
@@ -104,6 +106,19 @@ class _Running:
     def key(self, variable: int) -> tuple[str, str]:
         stored = self.partition.variables[variable]
         return stored.container, stored.name
+
+
+def _refuse_hash_tables(program: Program) -> None:
+    for partition in program.partitions:
+        for variable in partition.variables:
+            if variable.table is not None:
+                raise GraphError(
+                    f"'{variable.name}' on {partition.task} is a column of the hash "
+                    f"table '{variable.table.name}': which rows it has follows from "
+                    "the policies of its task's store, and here are plain arrays; run "
+                    "the program on a cluster",
+                    variable=variable.name,
+                )
 
 
 @final

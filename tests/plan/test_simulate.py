@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jgraph as jg
-from jgraph.errors import FeedError, InternalError, UninitializedError
+from jgraph.errors import FeedError, GraphError, InternalError, UninitializedError
+from jgraph.graph.hash_spec import Column, HashSpec
 from jgraph.plan.nodes import ReadNode, RecvNode
 from jgraph.plan.plan import plan
 from jgraph.plan.program import Partition, Program
@@ -63,6 +64,17 @@ def test_a_node_before_one_it_must_follow_is_reported() -> None:
     bad = dataclasses.replace(whole, partitions=(wrong, *others))
     with pytest.raises(InternalError, match="nodes that come later"):
         run_program(bad, {("", "w"): np.ones(3, np.float32)}, X)
+
+
+def test_a_hash_table_is_refused_where_there_are_plain_arrays() -> None:
+    whole, spec = program(), HashSpec("ads", (Column("w", 3),), 1 << 20)
+    (w,) = whole.partition(PS[0]).variables
+    column = dataclasses.replace(w, table=spec)
+    held = dataclasses.replace(whole.partition(PS[0]), variables=(column,))
+    others = tuple(p for p in whole.partitions if p.task != PS[0])
+    hashed = dataclasses.replace(whole, partitions=(held, *others))
+    with pytest.raises(GraphError, match=r"'w' on /job:ps/task:0 .* table 'ads'"):
+        run_program(hashed, {("", "w"): np.ones(3, np.float32)}, X)
 
 
 def test_executables_are_shared_between_runs() -> None:
