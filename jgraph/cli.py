@@ -246,6 +246,35 @@ def status(
 
 
 @app.command()
+def show(
+    where: Annotated[str, typer.Argument(help="file.py:step or package.module:step.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Ends in .html or .svg.")
+    ] = Path("plan.html"),
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Type of an argument, float32[32,784], or the name of an example in "
+            "the file; one for each argument, in order."
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="Cluster file; the tasks that the program names if unset."),
+    ] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Show what was traced, before placing.")
+    ] = False,
+) -> None:
+    """Draw what goes where when a function runs; runs the file, and no cluster."""
+    from jgraph.cluster.showing import show as picture_of
+
+    picture = picture_of(where, arg or (), cluster=cluster, only_graph=graph)
+    picture.save(output)
+    typer.echo(f"{picture.title}: {output}")
+
+
+@app.command()
 def demo(
     ps: Annotated[int, typer.Option(min=1, help="Parameter servers.")] = 2,
     workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 2,

@@ -1,181 +1,198 @@
 """``Graph.show``: a picture of a graph, its equations in the lane of their device."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from jgraph import _compat
-from jgraph._compat import Equation, Literal, Var
+from jgraph._compat import Atom, Equation, Var
+from jgraph.graph.cost import flops_of, nbytes_of_value
 from jgraph.graph.ir import Graph, VariableSpec
-from jgraph.graph.svg import Box, Edge, Picture, draw
+from jgraph.graph.scene import Item, Link, Scene
+from jgraph.graph.svg import Picture, draw
 from jgraph.graph.text import equation_text, value_names
+from jgraph.graph.units import bytes_text, count_text, flops_text
+from jgraph.graph.views import views
 
-_MAX_BOXES = 150
+Names: TypeAlias = Mapping[Var, str]
+
 _VERBS = {"get": "read", "swap": "write", "addupdate": "add to"}
 _TRANSFORM = re.compile(r"[a-z_]+\(|\)")
 
 
 def graph_picture(graph: Graph) -> Picture:
-    """Returns a drawing of the graph.
+    """Returns a drawing of the graph; of a large one by the user's scopes."""
+    return draw(views(graph_scene(graph)))
 
-    With more than 150 equations, those of one device and one scope of the user are
-    drawn as one box.
+
+def graph_scene(graph: Graph) -> Scene:
+    """Returns what a picture of the graph shows."""
+    inputs, names = graph.jaxpr.invars, value_names(graph)
+    specs = dict(zip(inputs, graph.variables, strict=False))
+    sources = {v: variable_item(spec, str(spec.device)) for v, spec in specs.items()}
+    sources |= {v: input_item(v, names[v], "") for v in inputs[len(specs) :]}
+    fetches = [
+        (Item(f"fetch {n}", "", path or "result", _type(v), "fetched", "fetch"), v)
+        for n, (path, v) in enumerate(
+            zip(graph.fetches, graph.jaxpr.outvars, strict=True)
+        )
+    ]
+    items = [
+        equation_item(n, e, names, str(_home(e, specs) or stamp))
+        for n, (e, stamp) in enumerate(zip(graph.equations, graph.stamps, strict=True))
+    ]
+    taken = list(zip(items, (e.invars for e in graph.equations), strict=True))
+    made = {
+        v: i for i, e in zip(items, graph.equations, strict=True) for v in e.outvars
+    }
+    taken += [(item, [v]) for item, v in fetches]
+    everything = [*sources.values(), *(item for item, _ in taken)]
+    return Scene(
+        f"graph {graph.name}",
+        everything,
+        links_of(taken, {**sources, **made}, names),
+        lanes=_lines(everything),
+    )
+
+
+def _home(equation: Equation, specs: Mapping[Var, VariableSpec]) -> object:
+    return next(
+        (specs[v].device for v in equation.invars if isinstance(v, Var) and v in specs),
+        None,
+    )
+
+
+def body_scene(
+    title: str,
+    equations: Sequence[Equation],
+    names: Names,
+    specs: Mapping[Var, VariableSpec],
+    lane: str,
+) -> Scene:
+    """Returns a scene of some equations of a graph, in one lane, with what they take.
+
+    Args:
+      title: of the scene.
+      equations: in program order.
+      names: of values.
+      specs: of the graph's variables, by their Refs.
+      lane: of everything.
     """
-    view = _View(graph)
-    if len(graph.equations) <= _MAX_BOXES:
-        return view.draw(view.each)
-    levels = _levels(graph, view)
-    by_scope = [(levels[i], view.scope(i)) for i in range(len(graph.equations))]
-    if len({(view.lanes[i], g) for i, g in enumerate(by_scope)}) <= _MAX_BOXES:
-        return view.draw(lambda i: f"{view.lanes[i]} {by_scope[i]}", together=True)
-    return view.draw(lambda i: f"{view.lanes[i]} {levels[i]}", together=True)
+    made = {v for e in equations for v in e.outvars}
+    outside = dict.fromkeys(
+        v for e in equations for v in e.invars if isinstance(v, Var) and v not in made
+    )
+    sources = {
+        v: variable_item(specs[v], lane)
+        if v in specs
+        else input_item(v, names.get(v, "constant"), lane)
+        for v in outside
+    }
+    items = [equation_item(n, e, names, lane) for n, e in enumerate(equations)]
+    by = {v: i for i, e in zip(items, equations, strict=True) for v in e.outvars}
+    taken = list(zip(items, (e.invars for e in equations), strict=True))
+    everything = [*sources.values(), *items]
+    links = links_of(taken, {**sources, **by}, names)
+    return Scene(title, everything, links, lanes=_lines(everything))
 
 
-@final
-@dataclass(slots=True)
-class _View:
-    """What the drawing needs to know of a graph, by the index of an equation."""
-
-    graph: Graph
-    names: dict[Var, str] = field(init=False)
-    specs: dict[Var, VariableSpec] = field(init=False)
-    lanes: list[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        graph = self.graph
-        self.names = value_names(graph)
-        self.specs = dict(zip(graph.jaxpr.invars, graph.variables, strict=False))
-        self.lanes = [self._lane(i) for i in range(len(graph.equations))]
-
-    def _lane(self, i: int) -> str:
-        for v in self.graph.equations[i].invars:
-            if not isinstance(v, Literal) and v in self.specs:
-                return str(self.specs[v].device)
-        return str(self.graph.stamps[i])
-
-    def each(self, i: int) -> str:
-        return f"e{i}"
-
-    def scope(self, i: int) -> str:
-        """The first two of the user's own scopes, and whether it is a gradient."""
-        stack = _compat.name_stack_of(self.graph.equations[i])
-        parts = [_TRANSFORM.sub("", part) for part in stack.split("/")]
-        mine = [p for p in parts if p and not p.startswith("jgdev<")]
-        back = " (grad)" if "transpose(" in stack else ""
-        return "/".join(mine[:2]) + back if mine else ""
-
-    def draw(self, group: Callable[[int], str], *, together: bool = False) -> Picture:
-        """Draws one box per group of equations; ``group`` names that of each.
-
-        With ``together``, the variables of one device share a box too.
-        """
-        made = {v: f"in {name}" for v, name in self._inputs(together).items()}
-        boxes = self._input_boxes(made)
-        members: dict[str, list[int]] = {}
-        for i, equation in enumerate(self.graph.equations):
-            members.setdefault(group(i), []).append(i)
-            made.update((v, group(i)) for v in equation.outvars)
-        boxes += [self._box(key, indices) for key, indices in members.items()]
-        boxes += self._fetches()
-        edges = _Edges(made)
-        for i, equation in enumerate(self.graph.equations):
-            writes = equation.primitive.name == "swap"
-            edges.add(equation.invars[writes:], group(i))
-        for j, v in enumerate(self.graph.jaxpr.outvars):
-            edges.add([v], f"out {j}")
-        return draw(f"graph {self.graph.name}", boxes, edges.listed())
-
-    def _inputs(self, together: bool) -> dict[Var, str]:
-        names = {v: self.names[v] for v in self.graph.jaxpr.invars}
-        if together:
-            crowd = Counter(spec.device for spec in self.specs.values())
-            for v, spec in self.specs.items():
-                if crowd[spec.device] > 1:
-                    names[v] = f"{crowd[spec.device]} variables of {spec.device}"
-        return names
-
-    def _input_boxes(self, made: dict[Var, str]) -> list[Box]:
-        members: dict[str, list[Var]] = {}
-        for v, key in made.items():
-            members.setdefault(key, []).append(v)
-        boxes = []
-        for key, values in members.items():
-            spec = self.specs.get(values[0])
-            lane, kind = (str(spec.device), "variable") if spec else ("", "feed")
-            detail = "\n".join(f"{kind} {self.names[v]}: {_type(v)}" for v in values)
-            many = len(values) > 1
-            label = f"{len(values)} variables" if many else self.names[values[0]]
-            boxes.append(Box(key, lane, label, detail, kind))
-        return boxes
-
-    def _fetches(self) -> list[Box]:
-        return [
-            Box(f"out {j}", "", path or "result", f"fetch {path}", "fetch")
-            for j, path in enumerate(self.graph.fetches)
-        ]
-
-    def _box(self, key: str, indices: list[int]) -> Box:
-        equations = [self.graph.equations[i] for i in indices]
-        lane = self.lanes[indices[0]]
-        if len(equations) == 1:
-            detail = equation_text(equations[0], self.names)
-            line = _compat.user_line(equations[0])
-            return Box(key, lane, self._label(equations[0]), f"{detail}\n{line}")
-        counts = Counter(e.primitive.name for e in equations).most_common()
-        label = self.scope(indices[0]) or ", ".join(name for name, _ in counts[:3])
-        if len(counts) == 1:
-            name, number = counts[0]
-            label = f"{_VERBS.get(name, name)} x{number}"
-        detail = "\n".join(f"{name} x{n}" for name, n in counts)
-        return Box(key, lane, label, f"{len(equations)} equations\n{detail}")
-
-    def _label(self, equation: Equation) -> str:
-        name: str = equation.primitive.name
-        if name not in _VERBS:
-            return name
-        return f"{_VERBS[name]} {self.names.get(equation.invars[0], '')}"
+def links_of(
+    taken: Iterable[tuple[Item, Sequence[Atom]]], made: Mapping[Var, Item], names: Names
+) -> list[Link]:
+    """Returns a link for each value that an item takes of another."""
+    links = []
+    for item, operands in taken:
+        for v in dict.fromkeys(v for v in operands if isinstance(v, Var)):
+            source = made.get(v)
+            if source is None:
+                continue
+            state = _compat.is_ref(v.aval)
+            value = "" if state else f"{names.get(v, '')}: {_type(v)}"
+            nbytes = 0 if state else nbytes_of_value(v)
+            links.append(Link(source.key, item.key, value, nbytes))
+    return links
 
 
-@final
-@dataclass(slots=True)
-class _Edges:
-    """Lines between boxes, one for all values that go the same way."""
-
-    made: dict[Var, str]
-    _values: dict[tuple[str, str], dict[Var, None]] = field(default_factory=dict)
-
-    def add(self, operands: Sequence[Var | Literal], target: str) -> None:
-        for v in operands:
-            source = None if isinstance(v, Literal) else self.made.get(v)
-            if source is not None and source != target and not isinstance(v, Literal):
-                self._values.setdefault((source, target), {})[v] = None
-
-    def listed(self) -> list[Edge]:
-        return [
-            Edge(source, target, "\n".join(map(_type, values)))
-            for (source, target), values in self._values.items()
-        ]
+def variable_item(spec: VariableSpec, lane: str) -> Item:
+    """Returns the item of a variable, or of a shard of one."""
+    array = f"{spec.dtype}[{','.join(map(str, spec.shape))}]"
+    nbytes = getattr(spec.dtype, "itemsize", 0)
+    for size in spec.shape:
+        nbytes *= size
+    key = f"variable {spec.container}:{spec.name}"
+    detail = f"variable {spec.name}: {array}, {bytes_text(nbytes)}"
+    line = f"{array} · {bytes_text(nbytes)}"
+    return Item(
+        key, lane, spec.name, line, detail, "variable", ("variables",), nbytes=nbytes
+    )
 
 
-def _type(v: Var) -> str:
-    array = _compat.array_type(v)
+def input_item(v: Var, name: str, lane: str) -> Item:
+    """Returns the item of a value that comes from outside."""
+    nbytes = nbytes_of_value(v)
+    line = f"{_type(v)} · {bytes_text(nbytes)}"
+    detail = f"{name}: {_type(v)}"
+    return Item(
+        f"in {name}", lane, name, line, detail, "feed", ("inputs",), nbytes=nbytes
+    )
+
+
+def equation_item(number: int, equation: Equation, names: Names, lane: str) -> Item:
+    """Returns the item of an equation."""
+    name: str = equation.primitive.name
+    flops = flops_of(equation)
+    title, kind, path = name, "operation", scopes_of(equation)
+    if name in _VERBS:
+        verb = _VERBS[name]
+        title, kind = f"{verb} {names.get(equation.invars[0], '')}", "state"
+        path = path or (f"{verb} variables",)
+    made = [v for v in equation.outvars if not _compat.is_dropped(v)]
+    line = " ".join(_type(v) for v in made[:1]) + (" …" if len(made) > 1 else "")
+    line += f" · {flops_text(flops)}" if flops and line else ""
+    line_of_code = "/".join(_compat.user_line(equation).split("/")[-3:])
+    lines = [equation_text(equation, names), line_of_code]
+    if flops:
+        lines.append(flops_text(flops))
+    return Item(
+        f"e{number}",
+        lane,
+        title,
+        line,
+        "\n".join(lines),
+        kind,
+        path,
+        flops,
+    )
+
+
+def scopes_of(equation: Equation) -> tuple[str, ...]:
+    """Returns the user's own scopes of an equation; those of its gradient apart."""
+    stack = _compat.name_stack_of(equation)
+    parts = [_TRANSFORM.sub("", part) for part in stack.split("/")]
+    mine = [p for p in parts if p and not p.startswith("jgdev<")]
+    if mine and "transpose(" in stack:
+        mine[0] += " (grad)"
+    return tuple(mine)
+
+
+def _lines(items: Iterable[Item]) -> dict[str, str]:
+    """A line about each lane: its equations and variables."""
+    lanes: dict[str, list[Item]] = {}
+    for item in items:
+        lanes.setdefault(item.lane, []).append(item)
+    return {lane: _line(members) for lane, members in lanes.items()}
+
+
+def _line(items: Sequence[Item]) -> str:
+    equations = [i for i in items if i.kind in ("operation", "state")]
+    held = sum(i.nbytes for i in items if i.kind == "variable")
+    flops = sum(i.flops for i in equations)
+    parts = [count_text(len(equations), "equation")] if equations else []
+    parts += [flops_text(flops)] if flops else []
+    parts += [f"{bytes_text(held)} of variables"] if held else []
+    return " · ".join(parts)
+
+
+def _type(atom: Atom) -> str:
+    array = _compat.array_type(atom)
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
-
-
-def _levels(graph: Graph, view: _View) -> list[int]:
-    """How often the longest way to each equation changes the device."""
-    level_of: dict[Var, tuple[int, str]] = {}
-    levels = []
-    for i, equation in enumerate(graph.equations):
-        before = [level_of[v] for v in equation.invars if _known(v, level_of)]
-        lane = view.lanes[i]
-        level = max((n + (place != lane) for n, place in before), default=0)
-        levels.append(level)
-        level_of.update((v, (level, lane)) for v in equation.outvars)
-    return levels
-
-
-def _known(v: Var | Literal, table: dict[Var, tuple[int, str]]) -> bool:
-    return not isinstance(v, Literal) and v in table

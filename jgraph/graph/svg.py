@@ -1,59 +1,53 @@
-"""A small layered drawing: boxes in one coloured lane per device, time downwards."""
+"""Drawing views as one SVG: tasks are regions, time goes downwards."""
 
-import html
 import pathlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import final
 
 from jgraph.errors import ConfigError
+from jgraph.graph.layout import GAP_X, HEIGHT, TOP, WIDTH, Layout, Region, layout
+from jgraph.graph.units import bytes_text
+from jgraph.graph.viewer import POLICY, SCRIPT, STYLE
+from jgraph.graph.views import Box, Edge, View
 
-_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _HEAD = 148, 26, 10, 30, 34
-_PER_ROW = 4
-_LETTERS = 21
-_COLOURS = ("#f3f4f6", "#dbeafe", "#dcfce7", "#fef3c7", "#fce7f3", "#ede9fe", "#cffafe")
-_FILLS = {"variable": "#fde68a", "feed": "#bfdbfe", "fetch": "#bbf7d0"}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Box:
-    """One box: ``detail`` shows on hover; ``kind`` chooses the colour.
-
-    Kinds are ``operation``, ``variable``, ``feed`` and ``fetch``.
-    """
-
-    key: str
-    lane: str
-    label: str
-    detail: str = ""
-    kind: str = "operation"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """A line from one box to another, by their keys; ``detail`` shows on hover."""
-
-    source: str
-    target: str
-    detail: str = ""
+_TITLE_LETTERS, _LINE_LETTERS = 21, 27
+_LANES = 7
+# What XML 1.0 cannot hold, not even escaped.
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An SVG drawing that notebooks show and ``save`` writes to a file."""
+    """An SVG drawing that notebooks show and ``save`` writes to a file.
+
+    It takes nothing from elsewhere, and a page with it may not: its policy forbids it.
+    """
 
     title: str
     svg: str
 
+    def page(self) -> str:
+        """Returns a web page with the drawing."""
+        return (
+            f'<!doctype html><html><head><meta charset="utf-8">{POLICY}'
+            f"<title>{_text(self.title)}</title></head>"
+            f'<body style="margin:0;height:100vh">{self.svg}</body></html>\n'
+        )
+
     def _repr_html_(self) -> str:
-        return f'<div style="overflow:auto;background:white">{self.svg}</div>'
+        # A frame: styles and names of two pictures, or of the notebook, do not meet.
+        look = "width:100%;height:560px;border:1px solid #e2e8f0;border-radius:8px"
+        page = escape(self.page())
+        return (
+            f'<iframe sandbox="allow-scripts" style="{look}" srcdoc="{page}"></iframe>'
+        )
 
     def __repr__(self) -> str:
-        return f"<picture of {self.title}: save('picture.svg') writes it>"
+        return f"<picture of {self.title}: save('picture.html') writes it>"
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes one self-contained file: a web page, or the drawing alone.
@@ -69,13 +63,11 @@ class Picture:
             case ".svg":
                 text = f"{self.svg}\n"
             case ".html" | ".htm":
-                head = f'<meta charset="utf-8"><title>{html.escape(self.title)}</title>'
-                page = f"<!doctype html><html><head>{head}</head><body>"
-                text = f"{page}{self._repr_html_()}</body></html>\n"
+                text = self.page()
             case suffix:
                 raise ConfigError(
                     f"a picture is written as .html or .svg, not as '{suffix}'; "
-                    f"write for example '{file.with_suffix('.svg')}'"
+                    f"write for example '{file.with_suffix('.html')}'"
                 )
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,120 +80,125 @@ class Picture:
 
 
 def shortened(text: str, letters: int) -> str:
-    """Returns ``text``, or its beginning and an ellipsis where it is too long.
+    """Returns ``text``, or as much of it as fits; of a path rather the end.
 
     Example:
       >>> shortened("dynamic_update_slice", 10)
       'dynamic_u…'
+      >>> shortened("read params/Dense_0/kernel", 20)
+      'read …Dense_0/kernel'
     """
-    return text if len(text) <= letters else f"{text[: letters - 1]}…"
+    if len(text) <= letters:
+        return text
+    begin = 5 if "/" in text else letters - 1
+    return f"{text[:begin]}…{text[len(text) - letters + begin + 1 :]}"
 
 
-def draw(title: str, boxes: Sequence[Box], edges: Sequence[Edge]) -> Picture:
-    """Draws boxes in the lanes of their devices.
-
-    Args:
-      title: what the picture is of.
-      boxes: in an order in which most edges point forward; keys are unique.
-      edges: between keys of ``boxes``. Those from lane to lane are highlighted.
-    """
-    rows = _rows(boxes, edges)
-    lanes = _lanes(boxes, rows)
-    places = _places(boxes, rows, lanes)
-    height = _HEAD + (max(rows.values(), default=0) + 1) * (_HEIGHT + _GAP_Y) + _GAP_Y
-    width = sum(w for _, w in lanes.values()) + _GAP_X
-    lane_of = {box.key: box.lane for box in boxes}
-    parts = [
-        *_lane_parts(lanes, height),
-        *(_edge_part(e, places, lane_of) for e in edges),
-        *(_box_part(box, *places[box.key]) for box in boxes),
-    ]
+def draw(views: Sequence[View]) -> Picture:
+    """Returns a picture of views: the first shows, the others open by a click."""
+    names = {view.key: f"v{n}" for n, view in enumerate(views)}
+    drawn = [(names[view.key], view, layout(view)) for view in views]
+    title = views[0].trail[-1][0]
+    first = drawn[0][2]
+    parts = [_view(name, view, placed, names) for name, view, placed in drawn]
     return Picture(
         title,
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'font-family="system-ui,sans-serif" font-size="11" role="img">'
-        f"<title>{html.escape(title)}</title>{''.join(parts)}</svg>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="jg" role="img" '
+        f'width="100%" height="100%" viewBox="0 0 {first.width} {first.height}" '
+        f'preserveAspectRatio="xMidYMin">'
+        f"<title>{_text(title)}</title><style><![CDATA[{STYLE}]]></style>{_ARROW}"
+        f"{''.join(parts)}<script><![CDATA[{SCRIPT}]]></script></svg>",
     )
 
 
-def _rows(boxes: Sequence[Box], edges: Sequence[Edge]) -> dict[str, int]:
-    """Each box below all it needs, in the first row of its lane that has room."""
-    sources: dict[str, list[str]] = {box.key: [] for box in boxes}
-    for edge in edges:
-        sources[edge.target].append(edge.source)
-    rows: dict[str, int] = {}
-    taken: Counter[tuple[str, int]] = Counter()
-    for box in boxes:
-        row = max((rows[s] + 1 for s in sources[box.key] if s in rows), default=0)
-        while taken[box.lane, row] >= _PER_ROW:
-            row += 1
-        taken[box.lane, row] += 1
-        rows[box.key] = row
-    return rows
+_ARROW = (
+    '<defs><marker id="jg-arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+    'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="context-stroke"/>'
+    "</marker></defs>"
+)
 
 
-def _lanes(boxes: Sequence[Box], rows: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Left edge and width of each lane, by name; lanes are sorted."""
-    crowd = Counter((box.lane, rows[box.key]) for box in boxes)
-    lanes: dict[str, tuple[int, int]] = {}
-    left = _GAP_X
-    for name in sorted({box.lane for box in boxes}):
-        most = max(n for (lane, _), n in crowd.items() if lane == name)
-        width = most * (_WIDTH + _GAP_X) + 2 * _GAP_X
-        lanes[name] = (left, width)
-        left += width
-    return lanes
+def _view(name: str, view: View, placed: Layout, names: dict[str, str]) -> str:
+    hidden = "" if name == "v0" else ' style="display:none"'
+    lane_of = {box.key: box.lane for box in view.boxes}
+    ids = {box.key: n for n, box in enumerate(view.boxes)}
+    parts = [
+        *(_region(r, n, view, placed.height) for n, r in enumerate(placed.regions)),
+        _trail(view, names),
+        *(
+            _edge(e, route.path, ids, crosses=lane_of[e.source] != lane_of[e.target])
+            for e, route in zip(view.edges, placed.routes, strict=True)
+        ),
+        *(_box(b, placed.places[b.key], ids[b.key], names) for b in view.boxes),
+        *(
+            _label(e, route.x, route.y, ids)
+            for e, route in zip(view.edges, placed.routes, strict=True)
+            if e.nbytes and lane_of[e.source] != lane_of[e.target]
+        ),
+    ]
+    return (
+        f'<g class="view" id="{name}" data-w="{placed.width}" '
+        f'data-h="{placed.height}"{hidden}>{"".join(parts)}</g>'
+    )
 
 
-def _places(
-    boxes: Sequence[Box],
-    rows: Mapping[str, int],
-    lanes: Mapping[str, tuple[int, int]],
-) -> dict[str, tuple[int, int]]:
-    used: Counter[tuple[str, int]] = Counter()
-    places = {}
-    for box in boxes:
-        row = rows[box.key]
-        column = used[box.lane, row]
-        used[box.lane, row] += 1
-        x = lanes[box.lane][0] + _GAP_X + column * (_WIDTH + _GAP_X)
-        places[box.key] = (x, _HEAD + row * (_HEIGHT + _GAP_Y) + _GAP_Y // 2)
-    return places
+def _region(region: Region, number: int, view: View, height: int) -> str:
+    x, letters = region.x + 14, region.width // 7
+    lane = shortened(region.lane or "the plan decides", letters)
+    return (
+        f'<rect class="lane l{number % _LANES}" x="{region.x}" y="{TOP}" '
+        f'width="{region.width}" height="{height - TOP - 12}" rx="12"/>'
+        f'<text class="task" x="{x}" y="{TOP + 24}">{_text(lane)}</text>'
+        f'<text class="about" x="{x}" y="{TOP + 41}">'
+        f"{_text(shortened(view.lanes[region.lane], letters))}</text>"
+    )
 
 
-def _lane_parts(lanes: Mapping[str, tuple[int, int]], height: int) -> list[str]:
-    parts = []
-    for i, (name, (left, width)) in enumerate(lanes.items()):
-        colour = _COLOURS[i % len(_COLOURS)]
-        label = html.escape(name or "the plan decides")
-        parts.append(
-            f'<rect x="{left}" y="0" width="{width - 4}" height="{height}" rx="8" '
-            f'fill="{colour}"/><text x="{left + 12}" y="20" font-weight="600">'
-            f"{label}</text>"
+def _trail(view: View, names: dict[str, str]) -> str:
+    spans = []
+    for title, key in view.trail[:-1]:
+        spans.append(
+            f'<tspan class="go" data-view="{names[key]}">{_text(title)}</tspan>'
         )
-    return parts
+    spans.append(f"<tspan>{_text(view.trail[-1][0])}</tspan>")
+    inner = '<tspan class="sep"> / </tspan>'.join(spans)
+    return f'<text class="trail" x="{GAP_X}" y="29">{inner}</text>'
 
 
-def _edge_part(
-    edge: Edge, places: Mapping[str, tuple[int, int]], lane_of: Mapping[str, str]
-) -> str:
-    (x0, y0), (x1, y1) = places[edge.source], places[edge.target]
-    x0, x1, y0 = x0 + _WIDTH // 2, x1 + _WIDTH // 2, y0 + _HEIGHT
-    crosses = lane_of[edge.source] != lane_of[edge.target]
-    look = 'stroke="#c2410c" stroke-width="1.6"' if crosses else 'stroke="#9ca3af"'
+def _edge(edge: Edge, path: str, ids: dict[str, int], *, crosses: bool) -> str:
+    kind = "crosses" if crosses else "state" if edge.is_state else "stays"
     return (
-        f'<path d="M{x0} {y0}C{x0} {y0 + _GAP_Y},{x1} {y1 - _GAP_Y},{x1} {y1}" '
-        f'fill="none" {look}><title>{html.escape(edge.detail)}</title></path>'
+        f'<path class="edge {kind}" d="{path}" data-ends="{ids[edge.source]} '
+        f'{ids[edge.target]}"><title>{_text(edge.detail or "uses")}</title></path>'
     )
 
 
-def _box_part(box: Box, x: int, y: int) -> str:
-    label = shortened(box.label, _LETTERS)
-    fill = _FILLS.get(box.kind, "white")
+def _label(edge: Edge, x: int, y: int, ids: dict[str, int]) -> str:
     return (
-        f"<g><title>{html.escape(box.detail or box.label)}</title>"
-        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="5" '
-        f'fill="{fill}" stroke="#4b5563"/>'
-        f'<text x="{x + _WIDTH // 2}" y="{y + 17}" text-anchor="middle">'
-        f"{html.escape(label)}</text></g>"
+        f'<text class="bytes" x="{x}" y="{y + 3}" data-ends="{ids[edge.source]} '
+        f'{ids[edge.target]}">{bytes_text(edge.nbytes)}</text>'
     )
+
+
+def _box(box: Box, place: tuple[int, int], number: int, names: dict[str, str]) -> str:
+    x, y = place
+    title = _text(shortened(box.title, _TITLE_LETTERS))
+    line = _text(shortened(box.line, _LINE_LETTERS))
+    frame = f'width="{WIDTH}" height="{HEIGHT}" rx="8"'
+    parts = [
+        f"<title>{_text(box.detail or box.title)}</title>",
+        f'<rect class="under" x="5" y="5" {frame}/>' if box.opens else "",
+        f'<rect {frame}/><rect class="bar" x="4" y="6" width="5" rx="2.5" '
+        f'height="{HEIGHT - 12}"/>',
+        f'<text class="t" x="14" y="{20 if line else HEIGHT // 2 + 4}">{title}</text>',
+        f'<text class="s" x="14" y="36">{line}</text>' if line else "",
+    ]
+    opens = f' data-view="{names[box.opens]}"' if box.opens else ""
+    return (
+        f'<g class="box k-{box.kind}{" more" if box.opens else ""}" '
+        f'data-n="{number}"{opens} transform="translate({x} {y})">{"".join(parts)}</g>'
+    )
+
+
+def _text(text: str) -> str:
+    return escape(_NOT_XML.sub("�", text))

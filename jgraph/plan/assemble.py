@@ -11,7 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
-from jgraph._compat import Atom, Literal, Var
+from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.ir import TaskName
 from jgraph.plan.cut import Cluster, Cut
 from jgraph.plan.flow import Op
@@ -59,13 +59,18 @@ class Edge:
 @final
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """Where a segment runs, and how many equations it has, for people."""
+    """Where a segment runs, and what it computes, for people."""
 
     task: TaskName
     digest: str
     label: str
-    equations: int
     updates: tuple[str, ...]
+    body: tuple[Equation, ...] = field(repr=False)
+
+    @property
+    def equations(self) -> int:
+        """How many equations it has."""
+        return len(self.body)
 
 
 @final
@@ -351,8 +356,8 @@ class Assembler:
                 cluster.task,
                 code.digest,
                 code.label,
-                len(segment.ops),
                 tuple(specs[v].name for v in written),
+                tuple(op.equation for op in segment.ops),
             )
         )
 

@@ -11,6 +11,7 @@ from jgraph.graph.check import check, check_device
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey
 from jgraph.graph.svg import Picture
+from jgraph.graph.units import bytes_text, count_text
 from jgraph.plan.affinity import companions
 from jgraph.plan.assemble import Assembler, Edge, SegmentInfo
 from jgraph.plan.cut import cut
@@ -19,7 +20,7 @@ from jgraph.plan.place import place, state_groups
 from jgraph.plan.program import Program
 from jgraph.plan.shard import shard
 from jgraph.plan.show import plan_picture
-from jgraph.plan.table import bytes_text, count_text, sharding_lines, table
+from jgraph.plan.table import sharding_lines, table
 from jgraph.plan.tasks import Tasks, assign_variables
 
 
@@ -53,10 +54,12 @@ class Plan:
     def show(self, path: str | pathlib.Path | None = None) -> Picture:
         """Returns a picture: tasks, segments, variables, messages with their bytes.
 
+        A click on a segment opens its equations, Escape goes back; the wheel zooms.
+
         Args:
           path: also write it there; ends in ``.html`` or ``.svg``.
         """
-        picture = plan_picture(self.program, self.segments)
+        picture = plan_picture(self.program, self.segments, self.graph)
         if path is not None:
             picture.save(path)
         return picture

@@ -3,44 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from jgraph.graph.ir import Graph, TaskName, VariableSpec
+from jgraph.graph.units import bytes_text, count_text, names_text
 from jgraph.plan.assemble import Edge, SegmentInfo
 from jgraph.plan.spread import nbytes_of
 from jgraph.plan.types import value_type
-
-_MAX_NAMES = 4
-
-
-def bytes_text(count: int) -> str:
-    """Returns a byte count for people.
-
-    Example:
-      >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**20)
-      ('512 B', '1.5 KiB', '3.0 MiB')
-    """
-    if count < 1024:
-        return f"{count} B"
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.1f} {units[0]}"
-
-
-def count_text(count: int, noun: str) -> str:
-    """Returns a number and its noun.
-
-    Example:
-      >>> count_text(1, "segment"), count_text(1200, "segment")
-      ('1 segment', '1,200 segments')
-    """
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def names_text(names: Sequence[str]) -> str:
-    """Returns the first names and how many more there are."""
-    shown = ", ".join(names[:_MAX_NAMES])
-    more = len(names) - _MAX_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def table(

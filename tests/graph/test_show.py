@@ -1,28 +1,34 @@
-"""The picture of a graph: every equation in its lane, and valid SVG."""
+"""The picture of a graph: equations in their lanes, valid SVG, nothing from outside."""
 
-import html
 import pathlib
 import re
+from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, strategies as st
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
 from jgraph.graph.ir import Graph
-from jgraph.graph.svg import Box, Edge, draw
+from jgraph.graph.svg import draw
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
+from jgraph.graph.views import Box, Edge, View
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def labels(svg: str) -> list[str]:
-    """All texts of a picture; raises when it is not well formed."""
-    return [t.text or "" for t in ET.fromstring(svg).iter(f"{SVG}text")]
+def first_view(svg: str) -> ET.Element:
+    """What shows at first; raises when the picture is not well formed."""
+    return next(g for g in ET.fromstring(svg).iter(f"{SVG}g") if g.get("id") == "v0")
+
+
+def texts(view: ET.Element, kind: str) -> list[str]:
+    return [t.text or "" for t in view.iter(f"{SVG}text") if t.get("class") == kind]
 
 
 def example(layers: int) -> Graph:
@@ -40,14 +46,14 @@ def example(layers: int) -> Graph:
 
 def test_picture_has_a_box_for_each_equation_variable_feed_and_fetch() -> None:
     graph = example(2)
-    found = labels(graph.show().svg)
-    assert found[:4] == [
+    view = first_view(graph.show().svg)
+    assert texts(view, "task") == [
         "the plan decides",
         "/job:ps/task:0",
         "/job:worker/task:0",
         "/job:worker/task:1",
     ]
-    boxes = found[4:]
+    boxes = texts(view, "t")
     assert len(boxes) == len(graph.equations) + 3
     assert sorted(boxes) == sorted(
         ["w<1>", "x", "['out']", "reduce_sum", "write w<1>"]
@@ -55,74 +61,104 @@ def test_picture_has_a_box_for_each_equation_variable_feed_and_fetch() -> None:
     )
 
 
+def test_boxes_say_types_operations_and_memory() -> None:
+    lines = texts(first_view(example(1).show().svg), "s")
+    assert "float32[3,3] · 36 B" in lines
+    assert "float32[3,3] · 54 FLOP" in lines
+
+
 def test_equation_shows_its_text_and_source_line_on_hover() -> None:
     svg = example(1).show().svg
     titles = [t.text or "" for t in ET.fromstring(svg).iter(f"{SVG}title")]
     assert any(re.search(r"tanh %1\n.*test_show\.py:\d+", t) for t in titles)
-    assert any(t == "float32[3,3]" for t in titles)
+    assert any(t.startswith("1 value, 36 B\n%0: float32[3,3]") for t in titles)
 
 
-def test_line_between_devices_is_highlighted() -> None:
-    boxes = [Box("a", "x", "a"), Box("b", "x", "b"), Box("c", "y", "c")]
-    svg = draw("t", boxes, [Edge("a", "b"), Edge("b", "c")]).svg
-    strokes = [p.attrib["stroke"] for p in ET.fromstring(svg).iter(f"{SVG}path")]
-    assert strokes[0] != strokes[1]
+def test_lines_between_devices_are_highlighted_and_say_their_bytes() -> None:
+    view = first_view(example(2).show().svg)
+    kinds = [p.get("class") for p in view.iter(f"{SVG}path")]
+    assert kinds.count("edge crosses") == 6
+    assert texts(view, "bytes") == ["36 B"] * 6
 
 
-def test_boxes_never_lie_on_each_other() -> None:
-    boxes = [Box(str(i), f"lane{i % 3}", str(i)) for i in range(40)]
-    edges = [Edge(str(i), str(j)) for i in range(40) for j in range(i + 7, 40, 11)]
-    tree = ET.fromstring(draw("t", boxes, edges).svg)
-    spots = [
-        (r.attrib["x"], r.attrib["y"])
-        for g in tree.iter(f"{SVG}g")
-        for r in g.iter(f"{SVG}rect")
-    ]
-    assert len(set(spots)) == 40
-
-
-def test_edge_that_points_back_is_drawn() -> None:
-    boxes = [Box("a", "x", "a"), Box("b", "x", "b")]
-    svg = draw("t", boxes, [Edge("b", "a"), Edge("a", "b")]).svg
-    assert len([*ET.fromstring(svg).iter(f"{SVG}path")]) == 2
-
-
-def test_large_graph_is_drawn_by_device_and_scope() -> None:
+def test_large_graph_opens_by_device_and_scope() -> None:
     graph = example(100)
-    assert len(graph.equations) > 150
-    found = labels(graph.show().svg)
-    assert len(found) < 250
-    assert "layer0" in found
-    assert "layer1" in found
+    assert len(graph.equations) > 250
+    root = ET.fromstring(graph.show().svg)
+    views = [g for g in root.iter(f"{SVG}g") if g.get("class") == "view"]
+    assert len(texts(views[0], "t")) < 20
+    assert {"layer0", "layer1", "write w<1>"} <= set(texts(views[0], "t"))
+    assert [v.get("style") for v in views[1:]] == ["display:none"] * (len(views) - 1)
+    ids = {v.get("id") for v in views}
+    opens = {g.get("data-view") for g in root.iter() if g.get("data-view")}
+    assert opens == ids
+    everything = [t for v in views for t in texts(v, "t")]
+    assert everything.count("tanh") == everything.count("dot_general") == 100
 
 
-def test_large_graph_of_one_device_is_a_few_boxes() -> None:
+def test_large_graph_of_one_device_without_scopes_is_a_few_boxes() -> None:
     def step(x: jax.Array) -> Any:
-        for i in range(200):
-            with jax.named_scope(f"s{i}"):
-                x = jnp.sin(x)
+        for _ in range(200):
+            x = jnp.sin(x)
         return x
 
-    assert len(labels(trace(step, 1.0)[0].show().svg)) < 6
+    view = first_view(trace(step, 1.0)[0].show().svg)
+    assert len(texts(view, "t")) <= 60
 
 
 def test_empty_graph_has_a_picture() -> None:
-    assert labels(trace(lambda: None)[0].show().svg) == []
+    assert texts(first_view(trace(lambda: None)[0].show().svg), "t") == []
 
 
 def test_picture_is_the_same_for_two_traces() -> None:
     assert example(3).show().svg == example(3).show().svg
 
 
-def test_notebook_and_file_show_the_same_picture(tmp_path: pathlib.Path) -> None:
+class Page(HTMLParser):
+    """What a browser finds in a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_notebook_and_file_show_the_same_page(tmp_path: pathlib.Path) -> None:
     graph = example(1)
     picture = graph.show(tmp_path / "graph.html")
     page = (tmp_path / "graph.html").read_text(encoding="utf-8")
     assert picture.svg in page
-    assert picture.svg in graph._repr_html_()
-    assert html.escape("w<1>") in page
-    assert "w<1>" not in page
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    ((tag, attributes),) = Page(graph._repr_html_()).tags
+    assert tag == "iframe"
+    assert attributes["srcdoc"] == page
+    assert attributes["sandbox"] == "allow-scripts"
+
+
+def test_page_takes_nothing_from_elsewhere_and_forbids_it() -> None:
+    page = example(1).show().page()
+    assert "//" not in page.replace('"http://www.w3.org/2000/svg"', "")
+    tags = Page(page).tags
+    assert not any({"src", "href"} & set(attributes) for _, attributes in tags)
+    policy = next(a for t, a in tags if t == "meta" and "http-equiv" in a)
+    assert "default-src 'none'" in (policy["content"] or "")
+
+
+@given(name=st.text(min_size=1, max_size=30))
+def test_names_are_text_and_never_markup(name: str) -> None:
+    boxes = (Box("a", name, name, name, name), Box("b", "", "plain"))
+    edges = (Edge("a", "b", 4, f"1 value\n{name}"),)
+    trail = ((name, ""),)
+    picture = draw([View("", trail, boxes, edges, {name: name, "": ""})])
+    known = {"svg", "title", "style", "defs", "marker", "path", "g", "rect", "text"}
+    known |= {"tspan", "script"}
+    tags = {e.tag for e in ET.fromstring(picture.svg).iter()}
+    assert tags <= {f"{SVG}{tag}" for tag in known}
+    assert {t for t, _ in Page(picture.page()).tags} <= known | {
+        *("html", "head", "meta", "body")
+    }
 
 
 def test_file_ending_in_svg_is_a_drawing_that_viewers_open(
@@ -134,7 +170,7 @@ def test_file_ending_in_svg_is_a_drawing_that_viewers_open(
 
 
 def test_file_of_another_kind_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match=r"not as '\.pdf'; write .*graph\.svg"):
+    with pytest.raises(ConfigError, match=r"not as '\.pdf'; write .*graph\.html"):
         example(1).show(tmp_path / "graph.pdf")
 
 
