@@ -1,8 +1,12 @@
 """Real processes on this machine."""
 
 import json
+import os
 import signal
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -182,15 +186,37 @@ def test_counts_that_are_no_whole_numbers_are_refused() -> None:
         LocalCluster(ps=-1, workers=1)
 
 
-def test_cluster_is_ready_only_when_every_task_knows_all_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slow master would else answer for itself alone, as for a cluster of one."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import jgraph.cluster.server as s, time\n"
-        "told = s.Server.set_cluster\n"
-        "s.Server.set_cluster = lambda *a: (time.sleep(2), told(*a))[1]\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with LocalCluster(ps=1, workers=1) as cluster:
-        assert cluster.tasks() == ["/job:ps/task:0", "/job:worker/task:0"]
+# For the children: none takes the cluster's description until the test closes its door.
+HELD = """
+import os, socket
+from jgraph.cluster.server import Server
+told = Server.set_cluster
+def held(self, *args):
+    with socket.create_connection(("127.0.0.1", int(os.environ["DOOR"])), 60) as door:
+        door.sendall(f"{self.target}\\n".encode())
+        door.recv(1)
+    told(self, *args)
+Server.set_cluster = held
+"""
+
+
+def test_cluster_is_ready_only_when_every_task_knows_all_others(tmp_path: Path) -> None:
+    """One that does not know them yet answers for itself alone, as a cluster of one."""
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with (
+        ThreadPoolExecutor(1) as thread,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ExitStack() as doors,
+    ):
+        listener.settimeout(60)
+        env = {"PYTHONPATH": path, "DOOR": str(listener.getsockname()[1])}
+        starting = thread.submit(LocalCluster, ps=1, workers=1, env=env)
+        for _ in range(2):
+            door = doors.enter_context(listener.accept()[0])
+            with connect(door.makefile().readline().strip()) as alone:
+                assert len(alone.tasks()) == 1
+        assert not starting.done()
+        doors.close()
+        with starting.result(60) as cluster:
+            assert cluster.tasks() == ["/job:ps/task:0", "/job:worker/task:0"]
