@@ -3,7 +3,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet
+# What is never imported need not be compiled to bytecode.
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .PHONY: demo test check bench peers clean
 .DELETE_ON_ERROR:
@@ -12,7 +13,7 @@ demo: .venv/demo.stamp
 	$(BIN)/jgraph demo
 
 test: check
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist loadfile
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist worksteal
 	$(BIN)/python scripts/second_python.py
 
 check: .venv/dev.stamp

@@ -42,9 +42,13 @@ def store() -> VariableStore:
     return store
 
 
-def add(store: VariableStore, rows: np.ndarray[Any, Any], amount: float = 1.0) -> None:
-    run = jax.jit(lambda taken: [taken + amount])
-    store.update([], [], run, [RowsOf(TABLE, rows, ROWS)])
+@jax.jit
+def plus_one(taken: Any) -> Any:
+    return [taken + 1]
+
+
+def add(store: VariableStore, rows: np.ndarray[Any, Any]) -> None:
+    store.update([], [], plus_one, [RowsOf(TABLE, rows, ROWS)])
 
 
 def test_lookup_gives_as_many_rows_as_ids(store: VariableStore) -> None:

@@ -46,7 +46,8 @@ class NnxNorm(nnx.Module):
         self.last = nnx.Linear(8, 2, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
-        return self.last(self.dropout(self.norm(self.first(x))))
+        # Without relu the gradient of the first bias is rounding alone.
+        return self.last(self.dropout(self.norm(nnx.relu(self.first(x)))))
 
 
 def nnx_loss(model: Any, batch: Any) -> Any:

@@ -148,7 +148,7 @@ def test_training_goes_on_when_the_evaluator_is_killed(
             steps=3000,
             batch_size=8,
             eval_data=data(300, seed=1),
-            eval_every=20,
+            eval_every=100,
             callbacks=[kill_after_the_first],
             progress=False,
         )
