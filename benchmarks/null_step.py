@@ -31,6 +31,8 @@ from jgraph.plan.plan import Plan, plan
 from jgraph.train.row_mean import RowMean
 
 ROWS = 1_000_000
+EXAMPLES = 4096
+"""Of one number each; an epoch of a few would make its order part of the figure."""
 GATE = "null"
 
 
@@ -81,7 +83,7 @@ class NullStep(OnCluster):
             # Every batch is of different rows: lost updates can then be counted.
             self._register(planned, np.arange(self.rows, dtype=np.int32), LOOKUPS)
         else:
-            self._register(planned, np.ones(8, np.float32), 1)
+            self._register(planned, np.ones(EXAMPLES, np.float32), 1)
 
     def _planned(self, graph: jg.Graph, driver: TaskName) -> Plan:
         return plan(

@@ -16,7 +16,7 @@ from jgraph.coordination.dispatch import Asked, Deal, Dispatch
 from jgraph.coordination.slots import Lease, SlotPlan
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.batches import LeasedBatches, Reader
-from jgraph.runtime.loaded import Cost
+from jgraph.runtime.cost import Cost
 
 # Batches read and waiting; their memory is a few batches.
 _READY = 2

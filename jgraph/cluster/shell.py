@@ -14,12 +14,11 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Transport
-from jgraph.runtime.loaded import Cost
+from jgraph.runtime.cost import Cost, runs_at_once
 from jgraph.runtime.rendezvous import StepKey
 
 T = TypeVar("T")
 
-_AT_ONCE_S = 150e-6
 _LARGE_BYTES = 1 << 20
 _LATER_S = (2e-3, 50e-3)
 
@@ -36,6 +35,7 @@ class TaskShell:
         self._transport = transport
         self._clock = clock
         self._loop = asyncio.get_running_loop()
+        self._hand_over = Cost()
         self._pool = ThreadPoolExecutor(
             max_workers=4 + (os.cpu_count() or 1), thread_name_prefix="jgraph-work"
         )
@@ -52,23 +52,40 @@ class TaskShell:
     ) -> None:
         """Runs ``work`` in a thread, then ``done`` on the event loop.
 
-        Work known to take less than handing it to a thread and back runs at once.
+        Work known to take less than handing it to a thread and back runs at once. On
+        a busy machine handing over takes longer, as threads wait for a core.
         """
-
-        def perform() -> T | BaseException:
-            result: T | BaseException
-            began = self._clock.now()
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001  # becomes the step's outcome
-                result = error
-            cost.learn(self._clock.now() - began)
-            return result
-
-        if cost.seconds is not None and cost.seconds < _AT_ONCE_S:
-            done(perform())
+        if runs_at_once(cost, self._hand_over):
+            done(self._perform(work, cost))
         else:
-            self._pool.submit(lambda: self._loop.call_soon_threadsafe(done, perform()))
+            self._pool.submit(self._perform_there, work, done, cost, self._clock.now())
+
+    def _perform(self, work: Callable[[], T], cost: Cost) -> T | BaseException:
+        result: T | BaseException
+        began = self._clock.now()
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  # becomes the step's outcome
+            result = error
+        cost.learn(self._clock.now() - began)
+        return result
+
+    def _perform_there(
+        self,
+        work: Callable[[], T],
+        done: Callable[[T | BaseException], None],
+        cost: Cost,
+        asked: float,
+    ) -> None:
+        came = self._clock.now() - asked
+        result = self._perform(work, cost)
+        ended = self._clock.now()
+
+        def back() -> None:
+            self._hand_over.learn(came + self._clock.now() - ended)
+            done(result)
+
+        self._loop.call_soon_threadsafe(back)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs ``work`` in a thread and waits for it."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, final
 
-import jax
 import numpy as np
 
 from jgraph import _compat
@@ -32,14 +31,13 @@ from jgraph.plan.nodes import (
     SendNode,
     SplitNode,
     WriteNode,
-    inputs_of,
-    outputs_of,
 )
 from jgraph.plan.program import StoredVariable, row_type
 from jgraph.plan.row_values import moved, padded
+from jgraph.runtime.cost import Cost
 from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.gate import Gate, averages, key_of
-from jgraph.runtime.loaded import Cost, LoadedPartition
+from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.store import VariableStore
 
@@ -253,7 +251,7 @@ class StepRun:
             self._store,
             self._loaded.owned,
         )
-        values = {v: self._values[v] for v in inputs_of(node)}
+        values = {v: self._values[v] for v in self._loaded.inputs[index]}
 
         match node:
             case ReadNode():
@@ -313,7 +311,6 @@ class StepRun:
             rows_of(node.row_updates),
             rows_of(node.row_reads),
         )
-        jax.block_until_ready(results)
         # Now, not when this thread gets on: it may be memory for the peer's answer.
         values.clear()
         inputs.clear()
@@ -359,10 +356,10 @@ class StepRun:
     def _complete(self, index: int, values: Sequence[Any]) -> None:
         if self.over:
             return
-        node = self._loaded.partition.nodes[index]
         if self._loaded.executables[index] is None:
             self._note(index, END)
-        for value_id, value in zip(outputs_of(node), values, strict=True):
+        made = self._loaded.outputs[index]
+        for value_id, value in zip(made, values, strict=True):
             self._values[value_id] = value
             self._count_down(self._loaded.consumers[value_id])
         self._count_down(self._loaded.followers[index])
@@ -380,7 +377,7 @@ class StepRun:
 
     def _release(self, index: int) -> None:
         # Buffers live only until their last consumer has run.
-        for value_id in set(inputs_of(self._loaded.partition.nodes[index])):
+        for value_id in self._loaded.inputs[index]:
             self._uses[value_id] -= 1
             if self._uses[value_id] == 0:
                 self._values.pop(value_id, None)

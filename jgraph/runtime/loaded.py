@@ -14,36 +14,11 @@ from jgraph.plan.nodes import (
     ValueId,
     WriteNode,
     inputs_of,
+    outputs_of,
 )
 from jgraph.plan.program import Partition, SegmentCode
 from jgraph.runtime.compile_cache import CompileCache, Executable
-
-_LONG_S = 0.02
-
-
-@final
-@dataclass(slots=True)
-class Cost:
-    """How long a piece of work takes, learnt from running it.
-
-    Attributes:
-      seconds: a recent time; None until it has run.
-    """
-
-    seconds: float | None = None
-
-    def learn(self, seconds: float) -> None:
-        """Takes a new measurement: slower counts soon, faster by and by.
-
-        One slow run among fast ones is the machine's doing, not the work's: it counts
-        a quarter more than before. What took long by any measure counts at once.
-        """
-        if self.seconds is None or seconds > _LONG_S:
-            self.seconds = seconds
-        elif seconds > self.seconds:
-            self.seconds = min(seconds, 1.25 * self.seconds)
-        else:
-            self.seconds += (seconds - self.seconds) / 8
+from jgraph.runtime.cost import Cost
 
 
 @final
@@ -54,6 +29,8 @@ class LoadedPartition:
     Attributes:
       partition: the partition itself.
       executables: per node, the compiled segment (None for other nodes).
+      inputs: per node, the values that it takes, each once.
+      outputs: per node, the values that it makes.
       needs: per node, how many values and earlier nodes it waits for.
       consumers: per value, the nodes that take it.
       followers: per node, the nodes that name it in ``after``.
@@ -63,6 +40,8 @@ class LoadedPartition:
 
     partition: Partition
     executables: tuple[Executable | None, ...]
+    inputs: tuple[tuple[ValueId, ...], ...]
+    outputs: tuple[tuple[ValueId, ...], ...]
     needs: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
     followers: tuple[tuple[int, ...], ...]
@@ -80,14 +59,16 @@ def load_partition(
     """
     codes = {code.digest: code for code in segments}
     executables: list[Executable | None] = []
+    taken: list[tuple[ValueId, ...]] = []
     needs: list[int] = []
     consumers: list[list[int]] = [[] for _ in partition.values]
     followers: list[list[int]] = [[] for _ in partition.nodes]
     for index, node in enumerate(partition.nodes):
         executables.append(_executable(node, codes, cache))
-        inputs, after = set(inputs_of(node)), set(_after(node))
-        needs.append(len(inputs) + len(after))
-        for value in inputs:
+        taken.append(tuple(dict.fromkeys(inputs_of(node))))
+        after = set(_after(node))
+        needs.append(len(taken[index]) + len(after))
+        for value in taken[index]:
             consumers[value].append(index)
         for earlier in after:
             followers[earlier].append(index)
@@ -95,6 +76,8 @@ def load_partition(
     return LoadedPartition(
         partition,
         tuple(executables),
+        tuple(taken),
+        tuple(map(outputs_of, partition.nodes)),
         tuple(needs),
         tuple(map(tuple, consumers)),
         tuple(map(tuple, followers)),

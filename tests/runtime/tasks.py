@@ -9,8 +9,8 @@ import numpy as np
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program import Program
 from jgraph.runtime.compile_cache import CompileCache
+from jgraph.runtime.cost import Cost
 from jgraph.runtime.executor import Outcome, StepTimes
-from jgraph.runtime.loaded import Cost
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.task import TaskRuntime
 

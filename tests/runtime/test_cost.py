@@ -1,6 +1,6 @@
 import pytest
 
-from jgraph.runtime.loaded import Cost
+from jgraph.runtime.cost import Cost, runs_at_once
 
 
 def test_first_run_is_taken_as_it_is() -> None:
@@ -30,3 +30,17 @@ def test_what_takes_long_counts_at_once() -> None:
     cost = Cost(100e-6)
     cost.learn(0.5)
     assert cost.seconds == 0.5
+
+
+def test_work_goes_to_a_thread_until_it_is_known_to_be_short() -> None:
+    assert not runs_at_once(Cost(), Cost(1e-3))
+    assert runs_at_once(Cost(100e-6), Cost())
+
+
+def test_longer_work_runs_at_once_where_threads_wait_for_a_core() -> None:
+    assert not runs_at_once(Cost(300e-6), Cost(100e-6))
+    assert runs_at_once(Cost(300e-6), Cost(1e-3))
+
+
+def test_work_that_would_keep_others_waiting_never_runs_at_once() -> None:
+    assert not runs_at_once(Cost(600e-6), Cost(1.0))
