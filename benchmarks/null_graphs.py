@@ -57,10 +57,10 @@ def trace_contribution(
     """Reads all variables on the worker, contributes one to the mean for each."""
     slots = [beside(SLOT, v) for v in variables]
 
-    def step(x: Any, step: Any, replica: Any) -> Any:
+    def step(x: Any, slot: Any) -> Any:
         with jg.device("/job:worker"):
             updates = [v[...] * 0 + x[0] for v in variables]
-            slot = _slot(step, replica)
+            slot = slot + 0  # a feed stays on the worker, what it computes travels
             total = x.sum()
         for mean, one_slot, update in zip(means, slots, updates, strict=True):
             mean[...] = update
@@ -69,7 +69,7 @@ def trace_contribution(
 
     x = jax.ShapeDtypeStruct((1,), jnp.float32)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return trace(step, x, number, number, variables=[*variables, *means, *slots])[0]
+    return trace(step, x, number, variables=[*variables, *means, *slots])[0]
 
 
 def trace_mean(variables: list[jg.Variable], means: list[jg.Variable]) -> jg.Graph:
@@ -84,24 +84,24 @@ def trace_mean(variables: list[jg.Variable], means: list[jg.Variable]) -> jg.Gra
 
 def trace_row_contribution(mean: RowMean) -> jg.Graph:
     """Reads rows of the table on the worker, contributes one to the mean of each."""
-    table, slot = mean.table, beside(SLOT, mean.table)
+    table, one_slot = mean.table, beside(SLOT, mean.table)
 
-    def step(x: Any, step: Any, replica: Any) -> Any:
+    def step(x: Any, slot: Any) -> Any:
         with jg.device("/job:worker"):
             ids = jnp.sort(x)
         rows = table[ids]
         with jg.device("/job:worker"):
             parts = mean.cut(ids, rows * 0 + 1)
-            number, total = _slot(step, replica), x.sum()
+            slot, total = slot + 0, x.sum()
         for part in mean.contributed:
             part[...] = parts[part.name]
-        slot[...] = number
+        one_slot[...] = slot
         return total
 
     x = jax.ShapeDtypeStruct((LOOKUPS,), jnp.int32)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    variables = [table, *mean.contributed, slot]
-    return trace(step, x, number, number, variables=variables)[0]
+    variables = [table, *mean.contributed, one_slot]
+    return trace(step, x, number, variables=variables)[0]
 
 
 def trace_row_mean(mean: RowMean) -> jg.Graph:
@@ -113,11 +113,6 @@ def trace_row_mean(mean: RowMean) -> jg.Graph:
         table[touched.unique] = table[touched.unique] + update
 
     return trace(apply_mean, variables=[table, *mean.averaged])[0]
-
-
-def _slot(step: Any, replica: Any) -> Any:
-    """Numbers what a worker contributes; the gates tell at most 1000 workers apart."""
-    return step * 1000 + replica
 
 
 def trace_rows(variables: list[jg.Variable]) -> jg.Graph:

@@ -24,6 +24,7 @@ from benchmarks.null_graphs import LOOKUPS, WIDTH, Kind
 from benchmarks.on_cluster import OnCluster
 from jgraph.cluster.gate_client import open_gate
 from jgraph.cluster.loops import LoopReport, LoopRequest, SyncRequest
+from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
 from jgraph.plan.accumulate import MEAN, averaging, contributing
@@ -34,6 +35,7 @@ ROWS = 1_000_000
 EXAMPLES = 4096
 """Of one number each; an epoch of a few would make its order part of the figure."""
 GATE = "null"
+EXAMPLES = 4096  # what is dealt out ahead, in synchronous steps, is a part of an epoch
 
 
 class NullStep(OnCluster):
@@ -95,6 +97,7 @@ class NullStep(OnCluster):
 
     def _register(self, planned: Plan, data: Any, batch: int) -> None:
         self.bytes_per_step, self.batch = planned.nbytes_per_step, batch
+        self._slots = SlotPlan([Part("x", len(data))], batch, seed=0)
         self._handles = {}
         for worker in self.cluster.tasks("worker"):
             program = planned.program.rename_task(planned.program.driver, worker)
@@ -168,11 +171,7 @@ class NullSync(NullStep):
         """Runs ``steps`` steps on each of the first ``workers`` workers."""
         open_gate(self.cluster, GATE, self._shards, synchronous=True, version=self.done)
         requests = self._requests(
-            workers,
-            steps,
-            first_step=self.done,
-            step_feed="step",
-            replica_feed="replica",
+            workers, steps, first_step=self.done, batch_feed="slot"
         )
         arbiter = LoopRequest(
             task=self._shards[0],
@@ -187,6 +186,7 @@ class NullSync(NullStep):
                 wanted=workers,
                 replicas={request.handle: request.task for request in requests},
                 shards=self._shards,
+                plan=self._slots,
             ),
         )
         reports = list(self.session.run_loops([arbiter, *requests]))

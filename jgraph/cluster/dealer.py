@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.data_feed import deal_of
@@ -32,11 +33,19 @@ ANSWER_S = 10.0
 """A worker with nothing to do has an answer after this long, if only an empty one."""
 
 _LOOK_PER_LEASE = 4
+_ENDED = 64  # loops whose workers may still ask
+
+
+class Deals(Protocol):
+    """Deals out the data of one run."""
+
+    async def ask(self, question: pb.AskData) -> pb.DataDeal:
+        """Answers a worker that asks for batches."""
 
 
 @final
 class Dealer:
-    """Deals out the data of one run.
+    """Deals out the data of one run, ahead of need; a ``Deals``.
 
     Args:
       dispatch: decides.
@@ -166,11 +175,46 @@ async def _next(reports: AsyncIterator[Frame]) -> Frame | None:
 
 @final
 class Dealers:
-    """The runs whose data a master deals out, by name."""
+    """The runs whose data is dealt out here, by name."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._runs: dict[str, Dealer] = {}
+        # Loops of synchronous training: their workers may ask before they have begun.
+        self._loops: dict[str, asyncio.Future[Deals]] = {}
+        self._ended: deque[str] = deque(maxlen=_ENDED)
+
+    async def ask(self, question: pb.AskData) -> pb.DataDeal:
+        """Answers a worker that asks for batches.
+
+        Raises:
+          ConfigError: there is no such run.
+          JGError: see ``Dealer.ask``.
+        """
+        if not question.handle:
+            return await self.get(question.run).ask(question)
+        if question.run in self._ended:
+            return deal_of(None)
+        begun = asyncio.shield(self._loop(question.run))
+        try:
+            deals = await asyncio.wait_for(begun, ANSWER_S)
+        except TimeoutError:
+            return deal_of(())
+        return await deals.ask(question)
+
+    def loop_begins(self, name: str, deals: Deals) -> None:
+        """A loop that deals out its data begins here."""
+        self._loop(name).set_result(deals)
+
+    def loop_ends(self, name: str) -> None:
+        """That loop is over."""
+        del self._loops[name]
+        self._ended.append(name)
+
+    def _loop(self, name: str) -> asyncio.Future[Deals]:
+        if name not in self._loops:
+            self._loops[name] = asyncio.get_running_loop().create_future()
+        return self._loops[name]
 
     def open(self, order: pb.OpenDataRun) -> None:
         """Begins to deal for a run."""

@@ -57,6 +57,8 @@ class SyncRequest:
       wanted: contributions of an update.
       replicas: worker of each replica, by the handle of its program.
       shards: the tasks with gates; the first one decides.
+      plan: slots of the data that it deals out to the replicas.
+      position: where in the data to begin; see ``Dispatch``.
     """
 
     gate: str
@@ -64,6 +66,8 @@ class SyncRequest:
     wanted: int
     replicas: Mapping[str, TaskName]
     shards: Sequence[TaskName]
+    plan: SlotPlan
+    position: Mapping[str, Any] | None = None
 
 
 @final
@@ -83,9 +87,9 @@ class LoopRequest:
       first_step: number of the first step.
       step_feed: int32 feed that gets the number of the step; empty: none.
       replica_feed: int32 feed that gets the number of the replica; empty: none.
+      batch_feed: int32 feed that gets the number of the batch; empty: none.
       step_timeout_s: limit for one step.
       report_every_s: least time between reports.
-      may_be_lost: others go on when the task goes away.
       sync: set: decide and apply updates of synchronous training; ``handle`` applies.
       compute_wait_s: for benchmarks: emulated computing in each step.
       plan: the slots, where the task has data of its own and all of it once, in order,
@@ -102,10 +106,10 @@ class LoopRequest:
     first_step: int = 0
     step_feed: str = ""
     replica_feed: str = ""
+    batch_feed: str = ""
     step_timeout_s: float = 60.0
     report_every_s: float = 0.25
     sync: SyncRequest | None = None
-    may_be_lost: bool = False
     compute_wait_s: float = 0.0
     data_feeds: tuple[str, ...] = ()
     plan: SlotPlan | None = None
@@ -127,6 +131,7 @@ class LoopReport:
       times: seconds by part, summed over the n steps: ``wait`` (for acknowledgements
         of earlier steps), ``input``, ``pull``, ``compute``, ``push``, ``other``.
       dropped: of synchronous training: late contributions so far, by worker.
+      position: of synchronous training: where in the data it is; see ``Dispatch``.
     """
 
     replica: int
@@ -138,6 +143,7 @@ class LoopReport:
     times: Mapping[str, float]
     error: JGError | None = None
     dropped: Mapping[TaskName, int] = field(default_factory=dict)
+    position: Mapping[str, Any] | None = None
 
 
 _Item: TypeAlias = LoopReport | JGError
@@ -147,8 +153,8 @@ _Item: TypeAlias = LoopReport | JGError
 class LoopHandle:
     """Loops under way: iterate for their reports until all have ended.
 
-    Iterating raises the first error of any loop, after asking the others to stop. With
-    dealt data the loss of a worker is no error while another one goes on.
+    Iterating raises the first error of any loop, after asking the others to stop. Where
+    data is dealt out, the loss of a worker is no error while another one goes on.
     """
 
     def __init__(
@@ -161,9 +167,13 @@ class LoopHandle:
         self._name = unique("loop")
         self._requests = list(requests)
         self._data = data
-        self._plan = "" if data is None else _plain(data.plan)
+        self._arbiter = next((r for r in requests if r.sync is not None), None)
+        self._plan = ""
         if data is not None:
+            self._plan = _plain(data.plan)
             self._open(data)
+        elif self._arbiter is not None and self._arbiter.sync is not None:
+            self._plan = _plain(self._arbiter.sync.plan)
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._left = len(self._requests)
         self._stopped = threading.Event()
@@ -237,6 +247,12 @@ class LoopHandle:
                 "the tasks with cluster.status()"
             ) from None
 
+    @property
+    def _data_run(self) -> str:
+        if self._arbiter is not None:
+            return self._loop_name(self._arbiter)
+        return "" if self._data is None else self._name
+
     def _loop_name(self, request: LoopRequest) -> str:
         return f"{self._name}-{request.replica}"
 
@@ -255,7 +271,9 @@ class LoopHandle:
             first_step=request.first_step,
             step_feed=request.step_feed,
             replica_feed=request.replica_feed,
-            data_run=self._name if self._data is not None else "",
+            batch_feed=request.batch_feed,
+            data_run=self._data_run,
+            dealer="" if self._arbiter is None else self._arbiter.task,
             data_plan=self._plan if request.plan is None else _plain(request.plan),
             compute_wait_s=request.compute_wait_s,
             sync=_sync_order(request.sync),
@@ -281,6 +299,7 @@ class LoopHandle:
                         tuple(fetches),
                         dict(body.times),
                         dropped={TaskName(t): n for t, n in body.dropped.items()},
+                        position=json.loads(body.data_position or "null"),
                     )
                 )
         except JGError as error:
@@ -291,12 +310,11 @@ class LoopHandle:
         of_worker = isinstance(error, TaskLostError) and (
             error.details.get("task") == request.task
         )
-        shared = self._data is not None or request.may_be_lost
-        if not (shared and of_worker) or request.task == self._cluster.master:
+        is_shared = self._data_run and request is not self._arbiter
+        if not (is_shared and of_worker) or request.task == self._cluster.master:
             return None
-        for other in self._requests:
-            if other.sync is not None:
-                self._leave(other, request.task)
+        if self._arbiter is not None:
+            self._leave(self._arbiter, request.task)
         _LOG.warning(
             "%s was lost; the other workers go on: %s",
             request.task,
@@ -341,4 +359,5 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         handles=list(request.replicas),
         tasks=list(request.replicas.values()),
         shards=request.shards,
+        data_position=json.dumps(request.position),
     )

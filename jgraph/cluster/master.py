@@ -14,7 +14,6 @@ from typing import Any, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s, call_one
-from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import Method, TaskService
@@ -61,7 +60,7 @@ class Master:
     ) -> None:
         self._service = service
         self._transport = transport
-        self.dealers = Dealers(clock)
+        self.dealers = service.dealers
         self._spec = ClusterSpec({})
         self._addresses: dict[TaskName, str] = {}
         methods: Mapping[str, Method] = {
@@ -204,9 +203,14 @@ class Master:
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         task = TaskName(order.task)
-        order.dealer, order.dealer_address = self._service.task, self._service.address
+        watched = order.data_run and not order.dealer
+        dealer = order.dealer = order.dealer or self._service.task
+        mine = dealer == self._service.task
+        order.dealer_address = (
+            self._service.address if mine else self._address(TaskName(dealer))
+        )
         reports = self._relay(task, request)
-        if order.data_run:
+        if watched:
             reports = self.dealers.get(order.data_run).watch(order.loop, reports)
         try:
             async for report in reports:
@@ -239,8 +243,7 @@ class Master:
         yield frame(empty=pb.Empty())
 
     async def _ask_data(self, request: Frame) -> AsyncIterator[Frame]:
-        question = body_of(request)
-        yield frame(data_deal=await self.dealers.get(question.run).ask(question))
+        yield frame(data_deal=await self.dealers.ask(body_of(request)))
 
     async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
         yield _position(self.dealers.get(body_of(request).run).position())

@@ -142,8 +142,12 @@ class LoopRun:
                 self._take(StepNotStarted(over=True))
             case NumberedBatch():
                 feeds = {**batch.fields, **self._numbers}
-                if self._order.step_feed:
-                    feeds[self._order.step_feed] = np.asarray(step, np.int32)
+                for name, value in [
+                    (self._order.step_feed, step),
+                    (self._order.batch_feed, batch.number),
+                ]:
+                    if name:
+                        feeds[name] = np.asarray(value, np.int32)
                 self._fed[step] = feeds
                 self._drive(step)
             case error:

@@ -1,6 +1,7 @@
-"""The loop of synchronous training, on the ps that decides: updates in, reports out."""
+"""The loop of synchronous training, on the ps that decides and deals out the data."""
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import final
@@ -8,20 +9,26 @@ from typing import final
 import numpy as np
 
 from jgraph.clock import Clock
+from jgraph.cluster.data_feed import deal_of
 from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.coordination.aggregation import (
     Applied,
     Arbiter,
+    DataAsked,
+    DealData,
     Decide,
     End,
     Event,
+    Instruction,
     ReplicaLost,
     StopAsked,
     TimeIsUp,
     Void,
 )
+from jgraph.coordination.slots import Lease, SlotPlan
+from jgraph.coordination.sync_data import SyncData
 from jgraph.errors import JGError, RunOverError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -50,9 +57,16 @@ class SyncLoop:
         self._gates = gates
         self._clock = clock
         self._replicas = dict(zip(sync.handles, tasks, strict=True))
+        self._data = SyncData(
+            SlotPlan.from_dict(json.loads(order.data_plan)),
+            self._replicas,
+            json.loads(sync.data_position),
+        )
+        self._answer: tuple[Lease, ...] | None = None
         self._machine = Arbiter(
             map(TaskName, sync.shards),
             self._replicas,
+            self._data,
             wanted=sync.wanted,
             version=sync.version,
             steps=order.steps,
@@ -72,6 +86,11 @@ class SyncLoop:
         for handle, task in self._replicas.items():
             if task == peer:
                 self._take(ReplicaLost(handle))
+
+    async def ask(self, question: pb.AskData) -> pb.DataDeal:
+        """Answers a worker that asks for batches, at once."""
+        self._take(DataAsked(question.handle, question.batches, question.idle))
+        return deal_of(self._answer)
 
     async def reports(self) -> AsyncIterator[Frame]:
         """Runs the loop to its end; yields reports, the last with its final state.
@@ -112,13 +131,15 @@ class SyncLoop:
         finally:
             self._handling = False
 
-    def _perform(self, instruction: Decide | Void | End) -> None:
+    def _perform(self, instruction: Instruction) -> None:
         match instruction:
             case Decide(version, steps):
                 self._gates.decide(self._gate, steps)
                 self._apply(version, len(steps))
             case Void(step):
                 self._gates.void(self._gate, step)
+            case DealData(_, leases):
+                self._answer = leases
             case End(state, error):
                 self._end(state, error)
 
@@ -159,4 +180,7 @@ class SyncLoop:
             self._replicas[handle]: count
             for handle, count in self._machine.dropped.items()
         }
-        self._reports.send(pb.LoopReport(state=state, dropped=dropped))
+        position = json.dumps(self._data.state())
+        self._reports.send(
+            pb.LoopReport(state=state, dropped=dropped, data_position=position)
+        )

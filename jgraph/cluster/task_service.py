@@ -15,7 +15,7 @@ import psutil
 from jgraph.clock import Clock
 from jgraph.cluster.calls import CONTROL_S, call_one
 from jgraph.cluster.data_feed import Ask, DataFeed, deal_alone
-from jgraph.cluster.dealer import ANSWER_S
+from jgraph.cluster.dealer import ANSWER_S, Dealers
 from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.replica import LoopRun
@@ -79,6 +79,7 @@ class TaskService:
         self.runtime.max_early_bytes = default_queue_limit()
         self.driver = StepDriver(self.runtime, transport)
         self.gates = Gates(task, transport, self.runtime.gates)
+        self.dealers = Dealers(clock)
         self._transport = transport
         self._clock = clock
         self._shutdown = shutdown
@@ -273,11 +274,15 @@ class TaskService:
             raise ClusterBusyError(f"loop '{order.loop}' already runs on {self.task}")
         loop = self._make_loop(order)
         self._loops[order.loop] = loop
+        if isinstance(loop, SyncLoop):
+            self.dealers.loop_begins(order.loop, loop)
         try:
             async for report in loop.reports():
                 yield report
         finally:
             del self._loops[order.loop]
+            if isinstance(loop, SyncLoop):
+                self.dealers.loop_ends(order.loop)
 
     def _make_loop(self, order: pb.RunLoop) -> LoopRun | SyncLoop:
         if order.HasField("sync"):
@@ -315,6 +320,7 @@ class TaskService:
                 done=done,
                 batches=batches,
                 idle=idle,
+                handle=order.handle if order.batch_feed else "",
             )
             request = frame(ask_data=question)
             method = "Master.AskData"

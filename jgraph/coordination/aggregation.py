@@ -8,7 +8,8 @@ decides once, for all ps and so for all variables, which of them are averaged.
 A contribution is known by its version (the updates applied to what it was computed
 from) and its data slot: a slot that is computed twice is one contribution. It counts if
 every ps let it read at one and the same version, and has it before that version is
-decided; the others are late, dropped, and counted for their replica.
+decided; the others are late, dropped, and counted for their replica. Who decides also
+deals out the data, so that each batch counts exactly once; see ``sync_data``.
 
     gate     open at v --(decided v)--> closed --(applied)--> open at v+1
     arbiter  collecting v --(enough)--> applying --(applied)--> collecting v+1
@@ -22,6 +23,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
+from jgraph.coordination.slots import Lease
+from jgraph.coordination.sync_data import SyncData
 from jgraph.errors import DeadlineError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 
@@ -38,6 +41,16 @@ class Contributed:
     step: Step
     version: int
     slot: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DataAsked:
+    """A replica would like ``batches`` more; with ``idle`` it holds none."""
+
+    replica: str
+    batches: int
+    idle: bool = False
 
 
 @final
@@ -68,7 +81,9 @@ class StopAsked:
     """Somebody asked to stop after the update under way."""
 
 
-Event: TypeAlias = Contributed | ReplicaLost | Applied | TimeIsUp | StopAsked
+Event: TypeAlias = (
+    Contributed | DataAsked | ReplicaLost | Applied | TimeIsUp | StopAsked
+)
 
 
 @final
@@ -90,6 +105,15 @@ class Void:
 
 @final
 @dataclass(frozen=True, slots=True)
+class DealData:
+    """Answer a replica with these leases; none: not now; None: nothing any more."""
+
+    replica: str
+    leases: tuple[Lease, ...] | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class End:
     """No more updates: ``state`` is "done", "stopped" or "failed"."""
 
@@ -97,7 +121,7 @@ class End:
     error: JGError | None = None
 
 
-Instruction: TypeAlias = Decide | Void | End
+Instruction: TypeAlias = Decide | Void | DealData | End
 
 
 @final
@@ -107,14 +131,20 @@ class Arbiter:
     Args:
       shards: the ps that keep contributions; each reports every contribution.
       replicas: task of each replica, by its program handle.
+      data: what these replicas are dealt; a contribution's slot is the number of its
+        batch.
       wanted: contributions of an update. When fewer replicas are left, as many.
       version: updates applied so far.
       steps: how many updates to decide.
 
     Example:
       >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
-      >>> arbiter = Arbiter([ps], {"w0": worker}, wanted=1, version=0, steps=1)
-      >>> arbiter.handle(Contributed(ps, ("w0", 1), version=0, slot=7))
+      >>> from jgraph.coordination.slots import Part, SlotPlan
+      >>> data = SyncData(SlotPlan([Part("data", 4)], 2, seed=0), ["w0"])
+      >>> arbiter = Arbiter([ps], {"w0": worker}, data, wanted=1, version=0, steps=1)
+      >>> arbiter.handle(DataAsked("w0", batches=1))[0].leases
+      (Lease(epoch=0, slot=0, first=0, batches=1),)
+      >>> arbiter.handle(Contributed(ps, ("w0", 1), version=0, slot=0))
       [Decide(version=0, steps=(('w0', 1),))]
       >>> arbiter.handle(Applied())
       [End(state='done', error=None)]
@@ -124,6 +154,7 @@ class Arbiter:
         self,
         shards: Iterable[TaskName],
         replicas: Mapping[str, TaskName],
+        data: SyncData,
         *,
         wanted: int,
         version: int,
@@ -132,6 +163,7 @@ class Arbiter:
         self._shards = frozenset(shards)
         self._replicas = dict(replicas)
         self._alive = set(replicas)
+        self._data = data
         self._wanted = wanted
         self._version = version
         self._end = version + steps
@@ -151,15 +183,15 @@ class Arbiter:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
+        if isinstance(event, DataAsked):
+            return [DealData(event.replica, self._deal(event))]
         if self._over:
             return []
         match event:
             case Contributed():
                 return [*self._take(event), *self._go_on()]
             case ReplicaLost(replica):
-                self._alive.discard(replica)
-                for step in [s for s in self._partial if s[0] == replica]:
-                    del self._partial[step]
+                return self._lose(replica) or self._go_on()
             case Applied():
                 self._applying = False
                 self._version += 1
@@ -169,21 +201,50 @@ class Arbiter:
                 return self._finish("failed", self._late(timeout_s))
         return self._go_on()
 
+    def _deal(self, asked: DataAsked) -> tuple[Lease, ...] | None:
+        if self._over or asked.replica not in self._alive:
+            return None
+        together = len(self._alive) <= self._wanted
+        return self._data.deal(
+            asked.replica, asked.batches, together=together, idle=asked.idle
+        )
+
+    def _lose(self, replica: str) -> list[Instruction]:
+        if replica not in self._alive:
+            return []
+        self._alive.remove(replica)
+        for step in [s for s in self._partial if s[0] == replica]:
+            del self._partial[step]
+        computed = {
+            slot
+            for whole in self._whole.values()
+            for slot, step in whole.items()
+            if step[0] == replica
+        }
+        error = self._data.lost(replica, computed)
+        return [] if error is None else self._finish("failed", error)
+
     def _take(self, event: Contributed) -> list[Instruction]:
         step = event.step
+        if not self._data.holds(step[0], event.slot):
+            return []  # another computes it now, as this one seemed lost
         versions = self._partial.setdefault(step, {})
         versions[event.shard] = event.version
         if versions.keys() < self._shards:
             return []
         del self._partial[step]
         if len(set(versions.values())) > 1:
-            self.dropped[step[0]] += 1
+            self._drop(event.slot, step)
             return [Void(step)]
         if event.version < self._version + self._applying:
-            self.dropped[step[0]] += 1
+            self._drop(event.slot, step)
         else:
             self._whole[event.version].setdefault(event.slot, step)
         return []
+
+    def _drop(self, slot: int, step: Step) -> None:
+        self.dropped[step[0]] += 1
+        self._data.late(slot)
 
     def _go_on(self) -> list[Instruction]:
         if self._applying:
@@ -198,7 +259,10 @@ class Arbiter:
         # First come, first counted.
         chosen, late = there[: self.needed], there[self.needed :]
         del self._whole[self._version]
-        self.dropped.update(step[0] for _, step in late)
+        for slot, _ in chosen:
+            self._data.counted(slot)
+        for slot, step in late:
+            self._drop(slot, step)
         self._applying = True
         return [Decide(self._version, tuple(step for _, step in sorted(chosen)))]
 

@@ -8,14 +8,13 @@ Source: Chen et al., "Revisiting Distributed Synchronous SGD", 2016 (backup work
 tensorflow/python/training/sync_replicas_optimizer.py.
 """
 
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.gate_client import open_gate
-from jgraph.cluster.loops import LoopHandle, LoopReport, LoopRequest, SyncRequest
+from jgraph.cluster.loops import LoopHandle, LoopRequest, SyncRequest
 from jgraph.errors import ConfigError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
@@ -27,9 +26,10 @@ from jgraph.plan.spread import PlacementFunction
 from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner, Placement, end_loops
 from jgraph.train.data import Dataset
-from jgraph.train.runner import Chunk, Events, Order, Position, Staleness
+from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_step import SyncStep
+from jgraph.train.workers import chunk_of
 
 CONTRIBUTIONS = "contributions"
 """Metric of a step: how many contributions its update is the mean of (int32)."""
@@ -45,8 +45,12 @@ class SyncPS:
     newest parameters. When a worker goes away, a step takes as many contributions as
     workers are left; the metric ``contributions`` says how many each step had.
 
-    The data is cut into one part per worker, and ``batch_size`` is that of one worker:
-    a step of ``n`` workers is one step of one process on their ``n`` batches together.
+    ``batch_size`` is that of one worker: a step of ``n`` workers is one step of one
+    process on their ``n`` batches together, which are neighbours in the order of the
+    epoch. Every batch of an epoch counts exactly once: that of a late contribution, or
+    of a worker that went away, is dealt again, and may then count in the next epoch's
+    first steps. With backup workers a slow worker gets fewer batches.
+
     The model's state, such as BatchNorm statistics, is averaged like the gradients. Of
     a table of rows (see ``Trainer(sparse=…)``) each worker contributes the rows that it
     looked up, and one update is made of all these. The mean of a row is the sum of its
@@ -153,29 +157,23 @@ class SyncRunner:
         self._step = step
         self._cluster = cluster
         self._strategy = strategy
-        self._workers = cluster.tasks("worker")
-        self._wanted = strategy.contributions(len(self._workers))
         # Variables, their values and checkpoints are the same business.
         self._state = AsyncRunner(step, cluster, AsyncPS())
+        self._workers = self._state.workers
+        self._wanted = strategy.contributions(len(self._workers.tasks))
         self._prepared: dict[str, _Prepared] = {}
         self._last: _Prepared | None = None
-        self._done: Counter[int] = Counter()
-        self._uploaded = ""
+        self._position: Position = None
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
 
     @property
     def replicas(self) -> int:
         """See ``Runner.replicas``."""
-        return len(self._workers)
+        return len(self._workers.tasks)
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
-        if dataset.source:
-            raise ConfigError(
-                "SyncPS takes arrays, not a jg.Source, in this version; load the data "
-                "here and give its arrays, or use strategy=jg.AsyncPS()"
-            )
         batch = dataset.avals(batch_size)
         key = str(batch)
         if key not in self._prepared:
@@ -190,7 +188,7 @@ class SyncRunner:
         with self._state.lock:
             self._state.initialize()
             self._register(prepared)
-            self._upload(prepared.graph, order.dataset)
+            self._workers.upload(prepared.graph, order.dataset)
             version = self._state.global_step()
             gate, shards = self._step.container, prepared.shards
             open_gate(self._cluster, gate, shards, synchronous=True, version=version)
@@ -202,7 +200,7 @@ class SyncRunner:
             end_loops(loops)
             raise
         except JGError:
-            self._uploaded = ""  # a worker may have been started anew
+            self._workers.forget_data()
             raise
 
     def _follow(
@@ -211,11 +209,12 @@ class SyncRunner:
         for report in loops:
             if order.stop.is_set():
                 loops.stop()
-            if report.replica < len(self._workers):
-                if len(report.steps):
-                    self._done[report.replica] = int(report.steps[-1]) + 1
-            elif len(report.steps):
-                yield _chunk(report, prepared.names)
+            if report.replica < self.replicas:
+                self._workers.note(report)
+                continue
+            self._position = report.position
+            if len(report.steps):
+                yield chunk_of(report, prepared.names, replica=0)
 
     def global_step(self) -> int:
         """See ``Runner.global_step``."""
@@ -235,13 +234,14 @@ class SyncRunner:
 
     def position(self) -> Position:
         """See ``Runner.position``."""
-        return None  # every worker has done as many steps as there are updates
+        return self._position
 
     def load(self, values: Sequence[Any], position: Position = None) -> None:
         """See ``Runner.load``."""
         self._state.load(values)
         steps = int(self._step.unflatten(values)["global_step"])
-        self._done = Counter(dict.fromkeys(range(len(self._workers)), steps))
+        self._workers.done = [steps] * self.replicas
+        self._position = position
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
@@ -260,7 +260,7 @@ class SyncRunner:
         self._state.close()
 
     def _plan(self, batch: Any) -> _Prepared:
-        sync = SyncStep(self._step, batch, len(self._workers), self._wanted)
+        sync = SyncStep(self._step, batch, self._wanted)
         gate = self._step.container
         apply_graph = sync.apply_graph()
         # Who counts the updates applies them, and decides what they are made of.
@@ -269,7 +269,7 @@ class SyncRunner:
         applied = self._planned(apply_graph, leader).program
         used = {v.name for p in applied.partitions for v in p.variables}
         graph = sync.gradient_graph({name for name in used if name.startswith(MEAN)})
-        planned = self._planned(graph, self._workers[0])
+        planned = self._planned(graph, self._workers.tasks[0])
         planned = replace(planned, program=contributing(planned.program, gate))
         shards = [leader, *(s for s in shards_of(planned.program) if s != leader)]
         names = [*self._step.metric_names(apply_graph), CONTRIBUTIONS]
@@ -288,62 +288,37 @@ class SyncRunner:
 
     def _register(self, prepared: _Prepared) -> None:
         if not prepared.handles:
-            programs = [
-                prepared.plan.program.rename_task(self._workers[0], worker)
-                for worker in self._workers
-            ]
+            first, program = self._workers.tasks[0], prepared.plan.program
+            programs = [program.rename_task(first, w) for w in self._workers.tasks]
             session = self._state.session
             prepared.handles = session.register_all([*programs, prepared.apply])
-
-    def _upload(self, graph: Graph, dataset: Dataset) -> None:
-        digest = dataset.digest()
-        if digest == self._uploaded:
-            return
-        self._uploaded = ""
-        fields = list(dataset.fields.values())
-        feeds = [feed.name for feed in graph.feeds[: len(fields)]]
-        for index, worker in enumerate(self._workers):
-            own = [array[index :: len(self._workers)] for array in fields]
-            arrays = dict(zip(feeds, own, strict=True))
-            self._state.session.put_data(worker, self._data_name, arrays)
-        self._uploaded = digest
-
-    @property
-    def _data_name(self) -> str:
-        return f"{self._step.container}/part"
 
     def _requests(
         self, prepared: _Prepared, order: Order, version: int
     ) -> list[LoopRequest]:
         *handles, apply = prepared.handles
         limit = self._strategy.step_timeout_s
-        feeds = {name for name, _ in prepared.plan.program.feeds}
         workers = [
-            LoopRequest(
-                task=worker,
-                handle=handles[replica],
-                data=self._data_name,
-                steps=order.steps,
-                batch_size=order.batch_size,
-                seed=order.seed,
-                replica=replica,
-                first_step=self._done[replica],
-                step_feed="step" if "step" in feeds else "",
-                replica_feed="replica" if "replica" in feeds else "",
-                # The ps see better who is missing, and say so first.
-                step_timeout_s=2 * limit + 5,
-                report_every_s=order.report_every_s,
-                may_be_lost=True,
-                compute_wait_s=self.compute_wait_s.get(replica, 0.0),
+            replace(request, compute_wait_s=self.compute_wait_s.get(replica, 0.0))
+            for replica, request in enumerate(
+                self._workers.requests(
+                    prepared.graph,
+                    handles,
+                    order,
+                    # The ps see better who is missing, and say so first.
+                    step_timeout_s=2 * limit + 5,
+                )
             )
-            for replica, worker in enumerate(self._workers)
         ]
+        plan = order.dataset.plan(order.batch_size, order.seed)
         sync = SyncRequest(
             gate=self._step.container,
             version=version,
             wanted=self._wanted,
-            replicas=dict(zip(handles, self._workers, strict=True)),
+            replicas=dict(zip(handles, self._workers.tasks, strict=True)),
             shards=prepared.shards,
+            plan=plan,
+            position=position_in(plan, self._position, version * self._wanted),
         )
         arbiter = LoopRequest(
             task=prepared.shards[0],
@@ -351,14 +326,9 @@ class SyncRunner:
             data="",
             steps=order.steps,
             batch_size=0,
-            replica=len(workers),
+            replica=self.replicas,
             step_timeout_s=limit,
             report_every_s=order.report_every_s,
             sync=sync,
         )
         return [arbiter, *workers]
-
-
-def _chunk(report: LoopReport, names: Sequence[str]) -> Chunk:
-    metrics = dict(zip(names, report.fetches, strict=True))
-    return Chunk(0, report.steps, report.seconds, metrics, dropped=report.dropped)

@@ -33,16 +33,12 @@ class SyncStep:
     Args:
       step: the variables, the loss and the optimizer.
       batch: shapes and dtypes of one worker's batch.
-      replicas: how many workers there are.
       contributions: of how many a mean is, at most.
     """
 
-    def __init__(
-        self, step: TrainStep, batch: Any, replicas: int, contributions: int
-    ) -> None:
+    def __init__(self, step: TrainStep, batch: Any, contributions: int) -> None:
         self._step = step
         self._batch = batch
-        self._replicas = replicas
         self._by_rows = step.row_step(batch)
         tree = step.unflatten(list(step.variables))
         counts = {t.name: t.count for t in self._tables}
@@ -99,7 +95,8 @@ class SyncStep:
     def gradient_graph(self, used: Collection[str]) -> Graph:
         """Returns the graph of one worker's contribution.
 
-        Feeds are those of ``TrainStep.graph``; the only fetch is its own loss.
+        Feeds are those of ``TrainStep.graph`` and ``slot``, the int32 number of the
+        batch, by which contributions are known; the only fetch is its own loss.
 
         Args:
           used: names of the variables, or shards, that the update reads. Others, as
@@ -109,7 +106,9 @@ class SyncStep:
         tasks = sorted({str(s.device) for v in means for s in v.shards})
         slots = [self._slot(i, task) for i, task in enumerate(tasks)]
 
-        def contribute(batch: Any, step: Any, replica: Any) -> dict[str, Any]:
+        def contribute(
+            batch: Any, step: Any, replica: Any, slot: Any
+        ) -> dict[str, Any]:
             result = self._step.computed(self._by_rows, batch, step, replica)
             with device("/job:worker"):
                 values = {
@@ -118,7 +117,7 @@ class SyncStep:
                     **_pairs(self._metrics, dict(result.metrics)),
                     LOSS: result.loss.astype(jnp.float32),
                 }
-                slot = step * self._replicas + replica
+                slot = slot + 0  # a feed stays on the worker, what it computes travels
             for mean in means:
                 mean[...] = values[mean.name]
             for variable in slots:
@@ -127,7 +126,8 @@ class SyncStep:
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         variables = [*self._step.variables, *means, *slots]
-        graph, _ = trace(contribute, self._batch, number, number, variables=variables)
+        feeds = self._batch, number, number, number
+        graph, _ = trace(contribute, *feeds, variables=variables)
         return replace(graph, notes=self._by_rows.notes if self._by_rows else ())
 
     @property

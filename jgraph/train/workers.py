@@ -81,6 +81,7 @@ class Workers:
                 first_step=self.done[replica],
                 step_feed="step" if "step" in feeds else "",
                 replica_feed="replica" if "replica" in feeds else "",
+                batch_feed="slot" if "slot" in feeds else "",
                 step_timeout_s=step_timeout_s,
                 report_every_s=order.report_every_s,
             )

@@ -13,6 +13,8 @@ from jgraph.coordination.aggregation import (
     Applied,
     Arbiter,
     Contributed,
+    DataAsked,
+    DealData,
     Decide,
     End,
     Event,
@@ -20,6 +22,9 @@ from jgraph.coordination.aggregation import (
     Step,
     Void,
 )
+from jgraph.coordination.batch_order import BatchOrder
+from jgraph.coordination.slots import Lease, Part, SlotPlan
+from jgraph.coordination.sync_data import SyncData
 from jgraph.coordination.sync_gate import (
     Choose,
     Closed,
@@ -49,7 +54,7 @@ class Replica:
     """Asks every ps, contributes to all when all have let it in, and asks again."""
 
     name: str
-    index: int
+    batches: deque[int] = field(default_factory=deque)
     number: int = 0
     let_in: set[int] = field(default_factory=set)
     over: bool = False
@@ -63,9 +68,14 @@ class World:
     def __init__(self, shards: int, replicas: int, *, wanted: int, steps: int) -> None:
         self.gates = [SyncGate(version=0) for _ in range(shards)]
         self.names = [TaskName(f"/job:ps/task:{i}") for i in range(shards)]
-        self.replicas = {f"w{i}": Replica(f"w{i}", i) for i in range(replicas)}
+        self.replicas = {f"w{i}": Replica(f"w{i}") for i in range(replicas)}
         tasks = {r: TaskName(f"/job:worker/task:{r[1:]}") for r in self.replicas}
-        self.arbiter = Arbiter(self.names, tasks, wanted=wanted, version=0, steps=steps)
+        plan = SlotPlan([Part("a", 3), Part("b", 7)], 1, 0, shuffle="slots")
+        self.order = BatchOrder(plan)
+        self.data = SyncData(plan, self.replicas)
+        self.arbiter = Arbiter(
+            self.names, tasks, self.data, wanted=wanted, version=0, steps=steps
+        )
         self.kept: list[set[Step]] = [set() for _ in range(shards)]
         self.decided: list[tuple[int, tuple[Step, ...]]] = []
         self.averaged: defaultdict[int, list[tuple[Step, ...]]] = defaultdict(list)
@@ -94,12 +104,27 @@ class World:
     # replicas
 
     def ask(self, replica: Replica) -> None:
+        if not replica.batches:
+            event_ = DataAsked(replica.name, 2, idle=True)
+            self.post(replica.name, "arbiter", partial(self.tell, event_))
+            return
         replica.number += 1
         replica.let_in = set()
-        self.slots[replica.step] = replica.number * len(self.replicas) + replica.index
+        self.slots[replica.step] = replica.batches.popleft()
         for i in range(len(self.gates)):
             event = StepAsked(replica.step)
             self.post(replica.name, f"ps{i}", partial(self.gate, i, event))
+
+    def dealt(self, replica: Replica, leases: tuple[Lease, ...] | None) -> None:
+        if replica.over or leases is None:
+            replica.over = True
+            return
+        assert leases, "an idle replica always gets something"
+        for lease in leases:
+            indices = range(lease.first, lease.first + lease.batches)
+            number = partial(self.order.plan.number, lease.epoch, lease.slot)
+            replica.batches.extend(map(number, indices))
+        self.ask(replica)
 
     def enter(self, step: Step, shard: int) -> None:
         replica = self.replicas[step[0]]
@@ -161,6 +186,10 @@ class World:
                     self.to_gates(Decided(steps))
                 case Void(step):
                     self.to_gates(Voided(step))
+                case DealData(name, leases):
+                    replica = self.replicas[name]
+                    answer = partial(self.dealt, replica, leases)
+                    self.post("arbiter", name, answer)
                 case End():
                     self.end = instruction
                     self.to_gates(Closed(CancelledStepError("over")))
@@ -176,10 +205,16 @@ class World:
         assert [version for version, _ in self.decided] == list(range(done))
         for averaged in self.averaged.values():
             assert averaged == chosen
-        used = Counter(step for steps in chosen for step in steps)
-        assert set(used.values()) == {1}, "a contribution was used twice"
+        self.check_data(Counter(self.slots[step] for steps in chosen for step in steps))
         for steps in chosen:
             slots = [self.slots[step] for step in steps]
             assert slots == sorted(set(slots))
             assert len(steps) >= least
         assert all(gate.version == done for gate in self.gates)
+
+    def check_data(self, counted: Counter[int]) -> None:
+        """Every batch that was dealt has counted once, or is known to be left."""
+        assert set(counted.values()) == {1}, "a batch counted twice"
+        end, left = self.order.restored(self.data.state())
+        numbers = {self.order.number(place) for place in range(end)}
+        assert set(counted) == numbers - set(map(self.order.number, left))

@@ -10,6 +10,8 @@ from jgraph.coordination.aggregation import (
     Applied,
     Arbiter,
     Contributed,
+    DataAsked,
+    DealData,
     Decide,
     End,
     Instruction,
@@ -18,6 +20,8 @@ from jgraph.coordination.aggregation import (
     TimeIsUp,
     Void,
 )
+from jgraph.coordination.slots import Part, SlotPlan
+from jgraph.coordination.sync_data import SyncData
 from jgraph.coordination.sync_gate import (
     Closed,
     ContributionCame,
@@ -31,20 +35,33 @@ from tests.coordination.sync_world import World
 
 PS = [TaskName("/job:ps/task:0"), TaskName("/job:ps/task:1")]
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
+PLAN = SlotPlan([Part("data", 100)], batch_size=1, seed=0)
 
 
 def arbiter(
     replicas: str = "abc", wanted: int = 2, steps: int = 9, shards: int = 1
 ) -> Arbiter:
     names = {r: TaskName(f"/job:worker/task:{i}") for i, r in enumerate(replicas)}
-    return Arbiter(PS[:shards], names, wanted=wanted, version=5, steps=steps)
+    data = SyncData(PLAN, replicas)
+    for replica in replicas:  # the first one has the number of its letter
+        data.deal(replica, 1, together=True)
+    return Arbiter(PS[:shards], names, data, wanted=wanted, version=5, steps=steps)
+
+
+def deal(machine: Arbiter, replica: str) -> int:
+    """Returns the number of a batch that the replica is dealt."""
+    (answer,) = machine.handle(DataAsked(replica, 1, idle=True))
+    assert isinstance(answer, DealData)
+    assert answer.leases
+    return PLAN.number(0, answer.leases[0].slot, answer.leases[0].first)
 
 
 def give(machine: Arbiter, *steps: tuple[str, int], version: int = 5) -> Any:
-    """Reports contributions from the only ps; slots are the replicas' letters."""
+    """Reports contributions from the only ps, each of the next batch of its replica."""
     told: list[Instruction] = []
     for step in steps:
-        slot = "abc".index(step[0])
+        first = step[1] == 1
+        slot = "abc".index(step[0]) if first else deal(machine, step[0])
         told += machine.handle(Contributed(PS[0], step, version, slot))
     return told
 
@@ -77,9 +94,49 @@ def test_contribution_read_at_two_versions_is_void() -> None:
 
 def test_slot_that_is_computed_twice_is_one_contribution() -> None:
     machine = arbiter()
-    assert give(machine, A, ("a", 2)) == []
+    assert give(machine, A) == []
+    assert machine.handle(Contributed(PS[0], ("a", 2), 5, slot=0)) == []
     assert give(machine, B) == [Decide(5, (A, B))]
     assert not machine.dropped
+
+
+def test_batch_of_a_late_contribution_is_dealt_again_to_another() -> None:
+    machine = arbiter(wanted=2)
+    give(machine, A, B, C)
+    assert deal(machine, "c") == 3
+    assert deal(machine, "a") == 2
+
+
+def test_what_a_lost_replica_had_not_contributed_is_dealt_again_and_counts_once() -> (
+    None
+):
+    machine = arbiter("ab", wanted=2)
+    give(machine, B)
+    assert machine.handle(ReplicaLost("a")) == [Decide(5, (B,))]
+    machine.handle(Applied())
+    assert deal(machine, "b") == 0
+    # What was on its way from the lost one is not taken beside it.
+    assert machine.handle(Contributed(PS[0], A, 6, slot=0)) == []
+    assert machine.handle(Contributed(PS[0], ("b", 2), 6, slot=0)) == [
+        Decide(6, (("b", 2),))
+    ]
+
+
+def test_contribution_of_a_lost_replica_that_counts_is_not_dealt_again() -> None:
+    machine = arbiter("ab", wanted=2)
+    give(machine, A)
+    assert machine.handle(ReplicaLost("a")) == [Decide(5, (A,))]
+    assert give(machine, B) == []
+    machine.handle(Applied())
+    assert deal(machine, "b") == 1
+
+
+def test_replica_that_asks_after_the_end_hears_that_it_is_over() -> None:
+    machine = arbiter("ab", wanted=2)
+    machine.handle(ReplicaLost("a"))
+    assert machine.handle(DataAsked("a", 1)) == [DealData("a", None)]
+    machine.handle(StopAsked())
+    assert machine.handle(DataAsked("b", 1)) == [DealData("b", None)]
 
 
 def test_replica_that_leaves_is_waited_for_no_longer() -> None:
@@ -125,7 +182,7 @@ def test_stop_waits_for_the_update_under_way(applying: bool) -> None:
         assert machine.handle(Applied()) == [End("stopped")]
     else:
         assert machine.handle(StopAsked()) == [End("stopped")]
-    assert give(machine, ("a", 2), version=6) == []
+    assert machine.handle(Contributed(PS[0], ("a", 2), 6, slot=1)) == []
 
 
 @given(

@@ -81,7 +81,7 @@ def test_parameters_that_are_cast_travel_as_what_they_are_cast_to(shards: int) -
 def test_parameters_of_synchronous_training_travel_as_what_they_are_cast_to() -> None:
     def contribution(dtype: Any) -> Plan:
         step = SyncStep(
-            make_step(Wide(dtype, rngs=nnx.Rngs(0))), BATCH, replicas=2, contributions=2
+            make_step(Wide(dtype, rngs=nnx.Rngs(0))), BATCH, contributions=2
         )
         names = {f"mean/params/{n}/kernel" for n in ("first", "last")}
         return planned(step.gradient_graph(names))

@@ -86,7 +86,7 @@ def test_frozen_variables_send_nothing_back() -> None:
     assert sent(planned(step), WORKER, PS) == nbytes(step.adapter.params)
     assert step.kept(BATCH) == {"state/base/bias", "state/base/kernel", "state/scale"}
     update = plan(
-        SyncStep(step, BATCH, replicas=2, contributions=2).apply_graph(),
+        SyncStep(step, BATCH, contributions=2).apply_graph(),
         tasks=[PS, WORKER],
         driver=PS,
     )

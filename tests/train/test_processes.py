@@ -1,6 +1,7 @@
 """A ps and workers, as processes: the same numbers as a plain JAX loop."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,13 +12,16 @@ from flax import nnx
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.local import LocalCluster
+from jgraph.coordination.batch_order import BatchOrder
+from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import JGError
 from jgraph.runtime.data import BatchStream
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
+from jgraph.train.runner import Position
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.train.models import NnxMLP, data, nnx_loss
+from tests.train.models import NnxMLP, cross_entropy, data, nnx_loss
 
 pytestmark = pytest.mark.procs
 
@@ -102,30 +106,60 @@ def test_fit_on_a_cluster_that_misses_a_task_fails_and_names_it(lost: str) -> No
         assert clock.now() - began < 30
 
 
-def test_sync_workers_equal_one_process_and_a_killed_one_is_done_without() -> None:
+def examples_counted(run: Run) -> np.ndarray[Any, Any]:
+    """Returns how often each example is part of an update: of the metric ``seen``."""
+    share, count = (run.metrics(name)["value"] for name in ("seen", "contributions"))
+    total: np.ndarray[Any, Any] = (share * count[:, None]).sum(0)
+    return total
+
+
+def examples_due(position: Position) -> np.ndarray[Any, Any]:
+    """Returns how often each example is in the batches that a position calls done."""
+    assert position is not None
+    order = BatchOrder(SlotPlan.from_dict(position["plan"]))
+    end, left = order.restored(position)
+    due = np.zeros(order.plan.parts[0].examples)
+    for lease in map(order.batch, set(range(end)) - set(left)):
+        rows = order.plan.rows(lease.epoch, lease.slot)
+        due[rows[lease.first * BATCH : (lease.first + 1) * BATCH]] += 1
+    return due
+
+
+def test_sync_workers_equal_one_process_and_a_killed_one_costs_no_example() -> None:
     tx = optax.sgd(0.1)
     x, y = data()
-    with LocalCluster(ps=1, workers=2) as cluster:
+    everything = (x, y, np.arange(len(x)))
+
+    def loss(model: Any, batch: Any) -> Any:
+        seen = jax.nn.one_hot(batch[2], len(x)).sum(0)
+        return cross_entropy(model(batch[0]), batch[1]), {"seen": seen}
+
+    with LocalCluster(ps=2, workers=2) as cluster:
         there = Trainer(
-            NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, tx, cluster=cluster, strategy=SyncPS()
+            NnxMLP(rngs=nnx.Rngs(0)), loss, tx, cluster=cluster, strategy=SyncPS()
         )
-        run = there.fit(data(), steps=10, batch_size=BATCH, progress=False)
-        parts = [
-            BatchStream({"x": x[i::2], "y": y[i::2]}, BATCH, seed=0) for i in range(2)
-        ]
-        pairs = zip(*parts, strict=True)
+        fit = partial(there.fit, everything, batch_size=BATCH, progress=False)
+        run = fit(steps=10)
+        stream = BatchStream({"x": x, "y": y}, BATCH, seed=0)
+        pairs = zip(stream, stream, strict=True)
         both = ({k: np.concatenate([a[k], b[k]]) for k in a} for a, b in pairs)
         assert_same(run.model(), plain_loop(tx, both, 10))
+        assert examples_counted(run).tolist() == [4] * len(x)  # 20 batches of 5
 
         def kill(run: Any, report: Any) -> None:
             cluster.kill("/job:worker/task:1")
 
-        more = there.fit(
-            data(), steps=500, batch_size=BATCH, progress=False, callbacks=[kill]
-        )
+        more = fit(steps=500, callbacks=[kill])
         counts = more.metrics("contributions")["value"]
         assert more.steps == 510
         assert (counts[0], counts[-1]) == (2, 1)
+        # Whatever the lost one held was done by the other, and nothing twice.
+        position = there.current_position()
+        assert position is not None
+        assert position["done"] == 20 + counts.sum()
+        total = examples_counted(run) + examples_counted(more)
+        np.testing.assert_array_equal(total, examples_due(position))
+        assert total.max() - total.min() <= 2
 
 
 def test_training_goes_on_when_the_evaluator_is_killed(

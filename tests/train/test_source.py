@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -76,9 +77,20 @@ def test_source_that_cannot_be_used_is_refused_before_anything_changes(
         Source.grain("a:b", x=object())
 
 
-def test_strategy_that_cannot_use_a_source_says_so(cluster: Cluster) -> None:
-    source = Source.grain(f"{FUNCTIONS}:squares")
+def test_workers_in_step_read_a_source_and_every_example_comes_once_per_epoch(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    write_parquet(tmp_path / "a.parquet", 0, 8)
+    write_parquet(tmp_path / "b.parquet", 8, 4)
+    source = Source.parquet(str(tmp_path / "*.parquet"), columns=["x", "y"])
+
+    def counts(model: Any, batch: Any) -> Any:
+        seen = jax.nn.one_hot(batch["y"], 12).sum(0)
+        return jnp.mean(model(batch["x"]) ** 2), {"seen": seen}
+
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    there = Trainer(model, loss, optax.sgd(1e-3), cluster=cluster, strategy=SyncPS())
-    with pytest.raises(ConfigError, match=r"SyncPS takes arrays, not a jg\.Source"):
-        there.fit(source, steps=1, batch_size=2, progress=False)
+    there = Trainer(model, counts, optax.sgd(1e-3), cluster=cluster, strategy=SyncPS())
+    run = there.fit(source, steps=6, batch_size=2, progress=False)
+    # An epoch is 6 batches, of 2 workers.
+    seen = 2 * run.metrics("seen")["value"]
+    assert seen[:3].sum(0).tolist() == seen[3:].sum(0).tolist() == [1] * 12

@@ -65,11 +65,10 @@ def plain_loop(tx: Any, workers: int = WORKERS) -> dict[str, Any]:
         return optax.apply_updates(params, updates), opt
 
     x, y = data()
-    parts = [{"x": x[i::workers], "y": y[i::workers]} for i in range(workers)]
-    streams = [BatchStream(part, BATCH, 0) for part in parts]
+    stream = BatchStream({"x": x, "y": y}, BATCH, 0)
     opt = tx.init(params)
     for _ in range(STEPS):
-        batches = [next(stream) for stream in streams]
+        batches = [next(stream) for _ in range(workers)]
         both = {k: np.concatenate([b[k] for b in batches]) for k in ("x", "y")}
         params, opt = step(params, opt, both["x"], both["y"])
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))

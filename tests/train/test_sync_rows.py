@@ -66,14 +66,13 @@ def fit(trainer: Trainer, steps: int = STEPS, data: Any = data) -> Any:
 
 def alone(tx: Any, sparse: Any) -> dict[str, Any]:
     """One process that takes the batches of all workers together."""
-    parts = [{k: v[i::WORKERS] for k, v in data.items()} for i in range(WORKERS)]
-    streams = [BatchStream(part, BATCH, 0) for part in parts]
+    stream = BatchStream(data, BATCH, 0)
     step = TrainStep(adapt(Embed(nnx.Rngs(0)), loss, seed=0), tx, sparse=sparse)
     values: Any = step.initial_values
     graph = step.graph({k: v[: WORKERS * BATCH] for k, v in data.items()})
     run = jax.jit(lambda values, feeds: eval_graph(graph, values, feeds)[1])
     for number in range(STEPS):
-        batches = [next(stream) for stream in streams]
+        batches = [next(stream) for _ in range(WORKERS)]
         both = {k: np.concatenate([b[k] for b in batches]) for k in data}
         feeds = [*jax.tree.leaves(both), np.int32(number), np.int32(0)]
         values = run(values, feeds)

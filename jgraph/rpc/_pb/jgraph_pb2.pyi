@@ -904,6 +904,7 @@ class RunLoop(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     STEP_FEED_FIELD_NUMBER: _builtins.int
     REPLICA_FEED_FIELD_NUMBER: _builtins.int
+    BATCH_FEED_FIELD_NUMBER: _builtins.int
     SYNC_FIELD_NUMBER: _builtins.int
     COMPUTE_WAIT_S_FIELD_NUMBER: _builtins.int
     DATA_RUN_FIELD_NUMBER: _builtins.int
@@ -929,18 +930,21 @@ class RunLoop(_message.Message):
     """int32 feed: number of the step; empty: none"""
     replica_feed: _builtins.str
     """int32 feed: number of the replica; empty: none"""
+    batch_feed: _builtins.str
+    """int32 feed: number of the batch; empty: none"""
     compute_wait_s: _builtins.float
     """Benchmarks: what comes from other tasks is handed on this much later, as if the
     step computed for that long.
     """
     data_run: _builtins.str
-    """Batches are dealt by the master under this name (OpenDataRun), `steps` of them at
-    most; empty: the loop takes `steps` batches of its own data.
+    """Batches are dealt under this name, `steps` of them at most: by the master after
+    OpenDataRun, or in synchronous training by the loop of that name. Empty: the loop
+    takes `steps` batches of its own data.
     """
     data_plan: _builtins.str
     """JSON of the plan of the slots; empty: shuffled examples"""
     dealer: _builtins.str
-    """task that deals; the master that passes the order on"""
+    """task that deals; empty: the master that passes this on"""
     dealer_address: _builtins.str
     """where it listens"""
     @_builtins.property
@@ -965,6 +969,7 @@ class RunLoop(_message.Message):
         first_step: _builtins.int = ...,
         step_feed: _builtins.str = ...,
         replica_feed: _builtins.str = ...,
+        batch_feed: _builtins.str = ...,
         sync: Global___SyncOrder | None = ...,
         compute_wait_s: _builtins.float = ...,
         data_run: _builtins.str = ...,
@@ -975,7 +980,7 @@ class RunLoop(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1031,12 +1036,15 @@ class LoopReport(_message.Message):
     TIMES_FIELD_NUMBER: _builtins.int
     DATA_DONE_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped" """
     steps_done: _builtins.int
     seconds: _builtins.float
     data_done: _builtins.int
     """batches done since the loop began, in the order dealt"""
+    data_position: _builtins.str
+    """synchronous training: where in the data it is, as JSON"""
     @_builtins.property
     def times(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Tensors: steps (int64[n]), seconds since the loop began (float64[n]), then each
@@ -1058,10 +1066,11 @@ class LoopReport(_message.Message):
         times: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         data_done: _builtins.int = ...,
         dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        data_position: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "dropped", b"dropped", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "dropped", b"dropped", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1082,11 +1091,14 @@ class SyncOrder(_message.Message):
     HANDLES_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     version: _builtins.int
     """updates applied so far"""
     wanted: _builtins.int
     """contributions of an update"""
+    data_position: _builtins.str
+    """JSON: where in the data to begin"""
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of the replicas' programs"""
@@ -1106,10 +1118,11 @@ class SyncOrder(_message.Message):
         handles: _abc.Iterable[_builtins.str] | None = ...,
         tasks: _abc.Iterable[_builtins.str] | None = ...,
         shards: _abc.Iterable[_builtins.str] | None = ...,
+        data_position: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_position", b"data_position", "gate", b"gate", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1596,8 +1609,8 @@ Global___OpenDataRun: _TypeAlias = OpenDataRun  # noqa: Y015
 
 @_typing.final
 class AskData(_message.Message):
-    """"Master.AskData" (worker -> master): more batches, please. With `idle` the worker has
-    nothing left, and the master answers when there is something or all is over.
+    """"Master.AskData" (worker -> RunLoop.dealer): more batches, please. With `idle` the
+    worker has nothing left, and the answer comes when there is something or all is over.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1607,12 +1620,15 @@ class AskData(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     BATCHES_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     loop: _builtins.str
     done: _builtins.int
     """as LoopReport.data_done"""
     batches: _builtins.int
     idle: _builtins.bool
+    handle: _builtins.str
+    """of the worker's program"""
     def __init__(
         self,
         *,
@@ -1621,10 +1637,11 @@ class AskData(_message.Message):
         done: _builtins.int = ...,
         batches: _builtins.int = ...,
         idle: _builtins.bool = ...,
+        handle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "done", b"done", "idle", b"idle", "loop", b"loop", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "done", b"done", "handle", b"handle", "idle", b"idle", "loop", b"loop", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
