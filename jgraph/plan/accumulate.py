@@ -121,10 +121,11 @@ def contributing(program: Program, gate: str) -> Program:
 
     Args:
       program: writes variables called ``mean/…``, and on each task that has some also
-        one called ``slot/…``; it writes no others.
+        one called ``slot/…``; it writes no others, except variables of the driver's
+        own, which are written as they are.
       gate: of the tasks that it contributes to.
     """
-    return _each(program, lambda p: _contributing(p, gate))
+    return _each(program, lambda p: _contributing(p, gate, program.driver))
 
 
 def averaging(program: Program, gate: str, shards: Iterable[TaskName]) -> Program:
@@ -158,7 +159,7 @@ def _each(program: Program, change: Callable[[Partition], Partition]) -> Program
     return replace(program, partitions=tuple(map(change, program.partitions)))
 
 
-def _contributing(partition: Partition, gate: str) -> Partition:
+def _contributing(partition: Partition, gate: str, driver: TaskName) -> Partition:
     written: dict[int, ValueId] = {}
     kept: list[int] = []
     for index, node in enumerate(partition.nodes):
@@ -166,12 +167,13 @@ def _contributing(partition: Partition, gate: str) -> Partition:
             written.update(zip(node.variables, node.values, strict=True))
         else:
             kept.append(index)
-    if not written:
+    means = [v for v in written if _starts(partition.variables[v], MEAN)]
+    if not written or (partition.task == driver and not means):
         return partition
     slots = [
         written.pop(v) for v in list(written) if _starts(partition.variables[v], SLOT)
     ]
-    others = [v for v in written if not _starts(partition.variables[v], MEAN)]
+    others = [v for v in written if v not in means]
     if others or not slots:
         raise InternalError(
             f"a gradient graph writes {[partition.variables[v].name for v in others]} "

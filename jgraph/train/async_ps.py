@@ -209,7 +209,7 @@ class AsyncRunner:
                         for replica, worker in enumerate(self.workers.tasks)
                     ]
                 )
-            self._clear_residuals(prepared.graph)
+            self.clear_residuals(prepared.graph)
             self.workers.upload(prepared.graph, order.dataset)
             open_gate(
                 self._cluster,
@@ -335,7 +335,8 @@ class AsyncRunner:
             self.session.initialize(self._step.plain)
             self._initialized = True
 
-    def _clear_residuals(self, graph: Graph) -> None:
+    def clear_residuals(self, graph: Graph) -> None:
+        """Forgets what rounding took from gradients of an earlier run."""
         if self._step.compression is not None:
             of = self._step.compression.residuals_of
             count = len(self.workers.tasks)

@@ -63,7 +63,7 @@ def arrangement_on(cluster: Cluster | None, strategy: Strategy) -> Arrangement |
 
 def gradient_dtype_of(strategy: Strategy) -> GradientDtype | None:
     """Returns in what dtype gradients travel; None: in their own."""
-    return strategy.gradient_dtype if isinstance(strategy, AsyncPS) else None
+    return None if isinstance(strategy, Local) else strategy.gradient_dtype
 
 
 def make_runner(

@@ -25,6 +25,7 @@ from jgraph.plan.program import Program
 from jgraph.plan.spread import PlacementFunction
 from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner, Placement, end_loops
+from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
 from jgraph.train.data import Dataset
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
@@ -64,6 +65,8 @@ class SyncPS:
       variable_partitioner: cuts parameters into shards, as for ``AsyncPS``.
       partition_strategy: which rows a shard has, as for ``AsyncPS``.
       placement: chooses the ps of each parameter or shard, as for ``AsyncPS``.
+      gradient_dtype: what gradients travel as, as for ``AsyncPS``. They are summed in
+        float32. With a late contribution the left-overs that it carried are dropped.
 
     Raises:
       ConfigError: a number outside what is possible.
@@ -79,6 +82,7 @@ class SyncPS:
     variable_partitioner: Partitioner | None = None
     partition_strategy: str = "div"
     placement: PlacementFunction | None = None
+    gradient_dtype: GradientDtype | None = None
 
     def arrangement(self, cluster: Cluster) -> Arrangement:
         """Returns how variables are cut and placed on a cluster.
@@ -93,6 +97,7 @@ class SyncPS:
         )
 
     def __post_init__(self) -> None:
+        check_gradient_dtype(self.gradient_dtype)
         wanted = self.replicas_to_aggregate
         if wanted is not None and wanted < 1:
             raise ConfigError(
@@ -188,6 +193,7 @@ class SyncRunner:
         with self._state.lock:
             self._state.initialize()
             self._register(prepared)
+            self._state.clear_residuals(prepared.graph)
             self._workers.upload(prepared.graph, order.dataset)
             version = self._state.global_step()
             gate, shards = self._step.container, prepared.shards
@@ -289,7 +295,10 @@ class SyncRunner:
     def _register(self, prepared: _Prepared) -> None:
         if not prepared.handles:
             first, program = self._workers.tasks[0], prepared.plan.program
-            programs = [program.rename_task(first, w) for w in self._workers.tasks]
+            programs = [
+                for_replica(program.rename_task(first, worker), replica)
+                for replica, worker in enumerate(self._workers.tasks)
+            ]
             session = self._state.session
             prepared.handles = session.register_all([*programs, prepared.apply])
 

@@ -105,14 +105,20 @@ class SyncStep:
         means = [v for mean in self._means() for v in _contributed(mean, used)]
         tasks = sorted({str(s.device) for v in means for s in v.shards})
         slots = [self._slot(i, task) for i, task in enumerate(tasks)]
+        compression = self._step.compression
+        sent = {mean.name for mean in means}
+        frozen = {n for n in self._step.names if MEAN + n not in sent}
 
         def contribute(
             batch: Any, step: Any, replica: Any, slot: Any
         ) -> dict[str, Any]:
             result = self._step.computed(self._by_rows, batch, step, replica)
+            grads = result.grads
+            if compression is not None:
+                grads = compression.sent(grads, {*result.rows, *frozen})
             with device("/job:worker"):
                 values = {
-                    **_pairs(self._grads, result.grads, result.rows),
+                    **_pairs(self._grads, grads, result.rows),
                     **_pairs(self._state, result.state),
                     **_pairs(self._metrics, dict(result.metrics)),
                     LOSS: result.loss.astype(jnp.float32),
@@ -125,10 +131,13 @@ class SyncStep:
             return {"loss": result.loss}
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        variables = [*self._step.variables, *means, *slots]
+        left = compression.residuals if compression else ()
+        variables = [*self._step.variables, *means, *slots, *left]
         feeds = self._batch, number, number, number
         graph, _ = trace(contribute, *feeds, variables=variables)
-        return replace(graph, notes=self._by_rows.notes if self._by_rows else ())
+        notes = [*(self._by_rows.notes if self._by_rows else ())]
+        notes += [compression.note] if compression else []
+        return replace(graph, notes=tuple(notes))
 
     @property
     def _tables(self) -> Sequence[RowTable]:

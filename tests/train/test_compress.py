@@ -26,6 +26,7 @@ from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.compress import GradientDtype, compressed, expanded
 from jgraph.train.step import TrainStep
+from jgraph.train.sync_ps import SyncPS
 from jgraph.train.sync_step import SyncStep
 from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers
@@ -91,6 +92,32 @@ def test_parameters_of_synchronous_training_travel_as_what_they_are_cast_to() ->
     nodes = [n for p in contributing(half.program, "g").partitions for n in p.nodes]
     (contributed,) = [n for n in nodes if isinstance(n, ContributeNode)]
     assert len(contributed.variables) == 2
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 2), ("int8", 3.5)])
+def test_contributions_take_fewer_bytes_and_are_summed_as_float32(
+    dtype: GradientDtype, factor: float, shards: int
+) -> None:
+    def contribution(dtype: GradientDtype | None) -> Plan:
+        model = Wide(None, rngs=nnx.Rngs(0))
+        step = SyncStep(make_step(model, shards, gradient_dtype=dtype), BATCH, 2)
+        parts = [f"/part_{i}" for i in range(shards)] if shards > 1 else [""]
+        return planned(
+            step.gradient_graph({f"mean/params/first/kernel{part}" for part in parts})
+        )
+
+    plain, small = contribution(None), contribution(dtype)
+    least = sent(plain, WORKER, PS) / factor
+    assert sent(small, WORKER, PS) <= least * 1.1 + 16
+    assert f"gradients travel as {dtype}" in str(small)
+    on_ps, on_worker = (
+        contributing(small.program, "gate").partition(task) for task in (PS, WORKER)
+    )
+    (node,) = [n for n in on_ps.nodes if isinstance(n, ContributeNode)]
+    assert {on_ps.values[v].dtype for v in node.values} == {"float32"}
+    # What is not contributed has no left-overs either.
+    assert {v.name for v in on_worker.variables} == {"residual/0/params/first/kernel"}
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 2**-8), ("int8", 0.5 / 127)])
@@ -184,9 +211,17 @@ def test_tables_that_go_by_rows_leave_nothing_over(cluster: Cluster) -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AsyncPS(gradient_dtype="bfloat16", max_staleness=1),
+        AsyncPS(gradient_dtype="int8", max_staleness=1),
+        SyncPS(gradient_dtype="int8"),
+    ],
+    ids=["bfloat16", "int8", "int8 in step"],
+)
 def test_training_with_compressed_gradients_converges_as_without(
-    cluster: Cluster, dtype: GradientDtype
+    cluster: Cluster, strategy: AsyncPS | SyncPS
 ) -> None:
     def final_loss(**options: Any) -> float:
         model = NnxMLP(rngs=nnx.Rngs(0))
@@ -198,7 +233,6 @@ def test_training_with_compressed_gradients_converges_as_without(
         trainer.close()
         return loss
 
-    strategy = AsyncPS(gradient_dtype=dtype, max_staleness=1)
     exact, found = final_loss(), final_loss(cluster=cluster, strategy=strategy)
     chance = float(cross_entropy(jnp.zeros((1, 2)), jnp.zeros(1, int)))
     assert exact < chance / 2
@@ -208,3 +242,5 @@ def test_training_with_compressed_gradients_converges_as_without(
 def test_unknown_gradient_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="gradient_dtype is 'int4'; give 'bfloat16'"):
         AsyncPS(gradient_dtype="int4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="gradient_dtype is 'int4'; give 'bfloat16'"):
+        SyncPS(gradient_dtype="int4")  # type: ignore[arg-type]
