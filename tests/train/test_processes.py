@@ -12,16 +12,14 @@ from flax import nnx
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.local import LocalCluster
-from jgraph.coordination.batch_order import BatchOrder
-from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import JGError
 from jgraph.runtime.data import BatchStream
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
-from jgraph.train.runner import Position
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.train.models import NnxMLP, cross_entropy, data, nnx_loss
+from tests.train.ledger import examples_counted, examples_due, loss_that_counts
+from tests.train.models import NnxMLP, data, nnx_loss
 
 pytestmark = pytest.mark.procs
 
@@ -106,34 +104,10 @@ def test_fit_on_a_cluster_that_misses_a_task_fails_and_names_it(lost: str) -> No
         assert clock.now() - began < 30
 
 
-def examples_counted(run: Run) -> np.ndarray[Any, Any]:
-    """Returns how often each example is part of an update: of the metric ``seen``."""
-    share, count = (run.metrics(name)["value"] for name in ("seen", "contributions"))
-    total: np.ndarray[Any, Any] = (share * count[:, None]).sum(0)
-    return total
-
-
-def examples_due(position: Position) -> np.ndarray[Any, Any]:
-    """Returns how often each example is in the batches that a position calls done."""
-    assert position is not None
-    order = BatchOrder(SlotPlan.from_dict(position["plan"]))
-    end, left = order.restored(position)
-    due = np.zeros(order.plan.parts[0].examples)
-    for lease in map(order.batch, set(range(end)) - set(left)):
-        rows = order.plan.rows(lease.epoch, lease.slot)
-        due[rows[lease.first * BATCH : (lease.first + 1) * BATCH]] += 1
-    return due
-
-
 def test_sync_workers_equal_one_process_and_a_killed_one_costs_no_example() -> None:
     tx = optax.sgd(0.1)
     x, y = data()
-    everything = (x, y, np.arange(len(x)))
-
-    def loss(model: Any, batch: Any) -> Any:
-        seen = jax.nn.one_hot(batch[2], len(x)).sum(0)
-        return cross_entropy(model(batch[0]), batch[1]), {"seen": seen}
-
+    everything, loss = (x, y, np.arange(len(x))), loss_that_counts(len(x))
     with LocalCluster(ps=2, workers=2) as cluster:
         there = Trainer(
             NnxMLP(rngs=nnx.Rngs(0)), loss, tx, cluster=cluster, strategy=SyncPS()

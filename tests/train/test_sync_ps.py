@@ -1,6 +1,7 @@
 """Synchronous training on servers of this process, over real gRPC on loopback."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jgraph.runtime.data import BatchStream
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers
+from tests.train.ledger import examples_counted, examples_due, loss_that_counts
 from tests.train.models import NnxMLP, NnxNorm, cross_entropy, data, nnx_loss
 
 STEPS, BATCH, WORKERS = 30, 8, 2
@@ -165,16 +167,30 @@ def test_model_state_is_averaged(cluster: Cluster) -> None:
 def test_late_contributions_of_a_slow_worker_are_dropped_and_counted(
     cluster: Cluster,
 ) -> None:
-    there = trainer(cluster, strategy=SyncPS(backup_workers=1, step_timeout_s=20))
-    fit(there, 1)
-    slow_down(there, 1, 0.1)
+    x, y = data()
+    there = trainer(
+        cluster,
+        strategy=SyncPS(backup_workers=1, step_timeout_s=20),
+        loss=loss_that_counts(len(x)),
+    )
     reports: list[Any] = []
-    run = fit(there, 60, callbacks=[lambda run, report: reports.append(report)])
+    fit = partial(there.fit, (x, y, np.arange(len(x))), batch_size=BATCH)
+    first = fit(steps=1, progress=False)
+    slow_down(there, 1, 0.1)
+    keep = lambda run, report: reports.append(report)
+    run: Any = fit(steps=60, progress=False, callbacks=[keep])
     assert set(run.metrics("contributions")["value"]) == {1}
     assert run.steps == 61
     late = run.dropped()["/job:worker/task:1"]
     assert 0 < late < 50
     assert f"/job:worker/task:1 late {late}" in str(reports[-1])
+    # What came too late was dealt again, and counted once.
+    position = there.current_position()
+    assert position is not None
+    assert position["done"] == 61
+    total = examples_counted(first) + examples_counted(run)
+    np.testing.assert_array_equal(total, examples_due(position))
+    assert total.max() - total.min() <= 3
     there.close()
 
 
