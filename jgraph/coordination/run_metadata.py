@@ -9,12 +9,16 @@ Source: Mills, "Internet Time Synchronization: the Network Time Protocol", 1991,
 one pair of messages; here all of them count.
 """
 
+import json
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
+from jgraph.coordination.timeline import timeline
+from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import (
     FeedNode,
@@ -132,6 +136,25 @@ class RunMetadata:
     def of(self, task: str) -> tuple[NodeTime, ...]:
         """Returns the nodes of one task."""
         return tuple(node for node in self.nodes if node.task == task)
+
+    def save_timeline(self, path: str | pathlib.Path) -> None:
+        """Writes the step as a file that ui.perfetto.dev and chrome://tracing open.
+
+        Args:
+          path: of a JSON file; its directory is made if need be.
+
+        Raises:
+          ConfigError: a place that cannot be written.
+        """
+        file = pathlib.Path(path)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(timeline(self)), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the timeline to {file} ({error.strerror}); choose "
+                "another path"
+            ) from error
 
     def __str__(self) -> str:
         rows = [
