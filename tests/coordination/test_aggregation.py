@@ -29,7 +29,12 @@ from jgraph.coordination.sync_gate import (
     SyncGate,
     Tell,
 )
-from jgraph.errors import CancelledStepError, DeadlineError, TaskLostError
+from jgraph.errors import (
+    CancelledStepError,
+    DataSlotError,
+    DeadlineError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
 from tests.coordination.sync_world import World
 
@@ -129,6 +134,18 @@ def test_contribution_of_a_lost_replica_that_counts_is_not_dealt_again() -> None
     assert give(machine, B) == []
     machine.handle(Applied())
     assert deal(machine, "b") == 1
+
+
+def test_batch_that_ends_three_replicas_ends_the_run_with_its_name() -> None:
+    machine = arbiter("abcd", wanted=4)
+    assert machine.handle(ReplicaLost("a")) == []
+    assert deal(machine, "b") == 0  # before anything new
+    assert machine.handle(ReplicaLost("b")) == []
+    assert deal(machine, "c") == 0
+    (end,) = machine.handle(ReplicaLost("c"))
+    assert isinstance(end, End)
+    assert isinstance(end.error, DataSlotError)
+    assert "batch 0 of data slot 0" in end.error.message
 
 
 def test_replica_that_asks_after_the_end_hears_that_it_is_over() -> None:
