@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jgraph.train.bags import embedding_bag
     from jgraph.train.hash_table import HashTable
     from jgraph.train.local import Local
+    from jgraph.train.pipeline import Pipeline
     from jgraph.train.source import Source
     from jgraph.train.sync_ps import SyncPS
     from jgraph.train.trainer import Trainer
@@ -63,6 +64,7 @@ _HOMES = {
     "JGError": "jgraph.errors",
     "Local": "jgraph.train.local",
     "LocalCluster": "jgraph.cluster.local",
+    "Pipeline": "jgraph.train.pipeline",
     "RoundRobin": "jgraph.plan.spread",
     "Server": "jgraph.cluster.server",
     "Session": "jgraph.cluster.session",
@@ -98,6 +100,7 @@ __all__ = [
     "JGError",
     "Local",
     "LocalCluster",
+    "Pipeline",
     "RoundRobin",
     "Server",
     "Session",

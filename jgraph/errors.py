@@ -20,6 +20,7 @@
     │   ├── UninitializedError        JG-231  variable used before initialisation
     │   ├── VariableMismatchError     JG-232  one name, two shapes or dtypes or places
     │   ├── ShardingError             JG-233  a variable that cannot be cut like this
+    │   ├── PipelineError             JG-234  a pipeline that cannot be
     │   ├── CheckpointError           JG-301  checkpoint missing, damaged or other model
     │   ├── ClusterSpecError          JG-123  a cluster description that cannot be
     │   ├── ConfigError               JG-124  an option outside what is allowed
@@ -231,6 +232,12 @@ class ShardingError(UserError, ValueError):
     """A variable that cannot be cut into shards like this."""
 
     code = "JG-233"
+
+
+class PipelineError(UserError, ValueError):
+    """A pipeline that cannot be, or a batch that it cannot take."""
+
+    code = "JG-234"
 
 
 class CheckpointError(UserError):

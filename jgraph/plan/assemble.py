@@ -7,17 +7,16 @@ is in topological order, and no set of partitions can wait for each other.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, final
-
-import numpy as np
+from typing import final
 
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.ir import TaskName
+from jgraph.plan.builder import Builder
 from jgraph.plan.cut import Cluster, Cut
 from jgraph.plan.flow import Op
-from jgraph.plan.lower import Segment, lower, segment_of
+from jgraph.plan.lower import Segment, label_of, segment_of
+from jgraph.plan.lowered import Lowered
 from jgraph.plan.nodes import (
-    ConstNode,
     FeedNode,
     FetchNode,
     LookupNode,
@@ -37,7 +36,7 @@ from jgraph.plan.nodes import (
 )
 from jgraph.plan.program import Partition, Program, SegmentCode, StoredVariable
 from jgraph.plan.row_access import RowAccess
-from jgraph.plan.types import is_float0, to_plain, value_type
+from jgraph.plan.types import value_type
 
 
 @final
@@ -75,58 +74,6 @@ class SegmentInfo:
 
 @final
 @dataclass(slots=True)
-class _Builder:
-    """One partition while its nodes are emitted."""
-
-    task: TaskName
-    nodes: list[Node] = field(default_factory=list)
-    types: list[ValueType] = field(default_factory=list)
-    ids: dict[Any, ValueId] = field(default_factory=dict)
-    variables: dict[int, int] = field(default_factory=dict)
-    writer: dict[int, int] = field(default_factory=dict)
-    readers: dict[int, list[int]] = field(default_factory=dict)
-    made_here: set[ValueId] = field(default_factory=set)
-
-    def new(self, type_: ValueType) -> ValueId:
-        self.types.append(type_)
-        return len(self.types) - 1
-
-    def define(self, var: Var, type_: ValueType) -> ValueId:
-        self.ids[var] = self.new(type_)
-        return self.ids[var]
-
-    def variable(self, index: int) -> int:
-        return self.variables.setdefault(index, len(self.variables))
-
-    def constant(self, atom: Atom, value: Any) -> ValueId:
-        key: Any = (id(atom), "literal") if isinstance(atom, Literal) else atom
-        if key not in self.ids:
-            self.ids[key] = self.new(value_type(atom.aval))
-            self.nodes.append(ConstNode(_array(atom, value), self.ids[key]))
-        return self.ids[key]
-
-    def order(self, reads: set[int], writes: set[int]) -> tuple[int, ...]:
-        """Returns the earlier nodes that a node on these variables must follow."""
-        node = len(self.nodes)
-        after = {self.writer[v] for v in reads | writes if v in self.writer}
-        for v in writes:
-            after.update(self.readers.pop(v, ()))
-            self.writer[v] = node
-        for v in reads - writes:
-            self.readers.setdefault(v, []).append(node)
-        return tuple(sorted(after))
-
-
-def _array(atom: Atom, value: Any) -> np.ndarray[Any, Any]:
-    type_ = value_type(atom.aval)
-    if is_float0(atom.aval):
-        return np.zeros(type_.shape, type_.np_dtype)
-    plain = np.asarray(to_plain(value) if hasattr(value, "dtype") else value)
-    return plain.astype(type_.np_dtype)
-
-
-@final
-@dataclass(slots=True)
 class Assembler:
     """Builds a program from a cut.
 
@@ -142,7 +89,8 @@ class Assembler:
     edges: list[Edge] = field(default_factory=list)
     segments: list[SegmentInfo] = field(default_factory=list)
     _codes: dict[str, SegmentCode] = field(default_factory=dict)
-    _builders: dict[TaskName, _Builder] = field(default_factory=dict)
+    _lowered: Lowered = field(default_factory=Lowered)
+    _builders: dict[TaskName, Builder] = field(default_factory=dict)
 
     def program(self) -> Program:
         """Returns the program; fills ``edges`` and ``segments``."""
@@ -167,10 +115,10 @@ class Assembler:
             ),
         )
 
-    def _builder(self, task: TaskName) -> _Builder:
-        return self._builders.setdefault(task, _Builder(task))
+    def _builder(self, task: TaskName) -> Builder:
+        return self._builders.setdefault(task, Builder(task))
 
-    def _partition(self, builder: _Builder) -> Partition:
+    def _partition(self, builder: Builder) -> Partition:
         specs = self.cut.flow.graph.variables
         variables = (specs[i] for i in builder.variables)
         return Partition(
@@ -214,7 +162,7 @@ class Assembler:
         types = tuple(flow.type_of(v) for v in values)
         self.edges.append(Edge(src, dst, key, types))
 
-    def _value(self, builder: _Builder, atom: Atom) -> ValueId:
+    def _value(self, builder: Builder, atom: Atom) -> ValueId:
         """Returns the id of a value at a partition; makes a constant's node."""
         if isinstance(atom, Literal):
             return builder.constant(atom, atom.val)
@@ -234,7 +182,7 @@ class Assembler:
             builder.nodes.append(ReadNode(variables, ids, after))
         elif cluster.kind == "lookup":
             self._lookup(builder, ops)
-        elif cluster.kind != "segment":
+        elif cluster.kind not in {"segment", "alone"}:
             for op in ops:
                 self._move(builder, op)
         elif self._only_writes(cluster):
@@ -260,10 +208,10 @@ class Assembler:
             if v in fetched or any(u != position for u in self.cut.users.get(v, ()))
         ]
 
-    def _define(self, builder: _Builder, var: Var) -> ValueId:
+    def _define(self, builder: Builder, var: Var) -> ValueId:
         return builder.define(var, self.cut.flow.type_of(var))
 
-    def _lookup(self, builder: _Builder, ops: list[Op]) -> None:
+    def _lookup(self, builder: Builder, ops: list[Op]) -> None:
         after = builder.order({op.reads[0][0] for op in ops}, set())
         taken = [(op.reads[0][0], op.rows) for op in ops if op.rows is not None]
         rows = self._rows(builder, taken)
@@ -271,11 +219,11 @@ class Assembler:
         builder.nodes.append(LookupNode(rows, outs, after))
 
     def _rows(
-        self, builder: _Builder, accesses: Iterable[RowAccess]
+        self, builder: Builder, accesses: Iterable[RowAccess]
     ) -> tuple[Rows, ...]:
         return tuple(Rows(builder.variable(v), builder.ids[ids]) for v, ids in accesses)
 
-    def _move(self, builder: _Builder, op: Op) -> None:
+    def _move(self, builder: Builder, op: Op) -> None:
         """Emits the node of one of the primitives of ``jgraph.graph.rows``."""
         params, operands = op.equation.params, op.equation.invars
         values = [self._value(builder, a) for a in operands]
@@ -302,17 +250,19 @@ class Assembler:
     def _only_writes(self, cluster: Cluster) -> bool:
         return all(self.cut.flow.ops[i].is_whole_write for i in cluster.ops)
 
-    def _write(self, builder: _Builder, pairs: list[tuple[int, ValueId]]) -> None:
+    def _write(self, builder: Builder, pairs: list[tuple[int, ValueId]]) -> None:
         after = builder.order(set(), {v for v, _ in pairs})
         variables = tuple(builder.variable(v) for v, _ in pairs)
         values = tuple(value for _, value in pairs)
         builder.nodes.append(WriteNode(variables, values, after))
 
-    def _segment(self, builder: _Builder, cluster: Cluster, leaving: list[Var]) -> None:
+    def _segment(self, builder: Builder, cluster: Cluster, leaving: list[Var]) -> None:
         flow = self.cut.flow
         ops = [flow.ops[i] for i in cluster.ops]
         segment = segment_of(flow, ops, leaving)
-        code = lower(flow, segment, self.platforms.get(cluster.task, ("cpu",)))
+        code = self._lowered.code(
+            flow, segment, self.platforms.get(cluster.task, ("cpu",))
+        )
         self._codes.setdefault(code.digest, code)
         taken = tuple(self._value(builder, v) for v in segment.inputs)
         row_updates = self._rows(builder, segment.row_updates)
@@ -321,6 +271,8 @@ class Assembler:
             {*segment.reads, *(v for v, _ in segment.row_reads)},
             {*segment.updates, *(v for v, _ in segment.row_updates)},
         )
+        if cluster.kind == "alone":
+            after = tuple(sorted({*after, *builder.order_alone()}))
         outs = tuple(
             self._define(builder, a)
             if n < len(leaving) and not isinstance(a, Literal)
@@ -355,7 +307,7 @@ class Assembler:
             SegmentInfo(
                 cluster.task,
                 code.digest,
-                code.label,
+                label_of([op.equation for op in segment.ops]),
                 tuple(specs[v].name for v in written),
                 tuple(op.equation for op in segment.ops),
             )
@@ -371,7 +323,7 @@ def _vars(atoms: tuple[Atom, ...]) -> list[Var]:
     return [a for a in atoms if not isinstance(a, Literal)]
 
 
-def _with_donation(builder: _Builder) -> list[Node]:
+def _with_donation(builder: Builder) -> list[Node]:
     """Marks the inputs whose buffers a segment may reuse for its results.
 
     Only what an earlier segment of this partition made and nobody else uses; what

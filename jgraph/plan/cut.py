@@ -7,6 +7,9 @@ task and level are a cluster, and clusters of one task merge while no cycle aris
 What is free, and a read of a variable for use on its own task, belongs to no cluster:
 every cluster that needs it makes it again. Hence the cluster that writes a variable
 also reads it, at one moment, and no concurrent update is lost.
+
+An operation that is to run alone (``jgraph.graph.alone``) is a cluster of its own, and
+those of one task follow one another in program order.
 """
 
 import itertools
@@ -28,8 +31,8 @@ class Cluster:
     Attributes:
       task: where.
       kind: ``read`` for whole reads whose values leave the task, ``lookup`` for such
-        reads of rows, ``route``, ``merge`` and ``split`` for what moves rows, else
-        ``segment``.
+        reads of rows, ``route``, ``merge`` and ``split`` for what moves rows,
+        ``alone`` for one operation that says so, else ``segment``.
       ops: indices, in program order, with the copies of what is repeated.
       roots: the ops that are not copies.
     """
@@ -93,6 +96,7 @@ class _Links:
             for var in self.taken(index):
                 self._link(self.flow.producer.get(var), index)
         self._order_state()
+        self._order_alone()
 
     def taken(self, index: int) -> list[Var]:
         """Returns the values that a root and its copies take from others."""
@@ -130,6 +134,8 @@ class _Links:
             return "read"
         if not op.writes and self.flow.is_row_access(op):
             return "lookup"
+        if op.equation.primitive.name == "alone":
+            return "alone"
         return self.flow.moves_rows(op) or "segment"
 
     def _find_reread(self) -> None:
@@ -214,6 +220,13 @@ class _Links:
             for first, then in itertools.pairwise(indices):
                 self._link(first, then)
 
+    def _order_alone(self) -> None:
+        last: dict[TaskName, int] = {}
+        for index in self.roots:
+            if self.kind(index) == "alone":
+                self._link(last.get(self.task[index]), index)
+                last[self.task[index]] = index
+
     def _state_reads(self, index: int) -> set[Version]:
         ops = [self.flow.ops[i] for i in (index, *self.copies([index]))]
         return {read for op in ops for read in op.reads}
@@ -226,7 +239,8 @@ class _Links:
             here = self.task[index], self.kind(index)
             level[index] = max(
                 (
-                    level[s] + ((self.task[s], self.kind(s)) != here)
+                    level[s]
+                    + (here[1] == "alone" or (self.task[s], self.kind(s)) != here)
                     for s in self.after[index]
                 ),
                 default=0,

@@ -131,8 +131,11 @@ def lower(flow: Flow, segment: Segment, platforms: tuple[str, ...]) -> SegmentCo
 def label_of(equations: Sequence[Equation]) -> str:
     """Returns what a segment computes, for people: its heaviest, then most frequent.
 
-    Variables' reads and writes are not named.
+    Variables' reads and writes are not named; of what runs alone its label is.
     """
+    labels = [e.params["label"] for e in equations if e.params.get("label")]
+    if labels:
+        return ", ".join(labels)
     names = [e.primitive.name for e in equations]
     counts = Counter(n for n in names if n not in {"get", "swap", "addupdate"})
     ranked = sorted(counts, key=lambda n: (n not in _HEAVY, -counts[n], n))

@@ -6,7 +6,9 @@ from typing import Literal, TypeAlias
 
 from jgraph.graph.ir import TaskName
 
-Kind: TypeAlias = Literal["read", "lookup", "route", "merge", "split", "segment"]
+Kind: TypeAlias = Literal[
+    "read", "lookup", "route", "merge", "split", "segment", "alone"
+]
 
 
 def topological(before: Mapping[int, Iterable[int]]) -> list[int]:
@@ -40,7 +42,7 @@ def merge(
     members: list[set[int]],
     successors: list[set[int]],
 ) -> list[tuple[TaskName, Kind, set[int]]]:
-    """Merges clusters of one task and kind, nearest levels first.
+    """Merges clusters of one task and kind, nearest levels first; none that is alone.
 
     Two may merge when no path between them goes through a third: the clusters then
     still have an order in which they can run.
@@ -62,7 +64,8 @@ def _candidates(
 ) -> list[tuple[int, int]]:
     groups: dict[tuple[TaskName, Kind], list[int]] = {}
     for n in alive:
-        groups.setdefault(keys[n][:2], []).append(n)
+        if keys[n][1] != "alone":
+            groups.setdefault(keys[n][:2], []).append(n)
     pairs = [
         (g[a], g[b])
         for g in groups.values()
