@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from jgraph.train.pipeline import Pipeline
     from jgraph.train.source import Source
     from jgraph.train.sync_ps import SyncPS
+    from jgraph.train.towers import towers
     from jgraph.train.trainer import Trainer
 
 # Where each public name lives. It is imported at first use, so that `import jgraph`
@@ -83,6 +84,7 @@ _HOMES = {
     "function": "jgraph.graph.function",
     "min_max_variable_partitioner": "jgraph.plan.partitioner",
     "split_keys": "jgraph.graph.hash_keys",
+    "towers": "jgraph.train.towers",
     "variable_axis_size_partitioner": "jgraph.plan.partitioner",
 }
 
@@ -119,6 +121,7 @@ __all__ = [
     "function",
     "min_max_variable_partitioner",
     "split_keys",
+    "towers",
     "variable_axis_size_partitioner",
 ]
 

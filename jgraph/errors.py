@@ -235,7 +235,7 @@ class ShardingError(UserError, ValueError):
 
 
 class PipelineError(UserError, ValueError):
-    """A pipeline that cannot be, or a batch that it cannot take."""
+    """A pipeline that cannot be."""
 
     code = "JG-234"
 

@@ -23,6 +23,7 @@ PUBLIC = [
     "JGError",
     "Local",
     "LocalCluster",
+    "Pipeline",
     "RoundRobin",
     "Server",
     "Session",
@@ -41,6 +42,7 @@ PUBLIC = [
     "function",
     "min_max_variable_partitioner",
     "split_keys",
+    "towers",
     "variable_axis_size_partitioner",
 ]
 OBJECTS = [name for name in PUBLIC if name not in {"NO_KEY", "__version__", "errors"}]

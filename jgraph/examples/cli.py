@@ -86,6 +86,23 @@ def dlrm(
     run_example("dlrm", train, ps, workers, steps, seed, as_json=as_json)
 
 
+@app.command()
+def pipeline(
+    data: Data,
+    workers: Annotated[int, typer.Option(min=1, help="Workers, a stage each.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Updates.")] = 500,
+    microbatches: Annotated[int, typer.Option(help="Parts of a batch of 32.")] = 8,
+    schedule: Annotated[str, typer.Option(help="gpipe or 1f1b.")] = "1f1b",
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """A transformer in stages, one per worker, on the words of a text: input.txt."""
+    from jgraph.examples.pipeline import run
+
+    train = functools.partial(run, data, microbatches=microbatches, schedule=schedule)
+    run_example("pipeline", train, 0, workers, steps, seed, as_json=as_json)
+
+
 def run_example(
     name: str,
     example: "Example",

@@ -24,6 +24,7 @@ class Alone:
     All calls of one object are one piece of code: lowered once, compiled once per task.
 
     Args:
+      name: of the function, for people.
       jaxpr: open, without Refs.
       consts: the values of its ``constvars``; they become operands of the call.
 
@@ -32,16 +33,16 @@ class Alone:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> twice = alone(lambda x, y: [x * 2], jnp.ones(3), jnp.ones(1000))
+      >>> twice = alone("twice", lambda x, y: [x * 2], jnp.ones(3), jnp.ones(1000))
       >>> twice.operands
       (0,)
       >>> twice([jnp.ones(3), jnp.ones(1000)])[0].tolist()
       [2.0, 2.0, 2.0]
     """
 
-    __slots__ = ("_body", "_consts", "operands")
+    __slots__ = ("_body", "_consts", "_name", "operands")
 
-    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None:
+    def __init__(self, name: str, jaxpr: Jaxpr, consts: Sequence[Any]) -> None:
         equations = needed_for(jaxpr.outvars, jaxpr.eqns)
         used = {v for e in equations for v in e.invars if isinstance(v, Var)}
         used |= {v for v in jaxpr.outvars if isinstance(v, Var)}
@@ -49,6 +50,7 @@ class Alone:
             (v, c) for v, c in zip(jaxpr.constvars, consts, strict=True) if v in used
         ]
         self.operands = tuple(n for n, v in enumerate(jaxpr.invars) if v in used)
+        self._name = name
         self._consts = [value for _, value in taken]
         self._body = _compat.build_jaxpr(
             invars=[*(v for v, _ in taken), *(jaxpr.invars[n] for n in self.operands)],
@@ -60,16 +62,20 @@ class Alone:
         """Returns the results; ``label`` names this call, for people."""
         given = [args[n] for n in self.operands]
         results: list[Any] = alone_p.bind(
-            *self._consts, *given, body=self._body, label=label
+            *self._consts,
+            *given,
+            body=self._body,
+            name=self._name,
+            label=label or self._name,
         )
         return results
 
 
-def alone(fn: Callable[..., Sequence[Any]], *args: Any) -> Alone:
+def alone(name: str, fn: Callable[..., Sequence[Any]], *args: Any) -> Alone:
     """Returns a function of flat arrays, traced for arguments of these types."""
     jaxpr, consts, _ = _compat.make_jaxpr(fn, *args)
     flat = inline_calls(jaxpr, consts)
-    return Alone(flat.jaxpr, flat.consts)
+    return Alone(name, flat.jaxpr, flat.consts)
 
 
 def needed_for(outvars: Sequence[Atom], equations: Sequence[Any]) -> list[Any]:
@@ -83,12 +89,12 @@ def needed_for(outvars: Sequence[Atom], equations: Sequence[Any]) -> list[Any]:
     return found[::-1]
 
 
-def _run(*args: Any, body: Jaxpr, label: str) -> list[Any]:
-    del label
+def _run(*args: Any, body: Jaxpr, name: str, label: str) -> list[Any]:
+    del name, label
     results: list[Any] = jax.core.eval_jaxpr(body, (), *args)
     return results
 
 
 alone_p = primitive(
-    "alone", _run, lambda *_, body, label: [v.aval for v in body.outvars]
+    "alone", _run, lambda *_, body, **__: [v.aval for v in body.outvars]
 )

@@ -307,7 +307,7 @@ class Assembler:
             SegmentInfo(
                 cluster.task,
                 code.digest,
-                label_of([op.equation for op in segment.ops]),
+                label_of([op.equation for op in segment.ops], call=True),
                 tuple(specs[v].name for v in written),
                 tuple(op.equation for op in segment.ops),
             )

@@ -128,14 +128,18 @@ def lower(flow: Flow, segment: Segment, platforms: tuple[str, ...]) -> SegmentCo
     )
 
 
-def label_of(equations: Sequence[Equation]) -> str:
+def label_of(equations: Sequence[Equation], *, call: bool = False) -> str:
     """Returns what a segment computes, for people: its heaviest, then most frequent.
 
-    Variables' reads and writes are not named; of what runs alone its label is.
+    Variables' reads and writes are not named. What runs alone has a name.
+
+    Args:
+      equations: of the segment.
+      call: name that call of what runs alone, not the function.
     """
-    labels = [e.params["label"] for e in equations if e.params.get("label")]
-    if labels:
-        return ", ".join(labels)
+    for equation in equations:
+        if equation.primitive.name == "alone":
+            return str(equation.params["label" if call else "name"])
     names = [e.primitive.name for e in equations]
     counts = Counter(n for n in names if n not in {"get", "swap", "addupdate"})
     ranked = sorted(counts, key=lambda n: (n not in _HEAVY, -counts[n], n))

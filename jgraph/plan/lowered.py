@@ -61,8 +61,9 @@ class _Names:
 
     def _op(self, op: Op) -> Key:
         equation = op.equation
-        # What a call is named, for people, is no part of its code.
-        params = {k: v for k, v in equation.params.items() if k != "label"}
+        params = dict(equation.params)
+        if equation.primitive.name == "alone":
+            del params["label"]  # names the call, for people
         return (
             equation.primitive,
             getattr(equation, "ctx", None),  # JAX makes equal ones one object

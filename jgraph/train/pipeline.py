@@ -9,7 +9,13 @@ import optax
 
 from jgraph.errors import PipelineError
 from jgraph.graph.device import device
-from jgraph.plan.schedule import Schedule, ScheduleName, schedule as schedule_of
+from jgraph.plan.schedule import (
+    Schedule,
+    ScheduleName,
+    schedule as schedule_of,
+    simulate,
+)
+from jgraph.train.cut import cut_batch
 from jgraph.train.pipeline_graph import PipelineGraph
 from jgraph.train.pipeline_step import PipelineStep
 from jgraph.train.stage import as_stage
@@ -69,7 +75,7 @@ class Pipeline:
         loss: Loss,
         *,
         microbatches: int,
-        schedule: ScheduleName = "1f1b",
+        schedule: ScheduleName | str = "1f1b",
         tasks: int | Sequence[str] | None = None,
     ) -> None:
         self._stages = [as_stage(number, stage) for number, stage in enumerate(stages)]
@@ -109,6 +115,26 @@ class Pipeline:
             inputs = stage.outputs(params[-1], inputs)
         return params
 
+    @property
+    def bubble(self) -> float:
+        """The part of the tasks' time in which they wait, if stages take equal time.
+
+        A backward pass is taken to last as long as two forward passes.
+        """
+        return simulate(self.schedule).bubble
+
+    def apply(self, params: Sequence[Tree], x: Tree) -> Tree:
+        """Returns what the last stage gives for a batch in one piece, each on its task.
+
+        Args:
+          params: parameters of each stage.
+          x: what the first stage takes.
+        """
+        for stage, tree, where in zip(self._stages, params, self.devices, strict=True):
+            with device(where):
+                x = stage.apply(tree, x)
+        return x
+
     def value_and_grad(
         self,
         params: Sequence[Tree],
@@ -130,14 +156,15 @@ class Pipeline:
           these and of gradients like ``x`` (None for what is no float).
 
         Raises:
-          PipelineError: the batch cannot be cut, a stage does not take what the one
-            before it gives, or the loss is no number.
+          FeedError: the batch cannot be cut.
+          PipelineError: a stage does not take what the one before it gives, or the loss
+            is no number.
         """
         self._check_params(params)
         with device(self.devices[0]):
-            inputs = self._cut(x, "x")
+            inputs = cut_batch(x, self.schedule.microbatches, "x")
         with device(self.devices[-1]):
-            goals = self._cut(targets, "targets")
+            goals = cut_batch(targets, self.schedule.microbatches, "targets")
         graph = PipelineGraph(
             self.schedule,
             self.devices,
@@ -211,23 +238,6 @@ class Pipeline:
                         f"{type_of(leaf).dtype}, which has no gradient; make it a "
                         "constant of the stage"
                     )
-
-    def _cut(self, tree: Tree, what: str) -> list[Tree]:
-        """Returns the parts of a batch, one per microbatch."""
-        count, sizes = self.schedule.microbatches, set()
-        for leaf in jax.tree.leaves(tree):
-            sizes.add(jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0)
-        if len(sizes) != 1 or min(sizes) == 0 or min(sizes) % count:
-            found = " and ".join(map(str, sorted(sizes))) or "no"
-            raise PipelineError(
-                f"{what} has {found} examples, which cannot be cut into {count} equal "
-                f"microbatches; give a batch that is a multiple of {count}"
-            )
-        each = sizes.pop() // count
-        return [
-            jax.tree.map(lambda leaf: leaf[k * each : (k + 1) * each], tree)  # noqa: B023
-            for k in range(count)
-        ]
 
 
 def _without_targets(

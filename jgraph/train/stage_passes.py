@@ -62,7 +62,9 @@ class StagePasses:
         self.outputs: Tree = None
         self._back: Any = None
         self._residuals = self._trace()
-        self._ahead = Alone(self._residuals.forward, self._residuals.consts)
+        self._ahead = Alone(
+            "forward pass", self._residuals.forward, self._residuals.consts
+        )
         self._alone: dict[tuple[str, bool], Alone] = {}
 
     def forward(
@@ -101,7 +103,7 @@ class StagePasses:
             made = self._gradients(back, args[count : count + len(gradients)])
             return self._added(made, args[count + len(gradients) :])
 
-        return self._split(self._run("backward", run, args, bool(sums), label))
+        return self._split(self._run("backward pass", run, args, bool(sums), label))
 
     def both(
         self, params: Leaves, inputs: Leaves, sums: Leaves, label: str = ""
@@ -115,7 +117,9 @@ class StagePasses:
             made = self._gradients(back, [])
             return [*outputs, *self._added(made, args[count:])]
 
-        loss, *made = self._run("both", run, args, bool(sums), label)
+        loss, *made = self._run(
+            "forward and backward pass", run, args, bool(sums), label
+        )
         return [loss], *self._split(made)
 
     # ------------------------------------------------------------ inside
@@ -167,15 +171,15 @@ class StagePasses:
 
     def _run(
         self,
-        kind: str,
+        name: str,
         run: Callable[..., Leaves],
         args: Leaves,
         adds: bool,
         label: str,
     ) -> Leaves:
-        if (kind, adds) not in self._alone:
-            self._alone[kind, adds] = alone(run, *map(type_of, args))
-        return self._alone[kind, adds](args, label)
+        if (name, adds) not in self._alone:
+            self._alone[name, adds] = alone(name, run, *map(type_of, args))
+        return self._alone[name, adds](args, label)
 
     def _split(self, made: Leaves) -> tuple[Leaves, Leaves]:
         return made[: self._num_params], made[self._num_params :]

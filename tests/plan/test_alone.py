@@ -27,7 +27,7 @@ def labels(planned: Plan, task: str) -> list[str]:
 
 def test_calls_on_one_task_are_segments_that_follow_one_another() -> None:
     def step(x: Any) -> Any:
-        run = alone(doubled, x)
+        run = alone("doubled", doubled, x)
         with jg.device(WORKERS[1]):
             (b,) = run([x], "second")
             (a,) = run([x + 1], "first")
@@ -46,7 +46,7 @@ def test_calls_on_one_task_are_segments_that_follow_one_another() -> None:
 
 def test_calls_on_two_tasks_do_not_wait_for_each_other() -> None:
     def step(x: Any) -> Any:
-        run = alone(doubled, x)
+        run = alone("doubled", doubled, x)
         results = []
         for worker in WORKERS[1:3]:
             with jg.device(worker):
@@ -62,7 +62,7 @@ def test_calls_of_one_function_and_towers_of_one_model_share_code() -> None:
     w = jg.Variable("w", X, device=PS[0])
 
     def step(x: Any) -> Any:
-        run = alone(doubled, x)
+        run = alone("doubled", doubled, x)
         total = jnp.zeros(())
         for worker in WORKERS[:3]:
             with jg.device(worker):
@@ -91,7 +91,7 @@ def test_segments_of_other_constants_do_not_share_code() -> None:
 def test_operands_that_do_not_matter_are_not_sent() -> None:
     def step(x: Any, y: Any) -> Any:
         with jg.device(WORKERS[1]):
-            return alone(lambda x, y: [x * 2], x, y)([x, y])[0]
+            return alone("", lambda x, y: [x * 2], x, y)([x, y])[0]
 
     planned = check_plan(step, X, jnp.ones(1000))
     assert planned.nbytes_per_step == 2 * X.nbytes
@@ -101,7 +101,7 @@ def test_arrays_that_the_function_closed_over_are_constants_of_the_graph() -> No
     large = jnp.arange(6000.0).reshape(6, 1000)
 
     def step(x: Any) -> Any:
-        run = alone(lambda x: [x @ large], x)
+        run = alone("", lambda x: [x @ large], x)
         with jg.device(WORKERS[1]):
             return run([x])[0] + run([x + 1])[0]
 
@@ -113,7 +113,7 @@ def test_a_variable_is_read_by_the_calls_on_its_task_and_written_after_them() ->
 
     def step(x: Any) -> Any:
         value = w[...]
-        run = alone(lambda w, x: [w * x], value, x)
+        run = alone("", lambda w, x: [w * x], value, x)
         with jg.device(WORKERS[1]):
             a, b = run([value, x])[0], run([value, x + 1])[0]
             w[...] = value - a - b
@@ -132,7 +132,7 @@ def test_two_tasks_inside_one_call_are_refused() -> None:
             return [y * 2]
 
     with pytest.raises(PlacementError, match="has operations on several tasks"):
-        graph_of(lambda x: alone(body, x)([x])[0], X)
+        graph_of(lambda x: alone("body", body, x)([x])[0], X)
 
 
 def test_a_callback_inside_is_refused() -> None:
@@ -142,4 +142,4 @@ def test_a_callback_inside_is_refused() -> None:
         return [jax.pure_callback(lambda x: x, x, x)]
 
     with pytest.raises(CallbackError):
-        check_plan(lambda x: alone(body, x)([x])[0], X)
+        check_plan(lambda x: alone("body", body, x)([x])[0], X)

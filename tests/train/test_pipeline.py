@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.errors import PipelineError
+from jgraph.errors import FeedError, PipelineError
 from jgraph.plan.nodes import SegmentNode
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.schedule import Pass, schedule
@@ -70,7 +70,7 @@ def whole_step(
             h = stage(tree, h)
         return squares(h, t)
 
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     updates, _ = tx.update(grads, tx.init(params), params)
     return value, optax.apply_updates(params, updates)
 
@@ -191,7 +191,7 @@ def test_linen_stages_and_integers_between_them() -> None:
 
     assert_same(
         jax.jit(pipe.value_and_grad)(params, ids, ids),
-        jax.value_and_grad(whole)(params),
+        jax.jit(jax.value_and_grad(whole))(params),
         exact=False,
     )
 
@@ -223,7 +223,7 @@ def test_gradients_of_the_input_are_those_of_the_whole_batch(name: Any) -> None:
 
     run = jax.jit(partial(pipe.value_and_grad, input_gradients=True))
     _, (_, gradient) = run(params, x, t)
-    assert_same(gradient, jax.grad(whole)(x), exact=False)
+    assert_same(gradient, jax.jit(jax.grad(whole))(x), exact=False)
 
 
 def test_a_checkpointed_stage_keeps_its_input_only() -> None:
@@ -265,7 +265,6 @@ def refused(sentence: str, **changed: Any) -> None:
 
 def test_what_cannot_be_a_pipeline_is_refused_with_a_sentence() -> None:
     refused("a pipeline needs a stage", stages=[])
-    refused("x has 10 examples, which cannot be cut into 4 equal", size=10)
     refused("stage 1 .'int'. is no stage", stages=[layer, 3])
     refused("there are 'gpipe', '1f1b' and 'interleaved'", schedule="zigzag")
     refused("there are 2 stages for 1 tasks", tasks=1)
@@ -281,6 +280,14 @@ def test_what_cannot_be_a_pipeline_is_refused_with_a_sentence() -> None:
     )
     refused("gives a float; it has to give arrays", stages=[lambda p, x: 1.0, layer])
     refused("has a parameter .'w'. of int32", params=[{"w": jnp.ones(2, int)}] * 2)
+
+
+def test_a_batch_that_the_microbatches_do_not_divide_is_refused() -> None:
+    pipe = jg.Pipeline([layer], squares, microbatches=4)
+    with pytest.raises(
+        FeedError, match="x has 10 examples, which cannot be cut into 4"
+    ):
+        pipe.value_and_grad(params_of(1), *batch(10))
 
 
 def test_modules_with_other_state_and_functions_have_no_initial_parameters() -> None:
