@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 import jgraph as jg
 from benchmarks import measure, models
 from benchmarks.on_cluster import Training
-from jgraph.runtime.data import BatchStream
 
 STRATEGIES: dict[str, Callable[[], Any]] = {"AsyncPS": jg.AsyncPS, "SyncPS": jg.SyncPS}
 RATE = 1e-3
@@ -49,8 +49,8 @@ class ByHand:
         graphdef, params, rest = split
         state = params, rest, tx.init(params)
         self.state = jax.tree.map(jnp.copy, state)
-        fields = {str(i): field for i, field in enumerate(data)}
-        self.stream = BatchStream(fields, batch, seed=0)
+        self.data, self.batch = data, batch
+        self.random, self.order = np.random.default_rng(0), np.empty(0, int)
 
         def step(state: Any, batch: Any) -> Any:
             params, rest, opt = state
@@ -67,11 +67,17 @@ class ByHand:
 
         self.step = jax.jit(step, donate_argnums=0)
 
+    def next_batch(self) -> tuple[Any, ...]:
+        """Returns examples in a new order for each epoch."""
+        if len(self.order) < self.batch:
+            self.order = self.random.permutation(len(self.data[0]))
+        rows, self.order = np.split(self.order, [self.batch])
+        return tuple(field[rows] for field in self.data)
+
     def run(self, steps: int) -> None:
         losses = []
         for _ in range(steps):
-            batch = tuple(next(self.stream).values())
-            loss, self.state = self.step(self.state, batch)
+            loss, self.state = self.step(self.state, self.next_batch())
             losses.append(loss)
         jax.block_until_ready(losses)
 

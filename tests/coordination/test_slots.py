@@ -44,6 +44,10 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     assert order(1, 0) != order(2, 0)
 
 
+def test_order_is_the_same_on_every_machine() -> None:
+    assert epoch_order(6, 0, 0).tolist() == [3, 2, 5, 4, 0, 1]
+
+
 def test_what_is_left_out_changes_from_epoch_to_epoch() -> None:
     plan = SlotPlan([Part("a", 7)], 4, seed=0, shuffle="slots")
     kept = {tuple(np.sort(plan.rows(epoch, 0))) for epoch in range(8)}

@@ -1,6 +1,7 @@
 """Small models, their losses, and the loops that a JAX user would write by hand."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +11,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jgraph.runtime.data import BatchStream
+from jgraph.coordination.slots import Lease, SlotPlan
+from jgraph.runtime.batches import ArrayReader, LeasedBatches
 
 BATCH = 8
 
@@ -82,6 +84,20 @@ def linen_norm_loss(variables: Any, batch: Any, rng: Any) -> Any:
     return cross_entropy(logits, y), {**updates, "accuracy": accuracy}
 
 
+def batches_of(
+    fields: Mapping[str, Any], batch_size: int, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yields the batches that a Trainer takes of these fields, without end."""
+    reader = ArrayReader(fields)
+    plan = SlotPlan(reader.parts, batch_size, seed)
+    leased = LeasedBatches(reader, plan)
+    for epoch in itertools.count():
+        for slot in plan.order(epoch):
+            count = plan.span(slot).batches
+            for index in range(count):
+                yield leased.read(Lease(epoch, slot, 0, count), index)
+
+
 def by_hand(
     params: Any,
     loss: Callable[[Any, Any], Any],
@@ -98,7 +114,7 @@ def by_hand(
         return value, optax.apply_updates(params, updates), opt
 
     x, y = data()
-    stream = BatchStream({"x": x, "y": y}, BATCH, seed)
+    stream = batches_of({"x": x, "y": y}, BATCH, seed)
     opt, losses = tx.init(params), []
     for _ in range(steps):
         batch = next(stream)

@@ -13,13 +13,17 @@ from flax import nnx
 from jgraph.clock import SystemClock
 from jgraph.cluster.local import LocalCluster
 from jgraph.errors import JGError
-from jgraph.runtime.data import BatchStream
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.train.ledger import examples_counted, examples_due, loss_that_counts
-from tests.train.models import NnxMLP, data, nnx_loss
+from tests.train.models import (
+    NnxMLP,
+    batches_of,
+    data,
+    nnx_loss,
+)
 
 pytestmark = pytest.mark.procs
 
@@ -84,7 +88,7 @@ def test_fifty_steps_equal_a_plain_jax_loop(
     )
     run = trainer.fit(data(), steps=STEPS, batch_size=BATCH, progress=False)
     x, y = data()
-    batches = BatchStream({"x": x, "y": y}, BATCH, SEED)
+    batches = batches_of({"x": x, "y": y}, BATCH, SEED)
     assert_same(run.model(), plain_loop(tx, batches))
     trainer.close()
 
@@ -114,7 +118,7 @@ def test_sync_workers_equal_one_process_and_a_killed_one_costs_no_example() -> N
         )
         fit = partial(there.fit, everything, batch_size=BATCH, progress=False)
         run = fit(steps=10)
-        stream = BatchStream({"x": x, "y": y}, BATCH, seed=0)
+        stream = batches_of({"x": x, "y": y}, BATCH, seed=0)
         pairs = zip(stream, stream, strict=True)
         both = ({k: np.concatenate([a[k], b[k]]) for k in a} for a, b in pairs)
         assert_same(run.model(), plain_loop(tx, both, 10))

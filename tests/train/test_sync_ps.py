@@ -17,12 +17,18 @@ from jgraph.cluster.client import Cluster, connect
 from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.plan.nodes import ContributeNode
 from jgraph.plan.program import Program
-from jgraph.runtime.data import BatchStream
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers
 from tests.train.ledger import examples_counted, examples_due, loss_that_counts
-from tests.train.models import NnxMLP, NnxNorm, cross_entropy, data, nnx_loss
+from tests.train.models import (
+    NnxMLP,
+    NnxNorm,
+    batches_of,
+    cross_entropy,
+    data,
+    nnx_loss,
+)
 
 STEPS, BATCH, WORKERS = 30, 8, 2
 CLIP_ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
@@ -67,7 +73,7 @@ def plain_loop(tx: Any, workers: int = WORKERS) -> dict[str, Any]:
         return optax.apply_updates(params, updates), opt
 
     x, y = data()
-    stream = BatchStream({"x": x, "y": y}, BATCH, 0)
+    stream = batches_of({"x": x, "y": y}, BATCH, 0)
     opt = tx.init(params)
     for _ in range(STEPS):
         batches = [next(stream) for _ in range(workers)]

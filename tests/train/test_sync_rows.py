@@ -15,12 +15,12 @@ from jgraph.cluster.client import Cluster, connect
 from jgraph.errors import RowIdError
 from jgraph.graph.ir import eval_graph
 from jgraph.plan.nodes import ContributeNode
-from jgraph.runtime.data import BatchStream
 from jgraph.train.adapters import adapt
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers
+from tests.train.models import batches_of
 
 ROWS, DIM, BATCH, WORKERS, STEPS = 3000, 4, 8, 2, 12
 TABLE = "params/table/embedding"
@@ -66,7 +66,7 @@ def fit(trainer: Trainer, steps: int = STEPS, data: Any = data) -> Any:
 
 def alone(tx: Any, sparse: Any) -> dict[str, Any]:
     """One process that takes the batches of all workers together."""
-    stream = BatchStream(data, BATCH, 0)
+    stream = batches_of(data, BATCH, 0)
     step = TrainStep(adapt(Embed(nnx.Rngs(0)), loss, seed=0), tx, sparse=sparse)
     values: Any = step.initial_values
     graph = step.graph({k: v[: WORKERS * BATCH] for k, v in data.items()})

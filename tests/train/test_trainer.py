@@ -17,7 +17,6 @@ from jgraph.errors import (
     ConfigError,
     DeadlineError,
 )
-from jgraph.runtime.data import BatchStream
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
 from jgraph.train.trainer import Trainer
@@ -27,6 +26,7 @@ from tests.train.models import (
     LinenNorm,
     NnxMLP,
     NnxNorm,
+    batches_of,
     by_hand,
     cross_entropy,
     data,
@@ -132,7 +132,7 @@ def test_nnx_batch_norm_statistics_are_those_of_a_plain_loop() -> None:
     trained = fit(Trainer(model, loss, optax.sgd(0.1)), 10).model()
 
     x, y = data()
-    stream = BatchStream({"x": x, "y": y}, BATCH, seed=0)
+    stream = batches_of({"x": x, "y": y}, BATCH, seed=0)
     for _ in range(10):
         batch = next(stream)
         grads = nnx.grad(loss)(model, (batch["x"], batch["y"]))
