@@ -42,7 +42,8 @@ SERVER_OPTIONS: Final = (
     *_COMMON_OPTIONS,
     # Without this a second server on the port silently takes half of the traffic.
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Otherwise a connection that says nothing for a minute is ended: too many pings.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 2),
 )
 CHANNEL_OPTIONS: Final = (

@@ -5,7 +5,9 @@ import multiprocessing
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from jgraph.errors import (
     TaskLostError,
 )
 from jgraph.graph.ir import TaskName
+from jgraph.rpc.dial import CHANNEL_OPTIONS, SERVER_OPTIONS
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.health import HealthServer
 from jgraph.rpc.transport import Address, Frame
@@ -87,6 +90,14 @@ async def talk_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 
 async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.close()
+
+
+def test_grpc_knows_every_option_that_is_set() -> None:
+    # It passes over others silently.
+    (library,) = Path(grpc.__file__).parent.glob("_cython/cygrpc*.so")
+    known = library.read_bytes()
+    names = {name for name, _ in (*SERVER_OPTIONS, *CHANNEL_OPTIONS)}
+    assert [name for name in names if name.encode() not in known] == []
 
 
 @pytest.mark.slow
