@@ -14,10 +14,9 @@ import jgraph as jg
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.session import Session
 from jgraph.errors import ConfigError, FeedError
-from jgraph.runtime.data import BatchStream
 from tests.cluster.conftest import Servers
 from tests.plan.support import assert_same
-from tests.train.models import NnxMLP, cross_entropy, data, nnx_loss
+from tests.train.models import NnxMLP, batches_of, cross_entropy, data, nnx_loss
 
 WORKERS, BATCH, STEPS = 2, 8, 5
 
@@ -109,7 +108,7 @@ def test_towers_on_all_workers_train_as_synchronous_training_does(
     )
     x, y = data()
     parts = [{"x": x[i::WORKERS], "y": y[i::WORKERS]} for i in range(WORKERS)]
-    streams = [BatchStream(part, BATCH, 0) for part in parts]
+    streams = [batches_of(part, BATCH, 0) for part in parts]
     trained = trainer.fit((x, y), steps=STEPS, batch_size=BATCH, progress=False)
 
     graph, params = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
