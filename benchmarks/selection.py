@@ -56,7 +56,7 @@ SHORT = Selection(
         "memory --width 3000",
         "scale --rounds 2",
         "straggler --rounds 2",
-        "train --model mlp cnn --rounds 3 --steps 60",
+        "train --model mlp cnn --rounds 3 --steps 30",
         "train --ps 1 --workers 1 4 --baseline --rounds 3 --steps 100",
         "train --strategy SyncPS --ps 1 --workers 2 --baseline --rounds 3 --steps 60",
         "transport --largest 16000000",
@@ -70,7 +70,8 @@ SHORT = Selection(
             f"compare --only sync-dense8 --workers 2 {TURNS}",
             "embedding --rounds 2 --steps 60 --peer",
         ],
-        **dict.fromkeys(("tensorflow_strategy", "ray_ps", "torch_ddp"), (MLP,)),
+        "tensorflow_strategy": (),
+        **dict.fromkeys(("ray_ps", "torch_ddp"), (MLP,)),
     },
     [
         "null_step --kind scalar --workers 1 4",
