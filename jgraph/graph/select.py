@@ -1,14 +1,17 @@
-"""Choosing what to fetch of a graph, and giving results their structure back."""
+"""Choosing what to run of a graph, and giving results their structure back."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
+from jgraph import _compat
+from jgraph._compat import Equation, Literal, Var
 from jgraph.errors import FetchError
 from jgraph.graph.ir import Graph
+from jgraph.graph.taps import tapped
 
 
 def select_fetches(graph: Graph, fetches: Any) -> Graph:
@@ -17,11 +20,11 @@ def select_fetches(graph: Graph, fetches: Any) -> Graph:
     Args:
       graph: a traced function.
       fetches: a pytree of names: a key of the returned dict (``"loss"``), an index of
-        the returned tuple (``0``), or a full path as in ``graph.fetches``
-        (``"['metrics']['loss']"``).
+        the returned tuple (``0``), a full path as in ``graph.fetches``
+        (``"['metrics']['loss']"``), or the name of a tapped value.
 
     Raises:
-      FetchError: the function returns nothing of that name.
+      FetchError: the function returns and taps nothing of that name.
 
     Example:
       >>> import jax.numpy as jnp
@@ -31,27 +34,105 @@ def select_fetches(graph: Graph, fetches: Any) -> Graph:
       ("['b']",)
     """
     names, tree = jax.tree_util.tree_flatten(fetches)
-    chosen = [_index_of(graph, name) for name in names]
-    outvars = [graph.jaxpr.outvars[i] for i in chosen]
+    chosen = [_chosen(graph, name) for name in names]
     return replace(
         graph,
-        jaxpr=graph.jaxpr.replace(outvars=outvars),
-        fetches=tuple(graph.fetches[i] for i in chosen),
+        jaxpr=graph.jaxpr.replace(outvars=[value for _, value in chosen]),
+        fetches=tuple(name for name, _ in chosen),
         out_tree=tree,
     )
 
 
-def _index_of(graph: Graph, name: Any) -> int:
+def select_targets(graph: Graph, targets: Collection[str]) -> Graph:
+    """Returns the graph with only the updates of these variables.
+
+    Args:
+      graph: a traced function with the fetches that are wanted.
+      targets: names of variables.
+
+    Raises:
+      FetchError: the function does not write such a variable; or what is fetched or
+        updated reads another variable after that was written.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jgraph.graph.trace import trace
+      >>> from jgraph.graph.variable import Variable
+      >>> w = Variable("w", jnp.zeros(()))
+      >>> def step(x):
+      ...     loss = (w[...] - x) ** 2
+      ...     w[...] = w[...] - 0.1 * (w[...] - x)
+      ...     return loss
+      >>> graph, _ = trace(step, 1.0)
+      >>> [e.primitive.name for e in select_targets(graph, []).equations]
+      ['get', 'convert_element_type', 'sub', 'integer_pow']
+    """
+    refs = dict(zip(graph.jaxpr.invars, graph.variables, strict=False))
+    written = {refs[r].name for e in graph.equations for r in _written(e)}
+    for name in targets:
+        if name not in written:
+            raise FetchError(
+                f"'{graph.name}' does not write a variable called {name!r}; it writes "
+                f"{', '.join(sorted(written)) or 'none'}",
+                fetch=name,
+            )
+    needed = {v for v in graph.jaxpr.outvars if not isinstance(v, Literal)}
+    later: set[Var] = set()  # variables that something kept uses further down
+    kept: list[int] = []
+    for index in reversed(range(len(graph.equations))):
+        equation = graph.equations[index]
+        writes = _written(equation)
+        asked = any(refs[r].name in targets for r in writes)
+        if not asked and not any(v in needed for v in equation.outvars):
+            missed = [r for r in writes if r in later]
+            if missed:
+                raise _read_later(graph, equation, refs[missed[0]].name)
+            continue
+        unasked = [r for r in writes if refs[r].name not in targets]
+        if unasked:
+            raise _read_later(graph, equation, refs[unasked[0]].name)
+        kept.append(index)
+        taken = [v for v in equation.invars if not isinstance(v, Literal)]
+        needed.update(taken)
+        later.update(v for v in taken if v in refs)
+    kept.reverse()
+    return replace(
+        graph,
+        jaxpr=graph.jaxpr.replace(eqns=[graph.equations[i] for i in kept]),
+        stamps=tuple(graph.stamps[i] for i in kept),
+    )
+
+
+def _written(equation: Equation) -> list[Var]:
+    refs = [v for v in equation.invars if _compat.is_ref(v.aval)]
+    return [ref for ref in refs if _compat.writes(equation, ref)]
+
+
+def _read_later(graph: Graph, equation: Equation, name: str) -> FetchError:
+    return FetchError(
+        f"what is asked of '{graph.name}' needs variable '{name}' as it is after "
+        f"{_compat.user_line(equation)}; add it to the targets, or leave targets out "
+        "to run the whole step",
+        fetch=name,
+    )
+
+
+def _chosen(graph: Graph, name: Any) -> tuple[str, Any]:
+    """Returns the full name of a fetch, and its value."""
     wanted = name if isinstance(name, str) else f"[{name!r}]"
     for spelling in (wanted, f"['{wanted}']", f".{wanted}"):
         if spelling in graph.fetches:
-            return graph.fetches.index(spelling)
+            return spelling, graph.jaxpr.outvars[graph.fetches.index(spelling)]
+    taps = tapped(graph)
+    if wanted in taps:
+        return wanted, taps[wanted]
     known: Sequence[str] = [fetch or "(the result itself)" for fetch in graph.fetches]
-    plain = {fetch.strip("[]'."): fetch for fetch in graph.fetches}
+    plain = {fetch.strip("[]'."): fetch for fetch in (*graph.fetches, *taps)}
     close = difflib.get_close_matches(wanted.strip("[]'."), plain, n=1)
     hint = f" Did you mean {plain[close[0]]}?" if close else ""
+    also = f"; it taps {', '.join(taps)}" if taps else ""
     raise FetchError(
         f"'{graph.name}' returns nothing called {name!r}.{hint} It returns: "
-        f"{', '.join(known) or 'nothing'}",
+        f"{', '.join(known) or 'nothing'}{also}",
         fetch=str(name),
     )

@@ -17,6 +17,7 @@ import numpy as np
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.ir import Graph
+from jgraph.graph.taps import is_name
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.types import is_float0, num_elements, value_type
 
@@ -214,7 +215,9 @@ class _Walk:
         outvars = list(equation.outvars)
         new = _compat.rebuild_equation(equation, self.renamed, outvars)
         refs = [v for v in new.invars if isinstance(v, Var) and v in self._variables]
-        if not refs:
+        if is_name(new):
+            self._names[equation.outvars[0]] = new.invars[0]
+        elif not refs:
             self.ops[index] = Op(index, new)
         elif len(refs) == 1 and _is_whole(new, "get", 1):
             self._whole_read(index, new)
