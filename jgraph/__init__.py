@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jgraph.graph.hash_keys import NO_KEY, split_keys
     from jgraph.graph.hash_spec import Admission, Initial
     from jgraph.graph.ir import Graph
+    from jgraph.graph.taps import tap
     from jgraph.graph.variable import Variable
     from jgraph.plan.partitioner import (
         fixed_size_partitioner,
@@ -84,6 +85,7 @@ _HOMES = {
     "function": "jgraph.graph.function",
     "min_max_variable_partitioner": "jgraph.plan.partitioner",
     "split_keys": "jgraph.graph.hash_keys",
+    "tap": "jgraph.graph.taps",
     "towers": "jgraph.train.towers",
     "variable_axis_size_partitioner": "jgraph.plan.partitioner",
 }
@@ -121,6 +123,7 @@ __all__ = [
     "function",
     "min_max_variable_partitioner",
     "split_keys",
+    "tap",
     "towers",
     "variable_axis_size_partitioner",
 ]

@@ -73,12 +73,16 @@ class Cluster:
         prefix = f"/job:{job}/" if job is not None else "/"
         return [task for task in self.spec.tasks() if task.startswith(prefix)]
 
-    def session(self) -> "Session":
-        """Opens a session: runs functions on this cluster."""
+    def session(self, *, container: str = "") -> "Session":
+        """Opens a session: runs functions on this cluster.
+
+        Args:
+          container: see ``Session``.
+        """
         from jgraph.cluster.session import Session
 
         self._check_open()
-        session = Session(self)
+        session = Session(self, container)
         self._sessions.append(session)
         return session
 

@@ -34,6 +34,20 @@ def feed_arrays(
       NonFiniteError: a value that is not finite, when asked to check.
     """
     leaves = jax.tree_util.tree_leaves((tuple(args), dict(kwargs)))
+    return leaf_arrays(graph, leaves, named, check_finite=check_finite)
+
+
+def leaf_arrays(
+    graph: Graph,
+    leaves: Sequence[Any],
+    named: Mapping[str, Any],
+    *,
+    check_finite: bool,
+) -> list[np.ndarray[Any, Any]]:
+    """Returns one plain array per feed, as ``feed_arrays``, of flat arguments.
+
+    Feeds beyond the arguments (tapped values) are in ``named``.
+    """
     names = [feed.name for feed in graph.feeds]
     for name in named:
         if name not in names:
@@ -45,8 +59,18 @@ def feed_arrays(
                 feed=name,
             )
     arrays = []
-    for feed, leaf in zip(graph.feeds, leaves, strict=True):
-        array = _plain(graph, feed, named.get(feed.name, leaf))
+    for index, feed in enumerate(graph.feeds):
+        if feed.name in named:
+            value = named[feed.name]
+        elif index < len(leaves):
+            value = leaves[index]
+        else:
+            raise FeedError(
+                f"the tapped value {feed.name} of '{graph.name}' is missing; give it "
+                f"with feeds={{{feed.name!r}: array}}",
+                feed=feed.name,
+            )
+        array = _plain(graph, feed, value)
         if check_finite:
             _check_finite(graph, feed, array)
         arrays.append(array)

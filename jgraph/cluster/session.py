@@ -1,23 +1,21 @@
 """Session: a client's handle on one cluster, to run functions on it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
 from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
 
 from jgraph.cluster.calls import bulk_timeout_s
-from jgraph.cluster.feeding import as_result, feed_arrays
 from jgraph.cluster.loops import DealtData, LoopHandle, LoopRequest
 from jgraph.cluster.options import check_options
 from jgraph.cluster.programs import STEP_S, Programs
+from jgraph.cluster.steps import PreparedStep, Steps, Targets, in_container
 from jgraph.cluster.values import VariableValues, checked_values
 from jgraph.cluster.variables import VariableDirectory, as_variables
-from jgraph.coordination.run_metadata import RunMetadata, run_metadata
+from jgraph.coordination.run_metadata import RunMetadata
 from jgraph.errors import ConfigError
-from jgraph.graph.function import Function
-from jgraph.graph.ir import Graph, TaskName, VariableKey
-from jgraph.graph.select import select_fetches
+from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan
 from jgraph.plan.program import Program
@@ -26,14 +24,6 @@ from jgraph.rpc.frames import frame
 
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    graph: Graph
-    plan: Plan
-    handle: str
 
 
 @final
@@ -47,6 +37,8 @@ class Session:
 
     Args:
       cluster: a ``LocalCluster`` or what ``jg.connect`` gave.
+      container: where variables live that have no container of their own. Sessions
+        of one container share variables by name; those of two never do.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,13 +55,13 @@ class Session:
       >>> server.stop()
     """
 
-    def __init__(self, cluster: "Cluster") -> None:
+    def __init__(self, cluster: "Cluster", container: str = "") -> None:
         self._cluster = cluster
-        self._functions: dict[int, Function] = {}
-        self._prepared: dict[Any, _Prepared] = {}
+        self.container = container
         self._variables = VariableDirectory(cluster)
         self._programs = Programs(cluster)
         self._values = VariableValues(self._variables, self._programs)
+        self._steps = Steps(self._variables, self._programs, self._values, container)
         self._run_metadata: RunMetadata | None = None
         self._closed = False
 
@@ -81,6 +73,7 @@ class Session:
         *args: Any,
         fetches: Any = None,
         feeds: Mapping[str, Any] | None = None,
+        targets: Targets = None,
         timeout_s: float = STEP_S,
         check_finite: bool = False,
         trace: bool = False,
@@ -91,10 +84,13 @@ class Session:
         Args:
           fn: what ``jg.function`` gave, or any JAX-traceable function.
           *args: arguments of ``fn``, arrays in pytrees.
-          fetches: which results to fetch, as a pytree of names (``"loss"``, ``0``);
-            what they do not need is not computed. All results if unset.
-          feeds: values for single arguments by name, such as ``"batch['image']"``,
-            in place of those in ``args``.
+          fetches: which results and tapped values (``jg.tap``) to fetch, as a pytree
+            of names (``"loss"``, ``0``); what they do not need is not computed. If
+            unset, all results; or nothing, if there are targets.
+          feeds: values by name for single arguments, such as ``"batch['image']"``, in
+            place of those in ``args``, and for tapped values.
+          targets: variables (or their names) that the step is to update, and no
+            others; with ``[]`` it updates none. All that ``fn`` writes if unset.
           timeout_s: limit for the step, in seconds.
           check_finite: refuse feeds with NaN or infinity.
           trace: note when every node of the step runs, see ``run_metadata``.
@@ -103,6 +99,8 @@ class Session:
 
         Raises:
           FeedError: a feed of the wrong name, shape or dtype.
+          FetchError: no such result, tapped value or target; or it depends on an
+            update that is no target.
           ConfigError: ``fn`` is no function, ``timeout_s`` no time, or an option is
             also a parameter of ``fn``.
           DeadlineError: the step was not done in time; it names the tasks.
@@ -110,31 +108,64 @@ class Session:
           JGError: anything else that went wrong, on whichever task.
         """
         self._check_open()
-        if timeout_s <= 0:
-            raise ConfigError(
-                f"timeout_s is {timeout_s:g}; give the seconds that a step may take, "
-                f"for example {STEP_S:g}"
-            )
-        function = self._function(fn)
+        _check_timeout(timeout_s)
+        function = self._steps.function(fn)
         given = {
             "fetches": fetches is not None,
             "feeds": feeds is not None,
+            "targets": targets is not None,
             "timeout_s": timeout_s != STEP_S,
             "check_finite": check_finite,
             "trace": trace,
         }
         check_options(function, len(args), given)
-        prepared = self._prepare(function, args, kwargs, fetches)
-        arrays = feed_arrays(
-            prepared.graph, args, kwargs, feeds or {}, check_finite=check_finite
+        feeds = feeds or {}
+        step, leaves = self._steps.prepare(
+            function, args, kwargs, fetches=fetches, feeds=feeds, targets=targets
         )
-        if trace:
-            ran = self._programs.run_traced(prepared.handle, arrays, timeout_s)
-            results, parts = ran
-            self._run_metadata = run_metadata(prepared.plan.program, parts)
-        else:
-            results = self._programs.run(prepared.handle, arrays, timeout_s)
-        return as_result(prepared.graph, results)
+        if not trace:
+            return step.run(leaves, feeds, timeout_s, check_finite=check_finite)
+        result, self._run_metadata = step.run_traced(
+            leaves, feeds, timeout_s, check_finite=check_finite
+        )
+        return result
+
+    def make_callable(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        fetches: Any = None,
+        feeds: Iterable[str] = (),
+        targets: Targets = None,
+        timeout_s: float = STEP_S,
+        **kwargs: Any,
+    ) -> PreparedStep:
+        """Prepares a step now; calling what it returns only runs it.
+
+        Args:
+          fn: as in ``run``.
+          *args: arguments, or ``jax.ShapeDtypeStruct`` in their place.
+          fetches: as in ``run``.
+          feeds: names of tapped values that each call is to give (``feeds={…}``).
+          targets: as in ``run``.
+          timeout_s: limit for each call, in seconds.
+          **kwargs: like ``args``.
+
+        Raises:
+          JGError: as ``run``.
+        """
+        self._check_open()
+        _check_timeout(timeout_s)
+        function = self._steps.function(fn)
+        given = {"fetches": fetches is not None, "timeout_s": timeout_s != STEP_S}
+        given |= {"feeds": bool(feeds), "targets": targets is not None}
+        check_options(function, len(args), given)
+        step, _ = self._steps.prepare(
+            function, args, kwargs, fetches=fetches, feeds=feeds, targets=targets
+        )
+        step = copy(step)
+        step.timeout_s = timeout_s
+        return step
 
     @property
     def run_metadata(self) -> RunMetadata:
@@ -153,9 +184,7 @@ class Session:
     def plan(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """Returns what goes where when ``fn`` runs with such arguments."""
         self._check_open()
-        graph, variables = self._function(fn).trace(*args, **kwargs)
-        self._variables.look_up(v.spec for v in variables)
-        return self._variables.plan(graph)
+        return self._steps.plan(self._steps.function(fn), args, kwargs)
 
     # ------------------------------------------------------------ variables
 
@@ -172,7 +201,7 @@ class Session:
             shape or dtype.
         """
         self._check_open()
-        self._values.initialize(as_variables(variables, "initialize"), again=again)
+        self._values.initialize(self._own(variables, "initialize"), again=again)
 
     def read(self, variables: Iterable[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name, as numpy arrays.
@@ -184,7 +213,7 @@ class Session:
           ConfigError: two of them have one name, in different containers.
         """
         self._check_open()
-        return self._values.read(as_variables(variables, "read"))
+        return self._values.read(self._own(variables, "read"))
 
     def write(self, values: Mapping[Variable, Any]) -> None:
         """Replaces the values of variables; creates those that have none.
@@ -197,7 +226,22 @@ class Session:
             another shape or dtype than the variable.
         """
         self._check_open()
-        self._values.write(as_variables(values, "write"), checked_values(values))
+        self._values.write(self._own(values, "write"), checked_values(values))
+
+    def reset(self, *containers: str) -> None:
+        """Drops the variables of these containers on all tasks.
+
+        None named: those of this session's container. Its steps are prepared anew when
+        they are run again; other sessions that used the variables must write or
+        initialise them before they do.
+
+        Args:
+          *containers: names; ``""`` is the container of whatever has none.
+        """
+        self._check_open()
+        self._cluster.reset(*(containers or (self.container,)))
+        self._steps.clear()
+        self._variables.forget()
 
     # ------------------------------------------------------------ for trainers
 
@@ -246,8 +290,9 @@ class Session:
         Of a sharded variable, those of its shards.
         """
         self._check_open()
-        self._variables.look_up(v.spec for v in variables)
-        return self._variables.choose([v.spec for v in variables])
+        specs = [v.spec for v in in_container(variables, self.container)]
+        self._variables.look_up(specs)
+        return self._variables.choose(specs)
 
     # ------------------------------------------------------------ end
 
@@ -256,7 +301,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._programs.unregister_all()
+        self._steps.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -270,44 +315,19 @@ class Session:
 
     # ------------------------------------------------------------ inside
 
-    def _function(self, fn: Callable[..., Any]) -> Function:
-        if isinstance(fn, Function):
-            return fn
-        if isinstance(fn, Variable):
-            raise ConfigError(
-                f"run takes a function, and '{fn.name}' is a variable; its value is "
-                f"session.read([{fn.name}])['{fn.name}']"
-            )
-        if not callable(fn):
-            raise ConfigError(
-                f"run takes a function, not {fn!r:.60}; write for example "
-                "session.run(step, x)"
-            )
-        return self._functions.setdefault(id(fn), Function(fn))
-
-    def _prepare(
-        self,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        fetches: Any,
-    ) -> _Prepared:
-        graph, variables = function.trace(*args, **kwargs)
-        key = function, id(graph), repr(fetches)
-        if key not in self._prepared:
-            chosen = graph if fetches is None else select_fetches(graph, fetches)
-            new = self._variables.unknown(variables)
-            if new:
-                self._variables.look_up(v.spec for v in new)
-            planned = self._variables.plan(chosen)
-            if new:
-                self._values.initialize_where_possible(new)
-            handle = self._programs.register(planned.program)
-            self._prepared[key] = _Prepared(chosen, planned, handle)
-        return self._prepared[key]
+    def _own(self, given: object, method: str) -> tuple[Variable, ...]:
+        return in_container(as_variables(given, method), self.container)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError(
                 "this session is closed; open another with cluster.session()"
             )
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if timeout_s <= 0:
+        raise ConfigError(
+            f"timeout_s is {timeout_s:g}; give the seconds that a step may take, "
+            f"for example {STEP_S:g}"
+        )

@@ -83,6 +83,11 @@ class VariableDirectory:
         self.tasks.update(planned.variable_tasks)
         return planned
 
+    def forget(self) -> None:
+        """Forgets which variables have values, and where."""
+        self._initialized.clear()
+        self.tasks.clear()
+
     def unknown(self, variables: Iterable[Variable]) -> list[Variable]:
         """Returns those not known to have a value."""
         return [v for v in variables if self._initialized.get(v.spec.key) != v.spec]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -13,11 +13,13 @@ from jgraph.errors import FeedError, GraphError
 from jgraph.graph.device import did_you_mean
 from jgraph.graph.ir import Feed, Graph
 
+T = TypeVar("T")
+
 _PREFIX: Final = "jgtap<"
 _PRIMITIVE: Final = "name"
 
 
-def tap(name: str, value: Any) -> Any:
+def tap(name: str, value: T) -> T:
     """Returns ``value``, under a name by which a session can fetch or feed it.
 
     ``session.run(step, x, fetches=["hidden"])`` gives the value itself, and
@@ -31,7 +33,7 @@ def tap(name: str, value: Any) -> Any:
       value: arrays of any shape and dtype, in a pytree.
 
     Raises:
-      GraphError: the name is no text, or empty.
+      GraphError: the name is empty.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,16 +45,14 @@ def tap(name: str, value: Any) -> Any:
       >>> sorted(tapped(step.graph(1.0)))
       ['hidden']
     """
-    if not isinstance(name, str) or not name:
-        raise GraphError(
-            f"a tap needs a name, not {name!r:.60}; write for example "
-            "jg.tap('hidden', x)"
-        )
+    if not name:
+        raise GraphError("a tap needs a name; write for example jg.tap('hidden', x)")
 
     def named(path: Any, leaf: Any) -> Any:
         return checkpoint_name(leaf, f"{_PREFIX}{name}{jax.tree_util.keystr(path)}>")
 
-    return jax.tree_util.tree_map_with_path(named, value)
+    tapped_value: T = jax.tree_util.tree_map_with_path(named, value)
+    return tapped_value
 
 
 def is_name(equation: Equation) -> bool:

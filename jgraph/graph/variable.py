@@ -4,6 +4,8 @@ import contextvars
 import html
 import operator
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeAlias, final
 
 import jax
@@ -146,6 +148,12 @@ class Variable:
         shard = Variable(spec.name, (spec.shape, spec.dtype, init))
         shard.spec = spec
         return shard
+
+    def with_container(self, container: str) -> "Variable":
+        """Returns a variable like this one in another container."""
+        other = copy(self)
+        other.spec = replace(self.spec, container=container)
+        return other
 
     def _part(self, number: int) -> Any:
         assert self.init is not None

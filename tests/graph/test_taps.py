@@ -88,7 +88,7 @@ def test_taps_work_under_jit_and_vmap_and_inside_flax_modules() -> None:
         _run(fed, x, jnp.ones((2, 3)))[0], np.asarray(want), rtol=1e-6
     )
     batched = _graph(jax.vmap(lambda row: tap("double", row * 2)), jnp.ones((5, 3)))
-    assert tapped(batched)["double"].aval.shape == (5, 3)
+    assert [str(v.aval) for v in tapped(batched).values()] == ["float32[5,3]"]
 
 
 def test_tap_inside_a_loop_says_where_to_tap_instead() -> None:
@@ -107,7 +107,7 @@ def test_unknown_taps_and_names_used_twice_are_refused() -> None:
     twice = _graph(lambda x: (tap("a", x), tap("a", jnp.ones(3) * x)), 1.0)
     with pytest.raises(GraphError, match="taps two values as 'a'"):
         tapped(twice)
-    with pytest.raises(GraphError, match="a tap needs a name, not ''"):
+    with pytest.raises(GraphError, match="a tap needs a name"):
         tap("", 1.0)
 
 

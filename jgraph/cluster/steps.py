@@ -1,0 +1,286 @@
+"""The steps of a session: functions traced, planned and registered, ready to run."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, final
+
+import jax
+
+from jgraph.cluster.feeding import as_result, leaf_arrays
+from jgraph.cluster.programs import STEP_S, Programs
+from jgraph.cluster.values import VariableValues
+from jgraph.cluster.variables import VariableDirectory
+from jgraph.coordination.run_metadata import RunMetadata, run_metadata
+from jgraph.errors import ConfigError, FeedError
+from jgraph.graph.device import current_device
+from jgraph.graph.function import Function
+from jgraph.graph.ir import Feed, Graph
+from jgraph.graph.select import select_fetches, select_targets
+from jgraph.graph.taps import feed_taps
+from jgraph.graph.variable import Variable
+from jgraph.plan.plan import Plan
+from jgraph.plan.types import value_type
+
+Targets: TypeAlias = Iterable[Variable | str] | None
+"""Variables that a step is to update, or their names; None: all."""
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class PreparedStep:
+    """A function for some types of arguments, registered on its tasks.
+
+    Made by ``session.make_callable``; calling it sends feeds and fetches results, and
+    does nothing else: no trace, no plan, no look at what is registered.
+
+    Attributes:
+      plan: what goes where.
+      timeout_s: limit for one call, in seconds.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jgraph as jg
+      >>> server = jg.Server({"worker": ["localhost:0"]})
+      >>> with jg.connect(server.target) as cluster, cluster.session() as sess:
+      ...     double = sess.make_callable(lambda x: 2 * x, 1.0)
+      ...     [float(double(x)) for x in (1.0, 2.0)]
+      [2.0, 4.0]
+      >>> server.stop()
+    """
+
+    __slots__ = ("_graph", "_handle", "_programs", "_tree", "plan", "timeout_s")
+
+    def __init__(
+        self, graph: Graph, plan: Plan, handle: str, programs: Programs, tree: Any
+    ) -> None:
+        self.plan = plan
+        self.timeout_s = STEP_S
+        self._graph = graph
+        self._handle = handle
+        self._programs = programs
+        self._tree = tree
+
+    def __call__(
+        self, *args: Any, feeds: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Runs one step.
+
+        Args:
+          *args: arguments of the types that it was made for.
+          feeds: values of the tapped values that it was made to be fed, by name.
+          **kwargs: likewise.
+
+        Raises:
+          FeedError: arguments of another structure, shape or dtype.
+          JGError: as ``Session.run``.
+        """
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        if tree != self._tree:
+            raise FeedError(
+                f"'{self._graph.name}' was made callable for arguments of the "
+                f"structure {self._tree}, and these are {tree}; make another callable "
+                "for them"
+            )
+        return self.run(leaves, feeds or {}, self.timeout_s)
+
+    def run(
+        self,
+        leaves: Sequence[Any],
+        feeds: Mapping[str, Any],
+        timeout_s: float,
+        *,
+        check_finite: bool = False,
+    ) -> Any:
+        """Runs one step on the leaves of its arguments."""
+        arrays = leaf_arrays(self._graph, leaves, feeds, check_finite=check_finite)
+        results = self._programs.run(self._handle, arrays, timeout_s)
+        return as_result(self._graph, results)
+
+    def run_traced(
+        self,
+        leaves: Sequence[Any],
+        feeds: Mapping[str, Any],
+        timeout_s: float,
+        *,
+        check_finite: bool = False,
+    ) -> tuple[Any, RunMetadata]:
+        """Runs one step as ``run`` does, and tells when its nodes ran."""
+        arrays = leaf_arrays(self._graph, leaves, feeds, check_finite=check_finite)
+        results, parts = self._programs.run_traced(self._handle, arrays, timeout_s)
+        told = run_metadata(self.plan.program, parts)
+        return as_result(self._graph, results), told
+
+    def __repr__(self) -> str:
+        return f"<callable {self._graph.name}, {self._handle}>"
+
+
+@final
+class Steps:
+    """Prepares functions once per types of arguments and per what is asked of them.
+
+    Args:
+      variables: where variables are.
+      programs: registers.
+      values: gives variables their initial values.
+      container: where variables without a container of their own live.
+    """
+
+    def __init__(
+        self,
+        variables: VariableDirectory,
+        programs: Programs,
+        values: VariableValues,
+        container: str,
+    ) -> None:
+        self._variables = variables
+        self._programs = programs
+        self._values = values
+        self._container = container
+        self._functions: dict[int, Function] = {}
+        self._prepared: dict[Any, PreparedStep] = {}
+        self._by_graph: dict[Any, PreparedStep] = {}
+        self._traced_for: dict[Function, tuple[Feed, ...]] = {}
+
+    def function(self, fn: Callable[..., Any]) -> Function:
+        """Returns what ``jg.function`` gives for ``fn``, the same for the same.
+
+        Raises:
+          ConfigError: it cannot be called, or is a variable.
+        """
+        if isinstance(fn, Function):
+            return fn
+        if isinstance(fn, Variable):
+            raise ConfigError(
+                f"run takes a function, and '{fn.name}' is a variable; its value is "
+                f"session.read([{fn.name}])['{fn.name}']"
+            )
+        if not callable(fn):
+            raise ConfigError(
+                f"run takes a function, not {fn!r:.60}; write for example "
+                "session.run(step, x)"
+            )
+        return self._functions.setdefault(id(fn), Function(fn))
+
+    def prepare(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        fetches: Any,
+        feeds: Iterable[str],
+        targets: Targets,
+    ) -> tuple[PreparedStep, list[Any]]:
+        """Returns the step, and the leaves of the arguments.
+
+        Raises:
+          FeedError, FetchError: the function has no such argument, tap or result.
+        """
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        names = None if targets is None else _names(targets)
+        asked = repr(fetches), tuple(sorted(feeds)), names
+        kinds = tuple(map(_kind, leaves))
+        x64 = jax.config.read("jax_enable_x64")
+        key = function, tree, kinds, asked, current_device(), x64
+        step = self._prepared.get(key)
+        if step is None:
+            graph, variables = self._traced(function, args, kwargs)
+            again = function, id(graph), asked
+            if again not in self._by_graph:
+                chosen = _chosen(graph, fetches, asked[1], names)
+                self._by_graph[again] = self._register(chosen, variables, tree)
+            step = self._prepared[key] = self._by_graph[again]
+        return step, leaves
+
+    def plan(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan:
+        """Returns what goes where when ``function`` runs with such arguments."""
+        graph, variables = function.trace(*args, **kwargs)
+        variables = in_container(variables, self._container)
+        self._variables.look_up(v.spec for v in variables)
+        return self._variables.plan(_of_variables(graph, variables))
+
+    def clear(self) -> None:
+        """Forgets all steps, also on the tasks."""
+        self._prepared.clear()
+        self._by_graph.clear()
+        self._programs.unregister_all()
+
+    def _traced(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Graph, tuple[Variable, ...]]:
+        graph, variables = function.trace(*args, **kwargs)
+        before = self._traced_for.get(function)
+        if before is not None and before != graph.feeds:
+            _announce(function, before, graph.feeds)
+        self._traced_for[function] = graph.feeds
+        return graph, in_container(variables, self._container)
+
+    def _register(
+        self, graph: Graph, variables: Sequence[Variable], tree: Any
+    ) -> PreparedStep:
+        new = self._variables.unknown(variables)
+        if new:
+            self._variables.look_up(v.spec for v in new)
+        planned = self._variables.plan(_of_variables(graph, variables))
+        if new:
+            self._values.initialize_where_possible(new)
+        handle = self._programs.register(planned.program)
+        return PreparedStep(graph, planned, handle, self._programs, tree)
+
+
+def in_container(variables: Iterable[Variable], container: str) -> tuple[Variable, ...]:
+    """Returns variables with a container: their own, or this one."""
+    return tuple(
+        v if v.spec.container or not container else v.with_container(container)
+        for v in variables
+    )
+
+
+def _of_variables(graph: Graph, variables: Sequence[Variable]) -> Graph:
+    return replace(graph, variables=tuple(v.spec for v in variables))
+
+
+def _chosen(
+    graph: Graph, fetches: Any, feeds: Sequence[str], targets: Sequence[str] | None
+) -> Graph:
+    if fetches is not None or targets is not None:
+        graph = select_fetches(graph, fetches)
+    arguments = {feed.name for feed in graph.feeds}
+    graph = feed_taps(graph, [name for name in feeds if name not in arguments])
+    return graph if targets is None else select_targets(graph, targets)
+
+
+def _names(targets: Iterable[Variable | str] | str | Variable) -> tuple[str, ...]:
+    if isinstance(targets, str | Variable):
+        raise ConfigError(f"targets is a list; write targets=[{targets!r:.60}]")
+    names = {t if isinstance(t, str) else t.name for t in targets}
+    return tuple(sorted(names))
+
+
+def _kind(leaf: Any) -> Any:
+    """Returns what a trace depends on of an argument."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return type(leaf)
+    return tuple(leaf.shape), dtype, getattr(leaf, "weak_type", False)
+
+
+def _announce(
+    function: Function, before: Sequence[Feed], after: Sequence[Feed]
+) -> None:
+    known = {feed.name: value_type(feed.aval) for feed in before}
+    changed = [
+        f"{feed.name} is {now} and was {known[feed.name]}"
+        for feed in after
+        if (now := value_type(feed.aval)) != known.get(feed.name, now)
+    ]
+    _logger.warning(
+        "'%s' is traced, planned and compiled anew%s; each new type of arguments "
+        "costs this once",
+        function.name,
+        f": {', '.join(changed)}" if changed else "",
+    )
