@@ -2,7 +2,8 @@
 
 An equation inside a call has the scopes of the call around its own, so one cached
 trace of a jitted function serves under several devices. Loops and conditionals stay
-whole, on the one task that their bodies name.
+whole, on the one task that their bodies name; a short scan that names several becomes
+its turns.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.reads import read_before
 from jgraph.graph.scopes import body_stamps, one_place, stamp_of_whole
+from jgraph.graph.unroll import unrolled
 
 Placed: TypeAlias = tuple[Equation, DeviceSpec]
 Env: TypeAlias = dict[Var, Atom]
@@ -87,7 +89,9 @@ def _inline_body(
     placed: list[Placed] = []
     for inner in jaxpr.eqns:
         equation = inner if caller is None else _compat.with_outer_scope(inner, caller)
-        call = None if _stays_whole(equation) else _compat.call_body(equation)
+        call = None
+        if not _stays_whole(equation):
+            call = _compat.call_body(equation) or unrolled(equation)
         if call is None:
             placed += _copy(equation, env)
         else:

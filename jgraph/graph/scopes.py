@@ -73,8 +73,10 @@ def _two_places(equation: Equation, stamps: list[DeviceSpec]) -> PlacementError:
     names = sorted({str(s) for s in stamps if s})
     listed = ", ".join(f"'{n}'" for n in names)
     advice = {
-        "scan": "unroll it in Python (for i in range(n): ...)",
-        "while": "unroll it in Python when the number of turns is known",
+        "scan": "make it shorter: up to 2,000 operations in all turns together, over "
+        "values and not variables (w[...] before the loop), are unrolled by themselves",
+        "while": "write jax.lax.fori_loop or scan when the number of turns is known: "
+        "short ones are unrolled by themselves",
         "cond": "compute the branches outside and choose with jnp.where",
     }.get(equation.primitive.name, "take it apart into operations of one task each")
     return PlacementError(

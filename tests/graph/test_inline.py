@@ -231,8 +231,11 @@ def test_devices_of_one_task_in_a_loop_leave_its_device_open() -> None:
 @pytest.mark.parametrize(
     ("loop", "advice"),
     [
-        (lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2), "unroll"),
-        (lambda f, x: jax.lax.while_loop(lambda c: c.sum() < 9, f, x), "unroll"),
+        (
+            lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2000),
+            "make it shorter",
+        ),
+        (lambda f, x: jax.lax.while_loop(lambda c: c.sum() < 9, f, x), "fori_loop"),
         (lambda f, x: jax.lax.cond(x.sum() > 0, f, jnp.cos, x), "jnp.where"),
     ],
 )
