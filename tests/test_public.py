@@ -42,6 +42,7 @@ PUBLIC = [
     "function",
     "min_max_variable_partitioner",
     "split_keys",
+    "tap",
     "towers",
     "variable_axis_size_partitioner",
 ]

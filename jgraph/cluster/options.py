@@ -28,11 +28,7 @@ def check_options(fn: Function, num_args: int, given: Mapping[str, bool]) -> Non
       jgraph.errors.ConfigError: JG-124 scale has a parameter 'timeout_s', which is
       also an option of run; give it by position, or rename it in the function
     """
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions have no signature
-        return
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(fn.parameters):
         if parameter.name not in given:
             continue
         by_position = (

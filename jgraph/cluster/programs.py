@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.client import unique
+from jgraph.cluster.here import run_here
 from jgraph.coordination.run_metadata import PartTimes
 from jgraph.errors import ClusterError
 from jgraph.graph.ir import TaskName
@@ -61,8 +62,11 @@ class Programs:
 
     def run(self, handle: str, arrays: Sequence[Any], timeout_s: float) -> list[Any]:
         """Runs one step and returns its fetches; ``arrays`` are its feeds in order."""
-        order = pb.RunStep(handle=handle, timeout_s=timeout_s)
-        return list(self._run(order, arrays).tensors)
+        fetches = run_here(self._cluster.address, handle, arrays)
+        if fetches is None:
+            order = pb.RunStep(handle=handle, timeout_s=timeout_s)
+            fetches = list(self._run(order, arrays).tensors)
+        return fetches
 
     def run_traced(
         self, handle: str, arrays: Sequence[Any], timeout_s: float

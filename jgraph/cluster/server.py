@@ -10,6 +10,7 @@ import jax
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import loop
+from jgraph.cluster.here import add_service, remove_service
 from jgraph.cluster.master import Master
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import TaskService
@@ -90,6 +91,7 @@ class TaskServer:
         self.service.incarnation = self._transport.incarnation
         self.service.health_port = await self._health.start(self._health_bind)
         await self._health.set_serving(serving=True)
+        add_service(self.address, self.service)
         return self.address
 
     def set_cluster(self, spec: ClusterSpec) -> None:
@@ -104,6 +106,7 @@ class TaskServer:
         await asyncio.shield(self._stopping)
 
     async def _stop(self, grace_s: float) -> None:
+        remove_service(self.address)
         await self._health.set_serving(serving=False)
         await self.service.drain(grace_s)
         gone = TaskLostError(f"{self.task} was stopped")

@@ -20,7 +20,7 @@ from jgraph.graph.select import select_fetches, select_targets
 from jgraph.graph.taps import feed_taps
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan
-from jgraph.plan.types import value_type
+from jgraph.plan.types import is_key, value_type
 
 Targets: TypeAlias = Iterable[Variable | str] | None
 """Variables that a step is to update, or their names; None: all."""
@@ -50,7 +50,15 @@ class PreparedStep:
       >>> server.stop()
     """
 
-    __slots__ = ("_graph", "_handle", "_programs", "_tree", "plan", "timeout_s")
+    __slots__ = (
+        "_graph",
+        "_handle",
+        "_has_keys",
+        "_programs",
+        "_tree",
+        "plan",
+        "timeout_s",
+    )
 
     def __init__(
         self, graph: Graph, plan: Plan, handle: str, programs: Programs, tree: Any
@@ -59,6 +67,7 @@ class PreparedStep:
         self.timeout_s = STEP_S
         self._graph = graph
         self._handle = handle
+        self._has_keys = any(is_key(v.aval) for v in graph.jaxpr.outvars)
         self._programs = programs
         self._tree = tree
 
@@ -96,6 +105,8 @@ class PreparedStep:
         """Runs one step on the leaves of its arguments."""
         arrays = leaf_arrays(self._graph, leaves, feeds, check_finite=check_finite)
         results = self._programs.run(self._handle, arrays, timeout_s)
+        if not self._has_keys:
+            return jax.tree_util.tree_unflatten(self._graph.out_tree, results)
         return as_result(self._graph, results)
 
     def run_traced(

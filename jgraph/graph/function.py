@@ -1,6 +1,7 @@
 """``jg.function``: a Python function whose graphs are traced once per argument type."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, final
 
@@ -43,6 +44,14 @@ class Function:
     def name(self) -> str:
         """Name of the function, and of its graphs."""
         return self._name
+
+    @functools.cached_property
+    def parameters(self) -> tuple[inspect.Parameter, ...]:
+        """Parameters of the function; none if it does not tell, as some built-ins."""
+        try:
+            return tuple(inspect.signature(self).parameters.values())
+        except (TypeError, ValueError):
+            return ()
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """Returns the graph for arguments of these types.

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
+import numpy as np
+
 from jgraph.errors import (
     CancelledStepError,
     FeedError,
@@ -15,6 +17,7 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import AggregateNode, ValueType
 from jgraph.plan.program import Program
+from jgraph.runtime.at_once import is_plain, is_short, run_at_once
 from jgraph.runtime.compile_cache import CompileCache
 from jgraph.runtime.executor import Outcome, Shell, StepRun, StepTimes
 from jgraph.runtime.gate import Gate
@@ -33,6 +36,7 @@ class _Registered:
     program: Program
     loaded: LoadedPartition
     participants: tuple[TaskName, ...]
+    is_plain: bool
     # Steps of an ordered program that wait for the one before them.
     queue: deque[StepRun] = field(default_factory=deque)
     running: StepRun | None = None
@@ -127,7 +131,13 @@ class TaskRuntime:
           loaded: what ``load`` gave.
           participants: every task that has a partition.
         """
-        self._programs[handle] = _Registered(program, loaded, tuple(participants))
+        alone = tuple(participants) == (self.task,)
+        self._programs[handle] = _Registered(
+            program,
+            loaded,
+            tuple(participants),
+            is_plain=alone and is_plain(loaded.partition),
+        )
 
     def program(self, handle: str) -> Program:
         """Returns the program of ``handle``."""
@@ -218,6 +228,24 @@ class TaskRuntime:
             self._advance(registered)
         else:
             self._begin(registered, run)
+
+    def run_at_once(
+        self, handle: str, feeds: Mapping[str, Any]
+    ) -> list[np.ndarray[Any, Any]] | None:
+        """Runs a step in the calling thread, whichever that is.
+
+        Returns:
+          The fetches; None, and nothing was done, if other tasks have a part in the
+          program, it does not only read, compute and write, or may not be short.
+
+        Raises:
+          FeedError: the feeds are not the program's.
+        """
+        registered = self._registered(handle)
+        if not registered.is_plain or not is_short(registered.loaded):
+            return None
+        self.check_feeds(handle, feeds)
+        return run_at_once(registered.loaded, feeds, self.store, self._shell.now)
 
     def deliver(self, step: StepKey, key: str, values: Sequence[Any]) -> None:
         """Takes values that another task sent for a step, early or late.

@@ -1,0 +1,54 @@
+"""The tasks whose servers run in this process, and their steps without a call."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jgraph.cluster.driver import as_error
+from jgraph.errors import JGError
+from jgraph.rpc.transport import Address
+
+if TYPE_CHECKING:
+    from jgraph.cluster.task_service import TaskService
+
+_services: dict[Address, "TaskService"] = {}
+
+
+def add_service(address: Address, service: "TaskService") -> None:
+    """Notes that a task of this process listens at an address."""
+    _services[address] = service
+
+
+def remove_service(address: Address) -> None:
+    """Notes that it does no more."""
+    _services.pop(address, None)
+
+
+def run_here(
+    address: Address, handle: str, arrays: Sequence[np.ndarray[Any, Any]]
+) -> list[np.ndarray[Any, Any]] | None:
+    """Runs a step in this thread if the task at ``address`` is here and all it needs.
+
+    Args:
+      address: where the driver of the program listens.
+      handle: the program.
+      arrays: its feeds, in order.
+
+    Returns:
+      The fetches; None, and nothing was done, where the step must be called for.
+
+    Raises:
+      JGError: as the call would.
+    """
+    service = _services.get(address)
+    if service is None or service.draining:
+        return None
+    runtime = service.runtime
+    names = [name for name, _ in runtime.program(handle).feeds]
+    try:
+        return runtime.run_at_once(handle, dict(zip(names, arrays, strict=True)))
+    except JGError:
+        raise
+    except Exception as error:
+        raise as_error(error, service.task) from error

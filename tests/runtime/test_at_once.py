@@ -1,0 +1,92 @@
+"""Steps of one task that run in the thread that asks for them."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgraph.errors import FeedError
+from jgraph.graph.device import device
+from jgraph.graph.ir import TaskName
+from jgraph.graph.trace import trace
+from jgraph.graph.variable import Variable
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.plan import plan
+from jgraph.plan.program import Program, StoredVariable
+from jgraph.runtime.at_once import SHORT_S
+from jgraph.runtime.task import TaskRuntime
+from tests.runtime.tasks import Tasks
+
+HERE, OTHER = TaskName("/job:worker/task:0"), TaskName("/job:worker/task:1")
+W = StoredVariable("w", ValueType((2,), "float32"))
+LARGE = np.arange(512, dtype=np.float32)
+
+
+def _program(sine_on: TaskName = HERE) -> Program:
+    """Doubles w, then adds what is fed; fetches a large constant and a feed too."""
+    w = Variable("w", jnp.ones(2), device=HERE)
+    kept = jnp.asarray(LARGE)
+
+    def step(x: Any) -> Any:
+        before = w[...]
+        w[...] = before * 2 + x
+        with device(sine_on):
+            return jnp.sin(x), before, kept, x
+
+    graph, _ = trace(step, jnp.zeros(2, jnp.float32))
+    return plan(graph, tasks=[HERE, OTHER], driver=HERE).program
+
+
+def _runtime(program: Program, seconds: float | None = SHORT_S / 10) -> TaskRuntime:
+    tasks = Tasks(HERE, OTHER)
+    tasks.register("h", program)
+    runtime = tasks.runtimes[HERE]
+    runtime.store.write([W], [np.ones(2, np.float32)])
+    for cost in runtime._programs["h"].loaded.costs:
+        cost.seconds = seconds
+    return runtime
+
+
+def test_short_step_of_one_task_gives_the_results_of_any_step() -> None:
+    runtime = _runtime(_program())
+    x = np.array([1, 2], np.float32)
+    fetched = runtime.run_at_once("h", {"x": x})
+    assert fetched is not None
+    sine, before, kept, fed = fetched
+    np.testing.assert_allclose(sine, np.sin(x), rtol=1e-6)
+    assert before.tolist() == [1, 1]
+    assert kept.tolist() == LARGE.tolist()
+    assert fed.tolist() == [1, 2]
+    assert runtime.store.read([W])[0].tolist() == [3, 4]
+
+
+def test_results_belong_to_the_caller_alone() -> None:
+    runtime = _runtime(_program())
+    x = np.array([1, 2], np.float32)
+    for _ in range(2):
+        fetched = runtime.run_at_once("h", {"x": x})
+        assert fetched is not None
+        for array in fetched:
+            array[...] = 0
+        assert x.tolist() == [1, 2]
+    again = runtime.run_at_once("h", {"x": x})
+    assert again is not None
+    assert again[1].tolist() == [7, 10]
+    assert again[2].tolist() == LARGE.tolist()
+
+
+def test_step_that_may_be_long_or_has_other_parts_is_not_run_at_once() -> None:
+    x = {"x": np.zeros(2, np.float32)}
+    for seconds in (None, 2 * SHORT_S):
+        runtime = _runtime(_program(), seconds)
+        assert runtime.run_at_once("h", x) is None
+        assert runtime.store.read([W])[0].tolist() == [1, 1]
+    assert _runtime(_program(sine_on=OTHER)).run_at_once("h", x) is None
+
+
+def test_wrong_feed_changes_nothing() -> None:
+    runtime = _runtime(_program())
+    with pytest.raises(FeedError, match=r"is float32\[3\]"):
+        runtime.run_at_once("h", {"x": np.zeros(3, np.float32)})
+    assert runtime.store.read([W])[0].tolist() == [1, 1]
