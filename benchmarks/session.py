@@ -102,8 +102,12 @@ class TensorFlow:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # it then ends its servers, and itself
+        try:
+            self._process.wait(20)
+        finally:
+            self._process.kill()
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ call, the least of batches of ten. Ways are those of ``benchmarks.session``.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -63,7 +64,10 @@ def main() -> None:
     ports = tasks.free_ports(2)
     spec = json.dumps({"worker": [f"127.0.0.1:{port}" for port in ports]})
     servers = [
-        subprocess.Popen([sys.executable, "-c", SERVE, spec, str(i)]) for i in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", SERVE, spec, str(i)], stdout=subprocess.DEVNULL
+        )
+        for i in range(2)
     ]
     try:
         calls = ways(f"grpc://127.0.0.1:{ports[0]}")
@@ -73,6 +77,7 @@ def main() -> None:
     finally:
         for server in servers:
             server.kill()
+        os._exit(0)  # sessions would wait for their servers
 
 
 def _micros(call: Callable[[], Any], steps: int) -> float:

@@ -73,16 +73,19 @@ class Cluster:
         prefix = f"/job:{job}/" if job is not None else "/"
         return [task for task in self.spec.tasks() if task.startswith(prefix)]
 
-    def session(self, *, container: str = "") -> "Session":
+    def session(
+        self, *, container: str = "", soft_placement: bool = False
+    ) -> "Session":
         """Opens a session: runs functions on this cluster.
 
         Args:
           container: see ``Session``.
+          soft_placement: see ``Session``.
         """
         from jgraph.cluster.session import Session
 
         self._check_open()
-        session = Session(self, container)
+        session = Session(self, container=container, soft_placement=soft_placement)
         self._sessions.append(session)
         return session
 

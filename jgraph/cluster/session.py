@@ -39,6 +39,9 @@ class Session:
       cluster: a ``LocalCluster`` or what ``jg.connect`` gave.
       container: where variables live that have no container of their own. Sessions
         of one container share variables by name; those of two never do.
+      soft_placement: an operation that asks for a kind of device that its task does
+        not have (``jg.device("/gpu:0")``) runs on the one that it has. Else that is an
+        error, which names the operation and its line.
 
     Example:
       >>> import jax.numpy as jnp
@@ -55,10 +58,12 @@ class Session:
       >>> server.stop()
     """
 
-    def __init__(self, cluster: "Cluster", container: str = "") -> None:
+    def __init__(
+        self, cluster: "Cluster", *, container: str = "", soft_placement: bool = False
+    ) -> None:
         self._cluster = cluster
         self.container = container
-        self._variables = VariableDirectory(cluster)
+        self._variables = VariableDirectory(cluster, soft_placement=soft_placement)
         self._programs = Programs(cluster)
         self._values = VariableValues(self._variables, self._programs)
         self._steps = Steps(self._variables, self._programs, self._values, container)

@@ -26,8 +26,9 @@ class VariableDirectory:
     a session finds it in the same place.
     """
 
-    def __init__(self, cluster: "Cluster") -> None:
+    def __init__(self, cluster: "Cluster", *, soft_placement: bool = False) -> None:
         self._cluster = cluster
+        self._soft_placement = soft_placement
         self._initialized: dict[VariableKey, VariableSpec] = {}
         self.tasks: dict[VariableKey, TaskName] = {}
 
@@ -79,6 +80,7 @@ class VariableDirectory:
             driver=self._cluster.master,
             variable_tasks=self.tasks,
             platforms=self._cluster.platforms,
+            soft_placement=self._soft_placement,
         )
         self.tasks.update(planned.variable_tasks)
         return planned

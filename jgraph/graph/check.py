@@ -247,7 +247,8 @@ def check_device(
             index,
             f"'{stamp}' is asked for, and {task} computes on the first of its "
             f"{' and '.join(platforms)} devices",
-            f"leave out the device, or write '{task}'",
+            f"leave out the device, write '{task}', or open the session with "
+            "soft_placement=True",
         )
 
 

@@ -91,6 +91,7 @@ def plan(
     default: DeviceSpec | None = None,
     variable_tasks: Mapping[VariableKey, TaskName] | None = None,
     platforms: Mapping[TaskName, tuple[str, ...]] | None = None,
+    soft_placement: bool = False,
 ) -> Plan:
     """Places a graph on tasks, cuts it, and compiles it to a program.
 
@@ -102,6 +103,8 @@ def plan(
         and is where things go that nothing else decides (``driver`` if unset).
       variable_tasks: tasks of variables by key; they win over the variables' own.
       platforms: kinds of device per task; ``("cpu",)`` if unset.
+      soft_placement: an operation that asks for a kind of device that its task does
+        not have runs on the one that it has.
 
     Raises:
       UnknownDeviceError: a device names a job or task that is not in ``tasks``, or a
@@ -126,8 +129,9 @@ def plan(
         near=companions(flow),
     )
     placed = place(flow, where, homes)
-    for i, task in placed.items():
-        check_device(graph, i, task, (platforms or {}).get(task))
+    if not soft_placement:
+        for i, task in placed.items():
+            check_device(graph, i, task, (platforms or {}).get(task))
     assembler = Assembler(cut(flow, placed, driver), driver, platforms or {})
     program = assembler.program()
     return Plan(

@@ -269,6 +269,18 @@ def test_device_that_the_task_has_not_is_refused(session: Session) -> None:
     assert session.run(on("/job:worker/task:0/cpu:0"), 0.0) == 0.0
 
 
+def test_soft_placement_takes_the_device_that_the_task_has(cluster: Cluster) -> None:
+    def step(x: Any) -> Any:
+        with device("/job:worker/task:1/gpu:0"):
+            return jnp.sin(x)
+
+    with pytest.raises(UnknownDeviceError, match=r"soft_placement=True\n.* sin x"):
+        cluster.session().run(step, 1.0)
+    soft = cluster.session(soft_placement=True)
+    assert soft.run(step, 0.0) == 0.0
+    assert "/job:worker/task:1" in {s.task for s in soft.plan(step, 0.0).segments}
+
+
 def test_closed_cluster_opens_no_session(servers: Servers) -> None:
     cluster = connect(servers.servers[0].target, timeout_s=20)
     cluster.close()

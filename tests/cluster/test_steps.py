@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -179,6 +180,15 @@ class _InterruptedWhenTaken:
         pass
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, also where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_interrupt_ends_the_step_on_all_tasks(
     session: Session, servers: Servers
 ) -> None:
