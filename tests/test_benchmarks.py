@@ -24,6 +24,7 @@ from benchmarks import (
     report,
     scale,
     selection,
+    session,
     startup,
     straggler,
     tables,
@@ -282,6 +283,15 @@ def test_overhead_has_every_part(bench: Bench) -> None:
     (line,) = bench(overhead.main, "--steps 5 --rounds 1")
     assert min(line[f"{p}_us"] for p in ("jit", "one_task", "step", "run")) > 0
     assert set(line["cpu_us"]) == {"/job:ps/task:0", "/job:worker/task:0"}
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_session_calls_have_every_way(bench: Bench) -> None:
+    (line,) = bench(session.main, "--steps 10 --rounds 1")
+    ways = ("jit", "run", "callable", "remote", "remote_two")
+    assert min(line[f"{way}_us"] for way in ways) > 0
+    assert line["register_ms"] > 0
 
 
 @pytest.mark.procs
