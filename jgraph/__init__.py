@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jgraph.graph.hash_spec import Admission, Initial
     from jgraph.graph.ir import Graph
     from jgraph.graph.taps import tap
-    from jgraph.graph.variable import Variable
+    from jgraph.graph.variable import Variable, colocate_with
     from jgraph.plan.partitioner import (
         fixed_size_partitioner,
         min_max_variable_partitioner,
@@ -76,6 +76,7 @@ _HOMES = {
     "Trainer": "jgraph.train.trainer",
     "Variable": "jgraph.graph.variable",
     "check": "jgraph.graph.check",
+    "colocate_with": "jgraph.graph.variable",
     "connect": "jgraph.cluster.client",
     "device": "jgraph.graph.device",
     "doctor": "jgraph.diagnose",
@@ -114,6 +115,7 @@ __all__ = [
     "Variable",
     "__version__",
     "check",
+    "colocate_with",
     "connect",
     "device",
     "doctor",

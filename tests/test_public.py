@@ -33,6 +33,7 @@ PUBLIC = [
     "Variable",
     "__version__",
     "check",
+    "colocate_with",
     "connect",
     "device",
     "doctor",

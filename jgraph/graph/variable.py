@@ -4,6 +4,7 @@ import contextvars
 import html
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeAlias, final
@@ -12,8 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.errors import GraphError, UninitializedError, VariableMismatchError
-from jgraph.graph.device import DeviceSpec, as_spec, current_device
+from jgraph.errors import (
+    GraphError,
+    PlacementError,
+    UninitializedError,
+    VariableMismatchError,
+)
+from jgraph.graph.device import (
+    DeviceSpec,
+    as_spec,
+    current_device,
+    device as device_scope,
+)
 from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import VariableSpec
 from jgraph.graph.rows import Layout
@@ -229,6 +240,34 @@ class Variable:
         head = "".join(f"<th>{t}</th>" for t in titles)
         row = "".join(f"<td>{html.escape(c)}</td>" for c in cells)
         return f"<table><tr>{head}</tr><tr>{row}</tr></table>"
+
+
+def colocate_with(variable: Variable) -> AbstractContextManager[None]:
+    """Places the operations traced inside on the task of a variable.
+
+    Args:
+      variable: made for one task. What only updates a variable goes to its task by
+        itself, wherever that is.
+
+    Raises:
+      PlacementError: the variable's task is the plan's choice, or it has several.
+
+    Example:
+      >>> w = Variable("w", jnp.ones(3), device="/job:ps/task:1")
+      >>> with colocate_with(w):
+      ...     str(current_device())
+      '/job:ps/task:1'
+
+    Source: ``tf.compat.v1.colocate_with``.
+    """
+    if variable.device.task_name is None or variable.spec.shard_devices:
+        raise PlacementError(
+            f"colocate_with('{variable.name}') needs a variable of one task, and the "
+            f"task of this one is chosen when a graph is planned; make it with "
+            f"jg.Variable('{variable.name}', …, device='/job:ps/task:0')",
+            variable=variable.name,
+        )
+    return device_scope(variable.device)
 
 
 def _type_text(value: Any) -> str:

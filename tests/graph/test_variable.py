@@ -7,11 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgraph.errors import GraphError, UninitializedError, VariableMismatchError
+from jgraph.errors import (
+    GraphError,
+    PlacementError,
+    UninitializedError,
+    VariableMismatchError,
+)
 from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.ir import eval_graph
 from jgraph.graph.trace import trace
-from jgraph.graph.variable import Variable
+from jgraph.graph.variable import Variable, colocate_with
 
 
 def test_variable_takes_shape_and_dtype_from_its_array() -> None:
@@ -179,3 +184,16 @@ def test_variable_in_place_of_its_value_is_told_how_to_read_it(use: Any) -> None
     w = Variable("w", jnp.ones(3))
     with pytest.raises(GraphError, match=r"w\[\.\.\.\]"):
         trace(lambda: use(w))
+
+
+def test_operations_are_colocated_with_a_variable_of_one_task() -> None:
+    w = Variable("w", jnp.ones(3), device="/job:ps/task:1")
+
+    def step(x: jax.Array) -> jax.Array:
+        with device("/job:worker/task:0"), colocate_with(w):
+            return jnp.sin(x)
+
+    graph, _ = trace(step, jnp.ones(3))
+    assert [str(stamp) for stamp in graph.stamps] == ["/job:ps/task:1"]
+    with pytest.raises(PlacementError, match="needs a variable of one task"):
+        colocate_with(Variable("v", jnp.ones(3), device="/job:ps"))
