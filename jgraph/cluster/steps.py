@@ -152,7 +152,7 @@ class Steps:
         self._functions: dict[int, Function] = {}
         self._prepared: dict[Any, PreparedStep] = {}
         self._by_graph: dict[Any, PreparedStep] = {}
-        self._traced_for: dict[Function, tuple[Feed, ...]] = {}
+        self._traced_for: dict[Function, list[Graph]] = {}
 
     def function(self, fn: Callable[..., Any]) -> Function:
         """Returns what ``jg.function`` gives for ``fn``, the same for the same.
@@ -224,10 +224,11 @@ class Steps:
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Graph, tuple[Variable, ...]]:
         graph, variables = function.trace(*args, **kwargs)
-        before = self._traced_for.get(function)
-        if before is not None and before != graph.feeds:
-            _announce(function, before, graph.feeds)
-        self._traced_for[function] = graph.feeds
+        seen = self._traced_for.setdefault(function, [])
+        if not any(graph is known for known in seen):
+            if seen:
+                _announce(function, seen[-1].feeds, graph.feeds)
+            seen.append(graph)
         return graph, in_container(variables, self._container)
 
     def _register(

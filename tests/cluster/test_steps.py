@@ -159,6 +159,7 @@ def test_new_shape_is_traced_once_and_announced(
     with caplog.at_level(logging.WARNING, logger="jgraph"):
         for size in (4, 3, 4, 3):
             assert session.run(step, np.ones(size, np.float32)) == size
+        assert session.run(step, np.ones(4, np.float32), fetches=[""]) == [4]
     assert len(set(traces)) == 2
     (record,) = [r for r in caplog.records if "compiled anew" in r.message]
     assert "x is float32[3] and was float32[4]" in record.message
