@@ -6,7 +6,7 @@ BIN := .venv/bin
 # What is never imported need not be compiled to bytecode.
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
-.PHONY: demo test check bench peers clean
+.PHONY: demo test fuzz check bench peers clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -15,6 +15,10 @@ demo: .venv/demo.stamp
 test: check
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist worksteal
 	$(BIN)/python scripts/second_python.py
+
+# Random programs on clusters of any shape against JAX alone; nightly, an hour or so.
+fuzz: .venv/dev.stamp
+	JGRAPH_FUZZ_CASES=2000 $(BIN)/python -m pytest -n auto --dist worksteal tests/fuzz
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check

@@ -76,14 +76,21 @@ async def one_step(
     planned: Plan, tasks: Sequence[TaskName], values: Values, args: Any
 ) -> tuple[list[Any], Values]:
     """Returns (fetches, new values of the variables) of one step of a new cluster."""
-    graph, program = planned.graph, planned.program
+    return (await steps(planned, tasks, values, args, 1))[0]
+
+
+async def steps(
+    planned: Plan, tasks: Sequence[TaskName], values: Values, args: Any, count: int
+) -> list[tuple[list[Any], Values]]:
+    """Returns (fetches, new values of the variables) of each step of a new cluster."""
+    program = planned.program
     leaves = [np.asarray(to_plain(jnp.asarray(x))) for x in jax.tree.leaves(args)]
     async with cluster_of(tasks) as (client, services):
         for partition in program.partitions:
             stored = partition.variables
             plain = [np.asarray(to_plain(jnp.asarray(values[v.name]))) for v in stored]
             services[partition.task].runtime.store.write(stored, plain)
-        master = services[planned.program.driver].address
+        master = services[program.driver].address
         message, tensors = encode_program(program)
         order = pb.RegisterProgram(handle="step", program=message)
         await call_one(
@@ -93,24 +100,33 @@ async def one_step(
             frame(register_program=order, tensors=tensors),
             timeout_s=60,
         )
-        feeds = dict(zip([f.name for f in graph.feeds], leaves, strict=True))
-        reply = await call_one(
-            client,
-            master,
-            "RunStep",
-            frame(
-                run_step=pb.RunStep(handle="step", timeout_s=30),
-                tensors=[feeds[name] for name, _ in program.feeds],
-            ),
-            timeout_s=60,
-        )
-        after = dict(values)
-        for partition in program.partitions:
-            stored = partition.variables
-            views = services[partition.task].runtime.store.read(stored)
-            after |= {v.name: np.array(x) for v, x in zip(stored, views, strict=True)}
+        feeds = dict(zip([f.name for f in planned.graph.feeds], leaves, strict=True))
+        results = []
+        for _ in range(count):
+            reply = await call_one(
+                client,
+                master,
+                "RunStep",
+                frame(
+                    run_step=pb.RunStep(handle="step", timeout_s=30),
+                    tensors=[feeds[name] for name, _ in program.feeds],
+                ),
+                timeout_s=60,
+            )
+            results.append(_result(planned, services, values, reply.tensors))
+        return results
+
+
+def _result(
+    planned: Plan, services: Services, values: Values, fetched: Sequence[Any]
+) -> tuple[list[Any], Values]:
+    graph, after = planned.graph, dict(values)
+    for partition in planned.program.partitions:
+        stored = partition.variables
+        views = services[partition.task].runtime.store.read(stored)
+        after |= {v.name: np.array(x) for v, x in zip(stored, views, strict=True)}
     outs = [atom.aval for atom in graph.jaxpr.outvars]
-    fetches = [from_plain(x, a) for x, a in zip(reply.tensors, outs, strict=True)]
+    fetches = [from_plain(x, a) for x, a in zip(fetched, outs, strict=True)]
     avals = {v.name: v.aval for v in graph.variables}
     return fetches, {name: from_plain(after[name], avals[name]) for name in values}
 
