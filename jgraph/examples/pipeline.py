@@ -136,10 +136,8 @@ def run(
 def _test_loss(pipe: Pipeline, params: list[Tree], test: dict[str, Any]) -> float:
     """Returns the loss of the test data, computed here."""
     loss = jax.jit(lambda x, y: loss_fn(pipe.apply(params, x), y))
-    whole = len(test["words"]) - len(test["words"]) % BATCH_SIZE
-    parts = range(0, whole, BATCH_SIZE)
-    found = [
-        float(loss(*(test[k][i : i + BATCH_SIZE] for k in ("words", "next"))))
-        for i in parts
-    ]
-    return sum(found) / len(found)
+    total = 0.0
+    for first in range(0, len(test["words"]), BATCH_SIZE):
+        x, y = (test[name][first : first + BATCH_SIZE] for name in ("words", "next"))
+        total += float(loss(x, y)) * len(x)
+    return total / len(test["words"])

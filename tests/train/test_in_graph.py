@@ -13,7 +13,7 @@ from flax import nnx
 import jgraph as jg
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.session import Session
-from jgraph.errors import ConfigError, FeedError
+from jgraph.errors import ConfigError, FeedError, UnknownDeviceError
 from tests.cluster.conftest import Servers
 from tests.plan.support import assert_same
 from tests.train.models import NnxMLP, batches_of, cross_entropy, data, nnx_loss
@@ -83,6 +83,15 @@ def test_training_a_pipeline_is_training_the_model_in_one_piece(
         wanted, params, opt = whole(params, opt, x, t)
         assert loss == pytest.approx(float(wanted), rel=1e-6)
     assert_same(step.params(session), jax.tree.map(np.asarray, params), exact=False)
+
+
+def test_a_cluster_with_fewer_tasks_than_the_pipeline_says_which_one_is_missing(
+    session: Session,
+) -> None:
+    pipe = jg.Pipeline([layer] * 3, squares, microbatches=2)
+    step = pipe.step(params_of(3), optax.sgd(0.1))
+    with pytest.raises(UnknownDeviceError, match="worker/task:2' is not in this"):
+        session.plan(step.train, *batches(1)[0])
 
 
 def test_the_workers_compile_a_pass_once_for_all_microbatches(
