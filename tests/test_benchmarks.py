@@ -21,6 +21,7 @@ from benchmarks import (
     null_step,
     overhead,
     peer_process,
+    pipeline,
     report,
     scale,
     selection,
@@ -136,6 +137,16 @@ def test_null_steps_in_step_lose_no_update_of_rows(bench: Bench) -> None:
     (line,) = bench(null_step.main, words)
     assert line["mode"] == "sync"
     assert line["bytes_per_step"] < 200 * 64 * 4
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_a_pipeline_takes_turns_with_one_process(bench: Bench) -> None:
+    words = "--width 16 --layers 2 --batch 8 --microbatches 2 --steps 1 --rounds 1"
+    (line,) = bench(pipeline.main, f"{words} --schedule 1f1b")
+    assert (line["schedule"], line["workers"], line["bubble"]) == ("1f1b", 2, 0.333)
+    assert line["ratio"] > 0
+    assert 0 < line["bubble_measured"] < 1
 
 
 @pytest.mark.procs

@@ -116,8 +116,7 @@ def test_towers_on_all_workers_train_as_synchronous_training_does(
         strategy=jg.SyncPS(step_timeout_s=20),
     )
     x, y = data()
-    parts = [{"x": x[i::WORKERS], "y": y[i::WORKERS]} for i in range(WORKERS)]
-    streams = [batches_of(part, BATCH, 0) for part in parts]
+    stream = batches_of({"x": x, "y": y}, BATCH, 0)
     trained = trainer.fit((x, y), steps=STEPS, batch_size=BATCH, progress=False)
 
     graph, params = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
@@ -144,7 +143,7 @@ def test_towers_on_all_workers_train_as_synchronous_training_does(
         return value
 
     for _ in range(STEPS):
-        both = [next(stream) for stream in streams]
+        both = [next(stream) for _ in range(WORKERS)]
         session.run(train, {k: np.concatenate([b[k] for b in both]) for k in both[0]})
     values = [session.read([v])[v.name] for v in variables]
     wanted = nnx.to_pure_dict(nnx.state(trained.model(), nnx.Param))
