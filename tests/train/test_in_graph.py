@@ -47,7 +47,7 @@ def squares(y: Any, t: Any) -> Any:
 def params_of(stages: int, width: int = 4) -> list[dict[str, Any]]:
     keys = jax.random.split(jax.random.key(1), stages)
     normal = [jax.random.normal(key, (width, width)) for key in keys]
-    return [{"w": w, "b": jnp.zeros(width)} for w in normal]
+    return [{"w": w, "b": jnp.ones(width)} for w in normal]
 
 
 def batches(count: int, width: int = 4) -> Any:
