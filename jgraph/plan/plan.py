@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from jgraph.errors import UnknownDeviceError
+from jgraph.errors import ConfigError, UnknownDeviceError
 from jgraph.graph.check import check, check_device
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey
@@ -50,6 +50,35 @@ class Plan:
     def nbytes_per_step(self) -> int:
         """Bytes of values that one step sends between tasks."""
         return sum(edge.nbytes for edge in self.edges)
+
+    def task_of(self, name: str) -> TaskName:
+        """Returns the task of a variable.
+
+        Raises:
+          ConfigError: the graph uses no variable of that name, or several in different
+            containers; ``variable_tasks`` has them by (container, name).
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jgraph as jg
+          >>> w = jg.Variable("w", jnp.zeros(3), device="/job:ps/task:0")
+          >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+          >>> graph = jg.function(lambda: w[...]).graph()
+          >>> plan(graph, tasks=[ps, worker], driver=worker).task_of("w")
+          '/job:ps/task:0'
+        """
+        keys = [key for key in self.variable_tasks if key[1] == name]
+        if len(keys) != 1:
+            known = ", ".join(sorted({name for _, name in self.variable_tasks})[:10])
+            many = ", ".join(sorted(f"'{container}'" for container, _ in keys))
+            raise ConfigError(
+                f"variable '{name}' is in the containers {many}; ask "
+                f"plan.variable_tasks[container, '{name}']"
+                if keys
+                else f"'{self.program.name}' uses no variable '{name}'; its variables "
+                f"are {known or 'none'}"
+            )
+        return self.variable_tasks[keys[0]]
 
     def show(self, path: str | pathlib.Path | None = None) -> Picture:
         """Returns a picture: tasks, segments, variables, messages with their bytes.

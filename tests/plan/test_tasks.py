@@ -1,15 +1,18 @@
 """Which task a device names, and where variables go."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from jgraph.errors import PlacementError, UnknownDeviceError
+import jgraph as jg
+from jgraph.errors import ConfigError, PlacementError, UnknownDeviceError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName, VariableSpec
+from jgraph.plan.plan import Plan, plan
 from jgraph.plan.tasks import Tasks, assign_variables
-from tests.plan.support import DRIVER, PS, TASKS, WORKERS
+from tests.plan.support import DRIVER, PS, TASKS, WORKERS, graph_of
 
 
 def tasks(default: str = "", names: list[TaskName] = TASKS) -> Tasks:
@@ -89,3 +92,18 @@ def test_the_answer_does_not_depend_on_the_order_of_the_variables() -> None:
         placed = {v.name: t for v, t in zip(order, found, strict=True)}
         assert named in ({}, placed)
         named = placed
+
+
+def test_a_plan_says_on_which_task_a_variable_is() -> None:
+    mine = jg.Variable("w", jnp.ones(2), device=PS[1])
+    other = jg.Variable("w", jnp.ones(2), device=PS[0], container="snapshot")
+
+    def planned(step: Callable[[], Any]) -> Plan:
+        return plan(graph_of(step), tasks=TASKS, driver=DRIVER)
+
+    alone = planned(lambda: mine[...] * 2)
+    assert alone.task_of("w") == PS[1]
+    with pytest.raises(ConfigError, match="no variable 'v'; its variables are w"):
+        alone.task_of("v")
+    with pytest.raises(ConfigError, match="in the containers '', 'snapshot'; ask"):
+        planned(lambda: mine[...] + other[...]).task_of("w")
