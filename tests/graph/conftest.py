@@ -16,6 +16,8 @@ Values: TypeAlias = Mapping[Variable, Any]
 Plain: TypeAlias = Callable[..., tuple[Any, dict[Variable, Any]]]
 Same: TypeAlias = Callable[..., Graph]
 
+_MANY = 50
+
 
 def run_plain(
     fn: Callable[..., Any], values: Values, *args: Any
@@ -34,10 +36,20 @@ def assert_same(fn: Callable[..., Any], values: Values, *args: Any) -> Graph:
     """Checks that the graph of ``fn`` means what ``fn`` does; returns the graph."""
     graph, variables = function(fn).trace(*args)
     check(graph)
-    want, new_values = run_plain(fn, values, *args)
-    have, new = eval_graph(
-        graph, [values[v] for v in variables], jax.tree.leaves((args, {}))
-    )
+
+    def plain(state: list[Any], args: Any) -> tuple[Any, list[Any]]:
+        result, after = run_plain(fn, dict(zip(values, state, strict=True)), *args)
+        return result, list(after.values())
+
+    def evaluated(state: list[Any], feeds: list[Any]) -> Any:
+        return eval_graph(graph, state, feeds)
+
+    if len(graph.jaxpr.eqns) > _MANY:
+        # As one program: to compile each operation by itself takes ten times as long.
+        plain, evaluated = jax.jit(plain), jax.jit(evaluated)
+    want, after = plain(list(values.values()), args)
+    new_values = dict(zip(values, after, strict=True))
+    have, new = evaluated([values[v] for v in variables], jax.tree.leaves((args, {})))
     assert jax.tree.structure(want) == graph.out_tree
     pairs = [*zip(jax.tree.leaves(want), have, strict=True)]
     pairs += [(new_values[v], x) for v, x in zip(variables, new, strict=True)]
