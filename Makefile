@@ -6,17 +6,22 @@ BIN := .venv/bin
 # What is never imported need not be compiled to bytecode.
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
-.PHONY: demo test fuzz check bench peers clean
+.PHONY: demo test nightly fuzz check bench peers clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
 	$(BIN)/jgraph demo
 
 test: check
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist worksteal
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist worksteal \
+		-m "not nightly"
 	$(BIN)/python scripts/second_python.py
 
-# Random programs on clusters of any shape against JAX alone; nightly, an hour or so.
+# What takes long and has a smaller one in `make test`.
+nightly: fuzz
+	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
+
+# Random programs on clusters of any shape against JAX alone; an hour or so.
 fuzz: .venv/dev.stamp
 	JGRAPH_FUZZ_CASES=2000 $(BIN)/python -m pytest -n auto --dist worksteal tests/fuzz
 

@@ -131,7 +131,7 @@ def test_null_step_of_a_sparse_table_sends_rows_only(bench: Bench) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_null_steps_in_step_lose_no_update_of_rows(bench: Bench) -> None:
     words = "--kind sparse --rows 200 --mode sync --workers 2 --steps 6 --rounds 1"
     (line,) = bench(null_step.main, words)
@@ -140,7 +140,7 @@ def test_null_steps_in_step_lose_no_update_of_rows(bench: Bench) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_takes_turns_with_one_process(bench: Bench) -> None:
     words = "--width 16 --layers 2 --batch 8 --microbatches 2 --steps 1 --rounds 1"
     (line,) = bench(pipeline.main, f"{words} --schedule 1f1b")
@@ -150,7 +150,7 @@ def test_a_pipeline_takes_turns_with_one_process(bench: Bench) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_workers_that_mostly_wait_do_more_than_one(bench: Bench) -> None:
     words = "--workers 1 2 --wait-ms 100 --mb 0.1 --ps 2 --mode sync --steps 6"
     one, two = bench(scale.main, f"{words} --rounds 1")
@@ -161,7 +161,7 @@ def test_two_workers_that_mostly_wait_do_more_than_one(bench: Bench) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_embedding_moves_no_more_than_the_rows_of_its_ids(bench: Bench) -> None:
     words = "--rows 5000 9000 --dim 8 --batch 16 --ids 2 --steps 6 --rounds 1"
     line, larger = bench(embedding.main, words)
@@ -251,7 +251,7 @@ def test_commands_of_a_selection_are_understood(
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_selection_keeps_what_is_printed_and_names_what_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,7 +265,9 @@ def test_selection_keeps_what_is_printed_and_names_what_failed(
 
 @pytest.mark.procs
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["", "--tls"])
+@pytest.mark.parametrize(
+    "option", ["", pytest.param("--tls", marks=pytest.mark.nightly)]
+)
 def test_ways_of_the_transport_take_turns(bench: Bench, option: str) -> None:
     lines = bench(transport.main, f"--largest 64 {option}")
     wanted = {"tls", "call_tls"} if option else {"shm"}
@@ -274,7 +276,7 @@ def test_ways_of_the_transport_take_turns(bench: Bench, option: str) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_on_a_cluster_stands_beside_plain_jax(bench: Bench) -> None:
     words = "--model mlp --ps 1 --workers 1 --baseline --steps 5 --rounds 1"
     (line,) = bench(train.main, f"{words} --transport grpc")
@@ -289,7 +291,7 @@ def test_training_here_stands_beside_a_loop_by_hand(bench: Bench) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_overhead_has_every_part(bench: Bench) -> None:
     (line,) = bench(overhead.main, "--steps 5 --rounds 1")
     assert min(line[f"{p}_us"] for p in ("jit", "one_task", "step", "run")) > 0
@@ -297,7 +299,7 @@ def test_overhead_has_every_part(bench: Bench) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_session_calls_have_every_way(bench: Bench) -> None:
     (line,) = bench(session.main, "--steps 10 --rounds 1")
     ways = ("jit", "run", "callable", "remote", "remote_two")
@@ -313,7 +315,7 @@ def test_startup_goes_from_nothing_to_a_step_and_leaves_nothing(bench: Bench) ->
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_backup_worker_hides_a_slow_one(bench: Bench) -> None:
     words = "--workers 2 --wait-ms 5 --slow-ms 100 --steps 6 --rounds 1"
     (line,) = bench(straggler.main, words)
@@ -322,7 +324,7 @@ def test_backup_worker_hides_a_slow_one(bench: Bench) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_counts_the_bytes_of_a_ps(bench: Bench) -> None:
     (line,) = bench(memory.main, "--width 8 --steps 2")
     parameters = 784 * 8 + 8 + 8 * 8 + 8 + 8 * 10 + 10
@@ -330,7 +332,7 @@ def test_memory_counts_the_bytes_of_a_ps(bench: Bench) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_imports_are_measured_in_fresh_processes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

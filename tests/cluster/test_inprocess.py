@@ -152,7 +152,13 @@ def assert_close(got: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=limit, err_msg=name)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if "transformer" in name else ())
+        for name in EXAMPLES
+    ],
+)
 # A seed has nothing to shrink to, and each try compiles anew.
 @settings(
     max_examples=2,
