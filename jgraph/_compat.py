@@ -73,6 +73,18 @@ def make_jaxpr(fn: Any, *args: Any) -> tuple[Jaxpr, list[Any], Any]:
     return open_jaxpr(closed), list(closed.consts), out
 
 
+def scan_parts(equation: Equation) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants, and how many are carried.
+
+    JAX 0.12 has a tree of the operands in place of the two numbers.
+    """
+    params = equation.params
+    if "num_consts" in params:
+        return int(params["num_consts"]), int(params["num_carry"])
+    consts, carry, _ = map(list, params["ft_in"].unpack())
+    return len(consts), len(carry)
+
+
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
     """Returns the jaxpr with constants as ``constvars``.
 

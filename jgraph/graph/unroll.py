@@ -36,7 +36,7 @@ def unrolled(equation: Equation) -> tuple[Jaxpr, Sequence[Any]] | None:
     if one_place(body_stamps(equation)) is not None:
         return None
     avals = [_compat.array_type(v) for v in equation.invars]
-    jaxpr, consts, _ = _compat.make_jaxpr(_turns(equation.params), *avals)
+    jaxpr, consts, _ = _compat.make_jaxpr(_turns(equation), *avals)
     return jaxpr, consts
 
 
@@ -46,9 +46,10 @@ def num_equations(equation: Equation) -> int:
     return int(equation.params["length"]) * len(body.eqns)
 
 
-def _turns(params: dict[str, Any]) -> Any:
+def _turns(equation: Equation) -> Any:
+    params = equation.params
     body, length = params["jaxpr"], params["length"]
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = _compat.scan_parts(equation)
     order = range(length)[::-1] if params["reverse"] else range(length)
 
     def run(*operands: Any) -> list[Any]:

@@ -55,7 +55,8 @@ def pipeline(schedule: Any) -> tuple[jg.Pipeline, Plan, tuple[Any, Any]]:
     """Returns a pipeline of three stages that keep three values each, and its plan."""
 
     def stage(w: Any, x: Any) -> Any:
-        return jnp.tanh(w * jnp.tanh(w * jnp.tanh(w * x)))
+        # All that the derivative of exp needs is its value, in every JAX.
+        return jnp.exp(-w * jnp.exp(-w * jnp.exp(-w * x)))
 
     pipe = jg.Pipeline(
         [stage] * 3,
