@@ -23,7 +23,7 @@ def test_four_stages_on_four_workers_learn_which_word_follows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = ["--data", str(write_text(tmp_path))]
-    size = ["--workers", "4", "--steps", "30", "--microbatches", "4"]
+    size = ["--workers", "4", "--steps", "15", "--microbatches", "4"]
     with pytest.raises(SystemExit) as stop:
         cli.main(["examples", "pipeline", *data, *size, "--json"])
     assert not stop.value.code
