@@ -1,7 +1,7 @@
 """A cluster of servers in this process, over real gRPC on loopback."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -46,6 +46,17 @@ class Servers:
     def stop(self) -> None:
         for server in self.servers:
             server.stop(grace_s=1.0)
+
+
+@contextmanager
+def connected(**jobs: int) -> Iterator[Cluster]:
+    """A client of servers of this process, which end with it."""
+    servers = Servers(**jobs)
+    try:
+        with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+            yield cluster
+    finally:
+        servers.stop()
 
 
 @pytest.fixture(scope="module")

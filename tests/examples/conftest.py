@@ -2,14 +2,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from jgraph.cluster.client import Cluster, connect
-from tests.cluster.conftest import Servers
+from jgraph.cluster.client import Cluster
+from tests.cluster.conftest import connected
 
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
     """Two ps and two workers, as servers of this process."""
-    servers = Servers(ps=2, worker=2)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(ps=2, worker=2) as cluster:
         yield cluster
-    servers.stop()

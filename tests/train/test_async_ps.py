@@ -20,7 +20,7 @@ from jgraph.train.data import as_dataset
 from jgraph.train.local import Local
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import Servers
+from tests.cluster.conftest import Servers, connected
 from tests.train.models import (
     LinenNorm,
     NnxMLP,
@@ -36,26 +36,20 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
 @pytest.fixture(scope="module")
 def one_worker() -> Iterator[Cluster]:
-    servers = Servers(ps=2, worker=1)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(ps=2, worker=1) as cluster:
         yield cluster
-    servers.stop()
 
 
 @pytest.fixture(scope="module")
 def two_by_two() -> Iterator[Cluster]:
-    servers = Servers(ps=2, worker=2)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(ps=2, worker=2) as cluster:
         yield cluster
-    servers.stop()
 
 
 @pytest.fixture(scope="module")
 def two_workers() -> Iterator[Cluster]:
-    servers = Servers(ps=1, worker=2)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(ps=1, worker=2) as cluster:
         yield cluster
-    servers.stop()
 
 
 def trainer(model: Any = NnxMLP, loss: Any = nnx_loss, **options: Any) -> Trainer:

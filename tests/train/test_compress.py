@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jgraph import fixed_size_partitioner
-from jgraph.cluster.client import Cluster, connect
+from jgraph.cluster.client import Cluster
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
@@ -29,7 +29,7 @@ from jgraph.train.step import TrainStep
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.sync_step import SyncStep
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import Servers
+from tests.cluster.conftest import connected
 from tests.train.models import NnxMLP, cross_entropy, data, nnx_loss
 
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
@@ -174,10 +174,8 @@ def test_what_rounding_takes_away_is_sent_later() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    servers = Servers(ps=1, worker=2)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(ps=1, worker=2) as cluster:
         yield cluster
-    servers.stop()
 
 
 class Rows(nnx.Module):

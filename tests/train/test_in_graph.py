@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.cluster.client import Cluster, connect
+from jgraph.cluster.client import Cluster
 from jgraph.cluster.session import Session
 from jgraph.errors import ConfigError, FeedError, UnknownDeviceError
-from tests.cluster.conftest import Servers
+from tests.cluster.conftest import connected
 from tests.plan.support import assert_same
 from tests.train.models import NnxMLP, batches_of, cross_entropy, data, nnx_loss
 
@@ -23,10 +23,8 @@ WORKERS, BATCH, STEPS = 2, 8, 5
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    servers = Servers(ps=2, worker=WORKERS)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(ps=2, worker=WORKERS) as cluster:
         yield cluster
-    servers.stop()
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.cluster.client import Cluster, connect
+from jgraph.cluster.client import Cluster
 from jgraph.errors import ConfigError, ShardingError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.spread import spread
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import Servers
+from tests.cluster.conftest import connected
 from tests.train.models import NnxMLP, data, nnx_loss
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
@@ -27,10 +27,8 @@ KERNEL = "params/layers/0/kernel"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    servers = Servers(ps=2, worker=1)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(ps=2, worker=1) as cluster:
         yield cluster
-    servers.stop()
 
 
 def trainer(cluster: Cluster | None = None, **options: Any) -> Trainer:

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jgraph.cluster.client import Cluster, connect
+from jgraph.cluster.client import Cluster
 from jgraph.errors import (
     ConfigError,
     DataError,
@@ -21,7 +21,7 @@ from jgraph.errors import (
 from jgraph.train.source import Source
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import Servers
+from tests.cluster.conftest import connected
 from tests.runtime.test_sources import FUNCTIONS, write_parquet
 
 pytest.importorskip("pyarrow", reason="needs jgraph[data]")
@@ -30,10 +30,8 @@ pytest.importorskip("grain", reason="needs jgraph[data]")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    servers = Servers(allow_sources=[f"{FUNCTIONS}:squares"], ps=1, worker=2)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(allow_sources=[f"{FUNCTIONS}:squares"], ps=1, worker=2) as cluster:
         yield cluster
-    servers.stop()
 
 
 def loss(model: Any, batch: Any) -> Any:

@@ -19,7 +19,7 @@ from jgraph.plan.nodes import ContributeNode
 from jgraph.plan.program import Program
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import Servers
+from tests.cluster.conftest import Servers, connected
 from tests.train.ledger import examples_counted, examples_due, loss_that_counts
 from tests.train.models import (
     NnxMLP,
@@ -36,10 +36,8 @@ CLIP_ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    servers = Servers(ps=2, worker=WORKERS)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(ps=2, worker=WORKERS) as cluster:
         yield cluster
-    servers.stop()
 
 
 def trainer(

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.cluster.client import Cluster, connect
+from jgraph.cluster.client import Cluster
 from jgraph.errors import RowIdError
 from jgraph.graph.ir import eval_graph
 from jgraph.plan.nodes import ContributeNode
@@ -19,7 +19,7 @@ from jgraph.train.adapters import adapt
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import Servers
+from tests.cluster.conftest import connected
 from tests.train.models import batches_of
 
 ROWS, DIM, BATCH, WORKERS, STEPS = 3000, 4, 8, 2, 12
@@ -47,10 +47,8 @@ def loss(model: Any, batch: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    servers = Servers(ps=2, worker=WORKERS)
-    with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+    with connected(ps=2, worker=WORKERS) as cluster:
         yield cluster
-    servers.stop()
 
 
 def trainer(cluster: Cluster, tx: Any, sparse: Any, **options: Any) -> Trainer:
