@@ -49,9 +49,9 @@ class Servers:
 
 
 @contextmanager
-def connected(**jobs: int) -> Iterator[Cluster]:
+def connected(*, allow_sources: Sequence[str] = (), **jobs: int) -> Iterator[Cluster]:
     """A client of servers of this process, which end with it."""
-    servers = Servers(**jobs)
+    servers = Servers(allow_sources=allow_sources, **jobs)
     try:
         with connect(servers.servers[-1].target, timeout_s=20) as cluster:
             yield cluster
