@@ -58,6 +58,7 @@ def run_at_once(
     """
     partition = loaded.partition
     values: list[Any] = [None] * len(partition.values)
+    fetches: list[np.ndarray[Any, Any]] = []
     for index, node in enumerate(partition.nodes):
         if isinstance(node, SegmentNode):
             began = now()
@@ -77,8 +78,8 @@ def run_at_once(
             given = [values[value] for value in node.values]
             store.write(_named(partition, node.variables), given)
         elif isinstance(node, FetchNode):
-            return [np.array(values[value]) for value in node.values]
-    return []
+            fetches = [np.array(values[value]) for value in node.values]
+    return fetches
 
 
 def _compute(
