@@ -29,17 +29,6 @@ OPERATIONS, PIECES = 1_000, 8
 X = np.float32(1.0)
 
 
-def micros(call: Callable[[], Any], steps: int) -> float:
-    """Returns the least time of a call in batches of ten: without other processes."""
-    batches = []
-    for _ in range(max(1, steps // 10)):
-        began = time.perf_counter()
-        for _ in range(10):
-            call()
-        batches.append((time.perf_counter() - began) / 10 * 1e6)
-    return min(batches)
-
-
 def double(x: Any) -> Any:
     """The trivial graph: of the driver's task."""
     return x * 2.0
@@ -147,8 +136,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _timed(call: Callable[[], Any], steps: int) -> Callable[[], float]:
-    micros(call, 50)  # the first ones compile, and teach what they cost
-    return lambda: micros(call, steps)
+    measure.micros(call, 50)  # the first ones compile, and teach what they cost
+    return lambda: measure.micros(call, steps)
 
 
 def _asked(peer: TensorFlow, way: str, steps: int) -> Callable[[], float]:

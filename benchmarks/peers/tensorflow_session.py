@@ -9,10 +9,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import measure
 from benchmarks.peers import tasks
 
 SERVE = """
@@ -73,21 +73,11 @@ def main() -> None:
         calls = ways(f"grpc://127.0.0.1:{ports[0]}")
         for line in sys.stdin:
             order = json.loads(line)
-            reply(_micros(calls[order["way"]], order["steps"]))
+            reply(measure.micros(calls[order["way"]], order["steps"]))
     finally:
         for server in servers:
             server.kill()
         os._exit(0)  # sessions would wait for their servers
-
-
-def _micros(call: Callable[[], Any], steps: int) -> float:
-    batches = []
-    for _ in range(max(1, steps // 10)):
-        began = time.perf_counter()
-        for _ in range(10):
-            call()
-        batches.append((time.perf_counter() - began) / 10 * 1e6)
-    return min(batches)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,10 @@ class Steps:
                 f"run takes a function, not {fn!r:.60}; write for example "
                 "session.run(step, x)"
             )
-        return self._functions.setdefault(id(fn), Function(fn))
+        function = self._functions.get(id(fn))
+        if function is None:
+            function = self._functions[id(fn)] = Function(fn)
+        return function
 
     def prepare(
         self,

@@ -33,9 +33,9 @@ class Workers:
 
     def upload(self, graph: Graph, dataset: Dataset) -> None:
         """Gives every worker the data, unless it has it."""
-        digest = dataset.digest()
         if dataset.source:  # the workers have opened it
             return
+        digest = dataset.digest()
         if digest == self._uploaded:
             return
         self._uploaded = ""

@@ -40,7 +40,9 @@ def write_tfrecord(path: Path, rows: list[bytes]) -> Path:
 
 
 def write_array_record(path: Path, rows: list[bytes]) -> Path:
-    module = pytest.importorskip("array_record.python.array_record_module")
+    module = pytest.importorskip(
+        "array_record.python.array_record_module", reason="needs jgraph[data]"
+    )
     writer = module.ArrayRecordWriter(str(path), "group_size:1")
     for row in rows:
         writer.write(row)
@@ -180,7 +182,7 @@ def open_function(name: str, *allowed: str, **arguments: Any) -> Reader:
 
 
 def test_grain_source_is_called_by_its_import_path() -> None:
-    pytest.importorskip("grain")
+    pytest.importorskip("grain", reason="needs jgraph[data]")
     reader = open_function("squares", f"{FUNCTIONS}:*", count=5)
     assert reader.parts[0].examples == 5
     assert rows_of(reader, 0, 4, 1) == {"x": [[4, 16], [1, 1]], "y": [4, 1]}
