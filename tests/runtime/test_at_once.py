@@ -1,5 +1,6 @@
 """Steps of one task that run in the thread that asks for them."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,6 +60,26 @@ def test_short_step_of_one_task_gives_the_results_of_any_step() -> None:
     assert kept.tolist() == LARGE.tolist()
     assert fed.tolist() == [1, 2]
     assert runtime.store.read([W])[0].tolist() == [3, 4]
+
+
+def test_what_follows_the_fetches_runs_as_well() -> None:
+    w = Variable("w", jnp.ones(2), device=HERE)
+
+    def step(x: Any) -> Any:
+        w[...] = x
+        return x
+
+    graph, _ = trace(step, jnp.zeros(2, jnp.float32))
+    program = plan(graph, tasks=[HERE], driver=HERE).program
+    (part,) = program.partitions
+    feed, *others, fetch = part.nodes
+    part = replace(part, nodes=(feed, fetch, *others))
+    runtime = _runtime(replace(program, partitions=(part,)))
+    x = np.array([1, 2], np.float32)
+    fetched = runtime.run_at_once("h", {"x": x})
+    assert fetched is not None
+    assert fetched[0].tolist() == [1, 2]
+    assert runtime.store.read([W])[0].tolist() == [1, 2]
 
 
 def test_results_belong_to_the_caller_alone() -> None:
