@@ -11,6 +11,7 @@ from flax import nnx
 from flax.core import meta, unfreeze
 
 from jgraph.errors import JGError, PipelineError
+from jgraph.plan.types import value_type
 from jgraph.train.trees import Tree, named_state, string_keys
 
 Apply: TypeAlias = Callable[[Tree, Tree], Tree]
@@ -89,8 +90,7 @@ def types_text(tree: Tree) -> str:
       >>> types_text({"a": jax.ShapeDtypeStruct((2, 3), "float32")})
       'float32[2,3]'
     """
-    found = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(tree)]
-    return ", ".join(found) or "nothing"
+    return ", ".join(str(value_type(x)) for x in jax.tree.leaves(tree)) or "nothing"
 
 
 def _linen_apply(module: nn.Module) -> Apply:
