@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jgraph.graph.ir import Graph
     from jgraph.graph.taps import tap
     from jgraph.graph.variable import Variable, colocate_with
+    from jgraph.plan.cost_model import CostModel
     from jgraph.plan.partitioner import (
         fixed_size_partitioner,
         min_max_variable_partitioner,
@@ -58,6 +59,7 @@ _HOMES = {
     "Admission": "jgraph.graph.hash_spec",
     "AsyncPS": "jgraph.train.async_ps",
     "ClusterSpec": "jgraph.cluster.spec",
+    "CostModel": "jgraph.plan.cost_model",
     "DeviceSpec": "jgraph.graph.device",
     "Graph": "jgraph.graph.ir",
     "GreedyLoadBalancing": "jgraph.plan.spread",
@@ -97,6 +99,7 @@ __all__ = [
     "Admission",
     "AsyncPS",
     "ClusterSpec",
+    "CostModel",
     "DeviceSpec",
     "Graph",
     "GreedyLoadBalancing",

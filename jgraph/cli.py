@@ -58,15 +58,47 @@ def version(as_json: Json = False) -> None:
         typer.echo("\n".join(f"{name} {value}" for name, value in versions.items()))
 
 
+Name = Annotated[str, typer.Option(help="Name of a cluster on this machine.")]
+Target = Annotated[
+    str | None, typer.Argument(help="jgraph://host:port of any of its servers.")
+]
+Certificates = Annotated[
+    Path | None, typer.Option(help="Certificates, for a jgraphs:// address.")
+]
+
+
 @app.command()
 def doctor(
+    target: Target = None,
     cluster: Annotated[
         Path | None,
         typer.Option(help="A cluster file; each of its tasks is dialled once."),
     ] = None,
+    links: Annotated[
+        bool,
+        typer.Option(
+            "--links",
+            help="Measure a running cluster instead: latency and bandwidth between "
+            "all its tasks, and how fast they compute. With --json: a cost model for "
+            "jg.auto.",
+        ),
+    ] = False,
+    name: Name = "default",
+    tls_dir: Certificates = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for --links.")] = 120,
     as_json: Json = False,
 ) -> None:
     """Check this machine, and a cluster; exit 1 with numbered problems."""
+    if links:
+        from jgraph.cluster.client import connect
+        from jgraph.cluster.measuring import measure
+
+        with connect(_target(target, name), tls=tls_dir) as running:
+            model = measure(running, timeout_s=timeout)
+        typer.echo(json.dumps(model.to_dict()) if as_json else str(model))
+        return
+    if target is not None:
+        raise typer.BadParameter("a running cluster is measured with --links")
     from jgraph.diagnose import doctor as examine
 
     report = examine(cluster)
@@ -75,7 +107,19 @@ def doctor(
         raise typer.Exit(FAILURE)
 
 
-Name = Annotated[str, typer.Option(help="Name of a cluster on this machine.")]
+def _target(target: str | None, name: str) -> str:
+    """Returns the address of a cluster: as told, or that of one of this machine."""
+    from jgraph.cluster.keeper import find
+
+    if target is not None:
+        return target
+    kept = find(name)
+    if kept is None:
+        raise ClusterUnreachableError(
+            f"no cluster '{name}' runs on this machine; start one with `jgraph "
+            "up`, or name a server: jgraph://host:port"
+        )
+    return kept.target
 
 
 @app.command()
@@ -217,29 +261,16 @@ def down(name: Name = "default", as_json: Json = False) -> None:
 
 @app.command()
 def status(
-    target: Annotated[
-        str | None, typer.Argument(help="jgraph://host:port of any of its servers.")
-    ] = None,
+    target: Target = None,
     name: Name = "default",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the tasks.")] = 10,
-    tls_dir: Annotated[
-        Path | None, typer.Option(help="Certificates, for a jgraphs:// address.")
-    ] = None,
+    tls_dir: Certificates = None,
     as_json: Json = False,
 ) -> None:
     """Show every task of a cluster, and those that do not answer."""
     from jgraph.cluster.client import status_of
-    from jgraph.cluster.keeper import find
 
-    if target is None:
-        kept = find(name)
-        if kept is None:
-            raise ClusterUnreachableError(
-                f"no cluster '{name}' runs on this machine; start one with `jgraph "
-                "up`, or name a server: jgraph status jgraph://host:port"
-            )
-        target = kept.target
-    state = status_of(target, timeout_s=timeout, tls=tls_dir)
+    state = status_of(_target(target, name), timeout_s=timeout, tls=tls_dir)
     typer.echo(json.dumps(state.to_dict()) if as_json else str(state))
     if state.missing:
         raise typer.Exit(FAILURE)

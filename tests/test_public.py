@@ -15,6 +15,7 @@ PUBLIC = [
     "Admission",
     "AsyncPS",
     "ClusterSpec",
+    "CostModel",
     "DeviceSpec",
     "Graph",
     "GreedyLoadBalancing",

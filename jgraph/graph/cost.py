@@ -1,7 +1,7 @@
 """What equations cost, counted from their shapes: operations, and memory at a time."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from jgraph import _compat
@@ -64,11 +64,15 @@ def flops_of_all(equations: Iterable[Equation]) -> float:
     return sum((flops_of(e) for e in equations), 0.0)
 
 
-def peak_nbytes(equations: Sequence[Equation]) -> int:
+def peak_nbytes(equations: Sequence[Equation], *, stored: Container[Var] = ()) -> int:
     """Returns the most bytes of values at a time when equations run in this order.
 
     A value lives from its equation, or from the beginning if it comes from outside, to
     its last use. XLA needs less where it fuses; so this is an upper bound.
+
+    Args:
+      equations: in the order in which they run.
+      stored: values that are not counted: they lie elsewhere.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -76,16 +80,20 @@ def peak_nbytes(equations: Sequence[Equation]) -> int:
       >>> peak_nbytes(jaxpr.eqns)
       2048
     """
+
+    def size(var: Var) -> int:
+        return 0 if var in stored else nbytes_of_value(var)
+
     last = {v: n for n, e in enumerate(equations) for v in _vars(e.invars)}
     made = {v for e in equations for v in e.outvars}
-    live = sum(nbytes_of_value(v) for v in last if v not in made)
+    live = sum(size(v) for v in last if v not in made)
     peak = live
     for n, equation in enumerate(equations):
-        live += sum(nbytes_of_value(v) for v in equation.outvars)
+        live += sum(size(v) for v in equation.outvars)
         peak = max(peak, live)
         ended = {v for v in _vars(equation.invars) if last[v] == n}
         ended |= {v for v in equation.outvars if _compat.is_dropped(v)}
-        live -= sum(nbytes_of_value(v) for v in ended)
+        live -= sum(size(v) for v in ended)
     return peak
 
 

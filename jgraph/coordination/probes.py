@@ -1,0 +1,210 @@
+"""Probes: steps that show how fast tasks and links are, and what they tell.
+
+``speed_probe`` computes the same on each of its tasks; ``link_probe`` sends, one after
+the other, over every link. Both are ordinary functions for ``jgraph.graph.trace``: what
+they measure is what steps are made of, and messages travel as those of any step.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.coordination.run_metadata import NodeTime, RunMetadata
+from jgraph.graph.alone import Alone, alone
+from jgraph.graph.device import device
+from jgraph.graph.ir import TaskName
+from jgraph.plan.cost_model import Link, TaskSpeed
+
+Pair: TypeAlias = tuple[TaskName, TaskName]
+
+# Of a product: m x k by k x k, as in a layer of a thousand units.
+_M, _K = 256, 1024
+_ELEMENTS = 1 << 20
+_ROUNDS = 16
+_IDLE = 12
+_SMALL: Final = 16
+LARGE: Final = 1 << 20
+"""Numbers of four bytes in a large message."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SpeedProbe:
+    """A function that computes the same on several tasks at once.
+
+    It makes the arrays, multiplies matrices, computes element by element, takes
+    exponentials, moves memory, and does nothing a few times.
+    """
+
+    tasks: tuple[TaskName, ...]
+
+    def __call__(self, x: Any) -> list[Any]:
+        """Returns a number of each task."""
+        pieces = _pieces()
+        results = []
+        for task in self.tasks:
+            with device(task):
+                h, w, v = pieces["make"]([x])
+                for name in ("product", "product"):
+                    (h,) = pieces[name]([h, w])
+                (v,) = pieces["link"]([v, h])
+                for name in ("elements", "slow", "move"):
+                    (v,) = pieces[name]([v])
+                (s,) = pieces["end"]([v])
+                for _ in range(_IDLE):
+                    (s,) = pieces["idle"]([s])
+                results.append(s)
+        return results
+
+
+def _pieces() -> dict[str, Alone]:
+    x = jax.ShapeDtypeStruct((), jnp.float32)
+    h = jax.ShapeDtypeStruct((_M, _K), jnp.float32)
+    w = jax.ShapeDtypeStruct((_K, _K), jnp.float32)
+    v = jax.ShapeDtypeStruct((_ELEMENTS,), jnp.float32)
+
+    def make(x: Any) -> list[Any]:
+        spread = jnp.arange(float(_ELEMENTS), dtype=jnp.float32) / _ELEMENTS + x
+        return [spread[: _M * _K].reshape(_M, _K), spread.reshape(_K, _K), spread]
+
+    def elements(v: Any) -> list[Any]:
+        for _ in range(_ROUNDS):
+            v = v * 0.5 + 0.25
+        return [v]
+
+    def slow(v: Any) -> list[Any]:
+        for _ in range(4):
+            v = jnp.exp(-v)
+        return [v]
+
+    made: Mapping[str, tuple[Callable[..., list[Any]], tuple[Any, ...]]] = {
+        "make": (make, (x,)),
+        "product": (lambda h, w: [(h @ w) * (1.0 / _K)], (h, w)),
+        "link": (lambda v, h: [v + h[0, 0]], (v, h)),
+        "elements": (elements, (v,)),
+        "slow": (slow, (v,)),
+        "move": (lambda v: [v + 1.0], (v,)),
+        "end": (lambda v: [v[0]], (v,)),
+        "idle": (lambda s: [s + 1.0], (x,)),
+    }
+    return {name: alone(name, fn, *args) for name, (fn, args) in made.items()}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LinkProbe:
+    """A function that sends a small and a large message over each link in turn."""
+
+    pairs: tuple[Pair, ...]
+
+    def __call__(self, x: Any) -> Any:
+        """Returns a number that has passed everything."""
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        sends = {}
+        for count in (_SMALL, LARGE):
+            array = jax.ShapeDtypeStruct((count,), jnp.float32)
+
+            def make(x: Any, count: int = count) -> list[Any]:
+                return [jnp.tanh(x + jnp.arange(float(count), dtype=jnp.float32))]
+
+            take = alone("take", lambda y: [y[0] * 0.5], array)
+            sends[count] = alone("make", make, number), take
+        back = alone("back", lambda z: [z + 1.0], number)
+        for src, dst in self.pairs:
+            for make_one, take in sends.values():
+                with device(src):
+                    (y,) = make_one([x])
+                with device(dst):
+                    (z,) = take([y])
+                with device(src):
+                    (x,) = back([z])
+        return x
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Seconds of the pieces of a speed probe on one task."""
+
+    product: float
+    elements: float
+    slow: float
+    move: float
+    idle: float
+
+    @property
+    def computing(self) -> float:
+        """All that uses the processor for long."""
+        return 2 * self.product + self.elements + self.slow + self.move
+
+    def speed(self, host: str) -> TaskSpeed:
+        """Returns the speed of a task that took so long."""
+        moved = 8.0 * _ELEMENTS
+        return TaskSpeed(
+            host=host,
+            flops_per_s=2.0 * _M * _K * _K / self.product,
+            elements_per_s=2.0 * _ROUNDS * _ELEMENTS / self.elements,
+            slow_per_s=4.0 * _ELEMENTS / self.slow,
+            bytes_per_s=moved / self.move,
+            segment_s=self.idle,
+        )
+
+
+def seen(ran: Sequence[RunMetadata], task: TaskName) -> Seen:
+    """Returns what runs of a speed probe show of a task: medians."""
+
+    def median(label: str) -> float:
+        times = [n.seconds for r in ran for n in r.of(task) if n.label == label]
+        return statistics.median(times)
+
+    idle = [
+        (times[-1].end_s - times[0].start_s) / len(times)
+        for r in ran
+        if (times := [n for n in r.of(task) if n.label == "idle"])
+    ]
+    return Seen(
+        product=median("product"),
+        elements=median("elements"),
+        slow=median("slow"),
+        move=median("move"),
+        idle=statistics.median(idle),
+    )
+
+
+def links_of(ran: Sequence[RunMetadata], pairs: Iterable[Pair]) -> dict[Pair, Link]:
+    """Returns what runs of a link probe show of each link: medians.
+
+    A message and its answer together take what passes on the sender's clock, less what
+    passes on the receiver's: no clock is compared with another.
+    """
+    found = {}
+    for src, dst in pairs:
+        small = statistics.median(_round_s(r, src, dst, 4 * _SMALL) for r in ran)
+        large = statistics.median(_round_s(r, src, dst, 4 * LARGE) for r in ran)
+        took = max(large - small, 1e-6)
+        found[src, dst] = Link(max(small, 0.0) / 2, 4 * LARGE / took)
+    return found
+
+
+def _round_s(ran: RunMetadata, src: TaskName, dst: TaskName, nbytes: int) -> float:
+    here, there = ran.of(src), ran.of(dst)
+    sent = _first(here, "send", dst, 0.0, nbytes)
+    came = next(n for n in there if n.kind == "recv" and n.key == sent.key)
+    answered = _first(there, "send", src, came.start_s, 4)
+    back = next(n for n in here if n.kind == "recv" and n.key == answered.key)
+    return (back.start_s - sent.start_s) - (answered.start_s - came.start_s)
+
+
+def _first(
+    nodes: Sequence[NodeTime], kind: str, peer: TaskName, since_s: float, nbytes: int
+) -> NodeTime:
+    fitting = (
+        n
+        for n in nodes
+        if (n.kind, n.peer, n.nbytes) == (kind, peer, nbytes) and n.start_s >= since_s
+    )
+    return min(fitting, key=lambda n: n.start_s)

@@ -1,0 +1,45 @@
+"""Measuring a running cluster."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from jgraph.cli import app
+from jgraph.cluster.measuring import measure
+from jgraph.errors import DeadlineError
+from jgraph.plan.cost_model import CostModel
+from tests.cluster.conftest import connected
+
+
+def test_every_task_and_every_link_is_measured_and_printed() -> None:
+    with connected(worker=2) as cluster:
+        done = CliRunner().invoke(app, ["doctor", cluster.target, "--links", "--json"])
+        assert done.exit_code == 0, done.output
+        model = CostModel.from_dict(json.loads(done.output))
+        tasks = cluster.tasks()
+        model.check(tasks)
+        assert list(model.tasks) == tasks
+        assert len(model.links) == len(tasks) * (len(tasks) - 1)
+        assert all(1e-6 < link.latency_s < 1 for link in model.links.values())
+        assert all(1e6 < link.bytes_per_s < 1e13 for link in model.links.values())
+        assert all(1e8 < s.flops_per_s < 1e13 for s in model.tasks.values())
+        assert list(model.crowding) == ["127.0.0.1"]
+        assert model.call.latency_s >= 0
+        # Nothing of it stays.
+        assert all(not task["programs"] for task in cluster.status().to_dict()["tasks"])
+
+
+def test_a_measurement_that_takes_too_long_says_what_it_was_at() -> None:
+    now = iter(range(10_000))
+
+    class Hours:
+        """A clock on which everything takes an hour."""
+
+        def now(self) -> float:
+            return 3600.0 * next(now)
+
+    with connected(worker=1) as cluster:
+        with pytest.raises(DeadlineError, match="/job:worker/task:0"):
+            measure(cluster, clock=Hours())
+        assert measure(cluster).links == {}
