@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jgraph.rpc.tls import TLS
     from jgraph.train.async_ps import AsyncPS
     from jgraph.train.bags import embedding_bag
+    from jgraph.train.checkpoints import Checkpoints
     from jgraph.train.hash_table import HashTable
     from jgraph.train.local import Local
     from jgraph.train.pipeline import Pipeline
@@ -58,6 +59,7 @@ _HOMES = {
     "NO_KEY": "jgraph.graph.hash_keys",
     "Admission": "jgraph.graph.hash_spec",
     "AsyncPS": "jgraph.train.async_ps",
+    "Checkpoints": "jgraph.train.checkpoints",
     "ClusterSpec": "jgraph.cluster.spec",
     "CostModel": "jgraph.plan.cost_model",
     "DeviceSpec": "jgraph.graph.device",
@@ -98,6 +100,7 @@ __all__ = [
     "TLS",
     "Admission",
     "AsyncPS",
+    "Checkpoints",
     "ClusterSpec",
     "CostModel",
     "DeviceSpec",

@@ -26,6 +26,7 @@ from jgraph.errors import (
     RoleError,
 )
 from jgraph.examples.cli import app as examples
+from jgraph.train.ckpt_cli import app as ckpt
 
 OK, FAILURE, USAGE, UNREACHABLE, FORBIDDEN = range(5)
 
@@ -39,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(examples, name="examples")
+app.add_typer(ckpt, name="ckpt")
 
 
 @app.callback()

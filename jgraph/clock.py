@@ -23,3 +23,18 @@ class SystemClock:
     def now(self) -> float:
         """Returns seconds since an arbitrary, fixed moment."""
         return time.monotonic()
+
+
+class WallClock:
+    """The time of day in seconds since 1970, for what several hosts compare.
+
+    It may be set back; lengths of time are measured with ``SystemClock``.
+
+    Example:
+      >>> WallClock().now() > 1.7e9
+      True
+    """
+
+    def now(self) -> float:
+        """Returns seconds since 1970."""
+        return time.time()

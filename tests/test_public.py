@@ -14,6 +14,7 @@ PUBLIC = [
     "TLS",
     "Admission",
     "AsyncPS",
+    "Checkpoints",
     "ClusterSpec",
     "CostModel",
     "DeviceSpec",

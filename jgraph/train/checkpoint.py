@@ -7,12 +7,13 @@ Layout: ``{"params": …, "opt_state": …, "state": …, "global_step": …}``.
     tree = orbax.checkpoint.StandardCheckpointer().restore(path)
     tree["params"]["Dense_0"]["kernel"]
 
-Beside it, ``jgraph_data.json`` says where in the data the training was.
+Beside the arrays, ``jgraph_manifest.json`` has the checksum of each, and says where in
+the data the training was.
 """
 
-import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CheckpointError
+from jgraph.train.manifest import Leaf, Manifest, damaged, describe, read_manifest
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
 
-_POSITION = "jgraph_data.json"
-
 
 def save(
-    path: str | Path, tree: Tree, position: Position = None, *, overwrite: bool = False
+    path: str | Path,
+    tree: Tree,
+    position: Position = None,
+    *,
+    overwrite: bool = False,
+    generation: int = 0,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> Path:
     """Writes a state tree to a new directory, and returns its absolute path.
 
@@ -36,34 +42,41 @@ def save(
       path: the directory; ``~`` and relative paths are fine.
       tree: ``{"params", "opt", "state", "global_step"}``.
       position: where in the data the training is.
-      overwrite: replace what is there.
+      overwrite: replace what is there, once the new one is complete.
+      generation: of the writer's lease; 0 without one.
+      before_commit: called when everything is on disk; what it raises stops the save.
 
     Raises:
       CheckpointError: the directory exists, or cannot be written.
+      CheckpointSpaceError: there is no room for it.
     """
-    import orbax.checkpoint as ocp
+    from jgraph.train import commit
 
-    target = Path(path).expanduser().absolute()
+    target = absolute(path)
     if target.exists() and not overwrite:
         raise CheckpointError(
-            f"{target} exists; choose another path, or save(…, overwrite=True)"
+            f"{target} exists; choose another path, or save(…, overwrite=True)",
+            path=str(target),
         )
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(target, _layout(tree), force=overwrite)
-        if position is not None:
-            (target / _POSITION).write_text(json.dumps(position))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint could not be written to {target}: {error}"
-        ) from error
+    layout = jax.tree.map(np.asarray, _layout(tree))
+    commit.check_room(target, sum(leaf.nbytes for leaf in jax.tree.leaves(layout)))
+    manifest = Manifest(
+        step=int(layout["global_step"]),
+        leaves=describe(commit.names_of(layout)),
+        position=position,
+        generation=generation,
+        saved=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    commit.write(
+        target, layout, manifest, overwrite=overwrite, before_commit=before_commit
+    )
     return target
 
 
 def restore(
     path: str | Path, like: Tree, growing: Collection[str] = frozenset()
 ) -> Tree:
-    """Reads a state tree from a checkpoint.
+    """Reads a state tree from a checkpoint, and compares it with its checksums.
 
     Args:
       path: a directory that ``save`` wrote.
@@ -71,49 +84,71 @@ def restore(
       growing: names of leaves, ``params/ads/rows``, that have any number of rows.
 
     Raises:
-      CheckpointError: no checkpoint there, a damaged one, or one of another model;
-        names the first leaf that differs.
+      CheckpointError: no checkpoint there, or one of another model; names the first
+        leaf that differs.
+      CheckpointCorruptError: it is not what was written.
     """
-    import orbax.checkpoint as ocp
+    from jgraph.train import commit
 
-    target = Path(path).expanduser().absolute()
-    if not target.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {target}")
-    layout = _layout(like)
-    wanted = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(_here())
-        ),
-        layout,
-    )
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            stored = checkpointer.metadata(target).item_metadata.tree
-            found = _leaves(stored)
-            wanted = _resized(wanted, found, growing)
-            _check(found, _leaves(wanted), str(target))
-            restored = checkpointer.restore(target, target=wanted)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"the checkpoint at {target} cannot be read: {error}"
-        ) from error
+    target = absolute(path)
+    manifest = read_manifest(target)
+    wanted = _resized(_layout(like), manifest.leaves, growing)
+    _check(manifest.leaves, commit.names_of(wanted), str(target))
+    _check_types(manifest, target)
+    restored = commit.read(target, wanted)
+    manifest.check(commit.names_of(restored), target)
     return _from_layout(restored, like)
+
+
+def verify(path: str | Path) -> Manifest:
+    """Reads all of a checkpoint, and compares it with its checksums.
+
+    Raises:
+      CheckpointError: no checkpoint there.
+      CheckpointCorruptError: it is not what was written.
+    """
+    from jgraph.train import commit
+
+    target = absolute(path)
+    manifest = read_manifest(target)
+    _check_types(manifest, target)
+    manifest.check(commit.names_of(commit.read(target)), target)
+    return manifest
+
+
+def absolute(path: str | Path) -> Path:
+    """Returns the path that a user means."""
+    return Path(path).expanduser().absolute()
+
+
+def _check_types(manifest: Manifest, target: Path) -> None:
+    """Compares what Orbax would read with the manifest, before memory is taken."""
+    from jgraph.train import commit
+
+    found = commit.names_of(commit.read_types(target))
+    for name in sorted(manifest.leaves.keys() | found.keys()):
+        leaf, stored = manifest.leaves.get(name), found.get(name)
+        if leaf is None or stored is None or _type(leaf) != _type(stored):
+            raise damaged(target, f"leaf '{name}' has another type or is gone", [name])
 
 
 def _resized(
     wanted: Tree,
-    stored: Mapping[str, tuple[tuple[int, ...], Any]],
+    stored: Mapping[str, Leaf],
     growing: Collection[str],
 ) -> Tree:
-    """Returns types in which leaves that grow have as many rows as are stored."""
+    """Returns arrays of the types to read; those that grow as they are stored.
+
+    NumPy's: JAX's would be put on a device, and cast where it has no float64.
+    """
     names = {re.sub("^opt/", "opt_state/", name) for name in growing}
 
     def resize(path: tuple[Any, ...], leaf: Any) -> Any:
-        name = "/".join(_key_name(key) for key in path)
-        if name not in names or not stored.get(name, ((),))[0]:
-            return leaf
-        shape = (stored[name][0][0], *leaf.shape[1:])
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        shape = leaf.shape
+        if name in names and name in stored and stored[name].shape:
+            shape = (stored[name].shape[0], *shape[1:])
+        return np.broadcast_to(np.zeros((), leaf.dtype), shape)
 
     return jax.tree_util.tree_map_with_path(resize, wanted)
 
@@ -122,23 +157,9 @@ def restore_position(path: str | Path) -> Position:
     """Returns where in the data the training was; None: the checkpoint does not say.
 
     Raises:
-      CheckpointError: what it says cannot be read.
+      CheckpointCorruptError: what it says cannot be read.
     """
-    file = Path(path).expanduser().absolute() / _POSITION
-    try:
-        position: dict[str, Any] = json.loads(file.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {error}; delete it to begin the data by the "
-            "number of the step"
-        ) from error
-    return position
-
-
-def _here() -> jax.Device:
-    return jax.local_devices()[0]
+    return read_manifest(absolute(path)).position
 
 
 def _layout(tree: Tree) -> Tree:
@@ -176,29 +197,9 @@ def _is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _leaves(tree: Tree) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Returns (shape, dtype) of each leaf by its path.
-
-    Orbax describes named tuples as dicts and lists; the names are what is compared.
-    """
-    found = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if hasattr(leaf, "shape") and leaf.shape is not None:
-            name = "/".join(_key_name(key) for key in path)
-            found[name] = (tuple(leaf.shape), np.dtype(leaf.dtype))
-    return found
-
-
-def _key_name(key: Any) -> str:
-    for kind in ("key", "name", "idx"):
-        if hasattr(key, kind):
-            return str(getattr(key, kind))
-    return str(key)
-
-
 def _check(
-    stored: dict[str, tuple[tuple[int, ...], Any]],
-    wanted: dict[str, tuple[tuple[int, ...], Any]],
+    stored: Mapping[str, Leaf],
+    wanted: Mapping[str, Any],
     where: str,
 ) -> None:
     missing = sorted(wanted.keys() - stored.keys())
@@ -212,7 +213,7 @@ def _check(
             missing=missing,
             extra=extra,
         )
-    wrong = [name for name in sorted(wanted) if stored[name] != wanted[name]]
+    wrong = [n for n in sorted(wanted) if _type(stored[n]) != _type(wanted[n])]
     if wrong:
         name = wrong[0]
         raise CheckpointError(
@@ -223,6 +224,9 @@ def _check(
         )
 
 
-def _describe(leaf: tuple[tuple[int, ...], Any]) -> str:
-    shape, dtype = leaf
-    return f"{dtype}[{','.join(map(str, shape))}]"
+def _type(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(leaf.shape), np.dtype(leaf.dtype)
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

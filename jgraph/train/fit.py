@@ -17,6 +17,7 @@ from jgraph.train.large import KEPT_BYTES
 from jgraph.train.progress import Display, Report, make_display
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Order, Position, Runner
+from jgraph.train.saving import Saving
 from jgraph.train.watch import Watch, check_finite, check_ids
 
 
@@ -31,6 +32,7 @@ class Fit:
       run: the user's handle.
       history: where measurements go.
       evaluations: evaluate the model; None: never.
+      saving: saves checkpoints; None: never.
       callbacks: called with each report.
       checked: names of the leaves to check for NaN; None: not checked.
       lookups: what the ids that are checked are of; see ``check_ids``.
@@ -43,6 +45,7 @@ class Fit:
     run: Run
     history: History
     evaluations: Evaluations | None
+    saving: Saving | None
     callbacks: Sequence[Callback]
     checked: Sequence[str] | None
     lookups: Sequence[tuple[str, str, int]]
@@ -69,7 +72,8 @@ class Fit:
         values: Sequence[Any] | None = None
         position: Position = None
         try:
-            self._follow(total)
+            with self.saving or contextlib.nullcontext():
+                self._follow(total)
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
         try:
@@ -108,9 +112,13 @@ class Fit:
                     if self.checked is not None:
                         check_finite(chunk, self.checked)
                     self._tell(watch.take(chunk), display)
+                    if self.saving is not None:
+                        self.saving.note(self.history.steps)
             report = watch.finish()
             if report is not None:
                 self._tell(report, display)
+            if self.saving is not None:
+                self.saving.finish()
 
     def _tell(self, report: Report, display: Display) -> None:
         self.run.report(report)

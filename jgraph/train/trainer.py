@@ -12,9 +12,10 @@ from flax import nnx
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ClusterBusyError, ConfigError
-from jgraph.train import checkpoint
+from jgraph.train import checkpoint as checkpoints
 from jgraph.train.adapters import Metric, Model
 from jgraph.train.arguments import check_arguments
+from jgraph.train.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.data import Data, Dataset, as_dataset
 from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
@@ -22,9 +23,11 @@ from jgraph.train.losses import Loss
 from jgraph.train.parts import Given, Made, Parts
 from jgraph.train.row_step import Sparse
 from jgraph.train.run import Callback, Run
-from jgraph.train.runner import Events, Order, Position, Staleness
+from jgraph.train.runner import Events, Order, Position, Runner, Staleness
+from jgraph.train.saving import Saving, Snapshot
 from jgraph.train.side_car import as_evaluated, make_evaluations
 from jgraph.train.source import Source, as_source_or_dataset
+from jgraph.train.step import TrainStep
 from jgraph.train.strategies import Strategy, choose_strategy
 from jgraph.train.trees import Tree
 
@@ -128,6 +131,7 @@ class Trainer:
         eval_data: Data | Source | None = None,
         eval_every: int | None = None,
         callbacks: Sequence[Callback] = (),
+        checkpoint: Checkpoints | None = None,
         progress: bool = True,
         block: bool = True,
     ) -> Run:
@@ -146,6 +150,7 @@ class Trainer:
             the job ``evaluator`` while the others train on, or here if there is none.
           eval_every: steps between evaluations, or more while one takes longer.
           callbacks: called as ``callback(run, report)``, twice a second or so.
+          checkpoint: where to save while training; ``restore`` goes on from there.
           progress: show a live line.
           block: wait for the end; else train in the background, see ``Run.wait``.
 
@@ -153,6 +158,7 @@ class Trainer:
           DataError: data that cannot be used; names the field.
           NonFiniteError: with ``check_finite``: names the leaf and the step.
           ClusterBusyError: this Trainer is already training.
+          CheckpointWriterError: another process saves to the same directory.
         """
         check_counts(
             steps=steps,
@@ -174,6 +180,7 @@ class Trainer:
                 self._parts.side_car, self.evaluate, eval_data, evaluated
             )
             history = History(runner.global_step())
+            saving = _saving(checkpoint, step, runner)
         except BaseException:
             self._busy.release()
             raise
@@ -185,6 +192,7 @@ class Trainer:
             run=run,
             history=history,
             evaluations=evaluations,
+            saving=saving,
             callbacks=callbacks,
             checked=step.checked if given.check_finite else None,
             lookups=step.lookups(dataset.avals(batch_size)),
@@ -256,14 +264,25 @@ class Trainer:
         The number of tasks may differ from that at saving. A linen model needs
         ``variables=model.init(…)`` at the Trainer, or one ``fit``, before.
 
+        Args:
+          path: a checkpoint, or a directory that ``fit(checkpoint=…)`` saved to: then
+            the newest step is taken that is not damaged, and damaged ones are renamed.
+
         Raises:
           CheckpointError: no checkpoint there, or one of another model; names the leaf.
+          CheckpointCorruptError: it is not what was written; names the leaf.
         """
         step, runner, _ = self._made()
         like = step.unflatten(step.initial_values)
         growing = [name for table in step.tables for name in table.names]
-        tree = checkpoint.restore(path, like, growing)
-        runner.load(jax.tree.leaves(tree), checkpoint.restore_position(path))
+
+        def read(path: Path) -> tuple[Tree, Position]:
+            tree = checkpoints.restore(path, like, growing)
+            return tree, checkpoints.restore_position(path)
+
+        path = checkpoints.absolute(path)
+        tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]
+        runner.load(jax.tree.leaves(tree), where)
         return self
 
     def close(self) -> None:
@@ -309,7 +328,7 @@ class Trainer:
     ) -> Path:
         """Writes a checkpoint of these values. Called by ``Run``."""
         tree = self._made()[0].unflatten(values)
-        return checkpoint.save(path, tree, position, overwrite=overwrite)
+        return checkpoints.save(path, tree, position, overwrite=overwrite)
 
     def evaluate_values(
         self,
@@ -331,3 +350,19 @@ class Trainer:
 
     def _made(self, data: Dataset | None = None) -> Made:
         return self._parts.made(data)
+
+
+def _saving(
+    given: Checkpoints | None, step: TrainStep, runner: Runner
+) -> Saving | None:
+    """Returns what saves the state of a runner; None without a directory."""
+    if given is None:
+        return None
+
+    def take() -> Snapshot:
+        # The position first: what is trained meanwhile comes again, none is left out.
+        position = runner.position()
+        tree = step.unflatten(runner.values())
+        return Snapshot(int(tree["global_step"]), tree, position)
+
+    return Saving(given, take, runner.global_step())

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jgraph.errors import CheckpointError
+from jgraph.errors import CheckpointCorruptError, CheckpointError
 from jgraph.train import checkpoint
 from jgraph.train.trainer import Trainer
 from tests.train.models import NnxMLP, NnxNorm, data, nnx_loss
@@ -143,7 +143,7 @@ def test_checkpoint_of_another_model_is_refused_by_leaf(
 def test_damaged_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     path = shutil.copytree(saved, tmp_path / "damaged")
     (path / "_METADATA").unlink()
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointCorruptError, match="is damaged"):
         trainer(NnxMLP(rngs=nnx.Rngs(0))).restore(path)
 
 

@@ -1,0 +1,184 @@
+"""Every exception of jgraph: one tree, a stable code each.
+
+    JGError
+    ├── UserError               what was asked cannot be done; fix the call
+    │   ├── DeviceSpecError           JG-220  not a device string
+    │   ├── UnknownDeviceError        JG-221  no such job or task in the cluster
+    │   ├── PlacementError            JG-222  an operation cannot live where it was put
+    │   ├── GraphError                JG-223  a graph that breaks a rule of graphs
+    │   ├── CallbackError             JG-202  Python callback in a shipped function
+    │   ├── NotExportableError        JG-206  JAX cannot export this function
+    │   ├── FeedError                 JG-211  a feed of the wrong name, shape or dtype
+    │   ├── NonFiniteError            JG-212  NaN or infinity where it was forbidden
+    │   ├── FetchError                JG-213  a fetch that the function does not have
+    │   ├── DataError                 JG-214  training data that cannot be used
+    │   ├── DataSlotError             JG-215  a piece of the data that ends workers
+    │   ├── SourceError               JG-216  a data source that cannot be read
+    │   ├── ForbiddenSourceError      JG-217  a data source that a server may not import
+    │   ├── RowIdError                JG-218  an id that names no row of its table
+    │   ├── TooLargeError             JG-219  a value too large to bring to the client
+    │   ├── UninitializedError        JG-231  variable used before initialisation
+    │   ├── VariableMismatchError     JG-232  one name, two shapes or dtypes or places
+    │   ├── ShardingError             JG-233  a variable that cannot be cut like this
+    │   ├── PipelineError             JG-234  a pipeline that cannot be
+    │   ├── CheckpointError           JG-301  checkpoint missing, or of another model
+    │   │   ├── CheckpointCorruptError    JG-302  damaged; names the leaf
+    │   │   ├── CheckpointWriterError     JG-303  another process writes there
+    │   │   └── CheckpointSpaceError      JG-304  no room on the disk
+    │   ├── ClusterSpecError          JG-123  a cluster description that cannot be
+    │   ├── ConfigError               JG-124  an option outside what is allowed
+    │   └── ClusterBusyError          JG-501  another run is using these variables
+    ├── ClusterError            the cluster cannot do it now
+    │   ├── ClusterUnreachableError   JG-101  nothing listens there
+    │   ├── AddressError              JG-102  host name that does not resolve
+    │   ├── PlainTextError            JG-111  one side speaks TLS, the other plain text
+    │   ├── CertificateError          JG-112  a certificate that proves nothing here
+    │   ├── RoleError                 JG-113  a certificate of another task or client
+    │   ├── TokenError                JG-114  no token of this cluster
+    │   ├── NotAllowedError           JG-115  a call that this role may not make
+    │   ├── InsecureError             JG-116  what would let strangers in
+    │   ├── PortInUseError            JG-121  the address is taken
+    │   ├── TaskMissingError          JG-131  listed tasks that never answered
+    │   ├── TaskLostError             JG-132  a task went away while it was needed
+    │   │   └── NotTakingError        JG-138  a task that does not take what is sent
+    │   ├── DeadlineError             JG-133  a named wait passed its deadline
+    │   ├── StartError                JG-134  a task's process ended while starting
+    │   ├── VersionError              JG-141  versions that cannot talk to each other
+    │   ├── CancelledStepError        JG-135  the step was stopped from outside
+    │   ├── RunOverError              JG-136  the training run needs no more steps
+    │   └── StaleGradientError        JG-137  a gradient older than it may be
+    ├── ProtocolError           the other side sent what it must not send
+    │   ├── MalformedMessageError     JG-401  bytes that are not a message of ours
+    │   ├── MessageTooLargeError      JG-402  a message over the limit
+    │   ├── UnknownMethodError        JG-403  a call that this server does not have
+    │   ├── InvalidProgramError       JG-203  program bytes that do not match or parse
+    │   ├── ForbiddenProgramError     JG-204  a program that may not run here
+    │   └── PlatformError             JG-205  exported for another kind of device
+    └── InternalError           JG-900  a fault of jgraph itself; please report it
+
+The first line of a message says what happened, where, why, and what to type.
+"""
+
+from jgraph.errors.base import (
+    ClusterError,
+    InternalError,
+    JGError,
+    ProtocolError,
+    UserError,
+    error_from_code,
+)
+from jgraph.errors.cluster import (
+    AddressError,
+    CancelledStepError,
+    CertificateError,
+    ClusterUnreachableError,
+    DeadlineError,
+    InsecureError,
+    NotAllowedError,
+    NotTakingError,
+    PlainTextError,
+    PortInUseError,
+    RoleError,
+    RunOverError,
+    StaleGradientError,
+    StartError,
+    TaskLostError,
+    TaskMissingError,
+    TokenError,
+    VersionError,
+)
+from jgraph.errors.protocol import (
+    ForbiddenProgramError,
+    InvalidProgramError,
+    MalformedMessageError,
+    MessageTooLargeError,
+    PlatformError,
+    UnknownMethodError,
+)
+from jgraph.errors.user import (
+    CallbackError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointSpaceError,
+    CheckpointWriterError,
+    ClusterBusyError,
+    ClusterSpecError,
+    ConfigError,
+    DataError,
+    DataSlotError,
+    DeviceSpecError,
+    FeedError,
+    FetchError,
+    ForbiddenSourceError,
+    GraphError,
+    NonFiniteError,
+    NotExportableError,
+    PipelineError,
+    PlacementError,
+    RowIdError,
+    ShardingError,
+    SourceError,
+    TooLargeError,
+    UninitializedError,
+    UnknownDeviceError,
+    VariableMismatchError,
+)
+
+__all__ = [
+    "AddressError",
+    "CallbackError",
+    "CancelledStepError",
+    "CertificateError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointSpaceError",
+    "CheckpointWriterError",
+    "ClusterBusyError",
+    "ClusterError",
+    "ClusterSpecError",
+    "ClusterUnreachableError",
+    "ConfigError",
+    "DataError",
+    "DataSlotError",
+    "DeadlineError",
+    "DeviceSpecError",
+    "FeedError",
+    "FetchError",
+    "ForbiddenProgramError",
+    "ForbiddenSourceError",
+    "GraphError",
+    "InsecureError",
+    "InternalError",
+    "InvalidProgramError",
+    "JGError",
+    "MalformedMessageError",
+    "MessageTooLargeError",
+    "NonFiniteError",
+    "NotAllowedError",
+    "NotExportableError",
+    "NotTakingError",
+    "PipelineError",
+    "PlacementError",
+    "PlainTextError",
+    "PlatformError",
+    "PortInUseError",
+    "ProtocolError",
+    "RoleError",
+    "RowIdError",
+    "RunOverError",
+    "ShardingError",
+    "SourceError",
+    "StaleGradientError",
+    "StartError",
+    "TaskLostError",
+    "TaskMissingError",
+    "TokenError",
+    "TooLargeError",
+    "UninitializedError",
+    "UnknownDeviceError",
+    "UnknownMethodError",
+    "UserError",
+    "VariableMismatchError",
+    "VersionError",
+    "error_from_code",
+]

@@ -1,0 +1,207 @@
+"""Writing and reading one checkpoint with Orbax, its manifest inside the commit.
+
+Orbax writes to a temporary directory and renames it when everything is on disk; what
+has no such name was never finished. The manifest is put there before the rename, so
+that there is no checkpoint without one. Imports Orbax, which takes a second.
+"""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import jax
+import orbax.checkpoint as ocp
+
+from jgraph.errors import CheckpointError, CheckpointSpaceError, JGError
+from jgraph.train.manifest import FILE, Manifest, damaged
+from jgraph.train.trees import Tree
+
+TEMPORARY: Final = ".orbax-checkpoint-tmp"
+_ROOM: Final = 1 << 20
+"""For what a checkpoint has beside its arrays."""
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@final
+class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]  # Orbax is untyped
+    """Orbax's handler of trees, and the manifest beside its files."""
+
+    def __init__(self) -> None:
+        self._trees = ocp.StandardCheckpointHandler()
+        self._before_commit: Callable[[], None] = lambda: None
+
+    def save(self, directory: Any, args: "_Save") -> None:
+        """Writes the arrays."""
+        self._trees.save(directory, args=ocp.args.StandardSave(args.layout))
+        with open(Path(directory) / FILE, "w", encoding="utf-8") as file:
+            file.write(args.manifest.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        self._before_commit = args.before_commit
+
+    def restore(self, directory: Any, args: "_Restore") -> Any:
+        """Reads the arrays."""
+        return self._trees.restore(
+            directory, args=ocp.args.StandardRestore(args.target)
+        )
+
+    def metadata(self, directory: Any) -> Any:
+        """Returns the types of the arrays."""
+        return self._trees.metadata(directory)
+
+    def finalize(self, directory: Any) -> None:
+        """Is called when everything is on disk; the rename follows."""
+        self._trees.finalize(directory)
+        self._before_commit()
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+        self._trees.close()
+
+
+@ocp.args.register_with_handler(_Handler, for_save=True)
+@dataclass
+class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    layout: Any
+    manifest: Manifest
+    before_commit: Callable[[], None]
+
+
+@ocp.args.register_with_handler(_Handler, for_restore=True)
+@dataclass
+class _Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    target: Any = None
+
+
+def write(
+    target: Path,
+    layout: Tree,
+    manifest: Manifest,
+    *,
+    overwrite: bool = False,
+    before_commit: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes a checkpoint; it is there as a whole, or not at all.
+
+    Args:
+      target: its directory.
+      layout: nested dicts, lists and tuples of arrays.
+      manifest: describes them.
+      overwrite: replace what is there, once the new one is complete.
+      before_commit: called when everything is on disk; what it raises stops the save.
+
+    Raises:
+      CheckpointSpaceError: there is no room.
+      CheckpointError: it cannot be written.
+    """
+    path = target.with_name(f"{target.name}.new-{secrets.token_hex(4)}")
+    path = path if overwrite and target.exists() else target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with ocp.Checkpointer(_Handler()) as checkpointer:
+            checkpointer.save(path, args=_Save(layout, manifest, before_commit))
+        if path != target:
+            _replace(path, target)
+    except BaseException as error:
+        for unfinished in target.parent.glob(f"{path.name}{TEMPORARY}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, JGError) or not isinstance(error, Exception):
+            raise
+        raise _why_not(error, target, manifest.nbytes) from error
+
+
+def _replace(new: Path, target: Path) -> None:
+    """Puts a complete checkpoint in the place of another, which goes last."""
+    old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
+    target.rename(old)
+    new.rename(target)
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink()
+
+
+def check_room(target: Path, nbytes: int) -> None:
+    """Refuses a save that the disk has no room for.
+
+    Raises:
+      CheckpointSpaceError: says how much is needed, and how much is free.
+    """
+    there = next(path for path in target.parents if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < nbytes + _ROOM:
+        raise _no_room(target, nbytes, f"{free:,} bytes are free there")
+
+
+def _no_room(target: Path, nbytes: int, why: str) -> CheckpointSpaceError:
+    return CheckpointSpaceError(
+        f"the checkpoint {target} needs {nbytes + _ROOM:,} bytes, and {why}; make "
+        "room, or keep fewer (`jgraph ckpt prune`). Nothing that was there is lost",
+        path=str(target),
+        needed=nbytes + _ROOM,
+    )
+
+
+def _why_not(error: Exception, target: Path, nbytes: int) -> CheckpointError:
+    # TensorStore tells of the disk by text alone.
+    texts = ("No space left", "File too large", "Disk quota", "ENOSPC")
+    if getattr(error, "errno", None) in _FULL or any(t in str(error) for t in texts):
+        return _no_room(target, nbytes, "the disk took only a part of it")
+    return CheckpointError(
+        f"the checkpoint could not be written to {target}: {error}", path=str(target)
+    )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever a library raises over damaged files is one error."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        what = f"Orbax cannot read it ({type(error).__name__}: {str(error)[:200]})"
+        raise damaged(path, what, []) from error
+
+
+def read(path: Path, target: Tree = None) -> Tree:
+    """Reads the arrays of a checkpoint, unchecked.
+
+    Args:
+      path: its directory.
+      target: arrays of these types, in the structure that is wanted; if unset, nested
+        dicts and lists.
+
+    Raises:
+      CheckpointCorruptError: Orbax cannot read it.
+    """
+    with _reading(path), ocp.Checkpointer(_Handler()) as checkpointer:
+        return checkpointer.restore(path, args=_Restore(target))
+
+
+def read_types(path: Path) -> Tree:
+    """Returns the types that Orbax knows of a checkpoint's arrays.
+
+    Raises:
+      CheckpointCorruptError: Orbax cannot read it.
+    """
+    with _reading(path), ocp.Checkpointer(_Handler()) as checkpointer:
+        return checkpointer.metadata(path).item_metadata.tree
+
+
+def names_of(tree: Tree) -> Mapping[str, Any]:
+    """Returns the leaves of a tree by path, ``params/Dense_0/kernel``.
+
+    Orbax describes named tuples as dicts and lists; the names are what is compared.
+    """
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if getattr(leaf, "shape", None) is not None
+    }

@@ -1,0 +1,125 @@
+"""Checkpoints of one run: taken between reports, written in a thread of their own."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self, TypeAlias, final
+
+from jgraph.errors import CheckpointError, CheckpointWriterError
+from jgraph.train.checkpoints import Checkpoints, CheckpointWriter, steps_in
+from jgraph.train.runner import Position
+from jgraph.train.trees import Tree
+
+_LOG = logging.getLogger("jgraph.checkpoint")
+_LOUD = 2
+"""So many saves in a row may fail before that is an error in the log."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a run at one moment."""
+
+    step: int
+    tree: Tree
+    position: Position
+
+
+Take: TypeAlias = Callable[[], Snapshot]
+
+
+@final
+class Saving:
+    """Saves when due; used by one thread, the writing is in another.
+
+    Args:
+      given: where and how often.
+      take: takes a snapshot of the run.
+      step: updates applied before the run.
+
+    Raises:
+      CheckpointError: the directory has steps that are not before this run's.
+      CheckpointWriterError: another process writes there.
+    """
+
+    def __init__(self, given: Checkpoints, take: Take, step: int) -> None:
+        self._given = given
+        self._take = take
+        self._last = step
+        self._failed = 0
+        self._under_way: Future[None] | None = None
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            self._writer = stack.enter_context(
+                CheckpointWriter(given.directory, given.keep)
+            )
+            _check_order(self._writer, step)
+            self._thread = stack.enter_context(
+                ThreadPoolExecutor(1, thread_name_prefix="jgraph-checkpoint")
+            )
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # Waits for a save that is under way, then gives the directory free.
+        self._stack.close()
+
+    def note(self, step: int) -> None:
+        """Saves if that is due at ``step`` and no save is under way.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+        """
+        if self._under_way is not None and self._under_way.done():
+            self._settle(self._under_way)
+        if self._under_way is None and step - self._last >= self._given.every:
+            self._begin()
+
+    def finish(self) -> None:
+        """Saves what came out in the end.
+
+        Raises:
+          CheckpointError: that cannot be saved.
+        """
+        if self._under_way is not None:
+            self._settle(self._under_way)
+        self._begin()
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def _begin(self) -> None:
+        snapshot = self._take()
+        due = snapshot.step not in steps_in(self._writer.directory)
+        self._last = snapshot.step - snapshot.step % self._given.every
+        self._under_way = self._thread.submit(self._save, snapshot) if due else None
+
+    def _save(self, snapshot: Snapshot) -> None:
+        self._writer.save(snapshot.step, snapshot.tree, snapshot.position)
+
+    def _settle(self, saved: Future[None]) -> None:
+        self._under_way = None
+        try:
+            saved.result()
+        except CheckpointWriterError:
+            raise
+        except CheckpointError as error:
+            self._failed += 1
+            tell = _LOG.error if self._failed >= _LOUD else _LOG.warning
+            tell("%s. Training goes on; %d saves failed.", error, self._failed)
+        else:
+            self._failed = 0
+
+
+def _check_order(writer: CheckpointWriter, step: int) -> None:
+    steps = steps_in(writer.directory)
+    if steps and steps[-1] > step:
+        raise CheckpointError(
+            f"{writer.directory} has step {steps[-1]}, and this Trainer is at {step}; "
+            f"go on from there with trainer.restore('{writer.directory}'), or give "
+            "another directory",
+            path=str(writer.directory),
+        )

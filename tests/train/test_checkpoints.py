@@ -1,0 +1,275 @@
+"""A directory of steps: saved while training, the newest good one restored."""
+
+import json
+import logging
+import random
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from orbax.checkpoint.checkpoint_managers import EveryNSteps
+
+from jgraph.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointSpaceError,
+    CheckpointWriterError,
+    ConfigError,
+)
+from jgraph.train import checkpoint
+from jgraph.train.checkpoints import (
+    Checkpoints,
+    CheckpointWriter,
+    newest_good,
+    steps_in,
+)
+from jgraph.train.commit import TEMPORARY
+from jgraph.train.saving import Saving, Snapshot
+from jgraph.train.trainer import Trainer
+from jgraph.train.writer_lease import newest
+from tests.train.models import NnxMLP, data, nnx_loss
+
+
+def trainer(seed: int = 0) -> Trainer:
+    return Trainer(NnxMLP(rngs=nnx.Rngs(seed)), nnx_loss, optax.adam(1e-2))
+
+
+def fit(one: Trainer, steps: int, where: Checkpoints | None = None) -> Any:
+    return one.fit(data(), steps=steps, batch_size=8, checkpoint=where, progress=False)
+
+
+def tree(step: int) -> Any:
+    w = np.full((64, 1024), step, np.float32)
+    return {"params": {"w": w}, "opt": (), "state": {}, "global_step": np.int32(step)}
+
+
+def filled(directory: Path, steps: int = 3) -> Path:
+    with CheckpointWriter(directory, keep=10) as writer:
+        for step in range(1, steps + 1):
+            writer.save(step, tree(step), {"again": step})
+    return directory
+
+
+def damage(step: Path) -> None:
+    file = max(
+        (f for f in step.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size
+    )
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_training_goes_on_from_the_directory_as_if_never_interrupted(
+    tmp_path: Path,
+) -> None:
+    whole, first, second = trainer(), trainer(), trainer(1)
+    where = Checkpoints(tmp_path / "run", every=2, keep=2)
+    fit(whole, 9)
+    fit(first, 5, where)
+    assert steps_in(tmp_path / "run")[-1] == 5
+    fit(second.restore(tmp_path / "run"), 4, where)
+    for a, b in zip(whole.current_values(), second.current_values(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert newest(tmp_path / "run").released
+
+
+def test_row_27_a_damaged_step_is_put_aside_and_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path)
+    damage(tmp_path / "3")
+    with caplog.at_level(logging.ERROR):
+        step, restored = newest_good(
+            tmp_path, lambda path: checkpoint.restore(path, tree(0))
+        )
+    assert step == 2
+    assert int(restored["params"]["w"][0, 0]) == 2
+    assert (tmp_path / "3.corrupt").is_dir()
+    assert "JG-302" in caplog.text
+    assert "the step before is used" in caplog.text
+
+
+def test_row_22_no_good_step_is_an_error_that_names_the_damaged(tmp_path: Path) -> None:
+    filled(tmp_path, 2)
+    for step in ("1", "2"):
+        damage(tmp_path / step)
+    with pytest.raises(CheckpointCorruptError, match="2, 1 are damaged"):
+        newest_good(tmp_path, checkpoint.verify)
+    assert sorted(path.name for path in tmp_path.glob("*.corrupt")) == [
+        "1.corrupt",
+        "2.corrupt",
+    ]
+
+
+def test_a_step_of_another_model_is_not_put_aside(tmp_path: Path) -> None:
+    filled(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="use the model and optimizer"):
+        trainer().restore(tmp_path)
+    assert steps_in(tmp_path) == [1]
+
+
+def test_orbax_decides_what_stays_and_the_newest_always_does(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, keep=2) as writer:
+        for step in range(1, 4):
+            writer.save(step, tree(step))
+    assert steps_in(tmp_path) == [2, 3]
+    with CheckpointWriter(tmp_path, keep=EveryNSteps(4)) as writer:
+        for step in (4, 5):
+            writer.save(step, tree(step))
+    assert steps_in(tmp_path) == [4, 5]
+
+
+def test_plain_orbax_lists_and_reads_the_steps(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert list(manager.all_steps()) == [1, 2, 3]
+    alone = ocp.StandardCheckpointer().restore(tmp_path / "2")
+    assert int(alone["params"]["w"][0, 0]) == 2
+
+
+def test_what_a_writer_left_unfinished_is_removed_by_the_next(tmp_path: Path) -> None:
+    filled(tmp_path, 1)
+    for name in (f"2{TEMPORARY}", "3.going"):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    (tmp_path / "notes").mkdir()
+    with CheckpointWriter(tmp_path):
+        names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"1", "notes", "jgraph_writer.2.json"}
+
+
+def test_row_20_who_was_replaced_as_writer_commits_nothing(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, tree(1))
+
+        def taken_over() -> None:
+            (tmp_path / "jgraph_writer.9.json").write_text("{}")
+            writer._lease.check()
+
+        with pytest.raises(CheckpointWriterError, match="must not"):
+            checkpoint.save(tmp_path / "2", tree(2), before_commit=taken_over)
+        with pytest.raises(CheckpointWriterError, match="must not"):
+            writer.save(3, tree(3))
+    assert steps_in(tmp_path) == [1]
+
+
+def test_two_runs_may_not_save_to_one_directory(tmp_path: Path) -> None:
+    where = Checkpoints(tmp_path)
+    refused = pytest.raises(CheckpointWriterError, match="has a writer already")
+    with CheckpointWriter(tmp_path), refused:
+        fit(trainer(), 1, where)
+    fit(trainer(), 1, where)
+
+
+def test_a_new_run_does_not_write_among_the_steps_of_another(tmp_path: Path) -> None:
+    fit(trainer(), 3, Checkpoints(tmp_path))
+    with pytest.raises(CheckpointError, match="has step 3, and this Trainer is at 0"):
+        fit(trainer(), 3, Checkpoints(tmp_path))
+
+
+class Source:
+    """Snapshots of a made-up run."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.huge = False
+
+    def __call__(self) -> Snapshot:
+        state = tree(self.step)
+        if self.huge:
+            state["params"]["w"] = np.broadcast_to(np.float32(0), (1 << 25, 1 << 25))
+        return Snapshot(self.step, state, None)
+
+
+def test_row_26_training_goes_on_when_a_save_fails_and_the_second_is_loud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source()
+    with Saving(Checkpoints(tmp_path, every=10), source, 0) as saving:
+        for source.step in range(0, 60, 10):
+            source.huge = source.step in (20, 30)
+            saving.note(source.step)
+            if saving._under_way is not None:  # else the next would only be skipped
+                saving._under_way.exception()
+        source.step = 60
+        saving.finish()
+    levels = [
+        record.levelname
+        for record in caplog.records
+        if "JG-304" in record.msg % record.args
+    ]
+    assert levels == ["WARNING", "ERROR"]
+    assert steps_in(tmp_path) == [40, 50, 60]
+
+
+def test_what_comes_out_in_the_end_and_cannot_be_saved_is_an_error(
+    tmp_path: Path,
+) -> None:
+    source = Source()
+    source.huge = True
+    full = pytest.raises(CheckpointSpaceError)
+    with Saving(Checkpoints(tmp_path), source, 0) as saving, full:
+        saving.finish()
+    assert newest(tmp_path).released
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}])
+def test_options_that_make_no_sense_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        Checkpoints("here", **wrong)
+
+
+SAVES = """
+import json, sys
+import numpy as np
+from jgraph.train.checkpoints import CheckpointWriter
+
+def tree(step):
+    w = np.full((64, 1024), step, np.float32)
+    return {"params": {"w": w}, "opt": (), "state": {}, "global_step": np.int32(step)}
+
+with CheckpointWriter(sys.argv[1], keep=3) as writer:
+    first = int(sys.argv[2])
+    for step in range(first, first + 10_000):
+        writer.save(step, tree(step))
+        print(json.dumps(step), flush=True)
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.nightly) for s in range(2, 20))]
+)
+def test_row_25_a_writer_killed_at_any_moment_loses_no_saved_step(
+    tmp_path: Path, seed: int
+) -> None:
+    moment = random.Random(seed)
+    child = subprocess.Popen(
+        [sys.executable, "-c", SAVES, str(tmp_path), "1"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    saved = [int(child.stdout.readline()) for _ in range(moment.randint(1, 5))][-1]
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(moment.uniform(0, 0.1))
+    child.kill()
+    told = [json.loads(line) for line in child.stdout.read().splitlines()]
+    child.wait()
+    child.stdout.close()
+    saved = max([saved, *told])
+    step, restored = newest_good(
+        tmp_path, lambda path: checkpoint.restore(path, tree(0))
+    )
+    assert step in (saved, saved + 1)  # it may have been killed before it could tell
+    np.testing.assert_array_equal(restored["params"]["w"], tree(step)["params"]["w"])
+    with CheckpointWriter(tmp_path, keep=3) as writer:
+        names = [path.name for path in tmp_path.iterdir()]
+        assert not any(TEMPORARY in name or "going" in name for name in names)
+        writer.save(step + 1, tree(step + 1))
+    assert not list(tmp_path.glob("*.corrupt"))
