@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import jax
 
 from jgraph.cluster import loop
-from jgraph.cluster.calls import CONTROL_S, call_one
+from jgraph.cluster.calls import CONTROL_S
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.status import ClusterStatus
 from jgraph.cluster.transport_choice import (
@@ -116,9 +116,7 @@ class Cluster:
         """Calls a method that answers with one frame, at the master unless told."""
         self._check_open()
         address = to or self.address
-        coroutine = call_one(
-            self._transport, address, method, request, timeout_s=timeout_s
-        )
+        coroutine = self._transport.ask(address, method, request, timeout_s=timeout_s)
         try:
             return loop.run(coroutine)
         except ClusterUnreachableError as error:
@@ -230,8 +228,7 @@ async def open_cluster(
             jax=jax.__version__,
         )
         # The master keeps the deadline and knows whom it waits for: ours is later.
-        reply = await call_one(
-            transport,
+        reply = await transport.ask(
             address,
             "Master.Connect",
             frame(connect=request),
@@ -260,8 +257,7 @@ def status_of(
         transport = GrpcTransport(None, tls=files)
         await transport.start(NoHandler())
         try:
-            reply = await call_one(
-                transport,
+            reply = await transport.ask(
                 address,
                 "Master.Status",
                 frame(empty=pb.Empty()),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s, call_one
+from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import Method, TaskService
@@ -310,8 +310,8 @@ class Master:
         address = self._address(task)
         if task != self._service.task:
             try:
-                return await call_one(
-                    self._transport, address, method, request, timeout_s=timeout_s
+                return await self._transport.ask(
+                    address, method, request, timeout_s=timeout_s
                 )
             except (ClusterUnreachableError, TaskLostError) as error:
                 raise _of_task(task, error) from error

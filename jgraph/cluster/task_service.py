@@ -13,7 +13,7 @@ import jax.export
 import psutil
 
 from jgraph.clock import Clock
-from jgraph.cluster.calls import CONTROL_S, call_one
+from jgraph.cluster.calls import CONTROL_S
 from jgraph.cluster.data_feed import Ask, DataFeed, deal_alone
 from jgraph.cluster.dealer import ANSWER_S, Dealers
 from jgraph.cluster.driver import StepDriver, as_error
@@ -328,8 +328,7 @@ class TaskService:
                 replies = self.handle_call(method, request)
                 (reply,) = [reply async for reply in replies]
             else:
-                reply = await call_one(
-                    self._transport,
+                reply = await self._transport.ask(
                     order.dealer_address,
                     method,
                     request,

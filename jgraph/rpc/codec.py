@@ -26,8 +26,8 @@ MAX_FRAME_BYTES: Final = 4 << 30
 MAX_NDIM: Final = 32
 HANDLE_BYTES: Final = 32
 """More than the place of a tensor in shared memory takes in a header."""
-SEQUENCE_BYTES: Final = 11
-"""What the number of a frame takes in a header at most."""
+NUMBER_BYTES: Final = 128
+"""What the number of a frame and a method take in a header at most."""
 ALIGNMENT: Final = 64
 """JAX takes a numpy array on the CPU without a copy when it begins at a multiple."""
 
@@ -80,17 +80,23 @@ class Prepared(NamedTuple):
     values_of: tuple[str, int] | None
 
     def encoded(
-        self, shared: Mapping[int, pb.SharedBlock] = _NOTHING, *, sequence: int = 0
+        self,
+        shared: Mapping[int, pb.SharedBlock] = _NOTHING,
+        *,
+        sequence: int = 0,
+        method: str = "",
     ) -> Encoded:
         """Returns the bytes for the stream.
 
         Args:
           shared: where the tensors are that do not go there, by their index.
           sequence: number of the frame on its stream; 0 for none.
+          method: what is called, on a stream of calls.
         """
         types = _placed(self.types, shared) if shared else self.types
         # Serialized messages of one type, put together, parse as their union.
-        text = self.header + types + pb.Frame(sequence=sequence).SerializeToString()
+        number = pb.Frame(sequence=sequence, method=method).SerializeToString()
+        text = self.header + types + number
         head = LENGTH.pack(len(text)) + text
         views = [
             flat_bytes(a).data
@@ -125,13 +131,13 @@ def prepare(frame: Frame, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> Prepared
     arrays = tuple([_sendable(i, t) for i, t in enumerate(frame.tensors)])
     types = _types_of(tuple([(a.dtype, a.shape) for a in arrays]))
     header = frame.header
-    if header.tensors or header.sequence:
+    if header.tensors or header.sequence or header.method:
         header = pb.Frame()
         header.CopyFrom(frame.header)
-        header.ClearField("tensors")
-        header.ClearField("sequence")
+        for field in ("tensors", "sequence", "method"):
+            header.ClearField(field)
     text = header.SerializeToString()
-    header_bytes = len(text) + len(types) + SEQUENCE_BYTES
+    header_bytes = len(text) + len(types) + NUMBER_BYTES
     if header_bytes + HANDLE_BYTES * len(arrays) > MAX_HEADER_BYTES:
         raise MessageTooLargeError(too_large("header", header_bytes, MAX_HEADER_BYTES))
     nbytes = LENGTH.size + header_bytes + sum([a.nbytes for a in arrays])

@@ -13,6 +13,7 @@ import grpc
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.asking import ASKS_METHOD, MAX_ASK_BYTES, AskLine
 from jgraph.rpc.backlog import default_queue_limit
 from jgraph.rpc.codec import MAX_FRAME_BYTES, Prepared, encode, pack, prepare
 from jgraph.rpc.decoder import Decoder
@@ -33,7 +34,7 @@ from jgraph.rpc.links import Links
 from jgraph.rpc.memory_blocks import Budget
 from jgraph.rpc.memory_files import is_supported
 from jgraph.rpc.service import Service
-from jgraph.rpc.serving import results
+from jgraph.rpc.serving import only_reply, results
 from jgraph.rpc.shared_memory import SendMemory, default_limit
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.tls import TLS
@@ -131,6 +132,7 @@ class GrpcTransport:
         self._sequences: dict[TaskName, int] = {}
         self._links: Links[Prepared] = Links(self._make_link)
         self._channels: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
+        self._lines: dict[Address, AskLine] = {}
         self._closed = False
 
     async def start(self, handler: Handler) -> Address:
@@ -271,12 +273,40 @@ class GrpcTransport:
         finally:
             stream.cancel()
 
+    async def ask(
+        self, dst: Address, method: str, request: Frame, *, timeout_s: float
+    ) -> Frame:
+        """Calls ``method`` at an address; returns its only reply.
+
+        Raises:
+          InternalError: there was no reply.
+          JGError: as ``call``.
+        """
+        prepared = prepare(request, max_frame_bytes=self._max_frame_bytes)
+        if prepared.nbytes > MAX_ASK_BYTES:
+            replies = self.call(dst, method, request, timeout_s=timeout_s)
+            return await only_reply(replies, method, dst)
+        self._counters.calls_made += 1
+        line = self._lines.get(dst)
+        if line is None or line.is_broken:
+            line = await self._line(dst, min(CONNECT_TIMEOUT_S, timeout_s))
+        return await line.ask(method, prepared, timeout_s)
+
+    async def _line(self, dst: Address, timeout_s: float) -> AskLine:
+        channel = await self._channel(dst, timeout_s)
+        line = self._lines.get(dst)  # perhaps another caller opened one meanwhile
+        if line is None or line.is_broken:
+            stream = channel.stream_stream(ASKS_METHOD, None, None)(None)
+            line = self._lines[dst] = AskLine(dst, stream, self._decoder())
+        return line
+
+    def _decoder(self) -> Decoder:
+        return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)
+
     async def _replies(
         self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]"
     ) -> AsyncGenerator[Frame, None]:
-        decoder = Decoder(
-            max_frame_bytes=self._max_frame_bytes, take=self._buffers.take
-        )
+        decoder = self._decoder()
         async for chunk in stream:
             for reply in decoder.feed(chunk):
                 yield reply
@@ -325,6 +355,8 @@ class GrpcTransport:
         if self._server is not None and self._service is not None:
             self._service.stop()
             await self._server.stop(STOP_GRACE_S)
+        for line in self._lines.values():
+            await line.close()
         for opening in list(self._channels.values()):
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)

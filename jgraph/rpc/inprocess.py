@@ -26,7 +26,7 @@ from jgraph.rpc.dial import (
 )
 from jgraph.rpc.frames import hello
 from jgraph.rpc.links import Links
-from jgraph.rpc.serving import answer, results
+from jgraph.rpc.serving import answer, only_reply, results
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Address, Frame, Handler
@@ -246,6 +246,18 @@ class InProcessTransport:
         finally:
             self._calling.discard(replies)
             serving.cancel()
+
+    async def ask(
+        self, dst: Address, method: str, request: Frame, *, timeout_s: float
+    ) -> Frame:
+        """Calls ``method`` at an address; returns its only reply.
+
+        Raises:
+          InternalError: there was no reply.
+          JGError: as ``call``.
+        """
+        replies = self.call(dst, method, request, timeout_s=timeout_s)
+        return await only_reply(replies, method, dst)
 
     def serve(
         self, address: Address, method: str, request: Frame, replies: "_Replies"

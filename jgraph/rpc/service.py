@@ -1,4 +1,4 @@
-"""The serving half of the gRPC transport: what comes in on Exchange and Call."""
+"""The serving half of the gRPC transport: what comes in on its methods."""
 
 import asyncio
 import logging
@@ -12,6 +12,7 @@ from jgraph.errors import JGError, MalformedMessageError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.answering import END, Answers
 from jgraph.rpc.codec import encode, pack
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import ended_stream
@@ -30,7 +31,6 @@ REQUEST_TIMEOUT_S: Final = 600.0
 """How long the request of one call may take to arrive."""
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
-_END: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # stubs lack it
 _logger = logging.getLogger(__name__)
 
 
@@ -75,6 +75,7 @@ class Service:
         methods = {
             "Exchange": grpc.stream_stream_rpc_method_handler(self._exchange),
             "Call": grpc.stream_stream_rpc_method_handler(self._call),
+            "Asks": grpc.stream_stream_rpc_method_handler(self._asks),
         }
         return grpc.method_handlers_generic_handler("jgraph.v1.Task", methods)
 
@@ -94,6 +95,10 @@ class Service:
     async def _call(self, requests: AsyncIterator[bytes], context: Any) -> None:
         self._counters.calls_served += 1
         await self._guard(self._answer(requests, context), context)
+
+    async def _asks(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        del requests  # as above
+        await self._guard(self._answer_all(context), context)
 
     async def _guard(self, body: Coroutine[Any, Any, None], context: Any) -> None:
         """Runs the body of a stream; tells the other side why it failed."""
@@ -136,7 +141,7 @@ class Service:
             await _write(context, frame(hello=reply))
             self._deliver(stream, early)
             shared = 0
-            while (chunk := await context.read()) is not _END:
+            while (chunk := await context.read()) is not END:
                 received = decoder.feed(chunk)
                 self._counters.received(
                     stream.task,
@@ -219,6 +224,18 @@ class Service:
             async for reply in replies:
                 await _write(context, reply, self._max_frame_bytes)
 
+    async def _answer_all(self, context: Any) -> None:
+        self._check_caller(context)
+        answers = Answers(
+            self._handler,
+            self._hello,
+            context,
+            self._decoder(),
+            self._counters,
+            self._max_frame_bytes,
+        )
+        await answers.run()
+
 
 async def _frames(
     requests: AsyncIterator[bytes], decoder: Decoder
@@ -233,7 +250,7 @@ async def _first_frames(context: _Context, decoder: Decoder) -> list[Frame]:
     received: list[Frame] = []
     while not received:
         chunk = await context.read()
-        if chunk is _END:
+        if chunk is END:
             raise _ended()
         received = decoder.feed(chunk)
     return received

@@ -4,7 +4,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-from jgraph.errors import JGError, MalformedMessageError
+from jgraph.errors import InternalError, JGError, MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.status import from_status, to_status
@@ -54,6 +54,20 @@ async def results(
             if kind_of(reply) == "status":
                 raise from_status(body_of(reply))
             yield reply
+
+
+async def only_reply(replies: AsyncIterator[Frame], method: str, where: str) -> Frame:
+    """Returns the reply of a call that has one; the last if it has several.
+
+    Raises:
+      InternalError: it has none.
+    """
+    last: Frame | None = None
+    async for reply in replies:
+        last = reply
+    if last is None:
+        raise InternalError(f"{where} answered '{method}' with nothing")
+    return last
 
 
 def expect_call(first: Frame) -> str:

@@ -1,12 +1,13 @@
 """The seam to the network: what a transport does, whichever way the bytes go.
 
 A transport moves ``Frame``s: a small header (a protobuf message) and tensors. Tasks
-talk in two ways:
+talk in three ways:
 
 * ``post``: one-way frames between tasks, over one long-lived stream per pair of tasks;
   order is kept per (sender, receiver); used on the path of a step.
-* ``call``: one request frame in, a stream of reply frames out, with a deadline; used
-  for everything else (registering programs, starting loops, feeds and fetches).
+* ``ask``: one request frame in, one reply frame out, with a deadline; used for
+  everything else (registering programs, feeds and fetches, …), but for
+* ``call``, where a stream of reply frames comes out (the reports of a loop).
 
 The in-process and the gRPC transport pass one conformance suite
 (``jgraph.testing.transport_conformance``).
@@ -85,6 +86,14 @@ class Transport(Protocol):
           ClusterUnreachableError: nothing of ours listens there.
           DeadlineError: no end of the reply within ``timeout_s``.
           JGError: whatever the other side raised.
+        """
+
+    async def ask(
+        self, dst: Address, method: str, request: Frame, *, timeout_s: float
+    ) -> Frame:
+        """Calls ``method`` at an address; returns its only reply.
+
+        Raises: as ``call``, and InternalError: there was no reply.
         """
 
     async def close(self) -> None:

@@ -37,6 +37,20 @@ class MakeTransport(Protocol):
         """Returns a new transport, not started."""
 
 
+class Way(Protocol):
+    """A way to call: ``call`` or ``asked``."""
+
+    async def __call__(
+        self,
+        transport: Transport,
+        address: Address,
+        method: str,
+        request: Frame,
+        timeout_s: float = ...,
+    ) -> list[Frame]:
+        """Returns the replies."""
+
+
 class Recorder:
     """A handler that keeps what arrives and answers a few methods.
 
@@ -163,16 +177,28 @@ async def call(
     return [reply async for reply in replies]
 
 
+async def asked(
+    transport: Transport,
+    address: Address,
+    method: str,
+    request: Frame,
+    timeout_s: float = WAIT_S,
+) -> list[Frame]:
+    """Returns the reply of a call that has one, in a list as ``call`` does."""
+    return [await transport.ask(address, method, request, timeout_s=timeout_s)]
+
+
 async def call_fails(
     kind: type[_ErrorT],
     transport: Transport,
     address: Address,
     method: str,
     timeout_s: float = WAIT_S,
+    way: Way = call,
 ) -> _ErrorT:
     """Returns the error of a call, which must be of class ``kind``."""
     try:
-        await call(transport, address, method, step(0), timeout_s)
+        await way(transport, address, method, step(0), timeout_s)
     except kind as error:
         return error
     fail(f"'{method}' succeeded, {kind.__name__} was due")

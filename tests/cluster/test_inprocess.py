@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.calls import call_one
 from jgraph.cluster.client import NoHandler
 from jgraph.cluster.master import Master
 from jgraph.cluster.spec import ClusterSpec
@@ -93,8 +92,7 @@ async def steps(
         master = services[program.driver].address
         message, tensors = encode_program(program)
         order = pb.RegisterProgram(handle="step", program=message)
-        await call_one(
-            client,
+        await client.ask(
             master,
             "Master.RegisterProgram",
             frame(register_program=order, tensors=tensors),
@@ -103,8 +101,7 @@ async def steps(
         feeds = dict(zip([f.name for f in planned.graph.feeds], leaves, strict=True))
         results = []
         for _ in range(count):
-            reply = await call_one(
-                client,
+            reply = await client.ask(
                 master,
                 "RunStep",
                 frame(

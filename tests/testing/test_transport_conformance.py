@@ -37,6 +37,11 @@ class Faulty:
     ) -> AsyncIterator[Frame]:
         return self.good.call(dst, method, request, timeout_s=timeout_s)
 
+    async def ask(
+        self, dst: Address, method: str, request: Frame, *, timeout_s: float
+    ) -> Frame:
+        return await self.good.ask(dst, method, request, timeout_s=timeout_s)
+
     async def close(self) -> None:
         await self.good.close()
 

@@ -3,7 +3,7 @@
 isort:skip_file
 The wire contract of jgraph.
 
-Two gRPC methods carry everything, both as streams of raw byte chunks (identity
+Three gRPC methods carry everything, all as streams of raw byte chunks (identity
 serializer, at most 1 MiB each). The concatenated chunks of one direction are a
 sequence of frames:
 
@@ -18,6 +18,10 @@ frame may span chunks and a chunk may hold several frames.
   /jgraph.v1.Task/Call       one call: the first request frame is a Call naming the
                              method; replies are frames; an error is a last frame
                              with `status` set.
+  /jgraph.v1.Task/Asks       long-lived, one per caller and callee: calls with one
+                             reply, any number at a time. A request has `method` and a
+                             `sequence` of its own, the reply has the same `sequence`;
+                             a status with none ends the stream.
 
 Compatibility: `Hello.protocol` must be equal on both sides. Fields are only added.
 """
@@ -111,6 +115,7 @@ class Frame(_message.Message):
 
     TENSORS_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
     HELLO_FIELD_NUMBER: _builtins.int
     START_STEP_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
@@ -136,6 +141,7 @@ class Frame(_message.Message):
     HASH_TABLE_CALL_FIELD_NUMBER: _builtins.int
     HASH_TABLE_REPLY_FIELD_NUMBER: _builtins.int
     STEP_TRACE_FIELD_NUMBER: _builtins.int
+    ABANDON_FIELD_NUMBER: _builtins.int
     GATE_EVENT_FIELD_NUMBER: _builtins.int
     OPEN_GATE_FIELD_NUMBER: _builtins.int
     GATE_QUERY_FIELD_NUMBER: _builtins.int
@@ -148,7 +154,9 @@ class Frame(_message.Message):
     OPEN_SOURCE_FIELD_NUMBER: _builtins.int
     SOURCE_INFO_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Dense per (sender incarnation, receiver), starting at 1. Exchange only."""
+    """Exchange: dense per (sender incarnation, receiver), starting at 1."""
+    method: _builtins.str
+    """Asks: what is called."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorType]: ...
     @_builtins.property
@@ -202,6 +210,10 @@ class Frame(_message.Message):
     @_builtins.property
     def step_trace(self) -> Global___StepTrace: ...
     @_builtins.property
+    def abandon(self) -> Global___Empty:
+        """Asks: nobody waits for the reply to `sequence` any more"""
+
+    @_builtins.property
     def gate_event(self) -> Global___GateEvent: ...
     @_builtins.property
     def open_gate(self) -> Global___OpenGate: ...
@@ -228,6 +240,7 @@ class Frame(_message.Message):
         *,
         tensors: _abc.Iterable[Global___TensorType] | None = ...,
         sequence: _builtins.int = ...,
+        method: _builtins.str = ...,
         hello: Global___Hello | None = ...,
         start_step: Global___StartStep | None = ...,
         values: Global___Values | None = ...,
@@ -253,6 +266,7 @@ class Frame(_message.Message):
         hash_table_call: Global___HashTableCall | None = ...,
         hash_table_reply: Global___HashTableReply | None = ...,
         step_trace: Global___StepTrace | None = ...,
+        abandon: Global___Empty | None = ...,
         gate_event: Global___GateEvent | None = ...,
         open_gate: Global___OpenGate | None = ...,
         gate_query: Global___GateQuery | None = ...,
@@ -265,11 +279,11 @@ class Frame(_message.Message):
         open_source: Global___OpenSource | None = ...,
         source_info: Global___SourceInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "step_trace", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "step_trace", "abandon", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

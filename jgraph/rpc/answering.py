@@ -1,0 +1,110 @@
+"""The serving half of Asks: calls with one reply, over a stream that stays open."""
+
+import asyncio
+from typing import Any, Final, final
+
+import grpc
+
+from jgraph.errors import ClusterBusyError, JGError, MalformedMessageError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.codec import Prepared, prepare
+from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.frames import frame, kind_of
+from jgraph.rpc.outbox import Outbox
+from jgraph.rpc.serving import answer, only_reply
+from jgraph.rpc.statistics import Counters
+from jgraph.rpc.status import to_status
+from jgraph.rpc.transport import Frame, Handler
+
+MAX_UNANSWERED: Final = 1024
+"""More calls of one caller at once are refused."""
+END: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # stubs lack it
+
+
+@final
+class Answers:
+    """Answers what comes in over one stream, each call as soon as it is done.
+
+    Args:
+      handler: what the task does with calls.
+      hello: who answers.
+      context: gRPC's, of the stream.
+      decoder: turns its chunks into frames.
+      counters: where calls are counted.
+      max_frame_bytes: larger replies become errors.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        hello: pb.Hello,
+        context: Any,
+        decoder: Decoder,
+        counters: Counters,
+        max_frame_bytes: int,
+    ) -> None:
+        self._handler = handler
+        self._hello = hello
+        self._context = context
+        self._decoder = decoder
+        self._counters = counters
+        self._max_frame_bytes = max_frame_bytes
+        self._outbox = Outbox(context.write)
+        self._answering: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Answers until the caller ends the stream; then nobody waits any more.
+
+        Raises:
+          MalformedMessageError: the stream is not one of calls.
+        """
+        sending = asyncio.create_task(self._outbox.run())
+        try:
+            while (chunk := await self._context.read()) is not END:
+                for asked in self._decoder.feed(chunk):
+                    self._take(asked)
+            self._decoder.finish()
+        finally:
+            left = [sending, *self._answering.values()]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    def _take(self, asked: Frame) -> None:
+        number, method = asked.header.sequence, asked.header.method
+        if kind_of(asked) == "abandon":
+            if number in self._answering:
+                self._answering[number].cancel()
+            return
+        if not number or not method:
+            raise MalformedMessageError(
+                f"a call has a number and a method; '{kind_of(asked)}' came with "
+                f"number {number} and method '{method[:80]}'"
+            )
+        if number in self._answering:
+            raise MalformedMessageError(f"call {number} was made twice")
+        self._counters.calls_served += 1
+        asked.header.ClearField("sequence")
+        asked.header.ClearField("method")
+        answering = asyncio.create_task(self._answer(number, method, asked))
+        self._answering[number] = answering
+
+    async def _answer(self, number: int, method: str, request: Frame) -> None:
+        try:
+            reply = await self._reply(method, request)
+            self._outbox.put(reply.encoded(sequence=number))
+        finally:
+            del self._answering[number]
+
+    async def _reply(self, method: str, request: Frame) -> Prepared:
+        try:
+            if len(self._answering) > MAX_UNANSWERED:
+                raise ClusterBusyError(
+                    f"{self._hello.task} answers {MAX_UNANSWERED} calls of yours "
+                    f"already and refused '{method}'; wait for some of them"
+                )
+            replies = answer(self._handler, self._hello, method, request)
+            reply = await only_reply(replies, method, self._hello.task)
+            return prepare(reply, max_frame_bytes=self._max_frame_bytes)
+        except JGError as error:
+            return prepare(frame(status=to_status(error)))
