@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jgraph.graph.hash_keys import NO_KEY, split_keys
     from jgraph.graph.hash_spec import Admission, Initial
     from jgraph.graph.ir import Graph
+    from jgraph.graph.mesh import mesh
     from jgraph.graph.taps import tap
     from jgraph.graph.variable import Variable, colocate_with
     from jgraph.plan.cost_model import CostModel
@@ -88,6 +89,7 @@ _HOMES = {
     "errors": "jgraph.errors",
     "fixed_size_partitioner": "jgraph.plan.partitioner",
     "function": "jgraph.graph.function",
+    "mesh": "jgraph.graph.mesh",
     "min_max_variable_partitioner": "jgraph.plan.partitioner",
     "split_keys": "jgraph.graph.hash_keys",
     "tap": "jgraph.graph.taps",
@@ -129,6 +131,7 @@ __all__ = [
     "errors",
     "fixed_size_partitioner",
     "function",
+    "mesh",
     "min_max_variable_partitioner",
     "split_keys",
     "tap",

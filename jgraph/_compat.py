@@ -7,11 +7,12 @@ that JAX has not made public. Each entry names what made it necessary.
 
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import jax
+import jax.export
 from jax._src import lib as jax_lib
 from jax._src.config import traceback_in_locations_limit
 from jax.extend import core as jex_core, source_info_util
@@ -35,6 +36,7 @@ __all__ = [
     "is_checkpoint",
     "is_dropped",
     "is_ref",
+    "is_symbolic",
     "make_jaxpr",
     "name_stack_of",
     "new_var",
@@ -43,6 +45,8 @@ __all__ = [
     "rebuild_equation",
     "release_arguments",
     "run_equation",
+    "size_at",
+    "size_names",
     "type_error",
     "under",
     "user_line",
@@ -98,6 +102,21 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 def is_ref(aval: Any) -> bool:
     """Whether a value of this aval is a Ref (AbstractRef is not public)."""
     return hasattr(aval, "inner_aval")
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a dimension is an expression over names (``jax.export``)."""
+    return bool(jax.export.is_symbolic_dim(size))
+
+
+def size_names(size: Any) -> frozenset[str]:
+    """Returns the names in a symbolic dimension; there is no public way."""
+    return frozenset(size._get_vars())  # noqa: SLF001
+
+
+def size_at(size: Any, sizes: Mapping[str, int]) -> int:
+    """Returns a symbolic dimension for these sizes; there is no public way."""
+    return int(size._evaluate(dict(sizes)))  # noqa: SLF001
 
 
 def array_type(atom: Atom) -> jax.ShapeDtypeStruct:

@@ -43,6 +43,7 @@ PUBLIC = [
     "errors",
     "fixed_size_partitioner",
     "function",
+    "mesh",
     "min_max_variable_partitioner",
     "split_keys",
     "tap",

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgraph._compat import is_symbolic
 from jgraph.errors import FeedError, NonFiniteError
 from jgraph.graph.ir import Feed, Graph
-from jgraph.plan.types import from_plain, is_key, to_plain
+from jgraph.graph.sizes import symbols_of
+from jgraph.plan.types import from_plain, is_key, num_elements, to_plain
 
 
 def feed_arrays(
@@ -95,7 +97,7 @@ def _plain(graph: Graph, feed: Feed, value: Any) -> np.ndarray[Any, Any]:
     array = np.asarray(value) if is_array else np.asarray(value, wanted.dtype)
     # JAX has no 64-bit values unless told: numpy's default widths are cast as it does.
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if tuple(array.shape) != tuple(wanted.shape) or dtype != wanted.dtype:
+    if not _same_shape(array.shape, wanted.shape) or dtype != wanted.dtype:
         raise FeedError(
             f"argument {feed.name} of '{graph.name}' is "
             f"{_describe(array.dtype, array.shape)}; this step wants "
@@ -103,6 +105,15 @@ def _plain(graph: Graph, feed: Feed, value: Any) -> np.ndarray[Any, Any]:
             feed=feed.name,
         )
     return np.asarray(array, wanted.dtype)
+
+
+def _same_shape(shape: Sequence[int], wanted: Sequence[Any]) -> bool:
+    """Whether a shape may be this; the driver compares the sizes of its names."""
+    if tuple(shape) == tuple(wanted):
+        return True
+    return len(shape) == len(wanted) and all(
+        is_symbolic(due) or have == due for have, due in zip(shape, wanted, strict=True)
+    )
 
 
 def _describe(dtype: Any, shape: Sequence[int]) -> str:
@@ -113,7 +124,7 @@ def _hint(array: np.ndarray[Any, Any], wanted: Any) -> str:
     hints = []
     if array.dtype != wanted.dtype:
         hints.append(f".astype(np.{np.dtype(wanted.dtype).name})")
-    if array.size == np.prod(wanted.shape, dtype=int):
+    if array.size == num_elements(wanted) and not symbols_of(wanted.shape):
         hints.append(f".reshape{tuple(wanted.shape)}")
     return f". Perhaps you forgot {' and '.join(hints)}" if hints else ""
 

@@ -8,6 +8,7 @@
     │   ├── GraphError                JG-223  a graph that breaks a rule of graphs
     │   ├── CallbackError             JG-202  Python callback in a shipped function
     │   ├── NotExportableError        JG-206  JAX cannot export this function
+    │   ├── DeviceCountError          JG-207  a mesh larger than the task's devices
     │   ├── FeedError                 JG-211  a feed of the wrong name, shape or dtype
     │   ├── NonFiniteError            JG-212  NaN or infinity where it was forbidden
     │   ├── FetchError                JG-213  a fetch that the function does not have
@@ -106,6 +107,7 @@ from jgraph.errors.user import (
     ConfigError,
     DataError,
     DataSlotError,
+    DeviceCountError,
     DeviceSpecError,
     FeedError,
     FetchError,
@@ -141,6 +143,7 @@ __all__ = [
     "DataError",
     "DataSlotError",
     "DeadlineError",
+    "DeviceCountError",
     "DeviceSpecError",
     "FeedError",
     "FetchError",

@@ -39,6 +39,12 @@ class NotExportableError(UserError):
     code = "JG-206"
 
 
+class DeviceCountError(UserError):
+    """A mesh of more devices than its task has."""
+
+    code = "JG-207"
+
+
 class FeedError(UserError, ValueError):
     """A feed of the wrong name, shape or dtype."""
 

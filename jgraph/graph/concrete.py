@@ -34,7 +34,17 @@ _ASKED: tuple[tuple[type[Exception], str, str], ...] = (
         "write jnp.where(mask, x, 0)",
     ),
 )
-_NOT_THE_USERS = {"chex", "flax", "jax", "jaxlib", "jgraph", "optax"}
+_SIZE: tuple[type[Exception], str, str] = (
+    jax.errors.InconclusiveDimensionOperation,
+    "needs the number that a symbolic size stands for (if, range, a list's length, or "
+    "an operation that JAX does for known sizes only)",
+    "write it with operations on the whole array (jnp.where, jax.lax.fori_loop), or "
+    "leave that argument out of symbolic: it is then traced for each size",
+)
+_WHY = dict.fromkeys(
+    [kind for kind, _, _ in _ASKED], "while it is traced, arrays have no values: "
+) | {_SIZE[0]: "it is traced once for all sizes: "}
+_NOT_THE_USERS = {"chex", "flax", "jax", "jaxlib", "jgraph", "numpy", "optax"}
 
 
 def as_graph_error(error: Exception, title: str) -> GraphError | None:
@@ -44,14 +54,13 @@ def as_graph_error(error: Exception, title: str) -> GraphError | None:
       error: what JAX raised while it traced.
       title: name of the traced function.
     """
-    for kind, what, instead in _ASKED:
-        if isinstance(error, kind):
+    of_size = isinstance(error, TypeError) and "_DimExpr" in str(error)
+    for kind, what, instead in (*_ASKED, _SIZE):
+        if isinstance(error, kind) or (of_size and kind is _SIZE[0]):
             line = _line(error.__traceback__)
             where = f" at {line}" if line else ""
             return GraphError(
-                f"{title} {what}{where}; while it is traced, arrays have no values: "
-                f"{instead}",
-                line=line,
+                f"{title} {what}{where}; {_WHY[kind]}{instead}", line=line
             )
     return None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
+from jgraph.graph.sizes import assumed_shape, assumed_size
 
 # These move or name data; what they compute, if anything, is not arithmetic.
 _MOVES = frozenset(
@@ -38,18 +39,18 @@ def flops_of(equation: Equation) -> float:
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
-        return 2.0 * _made(equation) * math.prod(int(shape[n]) for n in contracted)
+        return 2.0 * _made(equation) * _elements(shape[n] for n in contracted)
     if name == "conv_general_dilated":
         out_axis = equation.params["dimension_numbers"].rhs_spec[0]
-        kernel = [int(n) for n in equation.invars[1].aval.shape]
+        kernel = list(equation.invars[1].aval.shape)
         kernel[out_axis] = 1
-        return 2.0 * _made(equation) * math.prod(kernel)
+        return 2.0 * _made(equation) * _elements(kernel)
     bodies = [
         flops_of_all(_compat.open_jaxpr(b).eqns)
         for _, b in _compat.inner_jaxprs(equation)
     ]
     if name == "scan":
-        return float(equation.params["length"]) * sum(bodies)
+        return float(assumed_size(equation.params["length"])) * sum(bodies)
     if name == "cond":
         return max(bodies, default=0.0)
     if name.startswith(_OVER_INPUTS):
@@ -111,7 +112,11 @@ def _made(equation: Equation) -> int:
 
 
 def _size(atom: Any) -> int:
-    return math.prod(getattr(atom.aval, "shape", ()))
+    return _elements(getattr(atom.aval, "shape", ()))
+
+
+def _elements(sizes: Iterable[Any]) -> int:
+    return math.prod(assumed_shape(sizes))
 
 
 def _vars(atoms: Iterable[Atom]) -> set[Var]:

@@ -3,13 +3,16 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, final, overload
 
 import jax
+import jax.export
+from jax.tree_util import tree_unflatten
 
 from jgraph.graph.device import current_device
 from jgraph.graph.feeds import named_feeds
 from jgraph.graph.ir import Graph
+from jgraph.graph.sizes import Symbolic, with_names
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 
@@ -34,9 +37,16 @@ class Function:
           result: %0
     """
 
-    def __init__(self, fn: Callable[..., Any], name: str | None = None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str | None = None,
+        symbolic: Symbolic | None = None,
+    ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
+        self._symbolic = symbolic
+        self._scope = jax.export.SymbolicScope()
         self._name: str = name or getattr(fn, "__name__", "") or type(fn).__name__
         self._traced: dict[Any, tuple[Graph, tuple[Variable, ...]]] = {}
 
@@ -68,6 +78,10 @@ class Function:
     def trace(self, *args: Any, **kwargs: Any) -> tuple[Graph, tuple[Variable, ...]]:
         """Returns the graph, and the variables in the order of ``graph.variables``."""
         feeds, tree = named_feeds(self._fn, self._name, args, kwargs)
+        if self._symbolic is not None:
+            named = with_names(feeds, self._symbolic, self._scope, self._name)
+            feeds = tuple(named)
+            args, kwargs = tree_unflatten(tree, [feed.aval for feed in feeds])
         avals = tuple((f.aval.shape, f.aval.dtype, f.aval.weak_type) for f in feeds)
         key = (tree, avals, current_device(), jax.config.read("jax_enable_x64"))
         if key not in self._traced:
@@ -86,11 +100,29 @@ class Function:
         return f"jg.function({self._name}, traced {len(self._traced)} times)"
 
 
-def function(fn: Callable[..., Any]) -> Function:
+@overload
+def function(
+    fn: Callable[..., Any], *, symbolic: Symbolic | None = None
+) -> Function: ...
+
+
+@overload
+def function(*, symbolic: Symbolic) -> Callable[[Callable[..., Any]], Function]: ...
+
+
+def function(
+    fn: Callable[..., Any] | None = None, *, symbolic: Symbolic | None = None
+) -> Function | Callable[[Callable[..., Any]], Function]:
     """Makes a function over variables that a session can run.
 
     Args:
       fn: a JAX-traceable function; arguments and results are pytrees of arrays.
+      symbolic: shapes with names in place of sizes, as ``jax.export.symbolic_shape``
+        writes them: ``"batch, ..."`` for all arguments that are arrays, or by argument,
+        ``{"x": "batch, ..."}``, and those that are not named keep their sizes. The
+        function is then traced, planned and sent once for all sizes from 1 on; a task
+        compiles its part for each size that comes. Inside, ``x.shape[0]`` is no number:
+        what needs one (``if``, ``range``) is refused with its line.
 
     Example:
       >>> import jax.numpy as jnp
@@ -100,5 +132,14 @@ def function(fn: Callable[..., Any]) -> Function:
       ...     return jnp.dot(x, w[...])
       >>> [feed.name for feed in dot.graph(jnp.zeros(3)).feeds]
       ['x']
+      >>> @function(symbolic="b, ...")
+      ... def mean(x):
+      ...     return x.sum() / x.shape[0]
+      >>> mean.graph(jnp.zeros((4, 3))) is mean.graph(jnp.zeros((5, 3)))
+      True
     """
-    return fn if isinstance(fn, Function) else Function(fn)
+    if fn is None:
+        return functools.partial(function, symbolic=symbolic)
+    if isinstance(fn, Function) and symbolic is None:
+        return fn
+    return Function(fn, symbolic=symbolic)

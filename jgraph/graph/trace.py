@@ -23,6 +23,15 @@ from jgraph.graph.variable import _BINDING, Variable
 _TRACE = jax.make_user_context(0)
 _counter = itertools.count(1)
 
+# What JAX raises about code that it cannot trace.
+_TOLD_BETTER = (
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    IndexError,
+    jax.errors.InconclusiveDimensionOperation,
+)
+
 
 def trace(
     fn: Callable[..., Any],
@@ -137,7 +146,7 @@ def _run(
             [v.spec.aval for v in traced.known],
             [f.aval for f in feeds],
         )
-    except (NotImplementedError, TypeError, ValueError, IndexError) as error:
+    except _TOLD_BETTER as error:
         if (clear := as_graph_error(error, title)) is not None:
             raise clear from error
         # Some transformations do not know Refs; JAX says so in words of its inside.

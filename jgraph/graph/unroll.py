@@ -24,12 +24,14 @@ MOST_EQUATIONS: Final = 2_000
 def unrolled(equation: Equation) -> tuple[Jaxpr, Sequence[Any]] | None:
     """Returns (jaxpr, its constants) of all turns of a scan over several tasks.
 
-    None for everything else: a scan of one task, of too many turns, or of variables
-    (their values are to be read before it).
+    None for everything else: a scan of one task, of too many turns or a symbolic number
+    of them, or of variables (their values are to be read before it).
     """
     if equation.primitive.name != "scan":
         return None
     if any(_compat.is_ref(v.aval) for v in equation.invars):
+        return None
+    if _compat.is_symbolic(equation.params["length"]):
         return None
     if not 0 < num_equations(equation) <= MOST_EQUATIONS:
         return None

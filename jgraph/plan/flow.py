@@ -18,6 +18,7 @@ from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.ir import Graph
 from jgraph.graph.taps import is_name
+from jgraph.plan.carriers import carriers_of, with_carriers
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.types import is_float0, num_elements, value_type
 
@@ -65,6 +66,7 @@ class Op:
     writes: tuple[int, ...] = ()
     whole: bool = False
     rows: Var | None = None
+    sizes: tuple[Var, ...] = ()
 
     @property
     def is_whole_read(self) -> bool:
@@ -132,7 +134,7 @@ class Flow:
 
     def inputs(self, op: Op) -> Iterator[Var]:
         """Yields the distinct values that ``op`` takes: no Ref, no small constant."""
-        for var in _distinct(op.equation.invars):
+        for var in _distinct((*op.equation.invars, *op.sizes)):
             if not _compat.is_ref(var.aval) and not self.is_small_const(var):
                 yield var
 
@@ -162,10 +164,15 @@ class Flow:
 
 def analyze(graph: Graph) -> Flow:
     """Returns the live equations of ``graph`` with forwarded state."""
+    graph, carriers = with_carriers(graph)
     walk = _Walk(graph)
     for index, equation in enumerate(graph.equations):
         walk.visit(index, equation)
     fetches = tuple(walk.renamed(a) for a in graph.jaxpr.outvars)
+    if carriers:
+        for index, op in walk.ops.items():
+            sizes = carriers_of(op.equation, carriers)
+            walk.ops[index] = replace(op, sizes=sizes)
     ops = _live(walk.ops, fetches)
     consts = dict(zip(graph.jaxpr.constvars, graph.consts, strict=True))
     flow = Flow(
@@ -331,7 +338,7 @@ def _live(ops: dict[int, Op], fetches: Iterable[Atom]) -> dict[int, Op]:
         op = ops[index]
         if op.writes or any(v in needed for v in op.equation.outvars):
             live[index] = op
-            needed.update(_distinct(op.equation.invars))
+            needed.update(_distinct((*op.equation.invars, *op.sizes)))
     return {index: live[index] for index in sorted(live)}
 
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.errors import NotExportableError
+from jgraph.graph.sizes import symbols_of
 from jgraph.plan.flow import Flow, Op
-from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import SegmentCode
 from jgraph.plan.row_access import RowAccess, RowValues, row_accesses
-from jgraph.plan.types import from_plain, is_key, to_plain, value_type
+from jgraph.plan.types import from_plain, is_key, plain_type, to_plain
 
 _HEAVY = ("dot_general", "conv_general_dilated", "scan", "while", "cond", "gather")
 _PYTHON = ("callback", "debug_print")
@@ -117,7 +117,7 @@ def lower(flow: Flow, segment: Segment, platforms: tuple[str, ...]) -> SegmentCo
     """
     function, avals = _function(flow, segment)
     try:
-        exported = _export(function, [value_type(a) for a in avals], platforms)
+        exported = _export(function, [plain_type(a) for a in avals], platforms)
     except Exception as error:
         raise _not_exportable(flow, segment, platforms, error) from error
     return SegmentCode(
@@ -158,15 +158,17 @@ def _touched_by_ref(ops: Sequence[Op]) -> set[int]:
 
 def _export(
     function: Callable[..., Any],
-    types: Sequence[ValueType],
+    types: Sequence[jax.ShapeDtypeStruct],
     platforms: tuple[str, ...],
 ) -> bytes:
     def segment(*args: Any) -> Any:
         return function(*args)
 
-    structs = [jax.ShapeDtypeStruct(t.shape, t.np_dtype) for t in types]
+    # Of sizes that are names all arguments tell, also those that are used for nothing.
+    named = any(symbols_of(t.shape) for t in types)
+    jitted = jax.jit(segment, keep_unused=named)
     with _compat.no_locations():
-        exported = jax.export.export(jax.jit(segment), platforms=platforms)(*structs)
+        exported = jax.export.export(jitted, platforms=platforms)(*types)
         return bytes(exported.serialize())
 
 
@@ -294,7 +296,7 @@ def _exports_alone(equation: Equation, platforms: tuple[str, ...]) -> bool:
         return [r if not is_key(r) else to_plain(r) for r in results]
 
     try:
-        _export(alone, [value_type(v.aval) for v in inputs], platforms)
+        _export(alone, [plain_type(v.aval) for v in inputs], platforms)
     except Exception:  # noqa: BLE001  # any failure of JAX's makes it the culprit
         return False
     return True

@@ -24,11 +24,15 @@ class ValueType:
 
     A ``ragged`` value has at most ``shape[0]`` rows at run time: those that are there.
     Executables take it padded, see ``jgraph.plan.row_values.padded``.
+
+    ``symbols`` has the text of each dimension whose size is known at run time only,
+    such as ``"b"`` (``""`` for others); ``shape`` then has ``ASSUMED_SIZE`` for names.
     """
 
     shape: tuple[int, ...]
     dtype: str
     ragged: bool = False
+    symbols: tuple[str, ...] = ()
 
     @property
     def np_dtype(self) -> np.dtype[Any]:
@@ -37,12 +41,17 @@ class ValueType:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire and in memory; of a ragged value the most there can be."""
+        """Bytes on the wire and in memory; of a ragged value the most there can be.
+
+        Of sizes that are names, for ``ASSUMED_SIZE``.
+        """
         return int(np.prod(self.shape, dtype=np.int64)) * self.np_dtype.itemsize
 
     def __str__(self) -> str:
         most = "≤" if self.ragged else ""
-        return f"{self.dtype}[{most}{','.join(map(str, self.shape))}]"
+        names = self.symbols or ("",) * len(self.shape)
+        sizes = [t or str(n) for t, n in zip(names, self.shape, strict=True)]
+        return f"{self.dtype}[{most}{','.join(sizes)}]"
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from jgraph.errors import ConfigError, UnknownDeviceError
 from jgraph.graph.check import check, check_device
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey
+from jgraph.graph.sizes import ASSUMED_SIZE
 from jgraph.graph.svg import Picture
 from jgraph.graph.units import bytes_text, count_text
 from jgraph.plan.affinity import companions
@@ -106,7 +107,10 @@ class Plan:
         )
         homes = [(v, self.variable_tasks[v.key]) for v in specs]
         text = table(title, homes, self.segments, self.edges)
-        return "\n".join([text, *sharding_lines(self.graph), *self.graph.notes])
+        notes = [*sharding_lines(self.graph), *self.graph.notes]
+        if any(type_.symbols for _, type_ in self.program.feeds):
+            notes.append(f"bytes are those of sizes of {ASSUMED_SIZE} for each name")
+        return "\n".join([text, *notes])
 
     def __repr__(self) -> str:
         return str(self).split("\n", 1)[0]
@@ -148,8 +152,8 @@ def plan(
             device=driver,
         )
     check(graph, where.names)
-    graph = shard(graph)
-    flow = analyze(graph)
+    flow = analyze(shard(graph))
+    graph = flow.graph
     homes = assign_variables(
         graph.variables,
         where,

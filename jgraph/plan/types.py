@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgraph.graph.sizes import assumed_shape, symbols_of
 from jgraph.plan.nodes import ValueType
 
 
@@ -20,8 +21,8 @@ def is_float0(aval: Any) -> bool:
 
 
 def num_elements(aval: Any) -> int:
-    """Returns the number of elements of an array type."""
-    return math.prod(getattr(aval, "shape", ()))
+    """Returns the number of elements of an array type; names count ``ASSUMED_SIZE``."""
+    return math.prod(assumed_shape(getattr(aval, "shape", ())))
 
 
 def value_type(aval: Any, *, ragged: bool = False) -> ValueType:
@@ -35,12 +36,21 @@ def value_type(aval: Any, *, ragged: bool = False) -> ValueType:
       >>> str(value_type(jax.eval_shape(lambda: jax.random.key(0))))
       'uint32[2]'
     """
+    plain = plain_type(aval)
+    shape = tuple(plain.shape)
+    symbols = symbols_of(shape)
+    return ValueType(
+        assumed_shape(shape) if symbols else shape, plain.dtype.name, ragged, symbols
+    )
+
+
+def plain_type(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns the array that stands for a value between nodes, as JAX writes types."""
     if is_key(aval):
         struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         aval = jax.eval_shape(jax.random.key_data, struct)
-    if is_float0(aval):
-        return ValueType(tuple(aval.shape), "bool", ragged)
-    return ValueType(tuple(aval.shape), jnp.dtype(aval.dtype).name, ragged)
+    dtype = "bool" if is_float0(aval) else aval.dtype
+    return jax.ShapeDtypeStruct(aval.shape, jnp.dtype(dtype))
 
 
 def to_plain(value: Any) -> Any:

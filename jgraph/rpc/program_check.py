@@ -11,6 +11,7 @@ from typing import assert_never
 
 from jgraph.errors import InvalidProgramError, JGError
 from jgraph.graph.device import DeviceSpec
+from jgraph.graph.sizes import is_feed_symbol
 from jgraph.plan.nodes import (
     AggregateNode,
     ConstNode,
@@ -48,6 +49,9 @@ def check_program(program: Program) -> None:
         _check_unique([p.task for p in program.partitions], "partition of task")
         _check_unique([s.digest for s in program.segments], "segment")
         _check_unique([name for name, _ in program.feeds], "feed")
+        for name, type_ in program.feeds:
+            known = all(not text or is_feed_symbol(text) for text in type_.symbols)
+            require(known, f"feed '{name[:80]}' has a size that nothing can tell")
         for partition in program.partitions:
             _PartitionCheck(program, partition).run()
         _check_messages(program)

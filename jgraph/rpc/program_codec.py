@@ -100,12 +100,22 @@ def decode_program(message: pb.Program, tensors: Sequence[Tensor]) -> Program:
 
 
 def _type_to(type_: ValueType) -> pb.TensorType:
-    return pb.TensorType(dtype=type_.dtype, shape=type_.shape, ragged=type_.ragged)
+    return pb.TensorType(
+        dtype=type_.dtype,
+        shape=type_.shape,
+        ragged=type_.ragged,
+        symbols=type_.symbols,
+    )
 
 
 def _type_from(message: pb.TensorType) -> ValueType:
     check_type(message, "a value")
-    return ValueType(tuple(message.shape), message.dtype, message.ragged)
+    symbols = tuple(message.symbols)
+    if symbols and len(symbols) != len(message.shape):
+        raise MalformedMessageError(
+            f"a value of {len(message.shape)} dimensions has {len(symbols)} symbols"
+        )
+    return ValueType(tuple(message.shape), message.dtype, message.ragged, symbols)
 
 
 def _partition_to(partition: Partition) -> pb.Partition:

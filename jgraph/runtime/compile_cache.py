@@ -10,7 +10,10 @@ from typing import Any, TypeAlias
 import jax
 
 from jgraph.errors import InvalidProgramError, JGError, PlatformError
+from jgraph.graph.sizes import symbols_of
 from jgraph.plan.program import SegmentCode
+from jgraph.runtime.local_mesh import on_first_device, replicated
+from jgraph.runtime.sized import SizedExecutable
 
 Executable: TypeAlias = Callable[..., Sequence[jax.Array]]
 
@@ -46,18 +49,21 @@ class CompileCache:
                 future = self._executables[key] = Future()
         if mine:
             try:
-                future.set_result(_compile(code, donate))
+                future.set_result(_compile(code, donate, self._count))
             except BaseException as error:  # noqa: BLE001  # handed to every waiter
                 with self._lock:
                     del self._executables[key]
                 future.set_exception(error)
-            else:
-                with self._lock:
-                    self.compilations += 1
         return future.result()
 
+    def _count(self) -> None:
+        with self._lock:
+            self.compilations += 1
 
-def _compile(code: SegmentCode, donate: tuple[int, ...]) -> Executable:
+
+def _compile(
+    code: SegmentCode, donate: tuple[int, ...], count: Callable[[], None]
+) -> Executable:
     if hashlib.sha256(code.exported).hexdigest() != code.digest:
         raise InvalidProgramError(
             f"segment '{code.label}': its bytes do not match their digest "
@@ -72,9 +78,25 @@ def _compile(code: SegmentCode, donate: tuple[int, ...]) -> Executable:
             f"and this task has {platform}; plan it with platforms=('{platform}',)",
             platform=platform,
         )
-    donated = _usable(donate, exported)
-    jitted = jax.jit(exported.call, donate_argnums=donated, keep_unused=True)
-    compiled: Executable = jitted.lower(*exported.in_avals).compile()
+    options: dict[str, Any] = {"keep_unused": True}
+    whole = None
+    if exported.nr_devices > 1:
+        whole = replicated(exported.nr_devices, code.label)
+        options |= {"in_shardings": whole, "out_shardings": whole}
+    else:
+        options["donate_argnums"] = _usable(donate, exported)
+    jitted = jax.jit(exported.call, **options)
+    run = _compiled(jitted, exported.in_avals, count)
+    return run if whole is None else on_first_device(run, whole)
+
+
+def _compiled(
+    jitted: Any, avals: Sequence[Any], count: Callable[[], None]
+) -> Executable:
+    if any(symbols_of(aval.shape) for aval in avals):
+        return SizedExecutable(jitted, avals, count)
+    compiled: Executable = jitted.lower(*avals).compile()
+    count()
     return compiled
 
 

@@ -15,6 +15,7 @@ from jgraph.errors import (
     VariableMismatchError,
 )
 from jgraph.graph.ir import TaskName
+from jgraph.graph.sizes import Sizes
 from jgraph.plan.nodes import AggregateNode, ValueType
 from jgraph.plan.program import Program
 from jgraph.runtime.at_once import is_plain, is_short, run_at_once
@@ -151,9 +152,11 @@ class TaskRuntime:
         """Refuses feeds that are not those of the program.
 
         Raises:
-          FeedError: one is missing, or has another shape or dtype.
+          FeedError: one is missing, has another shape or dtype, or another size of a
+            name than a feed before it.
         """
         program = self._registered(handle).program
+        sizes = Sizes(program.name)
         for name, wanted in program.feeds:
             value = feeds.get(name)
             if value is None:
@@ -162,13 +165,16 @@ class TaskRuntime:
                     f"{', '.join(n for n, _ in program.feeds)}",
                     feed=name,
                 )
-            if value.shape != wanted.shape or value.dtype != wanted.np_dtype:
+            same = bool(wanted.symbols) or value.shape == wanted.shape
+            if not same or value.dtype != wanted.np_dtype:
                 given = ValueType(tuple(value.shape), value.dtype.name)
                 raise FeedError(
                     f"feed '{name}' of '{program.name}' is {given}; the program takes "
                     f"{wanted}",
                     feed=name,
                 )
+            if wanted.symbols:
+                sizes.fit(name, value.shape, wanted.shape, wanted.symbols)
 
     def unregister(self, handle: str) -> None:
         """Forgets a program; its steps in flight are cancelled."""

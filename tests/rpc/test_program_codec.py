@@ -117,6 +117,38 @@ def test_any_program_comes_back_equal(program: Program) -> None:
     assert same(over_the_wire(program), program)
 
 
+def of_any_size(text: str) -> Program:
+    """``small``, whose feed has a size with this text."""
+    program, named = small(), dataclasses.replace(F32, symbols=(text,))
+    driver, ps = program.partitions
+    return dataclasses.replace(
+        program,
+        feeds=(("x", named),),
+        partitions=(
+            dataclasses.replace(driver, values=(named, F32)),
+            dataclasses.replace(ps, values=(F32, named, F32, F32)),
+        ),
+    )
+
+
+@pytest.mark.parametrize("text", ["b", "2*batch", "_n1"])
+def test_sizes_that_are_names_come_back_equal(text: str) -> None:
+    assert same(over_the_wire(of_any_size(text)), of_any_size(text))
+
+
+@pytest.mark.parametrize("text", ["b + 1", "b*b", "0*b", "-b", "x" * 81, "b\n"])
+def test_a_size_of_a_feed_that_nothing_can_tell_is_refused(text: str) -> None:
+    with pytest.raises(InvalidProgramError, match="a size that nothing can tell"):
+        over_the_wire(of_any_size(text))
+
+
+def test_another_number_of_sizes_than_dimensions_is_refused() -> None:
+    message, tensors = encode_program(small())
+    message.partitions[0].values[0].symbols.extend(["b", "c", "d"])
+    with pytest.raises(InvalidProgramError, match="has 3 symbols"):
+        decode_program(message, tensors)
+
+
 def test_partition_alone_comes_back_without_its_peers() -> None:
     program = dataclasses.replace(small(), partitions=small().partitions[1:])
     assert same(over_the_wire(program), program)

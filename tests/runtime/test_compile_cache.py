@@ -9,6 +9,7 @@ import pytest
 
 from jgraph.errors import InvalidProgramError, PlatformError
 from jgraph.plan.program import SegmentCode
+from jgraph.runtime import sized
 from jgraph.runtime.compile_cache import CompileCache
 
 
@@ -61,3 +62,35 @@ def test_any_garbage_under_a_right_digest_is_one_error(seed: int) -> None:
 def test_program_for_another_platform_says_for_which() -> None:
     with pytest.raises(PlatformError, match="exported for tpu and this task has cpu"):
         CompileCache().load(code("tpu"))
+
+
+def code_for_any_size() -> SegmentCode:
+    n = jax.export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct(n, "float32")
+    exported = jax.export.export(jax.jit(lambda a, b: [a + b, a * a.shape[0]]))(x, x)
+    blob = bytes(exported.serialize())
+    return SegmentCode(hashlib.sha256(blob).hexdigest(), blob, ("cpu",), "add")
+
+
+def test_code_for_any_size_is_compiled_when_a_size_first_comes() -> None:
+    cache = CompileCache()
+    run = cache.load(code_for_any_size(), (0,))
+    assert cache.compilations == 0
+    for n, compiled in [(2, 1), (3, 2), (2, 2)]:
+        a = jnp.ones(n)
+        both = run(a, jnp.ones(n))
+        assert [x.tolist() for x in both] == [[2.0] * n, [float(n)] * n]
+        assert (cache.compilations, a.is_deleted()) == (compiled, True)
+
+
+def test_of_many_sizes_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sized, "MAX_SIZES", 2)
+    cache = CompileCache()
+    run = cache.load(code_for_any_size())
+    for n in (1, 2, 1, 3):
+        run(np.ones(n, np.float32), np.ones(n, np.float32))
+    assert cache.compilations == 3
+    run(np.ones(1, np.float32), np.ones(1, np.float32))
+    assert cache.compilations == 3
+    run(np.ones(2, np.float32), np.ones(2, np.float32))
+    assert cache.compilations == 4

@@ -51,6 +51,7 @@ class TensorType(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     RAGGED_FIELD_NUMBER: _builtins.int
+    SYMBOLS_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """numpy / ml_dtypes name: "float32", "bfloat16", "int4", … No object dtypes."""
     ragged: _builtins.bool
@@ -63,6 +64,13 @@ class TensorType(_message.Message):
         receiver answered `shares_memory`.
         """
 
+    @_builtins.property
+    def symbols(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a value of a partition or a feed whose sizes are known at run time only: the
+        text of each dimension, as "b" or "2*b"; empty where `shape` has the size. Equal
+        names of a program's feeds have equal sizes in one step. Empty: all are known.
+        """
+
     def __init__(
         self,
         *,
@@ -70,10 +78,11 @@ class TensorType(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         shared: Global___SharedBlock | None = ...,
         ragged: _builtins.bool = ...,
+        symbols: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "ragged", b"ragged", "shape", b"shape", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "ragged", b"ragged", "shape", b"shape", "shared", b"shared", "symbols", b"symbols"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,42 @@
+"""A mesh of the devices of one task: tensor parallelism inside a task."""
+
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType
+
+from jgraph.errors import ConfigError
+
+
+def mesh(**axes: int) -> AbstractMesh:
+    """Returns a mesh over as many devices of one task as the product of its axes.
+
+    Constraints over it, under a ``jg.device`` of that task, spread what XLA computes
+    there: weights by columns, a batch by rows. The mesh has no devices of its own; it
+    travels with the program, and a task lays it over the first of its devices. What
+    goes in and comes out, variables too, is whole on the first one.
+
+    Args:
+      **axes: sizes by name, in the order of the devices.
+
+    Raises:
+      ConfigError: no axis, or a size below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import NamedSharding, PartitionSpec as P
+      >>> model = mesh(model=4)
+      >>> by_columns = NamedSharding(model, P(None, "model"))
+      >>> def hidden(x, w):
+      ...     w = jax.lax.with_sharding_constraint(w, by_columns)
+      ...     return jnp.tanh(x @ w)
+      >>> jax.eval_shape(hidden, jnp.ones((2, 3)), jnp.ones((3, 8))).shape
+      (2, 8)
+    """
+    sizes: list[Any] = list(axes.values())
+    if not axes or any(not isinstance(n, int) or n < 1 for n in sizes):
+        raise ConfigError(
+            f"a mesh has axes with sizes from 1 on, not {axes or 'none'}; write for "
+            "example jg.mesh(data=2, model=2)"
+        )
+    auto = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes), tuple(axes), axis_types=auto)

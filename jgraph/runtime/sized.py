@@ -1,0 +1,69 @@
+"""Executables for arguments of any size: one is compiled for each size that comes."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import jax
+
+from jgraph.graph.sizes import symbols_of
+
+MAX_SIZES: Final = 64
+"""Of one segment."""
+
+
+@final
+class SizedExecutable:
+    """Code for any size of its arguments, compiled for each size when it first comes.
+
+    The last ``MAX_SIZES`` sizes are kept.
+
+    Args:
+      jitted: the code.
+      avals: types of its arguments, with names in their shapes.
+      count: called at each compilation.
+    """
+
+    __slots__ = ("_avals", "_count", "_jitted", "_lock", "_places", "_runs")
+
+    def __init__(
+        self, jitted: Any, avals: Sequence[Any], count: Callable[[], None]
+    ) -> None:
+        self._jitted = jitted
+        self._avals = avals
+        self._count = count
+        self._lock = threading.Lock()
+        self._runs: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        # One axis for each expression tells all sizes.
+        self._places = {
+            text: (position, axis)
+            for position, aval in enumerate(avals)
+            for axis, text in enumerate(symbols_of(aval.shape))
+            if text
+        }
+
+    def __call__(self, *args: Any) -> Sequence[jax.Array]:
+        """Runs the code; a new size is compiled first, one after the other."""
+        sizes = tuple(args[n].shape[axis] for n, axis in self._places.values())
+        with self._lock:
+            run = self._runs.get(sizes)
+            if run is None:
+                run = self._runs[sizes] = self._compiled(sizes)
+                self._count()
+                if len(self._runs) > MAX_SIZES:
+                    self._runs.popitem(last=False)
+            else:
+                self._runs.move_to_end(sizes)
+        results: Sequence[jax.Array] = run(*args)
+        return results
+
+    def _compiled(self, sizes: tuple[int, ...]) -> Any:
+        known = dict(zip(self._places, sizes, strict=True))
+        structs = [
+            jax.ShapeDtypeStruct(
+                [known.get(str(size), size) for size in aval.shape], aval.dtype
+            )
+            for aval in self._avals
+        ]
+        return self._jitted.lower(*structs).compile()
