@@ -20,6 +20,7 @@ from jgraph.graph.ir import Graph
 from jgraph.graph.taps import is_name
 from jgraph.plan.carriers import carriers_of, with_carriers
 from jgraph.plan.nodes import ValueType
+from jgraph.plan.row_ids import row_ids
 from jgraph.plan.types import is_float0, num_elements, value_type
 
 Version: TypeAlias = tuple[int, int]
@@ -92,7 +93,8 @@ class Flow:
       feeds: position of the feed that a value is.
       consts: captured arrays, small and large.
       free: ops without a task, repeated by whoever needs them.
-      ragged: values that have fewer rows at run time: routed ids, and rows of these.
+      ragged: values that have fewer rows at run time, with the routed ids whose rows
+        they are: these ids themselves, and rows of them.
     """
 
     graph: Graph
@@ -102,7 +104,7 @@ class Flow:
     feeds: dict[Var, int]
     consts: dict[Var, Any]
     free: frozenset[int]
-    ragged: frozenset[Var]
+    ragged: dict[Var, Var]
 
     def is_row_access(self, op: Op) -> bool:
         """Whether ``op`` reads or writes the rows that routed ids name."""
@@ -269,7 +271,7 @@ class _Walk:
         read = tuple(dict.fromkeys(self._variables[r] for r in refs))
         write = tuple(v for v in read if _compat.writes(equation, self._ref(v)))
         reads = tuple(self._at(v) for v in read)
-        rows = _row_ids(equation)
+        rows = row_ids(equation)
         self.ops[index] = Op(index, equation, reads, write, rows=rows)
         for variable in read:
             self._unseen.pop(variable, None)
@@ -298,37 +300,19 @@ def _is_whole(equation: Equation, name: str, operands: int) -> bool:
     return all(type(i).__name__ == "NDIndexer" for i in indexers)
 
 
-def _row_ids(equation: Equation) -> Var | None:
-    """Returns the ids of a read or write of whole rows; None for other accesses."""
-    operands = {"get": 1, "swap": 2}.get(equation.primitive.name)
-    if operands is None or len(equation.invars) != operands + 1:
-        return None
-    ids = equation.invars[-1]
-    indexers = jax.tree.unflatten(equation.params["tree"], [ids])
-    if len(indexers) != 1 or type(indexers[0]).__name__ != "NDIndexer":
-        return None
-    first, *others = indexers[0].indices
-    if first is not ids or isinstance(ids, Literal) or ids.aval.ndim != 1:
-        return None
-    sizes = equation.invars[0].aval.shape[1:]
-    whole = [
-        (getattr(s, "start", None), getattr(s, "size", None), getattr(s, "stride", 1))
-        for s in others
-    ]
-    return ids if whole == [(0, size, 1) for size in sizes] else None
-
-
-def _ragged(ops: Iterable[Op]) -> frozenset[Var]:
-    found: set[Var] = set()
+def _ragged(ops: Iterable[Op]) -> dict[Var, Var]:
+    found: dict[Var, Var] = {}
     for op in ops:
-        name, operands = op.equation.primitive.name, op.equation.invars
+        name, outvars = op.equation.primitive.name, op.equation.outvars
         if name == "route_rows":
-            found.update(op.equation.outvars[1:])
-        elif (name == "get" and op.rows in found) or (
-            name == "split_rows" and all(v in found for v in operands[1:])
-        ):
-            found.update(op.equation.outvars)
-    return frozenset(found)
+            found.update({v: v for v in outvars[1:]})
+        elif name == "get" and op.rows in found:
+            found[outvars[0]] = op.rows
+        elif name == "split_rows":
+            local = op.equation.invars[1:]
+            if all(v in found for v in local):
+                found.update(zip(outvars, local, strict=True))
+    return found
 
 
 def _live(ops: dict[int, Op], fetches: Iterable[Atom]) -> dict[int, Op]:
@@ -346,8 +330,15 @@ def _free(flow: Flow) -> frozenset[int]:
     # What each free op needs of the single numbers that other ops compute.
     computed: dict[int, frozenset[Var]] = {}
     constant: set[int] = set()
+    # A node that moves rows takes values: it cannot make any again.
+    moved = {
+        flow.producer.get(v)
+        for op in flow.ops.values()
+        if op.equation.primitive.name in ROW_MOVES
+        for v in flow.inputs(op)
+    }
     for op in flow.ops.values():
-        if op.reads or op.writes or not is_cheap(op):
+        if op.reads or op.writes or op.index in moved or not is_cheap(op):
             continue
         if all(flow.producer.get(v) in constant for v in flow.inputs(op)):
             constant.add(op.index)

@@ -19,6 +19,7 @@ from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.errors import NotExportableError
 from jgraph.graph.sizes import symbols_of
+from jgraph.plan import by_count
 from jgraph.plan.flow import Flow, Op
 from jgraph.plan.program import SegmentCode
 from jgraph.plan.row_access import RowAccess, RowValues, row_accesses
@@ -115,9 +116,10 @@ def lower(flow: Flow, segment: Segment, platforms: tuple[str, ...]) -> SegmentCo
     Raises:
       NotExportableError: JAX cannot export one of its operations.
     """
-    function, avals = _function(flow, segment)
+    function, avals, ids = _function(flow, segment)
+    types = by_count.open_types([plain_type(a) for a in avals], ids)
     try:
-        exported = _export(function, [plain_type(a) for a in avals], platforms)
+        exported = _export(function, types, platforms)
     except Exception as error:
         raise _not_exportable(flow, segment, platforms, error) from error
     return SegmentCode(
@@ -174,8 +176,11 @@ def _export(
 
 def _function(
     flow: Flow, segment: Segment
-) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """Returns the segment as a function over plain arrays, and their types."""
+) -> tuple[Callable[..., list[Any]], list[Any], list[Var | None]]:
+    """Returns the segment as a function over plain arrays, and their types.
+
+    Also, per array, the ids whose number of rows it may have, see ``by_count``.
+    """
     accesses = [v for v, _ in (*segment.row_updates, *segment.row_reads)]
     refs = _touched_by_ref(segment.ops) - set(accesses)
     variables = [*segment.updates, *segment.reads]
@@ -216,26 +221,30 @@ def _function(
     avals += [rows.taken[v].aval for v in accesses]
     avals += [v.aval for v in segment.inputs]
     num_direct = len([v for v in segment.updates if v in written])
+    by_rows = (*segment.row_updates, *segment.row_reads)
+    given = {rows.taken[v]: ids for v, ids in by_rows}
+    given |= {v: flow.ragged[v] for v in segment.inputs if v in flow.ragged}
+    whole_outs = [*outs[:num_direct], *outs[num_direct + len(new_rows) :]]
+    counts = by_count.find_counts(jaxpr, given, whole_outs)
+    rest = [*(rows.taken[v] for v in accesses), *segment.inputs]
+    ids = [counts[v].ids if v in counts else None for v in rest]
 
     def function(*args: Any) -> list[Any]:
         values = [from_plain(x, a) for x, a in zip(args, avals, strict=True)]
         made = {v: jax.new_ref(values[n]) for v, n in by_ref.items()}
         taken = [values[direct[v]] for v in reads.values()]
-        results = jax.core.eval_jaxpr(
-            jaxpr,
-            (),
-            *made.values(),
-            *consts.values(),
-            *taken,
-            *values[len(variables) :],
-        )
+        flat = *made.values(), *consts.values(), *taken, *values[len(variables) :]
+        if counts:
+            results = by_count.run(jaxpr, counts, flat)
+        else:
+            results = jax.core.eval_jaxpr(jaxpr, (), *flat)
         stored = iter(results[:num_direct])
         new = [
             jax.freeze(made[v]) if v in made else next(stored) for v in segment.updates
         ]
         return [to_plain(jnp.asarray(x)) for x in new + list(results[num_direct:])]
 
-    return function, avals
+    return function, avals, [*(None for _ in variables), *ids]
 
 
 def _variable(op: Op) -> int | None:

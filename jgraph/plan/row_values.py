@@ -157,8 +157,14 @@ def padded(value: Any, type_: ValueType) -> Any:
         raise _not_the_rows(value, type_)
     full = aligned_empty(type_)
     full[:count] = value
-    full[count:] = _PAST_THE_END if _may_be_ids(type_) else 0
+    full[count:] = _PAST_THE_END if may_be_ids(type_) else 0
     return full
+
+
+def may_be_ids(type_: Any) -> bool:
+    """Whether padding of a value of this shape and dtype is that of ids."""
+    # Padding of rows may be anything: taking single numbers for ids does no harm.
+    return len(type_.shape) == 1 and type_.dtype == "int32"
 
 
 def aligned_empty(type_: ValueType) -> Array:
@@ -167,11 +173,6 @@ def aligned_empty(type_: ValueType) -> Array:
     offset = -raw.__array_interface__["data"][0] % _ALIGNMENT
     flat = raw[offset : offset + type_.nbytes]
     return flat.view(type_.np_dtype).reshape(type_.shape)
-
-
-def _may_be_ids(type_: ValueType) -> bool:
-    # Padding of rows may be anything: taking single numbers for ids does no harm.
-    return len(type_.shape) == 1 and type_.dtype == "int32"
 
 
 def _out_of_range(ids: Array, wrong: Array, rows: int, feature: str) -> RowIdError:

@@ -33,14 +33,15 @@ from jgraph.plan.nodes import (
     outputs_of,
 )
 from jgraph.plan.program import Partition, Program, row_type
+from jgraph.plan.row_counts import at_level, level_of
 from jgraph.plan.row_values import moved, padded
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Store: TypeAlias = MutableMapping[tuple[str, str], Array]
 """Plain arrays by (container, name)."""
 
-Compiled: TypeAlias = dict[tuple[str, tuple[int, ...]], Any]
-"""Executables by (digest, donated arguments)."""
+Compiled: TypeAlias = dict[tuple[str, tuple[int, ...]], tuple[Any, bool]]
+"""By (digest, donated arguments): executables, and whether they take any size."""
 
 
 def run_program(
@@ -99,9 +100,9 @@ class _Running:
     def get(self, ids: tuple[ValueId, ...]) -> list[Any]:
         return [self.values[i] for i in ids]
 
-    def padded(self, ids: tuple[ValueId, ...]) -> list[Any]:
+    def padded(self, ids: tuple[ValueId, ...], level: int = 0) -> list[Any]:
         types = self.partition.values
-        return [padded(self.values[i], types[i]) for i in ids]
+        return [padded(self.values[i], at_level(types[i], level)) for i in ids]
 
     def key(self, variable: int) -> tuple[str, str]:
         stored = self.partition.variables[variable]
@@ -255,12 +256,18 @@ class _Step:
     def _segment(self, running: _Running, node: SegmentNode) -> None:
         variables = [self._load(running, v) for v in (*node.updates, *node.reads)]
         owned = [jnp.array(v, copy=True) for v in variables]
+        run, has_open_sizes = self._executable(node)
+        level = 0
+        if has_open_sizes:
+            level = level_of(running.partition, node, running.values)
         rows = [
-            padded(self._rows(running, r), row_type(running.partition, r))
+            padded(
+                self._rows(running, r), at_level(row_type(running.partition, r), level)
+            )
             for r in (*node.row_updates, *node.row_reads)
         ]
-        inputs = running.padded(node.inputs)
-        results = iter(self._executable(node)(*owned, *rows, *inputs))
+        inputs = running.padded(node.inputs, level)
+        results = iter(run(*owned, *rows, *inputs))
         for v in node.updates:
             self.store[running.key(v)] = np.array(next(results))
         for r in node.row_updates:
@@ -271,7 +278,8 @@ class _Step:
         outs = list(results)
         running.values.update(zip(node.outs, outs, strict=True))
 
-    def _executable(self, node: SegmentNode) -> Any:
+    def _executable(self, node: SegmentNode) -> tuple[Any, bool]:
+        """Returns the code, and whether it takes any number of rows."""
         rows = len(node.row_updates) + len(node.row_reads)
         offset = len(node.updates) + len(node.reads) + rows
         donate = (
@@ -284,5 +292,7 @@ class _Step:
             call = jax.jit(
                 exported.call, donate_argnums=donate, compiler_options=self.options
             )
-            self.compiled[node.digest, donate] = call
+            sizes = [size for aval in exported.in_avals for size in aval.shape]
+            is_open = not all(isinstance(size, int) for size in sizes)
+            self.compiled[node.digest, donate] = call, is_open
         return self.compiled[node.digest, donate]

@@ -33,12 +33,14 @@ from jgraph.plan.nodes import (
     WriteNode,
 )
 from jgraph.plan.program import StoredVariable, row_type
+from jgraph.plan.row_counts import at_level, level_of
 from jgraph.plan.row_values import moved, padded
 from jgraph.runtime.cost import Cost
 from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.gate import Gate, averages, key_of
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
+from jgraph.runtime.sized import SizedExecutable
 from jgraph.runtime.store import VariableStore
 
 T = TypeVar("T")
@@ -292,14 +294,19 @@ class StepRun:
         partition = self._loaded.partition
         run = self._loaded.executables[index]
         assert run is not None  # load_partition compiled it
-        inputs = [padded(values[v], partition.values[v]) for v in node.inputs]
+        level = (
+            level_of(partition, node, values) if isinstance(run, SizedExecutable) else 0
+        )
+        inputs = [
+            padded(values[v], at_level(partition.values[v], level)) for v in node.inputs
+        ]
 
         def rows_of(rows: Sequence[Rows]) -> list[RowsOf]:
             return [
                 RowsOf(
                     partition.variables[r.variable],
                     values[r.ids],
-                    row_type(partition, r),
+                    at_level(row_type(partition, r), level),
                 )
                 for r in rows
             ]

@@ -12,13 +12,15 @@ from jgraph.plan.nodes import (
     ReadNode,
     SegmentNode,
     ValueId,
+    ValueType,
     WriteNode,
     inputs_of,
     outputs_of,
 )
-from jgraph.plan.program import Partition, SegmentCode
+from jgraph.plan.program import Partition, SegmentCode, row_type
 from jgraph.runtime.compile_cache import CompileCache, Executable
 from jgraph.runtime.cost import Cost
+from jgraph.runtime.sized import SizedExecutable
 
 
 @final
@@ -64,7 +66,7 @@ def load_partition(
     consumers: list[list[int]] = [[] for _ in partition.values]
     followers: list[list[int]] = [[] for _ in partition.nodes]
     for index, node in enumerate(partition.nodes):
-        executables.append(_executable(node, codes, cache))
+        executables.append(_executable(partition, node, codes, cache))
         taken.append(tuple(dict.fromkeys(inputs_of(node))))
         after = set(_after(node))
         needs.append(len(taken[index]) + len(after))
@@ -101,7 +103,7 @@ def _after(node: Node) -> tuple[int, ...]:
 
 
 def _executable(
-    node: Node, codes: dict[str, SegmentCode], cache: CompileCache
+    partition: Partition, node: Node, codes: dict[str, SegmentCode], cache: CompileCache
 ) -> Executable | None:
     if not isinstance(node, SegmentNode):
         return None
@@ -113,4 +115,14 @@ def _executable(
     rows = len(node.row_updates) + len(node.row_reads)
     state = len(node.updates) + len(node.reads) + rows
     donated = (*range(len(node.updates)), *(state + i for i in node.donate))
-    return cache.load(codes[node.digest], donated)
+    run = cache.load(codes[node.digest], donated)
+    taken = _arguments(partition, node)
+    if isinstance(run, SizedExecutable) and not any(t.symbols for t in taken):
+        run.of(taken)  # all rows that there can be: what fails, fails now
+    return run
+
+
+def _arguments(partition: Partition, node: SegmentNode) -> list[ValueType]:
+    stored = [partition.variables[v].type for v in (*node.updates, *node.reads)]
+    rows = [row_type(partition, r) for r in (*node.row_updates, *node.row_reads)]
+    return [*stored, *rows, *(partition.values[v] for v in node.inputs)]

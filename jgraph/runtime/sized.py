@@ -45,6 +45,11 @@ class SizedExecutable:
 
     def __call__(self, *args: Any) -> Sequence[jax.Array]:
         """Runs the code; a new size is compiled first, one after the other."""
+        results: Sequence[jax.Array] = self.of(args)(*args)
+        return results
+
+    def of(self, args: Sequence[Any]) -> Any:
+        """Returns the executable for arguments of these shapes."""
         sizes = tuple(args[n].shape[axis] for n, axis in self._places.values())
         with self._lock:
             run = self._runs.get(sizes)
@@ -55,8 +60,7 @@ class SizedExecutable:
                     self._runs.popitem(last=False)
             else:
                 self._runs.move_to_end(sizes)
-        results: Sequence[jax.Array] = run(*args)
-        return results
+        return run
 
     def _compiled(self, sizes: tuple[int, ...]) -> Any:
         known = dict(zip(self._places, sizes, strict=True))

@@ -17,7 +17,7 @@ from jgraph.graph.rows import unique_rows
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.nodes import LookupNode
-from jgraph.plan.plan import plan
+from jgraph.plan.plan import Plan, plan
 from tests.plan.sharded import check_shard, checker, join_values, split_values
 from tests.plan.support import (
     DRIVER,
@@ -192,15 +192,16 @@ def test_a_table_that_is_also_read_whole_stays_right() -> None:
     assert [g.variable for g in sharded.gathered] == ["t"]
 
 
-@pytest.mark.parametrize("kind", ["div", "mod"])
-def test_a_planned_update_of_rows_moves_only_rows(kind: str) -> None:
-    homes = ["/job:ps/task:0", "/job:ps/task:1"]
-    t, m, v = (table(name, 2, kind, homes=homes) for name in ("t", "mu", "nunu"))
-    graph, _ = trace(adam_step([t], [[m, positive(v)]]), IDS)
+def run_on_cluster(graph: Graph, variables: Sequence[Variable]) -> Plan:
+    """Plans a step of sharded tables, and runs it on ``IDS`` beside one jit."""
     planned = plan(graph, tasks=TASKS, driver=DRIVER)
     check_program(planned.program)
     wholes = dict(
-        zip([s.name for s in graph.variables], values_of(graph, t, m, v), strict=True)
+        zip(
+            [s.name for s in graph.variables],
+            values_of(graph, *variables),
+            strict=True,
+        )
     )
     parts = split_values(graph, list(wholes.values()))
     names = [spec.name for spec in planned.graph.variables]
@@ -210,5 +211,29 @@ def test_a_planned_update_of_rows_moves_only_rows(kind: str) -> None:
     joined = join_values(graph, [after[name] for name in names])
     got = fetches, dict(zip(wholes, joined, strict=True))
     assert_same(got, wanted, exact=False)
+    return planned
+
+
+HOMES = ["/job:ps/task:0", "/job:ps/task:1"]
+
+
+@pytest.mark.parametrize("kind", ["div", "mod"])
+def test_a_planned_update_of_rows_moves_only_rows(kind: str) -> None:
+    t, m, v = (table(name, 2, kind, homes=HOMES) for name in ("t", "mu", "nunu"))
+    graph, _ = trace(adam_step([t], [[m, positive(v)]]), IDS)
+    planned = run_on_cluster(graph, (t, m, v))
     ps = planned.program.partition(TASKS[0])
     assert any(isinstance(node, LookupNode) for node in ps.nodes)
+
+
+def test_rows_made_of_nothing_but_their_number_are_cut_too() -> None:
+    t = table("t", 2, homes=HOMES)
+
+    def step(ids: Any) -> None:
+        with device("/job:worker/task:0"):
+            unique, _ = unique_rows(ids, rows=ROWS)
+        place = jnp.arange(len(IDS), dtype=jnp.float32)
+        t[unique] = t[unique] + place[:, None]
+
+    graph, _ = trace(step, IDS)
+    run_on_cluster(graph, (t,))

@@ -134,7 +134,7 @@ def test_every_concurrent_update_counts_and_no_reader_sees_half_of_one(
     assert not any(torn)
 
 
-def routed_program() -> Program:
+def routed_program(count: int = COUNT) -> Program:
     """A worker reads rows and sends one for each back; the ps adds them."""
     layout = Layout((SIZE,))
     table = jg.Variable("table", jnp.zeros((SIZE, WIDTH)), device=PS)
@@ -151,7 +151,7 @@ def routed_program() -> Program:
             total: jax.Array = merged.sum()
         return total
 
-    return planned(step)
+    return planned(step, count)
 
 
 def ordinary_program() -> Program:
@@ -169,8 +169,8 @@ def ordinary_program() -> Program:
     return planned(step)
 
 
-def planned(step: Any) -> Program:
-    graph, _ = trace(step, jax.ShapeDtypeStruct((COUNT,), jnp.int32))
+def planned(step: Any, count: int = COUNT) -> Program:
+    graph, _ = trace(step, jax.ShapeDtypeStruct((count,), jnp.int32))
     return plan(graph, tasks=[PS, *WORKERS], driver=WORKERS[0]).program
 
 
@@ -213,6 +213,19 @@ def test_only_rows_that_are_there_travel(tasks: Tasks) -> None:
         sizes.append([v.shape for v in values])
         tasks.deliver_one()
     assert sizes == [[(2,)], [(2, WIDTH)], [(2, WIDTH)]]
+
+
+def test_an_update_is_compiled_for_a_few_numbers_of_rows(tasks: Tasks) -> None:
+    tasks.register("rows", routed_program(SIZE))
+    before, seen = tasks.cache.compilations, np.zeros(SIZE)
+    for number, count in enumerate([1, 2, 30, 31, 50, 51, 57, 60, 99, SIZE], 1):
+        chosen = np.random.default_rng(count).permutation(SIZE)[:count]
+        seen[chosen] += 1
+        tasks.start("rows", number, {"ids": np.resize(chosen, SIZE).astype(np.int32)})
+        tasks.deliver_all()
+    table = tasks.runtimes[PS].store.read([TABLE])[0]
+    assert table.tolist() == np.repeat(seen[:, None], WIDTH, 1).tolist()
+    assert tasks.cache.compilations == before + 1  # for at most 57
 
 
 def test_id_out_of_range_ends_the_step_and_changes_nothing(tasks: Tasks) -> None:
