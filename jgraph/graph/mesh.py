@@ -1,10 +1,13 @@
 """A mesh of the devices of one task: tensor parallelism inside a task."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from jgraph.errors import ConfigError
+from jgraph import _compat
+from jgraph._compat import Equation
+from jgraph.errors import ConfigError, PlacementError
 
 
 def mesh(**axes: int) -> AbstractMesh:
@@ -40,3 +43,33 @@ def mesh(**axes: int) -> AbstractMesh:
         )
     auto = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes), tuple(axes), axis_types=auto)
+
+
+def mesh_of(equations: Iterable[Equation]) -> AbstractMesh | None:
+    """Returns the mesh that operations of one segment spread over; None: one device.
+
+    Raises:
+      PlacementError: there are meshes of two sizes.
+    """
+    found: tuple[AbstractMesh, Equation] | None = None
+    for equation in equations:
+        for one in _meshes(equation):
+            if found is not None and one.size != found[0].size:
+                raise PlacementError(
+                    f"'{equation.primitive}' at {_compat.user_line(equation)} spreads "
+                    f"over a mesh of {one.size} devices, and '{found[1].primitive}' at "
+                    f"{_compat.user_line(found[1])}, which is compiled with it, over "
+                    f"one of {found[0].size}; use one jg.mesh for a task"
+                )
+            found = found or (one, equation)
+    return None if found is None else found[0]
+
+
+def _meshes(equation: Equation) -> Iterator[AbstractMesh]:
+    for value in equation.params.values():
+        one = value.mesh if isinstance(value, NamedSharding) else value
+        if isinstance(one, Mesh | AbstractMesh) and not one.empty and one.size > 1:
+            yield one.abstract_mesh
+    for _, body in _compat.inner_jaxprs(equation):
+        for inner in _compat.open_jaxpr(body).eqns:
+            yield from _meshes(inner)

@@ -14,10 +14,12 @@ from typing import Any, final
 import jax
 import jax.export
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.errors import NotExportableError
+from jgraph.graph.mesh import mesh_of
 from jgraph.graph.sizes import symbols_of
 from jgraph.plan import by_count
 from jgraph.plan.flow import Flow, Op
@@ -118,8 +120,9 @@ def lower(flow: Flow, segment: Segment, platforms: tuple[str, ...]) -> SegmentCo
     """
     function, avals, ids = _function(flow, segment)
     types = by_count.open_types([plain_type(a) for a in avals], ids)
+    mesh = mesh_of(op.equation for op in segment.ops)
     try:
-        exported = _export(function, types, platforms)
+        exported = _export(function, types, platforms, mesh)
     except Exception as error:
         raise _not_exportable(flow, segment, platforms, error) from error
     return SegmentCode(
@@ -162,13 +165,19 @@ def _export(
     function: Callable[..., Any],
     types: Sequence[jax.ShapeDtypeStruct],
     platforms: tuple[str, ...],
+    mesh: AbstractMesh | None,
 ) -> bytes:
     def segment(*args: Any) -> Any:
         return function(*args)
 
     # Of sizes that are names all arguments tell, also those that are used for nothing.
     named = any(symbols_of(t.shape) for t in types)
-    jitted = jax.jit(segment, keep_unused=named)
+    # What goes in and comes out is whole; so the module says how many devices it needs.
+    options: dict[str, Any] = {"keep_unused": named}
+    if mesh is not None:
+        whole = NamedSharding(mesh, PartitionSpec())
+        options |= {"in_shardings": whole, "out_shardings": whole}
+    jitted = jax.jit(segment, **options)
     with _compat.no_locations():
         exported = jax.export.export(jitted, platforms=platforms)(*types)
         return bytes(exported.serialize())
@@ -305,7 +314,8 @@ def _exports_alone(equation: Equation, platforms: tuple[str, ...]) -> bool:
         return [r if not is_key(r) else to_plain(r) for r in results]
 
     try:
-        _export(alone, [plain_type(v.aval) for v in inputs], platforms)
+        types = [plain_type(v.aval) for v in inputs]
+        _export(alone, types, platforms, mesh_of([equation]))
     except Exception:  # noqa: BLE001  # any failure of JAX's makes it the culprit
         return False
     return True

@@ -24,9 +24,8 @@ def replicated(count: int, label: str) -> NamedSharding:
     if len(devices) < count:
         kind = devices[0].platform
         advice = (
-            "start it with the environment variable XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={count} "
-            "(LocalCluster(env={'XLA_FLAGS': …}))"
+            f"start it with the environment variable JAX_NUM_CPU_DEVICES={count}, "
+            f"as LocalCluster(env={{'JAX_NUM_CPU_DEVICES': '{count}'}}) does"
             if kind == "cpu"
             else "run it on a host that has them"
         )
