@@ -199,6 +199,8 @@ class Dealers:
         try:
             deals = await asyncio.wait_for(begun, ANSWER_S)
         except TimeoutError:
+            # Who waits as well finds out by itself, and asks again.
+            self._loops.pop(question.run, None)
             return deal_of(())
         return await deals.ask(question)
 

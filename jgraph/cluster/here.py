@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jgraph.cluster.driver import as_error
-from jgraph.errors import JGError
 from jgraph.rpc.transport import Address
+from jgraph.runtime.at_once import SHORT_S
 
 if TYPE_CHECKING:
     from jgraph.cluster.task_service import TaskService
@@ -44,11 +43,4 @@ def run_here(
     service = _services.get(address)
     if service is None or service.draining:
         return None
-    runtime = service.runtime
-    names = [name for name, _ in runtime.program(handle).feeds]
-    try:
-        return runtime.run_at_once(handle, dict(zip(names, arrays, strict=True)))
-    except JGError:
-        raise
-    except Exception as error:
-        raise as_error(error, service.task) from error
+    return service.run_at_once(handle, arrays, SHORT_S)

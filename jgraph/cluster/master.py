@@ -16,7 +16,8 @@ from jgraph.clock import Clock
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.cluster.task_service import Method, TaskService
+from jgraph.cluster.task_loops import Method
+from jgraph.cluster.task_service import TaskService
 from jgraph.coordination.roll_call import (
     AskAgain,
     Complete,

@@ -74,7 +74,7 @@ class TaskServer:
         self._health = HealthServer()
         clock = clock or SystemClock()
         self.service = TaskService(task, self._transport, clock, self._shutdown_asked)
-        self.service.allow_sources = tuple(allow_sources)
+        self.service.loops.allow_sources = tuple(allow_sources)
         self.master = Master(self.service, self._transport, clock)
         self._stopping: asyncio.Task[None] | None = None
 

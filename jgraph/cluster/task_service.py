@@ -1,33 +1,25 @@
 """What one task does with what arrives: step frames, and calls to this task."""
 
 import asyncio
-import json
 import os
 import platform
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias, final
+from typing import Any, final
 
 import jax
 import jax.export
+import numpy as np
 import psutil
 
 from jgraph.clock import Clock
-from jgraph.cluster.calls import CONTROL_S
-from jgraph.cluster.data_feed import Ask, DataFeed, deal_alone
-from jgraph.cluster.dealer import ANSWER_S, Dealers
+from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
-from jgraph.cluster.replica import LoopRun
 from jgraph.cluster.shell import TaskShell
-from jgraph.cluster.sources import source_info
-from jgraph.cluster.sync_loop import SyncLoop
 from jgraph.cluster.table_calls import load_table, read_table
-from jgraph.coordination.dispatch import Dispatch
-from jgraph.coordination.slots import SlotPlan
+from jgraph.cluster.task_loops import Method, TaskLoops
 from jgraph.errors import (
-    ClusterBusyError,
-    DataError,
     DeadlineError,
     JGError,
     UnknownMethodError,
@@ -39,13 +31,10 @@ from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
 from jgraph.rpc.program_codec import decode_program
 from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame, Transport
-from jgraph.runtime.batches import ArrayReader, Reader
+from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
 from jgraph.runtime.executor import Outcome, StepTimes
 from jgraph.runtime.rendezvous import StepKey
-from jgraph.runtime.sources import open_source
 from jgraph.runtime.task import TaskRuntime
-
-Method: TypeAlias = Callable[[Frame], AsyncIterator[Frame]]
 
 # A participant gives a step up this long after its driver should have.
 _GRACE_S = 10.0
@@ -83,19 +72,16 @@ class TaskService:
         self._transport = transport
         self._clock = clock
         self._shutdown = shutdown
-        self.allow_sources: tuple[str, ...] = ()
-        self._data: dict[str, Reader] = {}
-        self._loops: dict[str, LoopRun | SyncLoop] = {}
+        self.loops = TaskLoops(
+            task, transport, clock, self.shell, self.driver, self.gates, self.dealers
+        )
         self._drivers_of: dict[StepKey, tuple[TaskName, asyncio.TimerHandle]] = {}
         self.methods: dict[str, Method] = {
             "TaskStatus": self._task_status,
             "RegisterProgram": self._register_program,
             "UnregisterProgram": self._unregister_program,
             "RunStep": self._run_step,
-            "RunLoop": self._run_loop,
-            "StopLoop": self._stop_loop,
-            "PutData": self._put_data,
-            "OpenSource": self._open_source,
+            **self.loops.methods,
             "OpenGate": self._open_gate,
             "GateReport": self._gate_report,
             "Variables": self._variables,
@@ -135,9 +121,7 @@ class TaskService:
             if driver == peer:
                 self.runtime.abort(step, error)
         self.gates.peer_lost(peer)
-        for loop in list(self._loops.values()):
-            if isinstance(loop, SyncLoop):
-                loop.peer_lost(peer)
+        self.loops.peer_lost(peer)
 
     def _start_part(self, driver: TaskName, order: pb.StartStep) -> None:
         step = order.handle, order.step_id
@@ -179,8 +163,7 @@ class TaskService:
     async def drain(self, grace_s: float) -> None:
         """Takes no new work and lets what runs end, for at most ``grace_s`` seconds."""
         self.draining = True
-        for loop in self._loops.values():
-            loop.stop()
+        self.loops.stop()
         idle = asyncio.Event()
         self.runtime.when_idle(idle.set)
         with suppress(TimeoutError):
@@ -237,12 +220,48 @@ class TaskService:
         self.runtime.unregister(body_of(request).handle)
         yield frame(empty=pb.Empty())
 
+    def run_at_once(
+        self, handle: str, arrays: Sequence[np.ndarray[Any, Any]], limit_s: float
+    ) -> list[np.ndarray[Any, Any]] | None:
+        """Runs a step in this thread if that is all it needs.
+
+        Args:
+          handle: the program.
+          arrays: its feeds, in order.
+          limit_s: what it may take, as far as is known.
+
+        Returns:
+          The fetches; None, and nothing was done, where it must be driven.
+
+        Raises:
+          JGError: as the call ``RunStep`` would.
+        """
+        try:
+            feeds = self._by_name(handle, arrays)
+            return self.runtime.run_at_once(handle, feeds, limit_s)
+        except JGError:
+            raise
+        except Exception as error:
+            raise as_error(error, self.task) from error
+
+    def _by_name(
+        self, handle: str, arrays: Sequence[np.ndarray[Any, Any]]
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        names = [name for name, _ in self.runtime.program(handle).feeds]
+        return dict(zip(names, arrays, strict=False))
+
     async def _run_step(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        names = [name for name, _ in self.runtime.program(body.handle).feeds]
-        feeds = dict(zip(names, request.tensors, strict=False))
+        if not body.trace:
+            found = self.run_at_once(body.handle, request.tensors, ALWAYS_AT_ONCE_S)
+            if found is not None:
+                yield frame(empty=pb.Empty(), tensors=found)
+                return
         fetches, parts = await self.driver.run(
-            body.handle, feeds, timeout_s=body.timeout_s, trace=body.trace
+            body.handle,
+            self._by_name(body.handle, request.tensors),
+            timeout_s=body.timeout_s,
+            trace=body.trace,
         )
         if not body.trace:
             yield frame(empty=pb.Empty(), tensors=fetches)
@@ -254,99 +273,6 @@ class TaskService:
         times = [part.times for part in parts]
         trace = pb.StepTrace(parts=told)
         yield frame(step_trace=trace, tensors=[*fetches, *times])
-
-    async def _put_data(self, request: Frame) -> AsyncIterator[Frame]:
-        body = body_of(request)
-        arrays = dict(zip(body.fields, request.tensors, strict=True))
-        self._data[body.name] = ArrayReader(arrays)
-        yield frame(empty=pb.Empty())
-
-    async def _open_source(self, request: Frame) -> AsyncIterator[Frame]:
-        body = body_of(request)
-        spec = json.loads(body.source)
-        reader = await self.shell.run(lambda: open_source(spec, self.allow_sources))
-        self._data[body.name] = reader
-        yield frame(source_info=source_info(reader))
-
-    async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
-        order = body_of(request)
-        if order.loop in self._loops:
-            raise ClusterBusyError(f"loop '{order.loop}' already runs on {self.task}")
-        loop = self._make_loop(order)
-        self._loops[order.loop] = loop
-        if isinstance(loop, SyncLoop):
-            self.dealers.loop_begins(order.loop, loop)
-        try:
-            async for report in loop.reports():
-                yield report
-        finally:
-            del self._loops[order.loop]
-            if isinstance(loop, SyncLoop):
-                self.dealers.loop_ends(order.loop)
-
-    def _make_loop(self, order: pb.RunLoop) -> LoopRun | SyncLoop:
-        if order.HasField("sync"):
-            return SyncLoop(order, self.driver, self.gates, self._clock)
-        if order.data not in self._data:
-            raise DataError(
-                f"{self.task} has no data set '{order.data}' (it may have been "
-                "restarted); call fit again to upload the data"
-            )
-        feed = self._feed(order, self._data[order.data])
-        return LoopRun(order, feed, self.driver, self._clock)
-
-    def _feed(self, order: pb.RunLoop, reader: Reader) -> DataFeed:
-        if order.data_plan:
-            plan = SlotPlan.from_dict(json.loads(order.data_plan))
-        else:
-            plan = SlotPlan(
-                reader.parts, order.batch_size, order.seed, shuffle=reader.shuffle
-            )
-        if order.data_run:
-            ask = self._ask_master(order)
-        else:
-            own = Dispatch(plan, budget=order.steps, workers=1, skip=order.first_step)
-            ask = deal_alone(own)
-        feeds = dict(zip(sorted(reader.fields), order.data_feeds, strict=False))
-        return DataFeed(plan, reader, ask, self.shell, self._clock, feeds)
-
-    def _ask_master(self, order: pb.RunLoop) -> Ask:
-        dealer = TaskName(order.dealer)
-
-        async def ask(done: int, batches: int, idle: bool) -> pb.DataDeal:
-            question = pb.AskData(
-                run=order.data_run,
-                loop=order.loop,
-                done=done,
-                batches=batches,
-                idle=idle,
-                handle=order.handle if order.batch_feed else "",
-            )
-            request = frame(ask_data=question)
-            method = "Master.AskData"
-            if dealer == self.task:
-                replies = self.handle_call(method, request)
-                (reply,) = [reply async for reply in replies]
-            else:
-                reply = await self._transport.ask(
-                    order.dealer_address,
-                    method,
-                    request,
-                    timeout_s=ANSWER_S + CONTROL_S,
-                )
-            deal: pb.DataDeal = body_of(reply)
-            return deal
-
-        return ask
-
-    async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
-        body = body_of(request)
-        loop = self._loops.get(body.loop)
-        if isinstance(loop, SyncLoop) and body.lost:
-            loop.peer_lost(TaskName(body.lost))
-        elif loop is not None:
-            loop.stop()
-        yield frame(empty=pb.Empty())
 
     async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
         self.gates.open(body_of(request))
@@ -382,7 +308,7 @@ class TaskService:
         self.runtime.reset(containers)
         self.gates.drop(containers or list(self.runtime.gates))
         if not containers:
-            self._data.clear()
+            self.loops.forget_data()
         yield frame(empty=pb.Empty())
 
     async def _shut_down(self, request: Frame) -> AsyncIterator[Frame]:

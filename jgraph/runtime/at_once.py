@@ -33,13 +33,13 @@ def is_plain(partition: Partition) -> bool:
     return not partition.gate and all(map(_is_plain, partition.nodes))
 
 
-def is_short(loaded: LoadedPartition) -> bool:
-    """Whether all that a partition computes has run before, and took little time."""
+def takes_less(loaded: LoadedPartition, limit_s: float) -> bool:
+    """Whether all that a partition computes has run before, and took less than that."""
     total = 0.0
     for run, cost in zip(loaded.executables, loaded.costs, strict=True):
         if run is not None:
-            total += SHORT_S if cost.seconds is None else cost.seconds
-    return total < SHORT_S
+            total += limit_s if cost.seconds is None else cost.seconds
+    return total < limit_s
 
 
 def run_at_once(

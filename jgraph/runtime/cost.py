@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Final, final
 
 _LONG_S: Final = 0.02
-_ALWAYS_AT_ONCE_S: Final = 150e-6
+ALWAYS_AT_ONCE_S: Final = 150e-6
+"""Work known to take less never goes to a thread."""
 _NEVER_AT_ONCE_S: Final = 500e-6
 
 
@@ -51,5 +52,5 @@ def runs_at_once(work: Cost, hand_over: Cost) -> bool:
     """
     if work.seconds is None:
         return False
-    limit = max(hand_over.seconds or 0.0, _ALWAYS_AT_ONCE_S)
+    limit = max(hand_over.seconds or 0.0, ALWAYS_AT_ONCE_S)
     return work.seconds < min(limit, _NEVER_AT_ONCE_S)

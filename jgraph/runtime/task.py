@@ -18,7 +18,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.sizes import Sizes
 from jgraph.plan.nodes import AggregateNode, ValueType
 from jgraph.plan.program import Program
-from jgraph.runtime.at_once import is_plain, is_short, run_at_once
+from jgraph.runtime.at_once import SHORT_S, is_plain, run_at_once, takes_less
 from jgraph.runtime.compile_cache import CompileCache
 from jgraph.runtime.executor import Outcome, Shell, StepRun, StepTimes
 from jgraph.runtime.gate import Gate
@@ -236,19 +236,24 @@ class TaskRuntime:
             self._begin(registered, run)
 
     def run_at_once(
-        self, handle: str, feeds: Mapping[str, Any]
+        self, handle: str, feeds: Mapping[str, Any], limit_s: float = SHORT_S
     ) -> list[np.ndarray[Any, Any]] | None:
         """Runs a step in the calling thread, whichever that is.
 
+        Args:
+          handle: the program.
+          feeds: arrays by feed name.
+          limit_s: what it may take, as far as is known.
+
         Returns:
           The fetches; None, and nothing was done, if other tasks have a part in the
-          program, it does not only read, compute and write, or may not be short.
+          program, it does not only read, compute and write, or may take longer.
 
         Raises:
           FeedError: the feeds are not the program's.
         """
         registered = self._registered(handle)
-        if not registered.is_plain or not is_short(registered.loaded):
+        if not registered.is_plain or not takes_less(registered.loaded, limit_s):
             return None
         self.check_feeds(handle, feeds)
         return run_at_once(registered.loaded, feeds, self.store, self._shell.now)

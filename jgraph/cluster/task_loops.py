@@ -1,0 +1,178 @@
+"""The loops that run on a task, and the data sets that they read."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TypeAlias, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.data_feed import Ask, DataFeed, deal_alone
+from jgraph.cluster.dealer import ANSWER_S, Dealers
+from jgraph.cluster.driver import StepDriver
+from jgraph.cluster.gates import Gates
+from jgraph.cluster.replica import LoopRun
+from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.sources import source_info
+from jgraph.cluster.sync_loop import SyncLoop
+from jgraph.coordination.dispatch import Dispatch
+from jgraph.coordination.slots import SlotPlan
+from jgraph.errors import ClusterBusyError, DataError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame, Transport
+from jgraph.runtime.batches import ArrayReader, Reader
+from jgraph.runtime.sources import open_source
+
+Method: TypeAlias = Callable[[Frame], AsyncIterator[Frame]]
+"""Answers a call."""
+
+
+@final
+class TaskLoops:
+    """Runs loops: of a replica, or of the first ps of synchronous training.
+
+    Args:
+      task: the task's name.
+      transport: carries questions to who deals the data.
+      clock: time for reports.
+      shell: runs what reads data.
+      driver: runs the steps of loops.
+      gates: of the task.
+      dealers: of the data that this task deals out.
+
+    Attributes:
+      allow_sources: see ``Server``.
+      methods: the calls about loops and data, by name.
+    """
+
+    def __init__(
+        self,
+        task: TaskName,
+        transport: Transport,
+        clock: Clock,
+        shell: TaskShell,
+        driver: StepDriver,
+        gates: Gates,
+        dealers: Dealers,
+    ) -> None:
+        self.allow_sources: tuple[str, ...] = ()
+        self._task = task
+        self._transport = transport
+        self._clock = clock
+        self._shell = shell
+        self._driver = driver
+        self._gates = gates
+        self._dealers = dealers
+        self._data: dict[str, Reader] = {}
+        self._loops: dict[str, LoopRun | SyncLoop] = {}
+        self.methods: Mapping[str, Method] = {
+            "RunLoop": self._run_loop,
+            "StopLoop": self._stop_loop,
+            "PutData": self._put_data,
+            "OpenSource": self._open_source,
+        }
+
+    def stop(self) -> None:
+        """Asks all loops to end after their current step."""
+        for loop in self._loops.values():
+            loop.stop()
+
+    def peer_lost(self, peer: TaskName) -> None:
+        """Tells loops that a task went away."""
+        for loop in list(self._loops.values()):
+            if isinstance(loop, SyncLoop):
+                loop.peer_lost(peer)
+
+    def forget_data(self) -> None:
+        """Drops all data sets."""
+        self._data.clear()
+
+    async def _put_data(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        arrays = dict(zip(body.fields, request.tensors, strict=True))
+        self._data[body.name] = ArrayReader(arrays)
+        yield frame(empty=pb.Empty())
+
+    async def _open_source(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        spec = json.loads(body.source)
+        reader = await self._shell.run(lambda: open_source(spec, self.allow_sources))
+        self._data[body.name] = reader
+        yield frame(source_info=source_info(reader))
+
+    async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
+        order = body_of(request)
+        if order.loop in self._loops:
+            raise ClusterBusyError(f"loop '{order.loop}' already runs on {self._task}")
+        loop = self._make_loop(order)
+        self._loops[order.loop] = loop
+        if isinstance(loop, SyncLoop):
+            self._dealers.loop_begins(order.loop, loop)
+        try:
+            async for report in loop.reports():
+                yield report
+        finally:
+            del self._loops[order.loop]
+            if isinstance(loop, SyncLoop):
+                self._dealers.loop_ends(order.loop)
+
+    def _make_loop(self, order: pb.RunLoop) -> LoopRun | SyncLoop:
+        if order.HasField("sync"):
+            return SyncLoop(order, self._driver, self._gates, self._clock)
+        if order.data not in self._data:
+            raise DataError(
+                f"{self._task} has no data set '{order.data}' (it may have been "
+                "restarted); call fit again to upload the data"
+            )
+        feed = self._feed(order, self._data[order.data])
+        return LoopRun(order, feed, self._driver, self._clock)
+
+    def _feed(self, order: pb.RunLoop, reader: Reader) -> DataFeed:
+        if order.data_plan:
+            plan = SlotPlan.from_dict(json.loads(order.data_plan))
+        else:
+            plan = SlotPlan(
+                reader.parts, order.batch_size, order.seed, shuffle=reader.shuffle
+            )
+        if order.data_run:
+            ask = self._ask_master(order)
+        else:
+            own = Dispatch(plan, budget=order.steps, workers=1, skip=order.first_step)
+            ask = deal_alone(own)
+        feeds = dict(zip(sorted(reader.fields), order.data_feeds, strict=False))
+        return DataFeed(plan, reader, ask, self._shell, self._clock, feeds)
+
+    def _ask_master(self, order: pb.RunLoop) -> Ask:
+        dealer = TaskName(order.dealer)
+
+        async def ask(done: int, batches: int, idle: bool) -> pb.DataDeal:
+            question = pb.AskData(
+                run=order.data_run,
+                loop=order.loop,
+                done=done,
+                batches=batches,
+                idle=idle,
+                handle=order.handle if order.batch_feed else "",
+            )
+            if dealer == self._task:
+                return await self._dealers.ask(question)
+            reply = await self._transport.ask(
+                order.dealer_address,
+                "Master.AskData",
+                frame(ask_data=question),
+                timeout_s=ANSWER_S + CONTROL_S,
+            )
+            deal: pb.DataDeal = body_of(reply)
+            return deal
+
+        return ask
+
+    async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        loop = self._loops.get(body.loop)
+        if isinstance(loop, SyncLoop) and body.lost:
+            loop.peer_lost(TaskName(body.lost))
+        elif loop is not None:
+            loop.stop()
+        yield frame(empty=pb.Empty())
