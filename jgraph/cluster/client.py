@@ -2,8 +2,8 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Self, final
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from jgraph.cluster.session import Session
 
 CONNECT_S = 60.0
+UNKNOWN_PLATFORM: Final[tuple[str, ...]] = ("cpu", "cuda")
+"""What code is compiled for where nobody knows what a task has."""
 
 
 class Cluster:
@@ -57,7 +59,10 @@ class Cluster:
         self.address = address
         self.spec = ClusterSpec.from_json(reply.cluster_json)
         self.master = TaskName(reply.master)
-        self.platforms = {TaskName(t.task): (t.platform,) for t in reply.tasks}
+        # A task that did not answer may have either when it does.
+        self.platforms: dict[TaskName, tuple[str, ...]]
+        self.platforms = dict.fromkeys(self.spec.tasks(), UNKNOWN_PLATFORM)
+        self.platforms |= {TaskName(t.task): (t.platform,) for t in reply.tasks}
         self._transport = transport
         self._tls = tls
         self._sessions: list[Session] = []
@@ -74,18 +79,28 @@ class Cluster:
         return [task for task in self.spec.tasks() if task.startswith(prefix)]
 
     def session(
-        self, *, container: str = "", soft_placement: bool = False
+        self,
+        *,
+        container: str = "",
+        soft_placement: bool = False,
+        platforms: Sequence[str] = (),
     ) -> "Session":
         """Opens a session: runs functions on this cluster.
 
         Args:
           container: see ``Session``.
           soft_placement: see ``Session``.
+          platforms: see ``Session``.
         """
         from jgraph.cluster.session import Session
 
         self._check_open()
-        session = Session(self, container=container, soft_placement=soft_placement)
+        session = Session(
+            self,
+            container=container,
+            soft_placement=soft_placement,
+            platforms=platforms,
+        )
         self._sessions.append(session)
         return session
 

@@ -1,7 +1,7 @@
-"""Options of ``Session.run`` beside the keyword arguments of what it runs."""
+"""Options of sessions, and of ``run`` beside the keyword arguments of what it runs."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jgraph.errors import ConfigError
 from jgraph.graph.function import Function
@@ -40,4 +40,19 @@ def check_options(fn: Function, num_args: int, given: Mapping[str, bool]) -> Non
                 f"{fn.name} has a parameter '{parameter.name}', which is also an "
                 "option of run; give it by position, or rename it in the function",
                 parameter=parameter.name,
+            )
+
+
+def check_platforms(platforms: Sequence[str]) -> None:
+    """Refuses kinds of device that ``jax.export`` does not know.
+
+    Raises:
+      ConfigError: one of another name.
+    """
+    known = ("cpu", "cuda", "rocm", "tpu")
+    for name in [platforms] if isinstance(platforms, str) else platforms:
+        if name not in known or isinstance(platforms, str):
+            raise ConfigError(
+                f"platforms is {platforms!r}; give a list of {', '.join(known)}, for "
+                "example platforms=('cpu', 'cuda')"
             )

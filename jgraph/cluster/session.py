@@ -8,7 +8,7 @@ import numpy as np
 
 from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.loops import DealtData, LoopHandle, LoopRequest
-from jgraph.cluster.options import check_options
+from jgraph.cluster.options import check_options, check_platforms
 from jgraph.cluster.programs import STEP_S, Programs
 from jgraph.cluster.steps import PreparedStep, Steps, Targets, in_container
 from jgraph.cluster.values import VariableValues, checked_values
@@ -42,6 +42,9 @@ class Session:
       soft_placement: an operation that asks for a kind of device that its task does
         not have (``jg.device("/gpu:0")``) runs on the one that it has. Else that is an
         error, which names the operation and its line.
+      platforms: kinds of device, ``("cpu", "cuda")``, that all code is compiled for
+        beside that of its task, so that the same program also runs where it is moved.
+        For a task that did not answer yet it is those two anyway.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,11 +62,19 @@ class Session:
     """
 
     def __init__(
-        self, cluster: "Cluster", *, container: str = "", soft_placement: bool = False
+        self,
+        cluster: "Cluster",
+        *,
+        container: str = "",
+        soft_placement: bool = False,
+        platforms: Sequence[str] = (),
     ) -> None:
+        check_platforms(platforms)
         self._cluster = cluster
         self.container = container
-        self._variables = VariableDirectory(cluster, soft_placement=soft_placement)
+        self._variables = VariableDirectory(
+            cluster, soft_placement=soft_placement, platforms=platforms
+        )
         self._programs = Programs(cluster)
         self._values = VariableValues(self._variables, self._programs)
         self._steps = Steps(self._variables, self._programs, self._values, container)

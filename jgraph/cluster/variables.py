@@ -26,8 +26,15 @@ class VariableDirectory:
     a session finds it in the same place.
     """
 
-    def __init__(self, cluster: "Cluster", *, soft_placement: bool = False) -> None:
+    def __init__(
+        self,
+        cluster: "Cluster",
+        *,
+        soft_placement: bool = False,
+        platforms: Sequence[str] = (),
+    ) -> None:
         self._cluster = cluster
+        self._platforms = tuple(platforms)
         self._soft_placement = soft_placement
         self._initialized: dict[VariableKey, VariableSpec] = {}
         self.tasks: dict[VariableKey, TaskName] = {}
@@ -81,6 +88,7 @@ class VariableDirectory:
             variable_tasks=self.tasks,
             platforms=self._cluster.platforms,
             soft_placement=self._soft_placement,
+            also_for=self._platforms,
         )
         self.tasks.update(planned.variable_tasks)
         return planned

@@ -25,6 +25,7 @@ _FIELDS = (
         r"device:(?P<device_type>[a-zA-Z][a-zA-Z0-9_]*)(:(?P<device_index>\*|[0-9]+))?"
     ),
     re.compile(r"(?P<device_type>(?i:[cgt]pu))(:(?P<device_index>\*|[0-9]+))?"),
+    re.compile(r"with:(?P<beside>[^/]+)"),
 )
 _EXAMPLE = "/job:worker/task:0/device:cpu:0"
 
@@ -35,7 +36,8 @@ class DeviceSpec:
     """A possibly partial device: every field may be unset (``None``).
 
     ``device_index`` None with a ``device_type`` means any device of that type
-    (``/device:cpu:*``).
+    (``/device:cpu:*``). ``beside`` is a variable whose job and task are under the
+    fields that are set, its name quoted as in URLs (see ``colocate_with``).
 
     Example:
       >>> spec = DeviceSpec.from_string("/job:ps/task:1/cpu:0")
@@ -50,6 +52,7 @@ class DeviceSpec:
     task: int | None = None
     device_type: str | None = None
     device_index: int | None = None
+    beside: str | None = None
 
     @classmethod
     def from_string(cls, text: str) -> "DeviceSpec":
@@ -80,6 +83,7 @@ class DeviceSpec:
             task=_number(said.get("task")),
             device_type=said["device_type"].upper() if "device_type" in said else None,
             device_index=_number(said.get("device_index")),
+            beside=said.get("beside"),
         )
 
     def merge(self, inner: "DeviceSpec") -> "DeviceSpec":
@@ -95,12 +99,14 @@ class DeviceSpec:
           '/job:worker/task:0/device:CPU:*'
         """
         kind = inner if inner.device_type is not None else self
+        outer = self if inner.beside is None else DeviceSpec()
         return DeviceSpec(
-            job=self.job if inner.job is None else inner.job,
-            replica=self.replica if inner.replica is None else inner.replica,
-            task=self.task if inner.task is None else inner.task,
+            job=outer.job if inner.job is None else inner.job,
+            replica=outer.replica if inner.replica is None else inner.replica,
+            task=outer.task if inner.task is None else inner.task,
             device_type=kind.device_type,
             device_index=kind.device_index,
+            beside=self.beside if inner.beside is None else inner.beside,
         )
 
     @property
@@ -124,6 +130,8 @@ class DeviceSpec:
         if self.device_type is not None:
             index = "*" if self.device_index is None else self.device_index
             parts.append(f"/device:{self.device_type}:{index}")
+        if self.beside is not None:
+            parts.append(f"/with:{self.beside}")
         return "".join(parts)
 
 

@@ -48,7 +48,7 @@ def one_place(stamps: Iterable[DeviceSpec]) -> DeviceSpec | None:
         return None
     devices = {(s.device_type, s.device_index) for s in stamps if s.device_type}
     kind, index = devices.pop() if len(devices) == 1 else (None, None)
-    return DeviceSpec(best.job, best.replica, best.task, kind, index)
+    return DeviceSpec(best.job, best.replica, best.task, kind, index, best.beside)
 
 
 def _inside(equation: Equation, outer: DeviceSpec) -> Iterator[DeviceSpec]:
@@ -62,7 +62,7 @@ def _inside(equation: Equation, outer: DeviceSpec) -> Iterator[DeviceSpec]:
 
 
 def _task_fields(spec: DeviceSpec) -> tuple[object, ...]:
-    return spec.job, spec.replica, spec.task
+    return spec.job, spec.replica, spec.task, spec.beside
 
 
 def _set_fields(spec: DeviceSpec) -> int:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeAlias, final
+from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
@@ -243,31 +244,35 @@ class Variable:
 
 
 def colocate_with(variable: Variable) -> AbstractContextManager[None]:
-    """Places the operations traced inside on the task of a variable.
+    """Places what is traced or made inside on the task of a variable.
+
+    Where that is may be the plan's choice, as it is for a variable without a device. It
+    holds for operations, and for variables made inside.
 
     Args:
-      variable: made for one task. What only updates a variable goes to its task by
-        itself, wherever that is.
+      variable: a whole one; used in the same function, or placed by an earlier one.
 
     Raises:
-      PlacementError: the variable's task is the plan's choice, or it has several.
+      PlacementError: the variable is sharded, so that it has no one task.
 
     Example:
-      >>> w = Variable("w", jnp.ones(3), device="/job:ps/task:1")
+      >>> w = Variable("w", jnp.ones(3))
       >>> with colocate_with(w):
-      ...     str(current_device())
-      '/job:ps/task:1'
+      ...     moments = Variable("m", jnp.zeros(3))
+      >>> str(moments.device)
+      '/with:w'
 
     Source: ``tf.compat.v1.colocate_with``.
     """
-    if variable.device.task_name is None or variable.spec.shard_devices:
+    if variable.spec.sharding is not None:
         raise PlacementError(
-            f"colocate_with('{variable.name}') needs a variable of one task, and the "
-            f"task of this one is chosen when a graph is planned; make it with "
-            f"jg.Variable('{variable.name}', …, device='/job:ps/task:0')",
+            f"colocate_with('{variable.name}') needs a variable of one task, and this "
+            "one is sharded; name a task, jg.device('/job:ps/task:0')",
             variable=variable.name,
         )
-    return device_scope(variable.device)
+    if variable.device.task_name is not None:
+        return device_scope(variable.device)
+    return device_scope(DeviceSpec(beside=quote(variable.name, safe="")))
 
 
 def _type_text(value: Any) -> str:

@@ -3,7 +3,7 @@
 import html
 import pathlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from jgraph.errors import ConfigError, UnknownDeviceError
@@ -15,6 +15,7 @@ from jgraph.graph.svg import Picture
 from jgraph.graph.units import bytes_text, count_text
 from jgraph.plan.affinity import companions
 from jgraph.plan.assemble import Assembler, Edge, SegmentInfo
+from jgraph.plan.beside import with_resolved_stamps
 from jgraph.plan.cut import cut
 from jgraph.plan.flow import analyze
 from jgraph.plan.place import place, state_groups
@@ -125,6 +126,7 @@ def plan(
     variable_tasks: Mapping[VariableKey, TaskName] | None = None,
     platforms: Mapping[TaskName, tuple[str, ...]] | None = None,
     soft_placement: bool = False,
+    also_for: Sequence[str] = (),
 ) -> Plan:
     """Places a graph on tasks, cuts it, and compiles it to a program.
 
@@ -138,6 +140,8 @@ def plan(
       platforms: kinds of device per task; ``("cpu",)`` if unset.
       soft_placement: an operation that asks for a kind of device that its task does
         not have runs on the one that it has.
+      also_for: kinds of device that all segments are exported for, beside those of
+        their tasks.
 
     Raises:
       UnknownDeviceError: a device names a job or task that is not in ``tasks``, or a
@@ -161,17 +165,24 @@ def plan(
         together=state_groups(flow),
         near=companions(flow),
     )
+    known = {v.key: task for v, task in zip(graph.variables, homes, strict=True)}
+    graph = with_resolved_stamps(graph, {**(variable_tasks or {}), **known})
+    flow = replace(flow, graph=graph)
     placed = place(flow, where, homes)
     if not soft_placement:
         for i, task in placed.items():
             check_device(graph, i, task, (platforms or {}).get(task))
-    assembler = Assembler(cut(flow, placed, driver), driver, platforms or {})
+    kinds = {
+        task: tuple(dict.fromkeys([*(platforms or {}).get(task, ("cpu",)), *also_for]))
+        for task in where.names
+    }
+    assembler = Assembler(cut(flow, placed, driver), driver, kinds)
     program = assembler.program()
     return Plan(
         graph=graph,
         program=program,
         placement=tuple(placed.get(i) for i in range(len(graph.equations))),
-        variable_tasks={v.key: t for v, t in zip(graph.variables, homes, strict=True)},
+        variable_tasks=known,
         segments=tuple(assembler.segments),
         edges=tuple(assembler.edges),
     )

@@ -8,6 +8,7 @@ from typing import final
 from jgraph.errors import PlacementError, UnknownDeviceError
 from jgraph.graph.device import DeviceSpec, did_you_mean
 from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
+from jgraph.plan.beside import neighbour, resolved
 from jgraph.plan.spread import assign_largest_first, nbytes_of
 
 _TASK = re.compile(r"/job:([a-zA-Z][a-zA-Z0-9_]*)/task:(\d+)\Z")
@@ -107,7 +108,12 @@ def assign_variables(
       UnknownDeviceError: a variable or ``chosen`` names a task that is not there.
       PlacementError: variables that must be together have different tasks.
     """
-    options = [_options(v, tasks, chosen) for v in variables]
+    others = [neighbour(v, variables) for v in variables]
+    together = [*together, *({n, o} for n, o in enumerate(others) if o is not None)]
+    options = [
+        _options(v, tasks, chosen, open_=other is not None)
+        for v, other in zip(variables, others, strict=True)
+    ]
     sizes = [nbytes_of(v) for v in variables]
     for group in _unions(len(variables), together):
         common = _common(group, variables, options)
@@ -155,12 +161,20 @@ def _same_options(
 
 
 def _options(
-    variable: VariableSpec, tasks: Tasks, chosen: Mapping[VariableKey, TaskName]
+    variable: VariableSpec,
+    tasks: Tasks,
+    chosen: Mapping[VariableKey, TaskName],
+    *,
+    open_: bool,
 ) -> tuple[TaskName, ...]:
     what = f"variable '{variable.name}'"
     if variable.key in chosen:
         spec = DeviceSpec.from_string(chosen[variable.key])
         return tasks.matching(spec, f"variable_tasks of {what}")
+    if open_:
+        return tasks.names  # it goes where another one goes
+    if variable.device.beside is not None:
+        return tasks.matching(resolved(variable.device, chosen, what), what)
     if variable.device.job is not None or variable.device.task is not None:
         return tasks.matching(variable.device, what)
     return tasks.of_job("ps") or tasks.default_tasks()

@@ -20,7 +20,7 @@ Wanted: TypeAlias = dict[Var, tuple[Cut, str]]
 
 def is_placed(stamp: DeviceSpec) -> bool:
     """Whether a device scope says on which task an operation is to run."""
-    return stamp.job is not None or stamp.task is not None
+    return any(x is not None for x in (stamp.job, stamp.task, stamp.beside))
 
 
 def wanted_cuts(graph: Graph, accesses: Accesses) -> Wanted:

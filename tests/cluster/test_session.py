@@ -1,6 +1,7 @@
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -291,6 +292,33 @@ def test_closed_cluster_opens_no_session(servers: Servers) -> None:
 def test_address_that_is_no_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"not 8470; write .*jgraph://"):
         connect(8470)  # type: ignore[arg-type]
+
+
+def test_code_for_two_kinds_of_device_runs_on_the_one_there_is(
+    cluster: Cluster,
+) -> None:
+    both = cluster.session(platforms=("cpu", "cuda"))
+    step = both.make_callable(lambda x: jnp.sort(x) + 1, np.ones(3, np.float32))
+    codes = step.plan.program.segments
+    assert {code.platforms for code in codes} == {("cpu", "cuda")}
+    for code in codes:
+        exported = jax.export.deserialize(bytearray(code.exported))
+        assert exported.platforms == ("cpu", "cuda")
+    assert step(np.array([2, 1, 3], np.float32)).tolist() == [2, 3, 4]
+    for wrong in ("cuda", ["gpu"]):
+        with pytest.raises(ConfigError, match="cpu, cuda, rocm, tpu"):
+            cluster.session(platforms=wrong)
+
+
+def test_a_task_that_did_not_answer_gets_code_for_cpu_and_cuda(
+    servers: Servers,
+) -> None:
+    address = servers.servers[0].target.removeprefix("jgraph://")
+    transport, reply = loop.run(open_cluster(address, 20))
+    del reply.tasks[:]
+    with Cluster(address, transport, reply) as cluster:
+        planned = cluster.session().plan(jnp.sort, np.ones(3, np.float32))
+        assert {c.platforms for c in planned.program.segments} == {("cpu", "cuda")}
 
 
 def test_worker_with_a_gpu_gets_code_for_cuda(servers: Servers) -> None:

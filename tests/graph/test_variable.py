@@ -195,5 +195,6 @@ def test_operations_are_colocated_with_a_variable_of_one_task() -> None:
 
     graph, _ = trace(step, jnp.ones(3))
     assert [str(stamp) for stamp in graph.stamps] == ["/job:ps/task:1"]
+    halves = Variable("v", jnp.ones(4), partitioner=lambda *_: [2])
     with pytest.raises(PlacementError, match="needs a variable of one task"):
-        colocate_with(Variable("v", jnp.ones(3), device="/job:ps"))
+        colocate_with(halves)
