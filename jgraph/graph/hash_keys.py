@@ -56,6 +56,29 @@ def join_keys(pairs: Any) -> Keys:
     return array.view("<i8").reshape(array.shape[:-1]).astype(np.int64, copy=False)
 
 
+def padded_pairs(keys: Keys, count: int) -> Pairs:
+    """Returns keys as pairs, and then ``NO_KEY`` up to ``count`` of them.
+
+    Example:
+      >>> padded_pairs(np.array([7]), 2).tolist()
+      [[7, 0], [0, 2147483648]]
+    """
+    missing = np.full(count - len(keys), NO_KEY)
+    return split_keys(np.concatenate([keys, missing]))
+
+
+def is_key(pairs: Any) -> jax.Array:
+    """Returns which pairs, ``uint32[…, 2]``, are keys: not ``NO_KEY``.
+
+    Example:
+      >>> is_key(jnp.asarray(padded_pairs(np.array([7]), 2))).tolist()
+      [True, False]
+    """
+    low, high = (jnp.asarray(pairs)[..., n] for n in (0, 1))
+    there: jax.Array = (low != 0) | (high != jnp.uint32(1 << 31))
+    return there
+
+
 def as_pairs(ids: Any) -> jax.Array:
     """Returns ids of a model as pairs.
 

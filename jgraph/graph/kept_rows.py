@@ -12,7 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgraph.graph.rows import Layout, merge_rows, primitive, route_rows
+from jgraph.graph.hash_keys import is_key
+from jgraph.graph.rows import (
+    Layout,
+    merge_rows,
+    needs_ps,
+    numbers_of,
+    primitive,
+    route_rows,
+)
 
 Array = jax.Array
 
@@ -44,12 +52,14 @@ def join_rows(ids: Array, rows: Array, *, layout: Layout) -> tuple[Array, Array]
     """Returns (ids in the whole table, rows), one shard after the other.
 
     Args:
-      ids: int32[s * n], as ``cut_rows`` gives them; ``n`` or fewer are there.
+      ids: int32[s * n], as ``cut_rows`` gives them; ``n`` or fewer are there. Of a hash
+        table uint32[s * n, 2], keys and ``NO_KEY``.
       rows: ``[s * n, …]``.
       layout: the table's shards, ``s`` of them.
 
     Returns:
-      unique: int32[n], each once, padded with the number of the table's rows.
+      unique: int32[n], each once, padded with the number of the table's rows. Of a
+        hash table they stand for keys: 0 where one is.
       rows: ``[n, …]``, padded with zeros.
 
     Example:
@@ -62,12 +72,31 @@ def join_rows(ids: Array, rows: Array, *, layout: Layout) -> tuple[Array, Array]
     return unique, joined
 
 
-def joined_ids(local: Sequence[Array], layout: Layout) -> Array:
-    """Returns the ids in the whole table of the rows of all shards, then padding."""
+def joined_ids(local: Sequence[Array], ids: Sequence[Array], layout: Layout) -> Array:
+    """Returns the ids in the whole table of the rows of all shards, then padding.
+
+    Args:
+      local: the rows of each shard.
+      ids: of each shard, as ``whole_ids`` gives them.
+      layout: the table's shards.
+    """
     # Merging pads with zeros, so that nothing there may be one.
-    numbers = [layout.ids(shard, part) + 1 for shard, part in enumerate(local)]
-    merged = merge_rows(local, numbers, layout=layout)
+    merged = merge_rows(local, [part + 1 for part in ids], layout=layout)
     return jnp.where(merged > 0, merged - 1, layout.rows)
+
+
+def whole_ids(ids: Array, shard: int, layout: Layout) -> Array:
+    """Returns, as int32[n], ids of a shard's rows as those in the whole table.
+
+    Args:
+      ids: int32[n], padded with the shard's size; of a hash table keys, as pairs.
+      shard: whose rows these are.
+      layout: the table's shards.
+    """
+    if layout.kind == "hash":
+        return jnp.where(is_key(ids), 0, layout.rows)
+    there = ids < layout.sizes[shard]
+    return jnp.where(there, layout.ids(shard, ids), layout.rows)
 
 
 def _cut(unique: Array, rows: Array, *, layout: Layout) -> list[Array]:
@@ -82,9 +111,12 @@ def _cut(unique: Array, rows: Array, *, layout: Layout) -> list[Array]:
 
 
 def _join(ids: Array, rows: Array, *, layout: Layout) -> list[Array]:
+    if layout.kind == "hash":
+        raise needs_ps("")
     local = jnp.split(ids, layout.shards)
+    whole = [whole_ids(part, shard, layout) for shard, part in enumerate(local)]
     return [
-        joined_ids(local, layout),
+        joined_ids(local, whole, layout),
         merge_rows(local, jnp.split(rows, layout.shards), layout=layout),
     ]
 
@@ -99,9 +131,11 @@ def _times(avals: Sequence[Any], numerator: int, denominator: int) -> list[Any]:
     ]
 
 
+def _joined(ids: Any, rows: Any, *, layout: Layout) -> list[Any]:
+    return _times([numbers_of(ids), rows], 1, layout.shards)
+
+
 cut_rows_p = primitive(
     "cut_rows", _cut, lambda *avals, layout: _times(avals, layout.shards, 1)
 )
-join_rows_p = primitive(
-    "join_rows", _join, lambda *avals, layout: _times(avals, 1, layout.shards)
-)
+join_rows_p = primitive("join_rows", _join, _joined)

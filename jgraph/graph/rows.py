@@ -153,7 +153,7 @@ def split_rows(
 
 def _unique(ids: Array, *, rows: int, feature: str, drop: bool) -> list[Array]:
     if ids.ndim == 2:
-        raise _needs_ps(feature)
+        raise needs_ps(feature)
     known = jnp.where((ids >= 0) & (ids < rows), ids, rows)
     unique = jnp.unique(known, size=ids.shape[0], fill_value=rows)
     positions = jnp.searchsorted(unique, known).astype(jnp.int32)
@@ -162,7 +162,7 @@ def _unique(ids: Array, *, rows: int, feature: str, drop: bool) -> list[Array]:
 
 def _route(ids: Array, *, layout: Layout, feature: str, drop: bool) -> list[Array]:
     if layout.kind == "hash":
-        raise _needs_ps(feature)
+        raise needs_ps(feature)
     count, rows = ids.shape[0], layout.rows
     known = (ids >= 0) & (ids < rows)
     shard, row = layout.split(jnp.where(known, ids, 0))
@@ -180,7 +180,8 @@ def _route(ids: Array, *, layout: Layout, feature: str, drop: bool) -> list[Arra
     return [positions, *parts]
 
 
-def _needs_ps(feature: str) -> GraphError:
+def needs_ps(feature: str) -> GraphError:
+    """Returns the error of a hash table where no server has it."""
     return GraphError(
         f"{feature or 'a hash table'}: a hash table lives on parameter servers; "
         "train with a cluster of one ps or more, for example "
@@ -226,7 +227,7 @@ def primitive(name: str, fn: Any, results: Any) -> Primitive:
     return primitive
 
 
-def _numbers(ids: Any) -> Any:
+def numbers_of(ids: Any) -> Any:
     """Returns the type of positions of ids, and of what stands for keys."""
     if ids.ndim == 1:
         return ids.update(weak_type=False)
@@ -234,7 +235,7 @@ def _numbers(ids: Any) -> Any:
 
 
 def _routed(ids: Any, *, layout: Layout, **_: Any) -> list[Any]:
-    return [_numbers(ids)] * (1 + layout.shards)
+    return [numbers_of(ids)] * (1 + layout.shards)
 
 
 def _same(count: Any) -> Any:
@@ -247,7 +248,9 @@ def _same(count: Any) -> Any:
     return results
 
 
-unique_rows_p = primitive("unique_rows", _unique, lambda ids, **_: [_numbers(ids)] * 2)
+unique_rows_p = primitive(
+    "unique_rows", _unique, lambda ids, **_: [numbers_of(ids)] * 2
+)
 route_rows_p = primitive("route_rows", _route, _routed)
 merge_rows_p = primitive(
     "merge_rows", _merge, lambda *avals, layout: [avals[-1].update(weak_type=False)]

@@ -6,13 +6,14 @@ graph reads them. Here writing becomes contributing (``contributing``), and read
 of the mean of what was contributed (``averaging``).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jgraph.errors import InternalError
+from jgraph.graph.hash_keys import padded_pairs
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import (
     AggregateNode,
@@ -79,12 +80,13 @@ def mean_of_rows(
     of the mean of whole gradients.
 
     Args:
-      contributions: of each its ids, int32[m], each once, and arrays of their rows.
+      contributions: of each its ids, int32[m], or keys, int64[m], each once, and
+        arrays of their rows.
       count: rows of the result.
 
     Returns:
       The ids that any contribution has, ascending and padded, and arrays of their rows,
-      padded with zeros.
+      padded with zeros. Keys are pairs of uint32, padded with ``NO_KEY``.
 
     Raises:
       MalformedMessageError: there are more than ``count``.
@@ -101,7 +103,10 @@ def mean_of_rows(
     columns = list(zip(*contributions, strict=True))
     ids = np.unique(np.concatenate(columns[0]))
     places = [np.searchsorted(ids, each) for each in columns[0]]
-    made = [padded(ids, ValueType((count,), "int32", ragged=True))]
+    type_ = ValueType((count,), ids.dtype.name, ragged=True)
+    hashed = type_.dtype == "int64"
+    full = padded(ids, type_)  # an error if there are more
+    made = [padded_pairs(ids, count) if hashed else full]
     for column in columns[1:]:
         first = np.asarray(column[0])
         half = first.dtype.itemsize < 4
@@ -182,7 +187,21 @@ def _contributing(partition: Partition, gate: str, driver: TaskName) -> Partitio
     contribute = ContributeNode(tuple(written), tuple(written.values()), slots[0])
     place = {old: new for new, old in enumerate(kept)}
     nodes = [_moved(partition.nodes[old], place) for old in kept]
-    return replace(partition, nodes=(*nodes, contribute), gate=gate)
+    variables = _as_given(partition, written)
+    return replace(
+        partition, variables=variables, nodes=(*nodes, contribute), gate=gate
+    )
+
+
+def _as_given(
+    partition: Partition, written: Mapping[int, ValueId]
+) -> tuple[StoredVariable, ...]:
+    """Returns the variables; keys are int64, for which int32 stands in a graph."""
+    variables = list(partition.variables)
+    for v, value in written.items():
+        type_ = replace(variables[v].type, dtype=partition.values[value].dtype)
+        variables[v] = replace(variables[v], type=type_)
+    return tuple(variables)
 
 
 def _averaging(partition: Partition, gate: str) -> Partition:

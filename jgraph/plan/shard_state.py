@@ -12,7 +12,7 @@ from jgraph import _compat
 from jgraph._compat import Equation, Literal, Var
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import VariableSpec
-from jgraph.graph.kept_rows import joined_ids
+from jgraph.graph.kept_rows import joined_ids, whole_ids
 from jgraph.graph.rows import Layout, route_rows, unique_rows
 from jgraph.graph.sharding import Sharding
 from jgraph.plan.access import Accesses
@@ -110,27 +110,28 @@ class ShardState:
             else (self.values.whole(v),)
             for v in equation.invars
         )
+        kind = "hash" if layout.kind == "hash" else "div"
         with _compat.under(equation):
             local = tuple(
-                route_rows(part, layout=Layout((size,)), drop=True)[1][0]
+                route_rows(part, layout=Layout((size,), kind), drop=True)[1][0]
                 for part, size in zip(ids, layout.sizes, strict=True)
             )
             self.values.routes[number, layout] = Route(layout, local)
-            unique = joined_ids(local, layout)
+            given = ids if kind == "hash" else local
+            whole = tuple(whole_ids(x, n, layout) for n, x in enumerate(given))
+            unique = joined_ids(local, whole, layout)
         self.values.known[equation.outvars[0]] = Value(unique)
         origin = self.values.of(equation.invars[1]).origin
         self.values.known[equation.outvars[1]] = Value(parts={cut: rows}, origin=origin)
         if number in self.accesses.computed_with:
-            self._cut_ids(equation.outvars[0], cut)
+            self.values.known[equation.outvars[0]].parts[cut] = whole
 
     def _cut_ids(self, unique: Var, cut: Cut) -> None:
         """Gives each shard its ids, padded as the whole ones are."""
         layout = cut.sharding.layout
         self.values.known[unique].parts[cut] = tuple(
-            jnp.where(local < size, layout.ids(shard, local), layout.rows)
-            for shard, (local, size) in enumerate(
-                zip(self.values.route(cut).local, layout.sizes, strict=True)
-            )
+            whole_ids(local, shard, layout)
+            for shard, local in enumerate(self.values.route(cut).local)
         )
 
     def _is_ref(self, atom: Any) -> bool:

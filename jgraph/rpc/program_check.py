@@ -163,8 +163,10 @@ class _PartitionCheck:
             return
         for mean in node.row_means:
             ids, *rows = self.stored([mean.ids, *mean.rows])
-            require((len(ids.shape), ids.dtype) == (1, "int32"), f"ids of type {ids}")
-            same = all(type_.shape[:1] == ids.shape for type_ in rows)
+            kind = len(ids.shape), ids.dtype, ids.shape[1:]
+            known = kind in ((1, "int32", ()), (2, "uint32", (2,)))
+            require(known, f"ids of type {ids}")
+            same = all(type_.shape[:1] == ids.shape[:1] for type_ in rows)
             require(same, "another number of rows than of ids")
 
     def driver_only(self) -> None:

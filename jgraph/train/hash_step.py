@@ -153,9 +153,9 @@ def needs_ps(tables: Sequence[ModelTable]) -> None:
     """
     if tables:
         raise ConfigError(
-            f"{tables[0].rows} is a hash table, which lives on parameter servers and "
-            "is trained asynchronously; use jg.Trainer(…, cluster=jg.LocalCluster("
-            "ps=1, workers=1), strategy=jg.AsyncPS())"
+            f"{tables[0].rows} is a hash table, which lives on parameter servers; use "
+            "jg.Trainer(…, cluster=jg.LocalCluster(ps=1, workers=1), "
+            "strategy=jg.AsyncPS())"
         )
 
 

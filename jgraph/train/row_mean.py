@@ -62,12 +62,13 @@ class RowMean:
     @property
     def contributed(self) -> tuple[Variable, Variable]:
         """Ids and rows of one worker."""
-        return self._variables(self.count)
+        return self._variables(self.count, pairs=False)
 
     @property
     def averaged(self) -> tuple[Variable, Variable]:
         """Ids and rows of the mean."""
-        return self._variables(self.count * self.contributions)
+        hashed = self._layout.kind == "hash"
+        return self._variables(self.count * self.contributions, pairs=hashed)
 
     def cut(self, unique: Any, rows: Any) -> dict[str, Any]:
         """Returns what to contribute, by name of the variable."""
@@ -89,7 +90,7 @@ class RowMean:
             return Layout(self.table.shape[:1])
         return cut.layout
 
-    def _variables(self, count: int) -> tuple[Variable, Variable]:
+    def _variables(self, count: int, *, pairs: bool) -> tuple[Variable, Variable]:
         shards = self._layout.shards
         devices = [shard.device for shard in self.table.shards[:shards]]
         width = self.table.shape[1:]
@@ -106,7 +107,9 @@ class RowMean:
             )
 
         length = count * shards
+        # While keys travel they are int64, for which int32 stands in a graph.
+        ids: Any = ((length, 2), jnp.uint32) if pairs else ((length,), jnp.int32)
         return (
-            make(IDS, (length,), jnp.int32),
+            make(IDS, *ids),
             make(ROWS, (length, *width), self.table.dtype),
         )

@@ -55,7 +55,8 @@ class SyncPS:
     The model's state, such as BatchNorm statistics, is averaged like the gradients. Of
     a table of rows (see ``Trainer(sparse=…)``) each worker contributes the rows that it
     looked up, and one update is made of all these. The mean of a row is the sum of its
-    gradients over the number of contributions: who did not look it up adds zeros.
+    gradients over the number of contributions: who did not look it up adds zeros. The
+    same goes for hash tables, by keys.
 
     Args:
       replicas_to_aggregate: contributions of a step; all workers but the backups if
@@ -94,6 +95,7 @@ class SyncPS:
             Placement(cluster, self.placement, "SyncPS"),
             self.variable_partitioner,
             self.partition_strategy,
+            tuple(cluster.tasks("ps")),
         )
 
     def __post_init__(self) -> None:
@@ -254,8 +256,8 @@ class SyncRunner:
         return {}  # every gradient is of the newest values
 
     def events(self) -> Events:
-        """See ``Runner.events``: here are no hash tables."""
-        return ()
+        """See ``Runner.events``."""
+        return self._state.events()
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""
