@@ -1,6 +1,6 @@
 """Pipeline: a model in stages on several tasks, one graph for a whole step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -9,6 +9,7 @@ import optax
 
 from jgraph.errors import PipelineError
 from jgraph.graph.device import device
+from jgraph.graph.sharding import Partitioner
 from jgraph.plan.schedule import (
     Schedule,
     ScheduleName,
@@ -189,16 +190,39 @@ class Pipeline:
         tx: optax.GradientTransformation,
         *,
         container: str = "",
+        tables: Mapping[str, Any] | None = None,
+        table_device: str = "/job:ps",
+        partitioner: Partitioner | None = None,
     ) -> PipelineStep:
         """Returns a training step over variables that live with their stages.
 
         Args:
           params: initial parameters of each stage.
-          tx: the optimizer; it sees the list of all stages' parameters.
+          tx: the optimizer; it sees the list of all stages' parameters, or with tables
+            ``{"stages": that list, "tables": tables}``.
           container: of the variables.
+          tables: embedding tables ``[rows, width]`` that stay on parameter servers, by
+            the name of their ids in ``x``, which then is a dict: the first stage takes
+            rows ``float[..., width]`` where ``x`` has ids ``int32[...]``. Rows that a
+            batch does not look up are not updated: as by one process for SGD and
+            Adagrad, lazily for what moves without a gradient (momentum, Adam).
+          table_device: where tables live.
+          partitioner: cuts tables into shards, e.g. ``jg.fixed_size_partitioner(2)``.
+
+        Raises:
+          PipelineError: another number of trees than of stages.
         """
         self._check_params(params)
-        return PipelineStep(self.value_and_grad, params, tx, self.devices, container)
+        return PipelineStep(
+            self.value_and_grad,
+            params,
+            tx,
+            self.devices,
+            container,
+            tables=tables,
+            table_device=table_device,
+            partitioner=partitioner,
+        )
 
     # ------------------------------------------------------------ inside
 
