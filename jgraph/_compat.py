@@ -15,6 +15,7 @@ import jax
 import jax.export
 from jax._src import lib as jax_lib
 from jax._src.config import traceback_in_locations_limit
+from jax._src.export import _export
 from jax.extend import core as jex_core, source_info_util
 from jax.extend.core import Literal, Var
 
@@ -47,6 +48,7 @@ __all__ = [
     "run_equation",
     "size_at",
     "size_names",
+    "stable_custom_calls",
     "type_error",
     "under",
     "user_line",
@@ -57,6 +59,11 @@ __all__ = [
 
 # An equation's source line is the innermost frame outside of these files.
 source_info_util.register_exclusion(str(pathlib.Path(__file__).parent / "graph"))
+
+# JAX names what it lets programs call only where it checks it, when exporting.
+stable_custom_calls: frozenset[str] = frozenset(
+    _export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE  # noqa: SLF001
+)
 
 # jaxlib keeps what numpy arrays lent it until this is called.
 _jaxlib: Any = jax_lib

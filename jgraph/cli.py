@@ -28,6 +28,7 @@ from jgraph.errors import (
 from jgraph.examples.cli import app as examples
 from jgraph.train.ckpt_cli import app as ckpt
 
+_NOT_ALLOWED = (CertificateError, PlainTextError, RoleError, PermissionError)
 OK, FAILURE, USAGE, UNREACHABLE, FORBIDDEN = range(5)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
@@ -67,6 +68,13 @@ Target = Annotated[
 Certificates = Annotated[
     Path | None, typer.Option(help="Certificates, for a jgraphs:// address.")
 ]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The cluster's token; JGRAPH_TOKEN_FILE, that beside the certificates, or "
+        "the user's own if unset."
+    ),
+]
 
 
 @app.command()
@@ -87,6 +95,7 @@ def doctor(
     ] = False,
     name: Name = "default",
     tls_dir: Certificates = None,
+    token_file: TokenFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds for --links.")] = 120,
     as_json: Json = False,
 ) -> None:
@@ -95,7 +104,8 @@ def doctor(
         from jgraph.cluster.client import connect
         from jgraph.cluster.measuring import measure
 
-        with connect(_target(target, name), tls=tls_dir) as running:
+        where = _target(target, name)
+        with connect(where, tls=tls_dir, token_file=token_file) as running:
             model = measure(running, timeout_s=timeout)
         typer.echo(json.dumps(model.to_dict()) if as_json else str(model))
         return
@@ -137,8 +147,7 @@ def server(
     bind: Annotated[
         str,
         typer.Option(
-            help="Host to listen on. Loopback unless told; 0.0.0.0 lets whoever "
-            "reaches the port run programs."
+            help="Host to listen on. Loopback unless told; others need --tls-dir."
         ),
     ] = "127.0.0.1",
     health_port: Annotated[
@@ -151,6 +160,15 @@ def server(
             "file if unset. Without either, plain text."
         ),
     ] = None,
+    token_file: TokenFile = None,
+    insecure_i_accept: Annotated[
+        bool,
+        typer.Option(
+            "--insecure-i-accept",
+            help="Listen beyond loopback without TLS: whoever reads the network may "
+            "run programs here.",
+        ),
+    ] = False,
     allow_source: Annotated[
         list[str] | None,
         typer.Option(
@@ -189,6 +207,8 @@ def server(
         bind=bind,
         health_port=health_port,
         tls=tls_dir,
+        token_file=token_file,
+        insecure_i_accept=insecure_i_accept,
         allow_sources=allow_source or (),
     )
     typer.echo(f"{running.task} serves at {running.target}")
@@ -221,8 +241,8 @@ def certs(
         json.dumps(files)
         if as_json
         else "\n".join(files)
-        + "\n\nEach host needs ca.crt and the two files of its task, clients ca.crt "
-        "and client.*.\nThe key of the authority was not kept.\n"
+        + "\n\nEach host needs ca.crt, token and the two files of its task, clients "
+        "ca.crt, token and client.*.\nThe key of the authority was not kept.\n"
         f"  a server:  jgraph server … --tls-dir {directory}\n"
         f"  a client:  jg.connect('jgraphs://host:port', tls='{directory}')"
     )
@@ -267,12 +287,15 @@ def status(
     name: Name = "default",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the tasks.")] = 10,
     tls_dir: Certificates = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Show every task of a cluster, and those that do not answer."""
     from jgraph.cluster.client import status_of
 
-    state = status_of(_target(target, name), timeout_s=timeout, tls=tls_dir)
+    state = status_of(
+        _target(target, name), timeout_s=timeout, tls=tls_dir, token_file=token_file
+    )
     typer.echo(json.dumps(state.to_dict()) if as_json else str(state))
     if state.missing:
         raise typer.Exit(FAILURE)
@@ -329,7 +352,7 @@ def exit_code(error: JGError) -> int:
       >>> exit_code(ClusterUnreachableError("no jgraph server at head:8470"))
       3
     """
-    if isinstance(error, CertificateError | PlainTextError | RoleError):
+    if isinstance(error, _NOT_ALLOWED):
         return FORBIDDEN
     unreachable = isinstance(error, ClusterUnreachableError | AddressError)
     return UNREACHABLE if unreachable else FAILURE

@@ -4,7 +4,10 @@ Environment variables are only defaults: what the caller sets wins, so that a te
 can be pointed at an accelerator (``JAX_PLATFORMS=cuda pytest -m gpu``).
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
@@ -15,6 +18,11 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
         "XLA_FLAGS",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     )
+
+# Servers and clients of the tests share a token; not the user's own.
+if "JGRAPH_HOME" not in os.environ:
+    os.environ["JGRAPH_HOME"] = tempfile.mkdtemp(prefix="jgraph-tests-")
+    atexit.register(shutil.rmtree, os.environ["JGRAPH_HOME"], ignore_errors=True)
 
 import pytest
 from hypothesis import settings

@@ -25,6 +25,7 @@ class Shell:
     def __init__(self, home: Path) -> None:
         inherited = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
         self.environment = {**inherited, "JGRAPH_HOME": str(home)}
+        self.token = home / "token"
         self.command = [sys.executable, "-c", "from jgraph.cli import main; main()"]
 
     def __call__(
@@ -67,7 +68,7 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
     assert (again.returncode, again.stderr[:6]) == (1, "JG-501")
     shown = jgraph("status", "--json")
     assert [t["state"] for t in json.loads(shown.stdout)["tasks"]] == ["ready"] * 2
-    with connect(facts["target"], timeout_s=20) as cluster:
+    with connect(facts["target"], token_file=jgraph.token, timeout_s=20) as cluster:
         assert cluster.session().run(lambda x: x + 1, 1.0) == 2.0
 
     ended = jgraph("down")
@@ -114,7 +115,7 @@ def test_servers_started_by_hand_make_a_cluster(jgraph: Shell, tmp_path: Path) -
         found = re.search(r"jgraph://\S+", server.stdout.readline())
         assert found, server.communicate(timeout=10)
         targets.append(found[0])
-    with connect(targets[1], timeout_s=30) as cluster:
+    with connect(targets[1], token_file=jgraph.token, timeout_s=30) as cluster:
         assert cluster.tasks() == ["/job:ps/task:0", "/job:worker/task:0"]
     for server in servers:
         server.send_signal(signal.SIGTERM)

@@ -71,6 +71,14 @@ def test_the_package_neither_unpickles_nor_evaluates() -> None:
         assert not {"eval", "exec", "compile", "__import__"} & calls_of(path), path
 
 
+def test_no_file_of_arrays_may_hold_objects() -> None:
+    """NumPy unpickles only when it is told to."""
+    for path in PACKAGE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                assert ast.unparse(node.value) == "False", path
+
+
 @pytest.mark.parametrize("folder", ["jgraph"])
 def test_every_package_says_what_it_is(folder: str) -> None:
     packages = {path.parent for path in (ROOT / folder).rglob("*.py")}

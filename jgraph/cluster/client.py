@@ -1,8 +1,10 @@
 """The client's end: a cluster that servers elsewhere make up."""
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
@@ -15,7 +17,9 @@ from jgraph.cluster.transport_choice import (
     TLSFiles,
     address_of,
     as_tls,
+    certificates_of,
     target_of,
+    token_file_in,
 )
 from jgraph.errors import (
     ClusterUnreachableError,
@@ -29,6 +33,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.tls import TLS
+from jgraph.rpc.token import Token, find_token
 from jgraph.rpc.transport import Address, Frame
 
 if TYPE_CHECKING:
@@ -55,6 +60,7 @@ class Cluster:
         transport: GrpcTransport,
         reply: Any,
         tls: TLS | None = None,
+        token_file: Path | None = None,
     ) -> None:
         self.address = address
         self.spec = ClusterSpec.from_json(reply.cluster_json)
@@ -65,13 +71,14 @@ class Cluster:
         self.platforms |= {TaskName(t.task): (t.platform,) for t in reply.tasks}
         self._transport = transport
         self._tls = tls
+        self._token_file = token_file
         self._sessions: list[Session] = []
         self._closed = False
 
     @property
     def target(self) -> str:
         """What ``jg.connect`` takes to reach this cluster from elsewhere."""
-        return target_of(self.address, self._tls)
+        return target_of(self.address, self._tls, self._token_file)
 
     def tasks(self, job: str | None = None) -> list[TaskName]:
         """Returns the tasks of a job (of all jobs if unset), in order."""
@@ -174,7 +181,8 @@ class Cluster:
         if self._closed:
             return f"<{type(self).__name__} closed>"
         jobs = ", ".join(f"{self.spec.num_tasks(j)} {j}" for j in self.spec.jobs)
-        return f"<{type(self).__name__} {self.target}: {jobs}>"
+        where = target_of(self.address, self._tls)
+        return f"<{type(self).__name__} {where}: {jobs}>"
 
     def __str__(self) -> str:
         return repr(self) if self._closed else str(self.status())
@@ -189,7 +197,11 @@ class ConnectedCluster(Cluster):
 
 
 def connect(
-    target: str, *, timeout_s: float = CONNECT_S, tls: TLSFiles | None = None
+    target: str,
+    *,
+    timeout_s: float = CONNECT_S,
+    tls: TLSFiles | None = None,
+    token_file: str | os.PathLike[str] | None = None,
 ) -> Cluster:
     """Connects to a cluster through any of its servers.
 
@@ -201,10 +213,14 @@ def connect(
       timeout_s: how long to wait for all tasks.
       tls: the directory with ``client.crt``, ``client.key`` and ``ca.crt`` that
         ``jgraph certs`` wrote, or these files as a ``TLS``.
+      token_file: the token of the cluster; if unset, that of ``?token_file=`` in
+        ``target``, of the environment variable ``JGRAPH_TOKEN_FILE``, beside the
+        certificates, or the user's own in ``~/.jgraph``.
 
     Raises:
       CertificateError, PlainTextError, RoleError: the two sides do not trust each
         other, or only one of them speaks TLS.
+      TokenError: the cluster has another token, or the file cannot be read.
       ConfigError: ``target`` is no text, or does not go with ``tls``.
       ClusterUnreachableError: nothing of ours listens there.
       TaskMissingError: a listed task did not answer in time; it is named.
@@ -226,15 +242,18 @@ def connect(
         )
     files = as_tls(tls, None)
     address = address_of(target, files)
-    transport, reply = loop.run(open_cluster(address, timeout_s, files))
-    return ConnectedCluster(address, transport, reply, files)
+    named = token_file or token_file_in(target)
+    token = find_token(named, certificates_of(files))
+    transport, reply = loop.run(open_cluster(address, timeout_s, token, files))
+    kept = token.path if named else None
+    return ConnectedCluster(address, transport, reply, files, kept)
 
 
 async def open_cluster(
-    address: Address, timeout_s: float, tls: TLS | None = None
+    address: Address, timeout_s: float, token: Token, tls: TLS | None = None
 ) -> tuple[GrpcTransport, pb.ClusterStatus]:
     """Calls the roll at a master; returns the transport and who answered."""
-    transport = GrpcTransport(None, tls=tls)
+    transport = GrpcTransport(None, tls=tls, token=token)
     await transport.start(NoHandler())
     try:
         request = pb.ConnectRequest(
@@ -258,7 +277,11 @@ async def open_cluster(
 
 
 def status_of(
-    target: str, *, timeout_s: float = 10.0, tls: TLSFiles | None = None
+    target: str,
+    *,
+    timeout_s: float = 10.0,
+    tls: TLSFiles | None = None,
+    token_file: str | os.PathLike[str] | None = None,
 ) -> ClusterStatus:
     """Asks a cluster how its tasks are, without waiting for those that are missing.
 
@@ -267,9 +290,10 @@ def status_of(
     """
     files = as_tls(tls, None)
     address = address_of(target, files)
+    token = find_token(token_file or token_file_in(target), certificates_of(files))
 
     async def ask() -> ClusterStatus:
-        transport = GrpcTransport(None, tls=files)
+        transport = GrpcTransport(None, tls=files, token=token)
         await transport.start(NoHandler())
         try:
             reply = await transport.ask(

@@ -26,6 +26,7 @@ from jgraph.errors import (
     JGError,
     StartError,
 )
+from jgraph.rpc.token import home
 
 _START_S = 90.0
 _END_S = 20.0
@@ -61,8 +62,7 @@ def state_directory() -> Path:
 
     ``JGRAPH_HOME`` moves it; ``~/.jgraph`` is the default.
     """
-    home = Path(os.environ.get("JGRAPH_HOME", "~/.jgraph")).expanduser()
-    directory = home / "clusters"
+    directory = home() / "clusters"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 

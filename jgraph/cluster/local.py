@@ -19,6 +19,7 @@ from jgraph.cluster.processes import (
 )
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.rpc.certificates import make_certificates
+from jgraph.rpc.token import NAME, TOKEN_FILE, Token
 
 
 @final
@@ -81,12 +82,16 @@ class LocalCluster(Cluster):
         deadline = clock.now() + timeout_s
         self._temporary = log_dir is None
         self._directory = Path(log_dir or tempfile.mkdtemp(prefix="jgraph-"))
-        self._certificates = tempfile.mkdtemp(prefix="jgraph-tls-") if tls else ""
+        # Of this cluster alone; only the name of the directory leaves this process.
+        self._secrets = tempfile.mkdtemp(prefix="jgraph-secrets-")
+        self._certificates = self._secrets if tls else ""
         try:
             if tls:
                 make_certificates(self._certificates, tasks_of(counts))
+            token = Token.make(Path(self._secrets) / NAME)
+            environment = {**(env or {}), TOKEN_FILE: str(token.path)}
             self._processes = TaskProcesses(
-                *(counts, self._directory, env or {}, transport, timeout_s),
+                *(counts, self._directory, environment, transport, timeout_s),
                 tls_directory=self._certificates,
                 allow_sources=allow_sources,
             )
@@ -98,11 +103,11 @@ class LocalCluster(Cluster):
             address = self._processes.spec.address(self._processes.master)
             left = max(1.0, deadline - clock.now())
             files = as_tls(self._certificates or None, None)
-            client, reply = loop.run(open_cluster(address, left, files))
+            client, reply = loop.run(open_cluster(address, left, token, files))
         except BaseException:
             self._end_processes()
             raise
-        super().__init__(address, client, reply, files)
+        super().__init__(address, client, reply, files, token.path)
 
     def logs(self, task: str, tail: int = 20) -> str:
         """Returns the last lines of a task's log."""
@@ -135,7 +140,6 @@ class LocalCluster(Cluster):
         return self._certificates
 
     def _forget_files(self) -> None:
-        if self._certificates:
-            shutil.rmtree(self._certificates, ignore_errors=True)
+        shutil.rmtree(self._secrets, ignore_errors=True)
         if self._temporary:
             shutil.rmtree(self._directory, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
@@ -12,20 +13,30 @@ from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.here import add_service, remove_service
 from jgraph.cluster.master import Master
+from jgraph.cluster.roles import ROLES
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import TaskService
 from jgraph.cluster.transport_choice import (
     TLSFiles,
     TransportChoice,
     as_tls,
+    certificates_of,
     check_transport,
+    is_loopback,
     target_of,
 )
-from jgraph.errors import ConfigError, JGError, StartError, TaskLostError
+from jgraph.errors import (
+    ConfigError,
+    InsecureError,
+    JGError,
+    StartError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.health import HealthServer
 from jgraph.rpc.tls import TLS
+from jgraph.rpc.token import Token, find_token
 
 _LOG = logging.getLogger("jgraph.server")
 _STOP_GRACE_S = 5.0
@@ -38,6 +49,7 @@ class TaskServer:
     Args:
       task: the task's name.
       bind: ``host:port`` to listen on; port 0 lets the system choose.
+      token: what whoever calls must show.
       health_bind: the same for the health service, which has a port of its own so
         that it answers when the task is busy.
       transport: how tensors reach other tasks.
@@ -52,6 +64,7 @@ class TaskServer:
         self,
         task: TaskName,
         bind: str,
+        token: Token,
         *,
         health_bind: str = "127.0.0.1:0",
         transport: TransportChoice = "auto",
@@ -69,6 +82,8 @@ class TaskServer:
             task,
             bind=bind,
             shared_memory="auto" if transport == "auto" else "off",
+            token=token,
+            roles=ROLES,
             tls=tls,
         )
         self._health = HealthServer()
@@ -132,12 +147,17 @@ class Server:
       job_name: this task's job; may be left out when the cluster has one task only.
       task_index: this task's index in the job.
       bind: host to listen on. Loopback unless told otherwise; ``"0.0.0.0"`` listens
-        on every interface, where anybody who reaches the port can run programs.
+        on every interface, and is refused without ``tls``.
       health_port: port of the gRPC health service on the same host (0: any).
       transport: ``"auto"`` passes large tensors to tasks of the same machine through
         shared memory; ``"grpc"`` sends all of them over the network.
       tls: the directory that ``jgraph certs`` wrote, or the ``TLS`` files of this
         task: whoever connects must have a certificate too. None speaks plain text.
+      token_file: what whoever calls must show, in a file that others may not read; if
+        unset, that of the environment variable ``JGRAPH_TOKEN_FILE``, beside the
+        certificates, or the user's own in ``~/.jgraph``.
+      insecure_i_accept: listen beyond loopback without ``tls``: whoever can read the
+        network sees the token, and with it may run programs here.
       allow_sources: functions that a ``jg.Source.grain`` may call here, as patterns of
         ``"package.module:function"``.
       start: whether to start at once.
@@ -145,7 +165,9 @@ class Server:
     Raises:
       CertificateError, RoleError: the certificates cannot be used, or are another's.
       ConfigError: ``transport`` is something else, or which task this is was not told.
+      InsecureError: ``bind`` is not loopback, and there is no ``tls``.
       PortInUseError: the task's port is taken.
+      TokenError: the token cannot be read or made.
       UnknownDeviceError: the cluster has no such task.
 
     Example:
@@ -165,16 +187,21 @@ class Server:
         health_port: int = 0,
         transport: TransportChoice = "auto",
         tls: TLSFiles | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        insecure_i_accept: bool = False,
         allow_sources: Sequence[str] = (),
         start: bool = True,
     ) -> None:
         check_transport(transport)
+        if tls is None and not insecure_i_accept:
+            _check_bind(bind)
         self.cluster = ClusterSpec(cluster, port_zero=True)
         self.task = _own_task(self.cluster, job_name, task_index)
         self._bind = bind
         self._health_port = health_port
         self._transport: TransportChoice = transport
         self._tls = as_tls(tls, self.task)
+        self._token = find_token(token_file, certificates_of(self._tls))
         self._allow_sources = tuple(allow_sources)
         self._server: TaskServer | None = None
         self._stopped = threading.Event()
@@ -201,6 +228,7 @@ class Server:
         server = TaskServer(
             self.task,
             f"{self._bind}:{port}",
+            self._token,
             health_bind=f"{self._bind}:{self._health_port}",
             transport=self._transport,
             tls=self._tls,
@@ -252,6 +280,17 @@ class Server:
     def __repr__(self) -> str:
         where = f"at {self.address}" if self.address else "not started"
         return f"<Server {self.task} {where}>"
+
+
+def _check_bind(bind: str) -> None:
+    if not is_loopback(bind):
+        raise InsecureError(
+            f"bind='{bind}' lets other hosts in, and without certificates whoever can "
+            "read the network may run programs here; make some with `jgraph certs` and "
+            "give tls=… (--tls-dir), or say --insecure-i-accept in a network that is "
+            "yours alone",
+            bind=bind,
+        )
 
 
 def _open_devices(task: TaskName) -> None:

@@ -3,10 +3,12 @@
 Imports no gRPC: whoever starts tasks need not have loaded it.
 """
 
+import ipaddress
 import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, Union
+from urllib.parse import parse_qs, quote
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
@@ -51,9 +53,52 @@ def tls_directory_in(path: Path) -> Path | None:
     return path.parent / Path(table["dir"]).expanduser() if table else None
 
 
-def target_of(address: str, tls: object) -> str:
-    """Returns what ``jg.connect`` takes: ``jgraphs://`` says that it needs TLS."""
-    return f"{'jgraph' if tls is None else 'jgraphs'}://{address}"
+def target_of(address: str, tls: object, token_file: Path | None = None) -> str:
+    """Returns what ``jg.connect`` takes: ``jgraphs://`` says that it needs TLS.
+
+    Args:
+      address: ``host:port``.
+      tls: certificates, or None.
+      token_file: if the token is neither the user's own nor in the environment.
+
+    Example:
+      >>> target_of("localhost:8470", None, Path("run/token"))
+      'jgraph://localhost:8470?token_file=run/token'
+    """
+    scheme = "jgraph" if tls is None else "jgraphs"
+    query = f"?token_file={quote(str(token_file))}" if token_file else ""
+    return f"{scheme}://{address}{query}"
+
+
+def token_file_in(target: str) -> str | None:
+    """Returns the file of the token that a target names, if it does.
+
+    Example:
+      >>> token_file_in("jgraph://localhost:8470?token_file=run/token")
+      'run/token'
+    """
+    query = target.partition("?")[2]
+    return parse_qs(query).get("token_file", [None])[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at ``host``.
+
+    Example:
+      >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
+      (True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # a name may be of any address
+
+
+def certificates_of(tls: "TLS | None") -> Path | None:
+    """Returns the directory that the certificates of a task or client are in."""
+    return tls.ca.parent if tls is not None else None
 
 
 def address_of(target: str, tls: object) -> str:
@@ -66,7 +111,7 @@ def address_of(target: str, tls: object) -> str:
       >>> address_of("jgraph://localhost:8470", None)
       'localhost:8470'
     """
-    scheme, separator, address = target.rpartition("://")
+    scheme, separator, address = target.partition("?")[0].rpartition("://")
     if separator and scheme not in {"jgraph", "jgraphs"}:
         raise ConfigError(
             f"'{target}' is no address of a cluster; write jgraph://host:port, or "

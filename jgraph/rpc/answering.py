@@ -1,6 +1,7 @@
 """The serving half of Asks: calls with one reply, over a stream that stays open."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import grpc
@@ -28,6 +29,7 @@ class Answers:
     Args:
       handler: what the task does with calls.
       hello: who answers.
+      check: refuses methods that the caller may not call.
       context: gRPC's, of the stream.
       decoder: turns its chunks into frames.
       counters: where calls are counted.
@@ -38,6 +40,7 @@ class Answers:
         self,
         handler: Handler,
         hello: pb.Hello,
+        check: Callable[[str], None],
         context: Any,
         decoder: Decoder,
         counters: Counters,
@@ -45,6 +48,7 @@ class Answers:
     ) -> None:
         self._handler = handler
         self._hello = hello
+        self._check = check
         self._context = context
         self._decoder = decoder
         self._counters = counters
@@ -103,6 +107,7 @@ class Answers:
                     f"{self._hello.task} answers {MAX_UNANSWERED} calls of yours "
                     f"already and refused '{method}'; wait for some of them"
                 )
+            self._check(method)
             replies = answer(self._handler, self._hello, method, request)
             reply = await only_reply(replies, method, self._hello.task)
             return prepare(reply, max_frame_bytes=self._max_frame_bytes)

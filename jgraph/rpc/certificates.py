@@ -1,4 +1,4 @@
-"""Makes a throw-away authority, and one certificate per task and for the client.
+"""Makes a throw-away authority, one certificate per task and for the client, a token.
 
 The key of the authority is not kept: nobody can add a member to the cluster later, and
 there is one secret less. For more tasks all certificates are made again.
@@ -18,6 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from jgraph.errors import CertificateError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.tls import ANY_TASK, file_stem, role_of
+from jgraph.rpc.token import NAME, Token
 
 VALID_DAYS: Final = 365.0
 _SKEW: Final = timedelta(hours=1)
@@ -30,10 +31,10 @@ def make_certificates(
     *,
     days: float = VALID_DAYS,
 ) -> list[Path]:
-    """Writes ``ca.crt``, and ``<name>.crt`` and ``<name>.key`` per task and client.
+    """Writes ``ca.crt``, ``token``, and a ``.crt`` and ``.key`` per task and client.
 
-    Only the owner may read the directory and the keys. A task needs its own two files
-    and ``ca.crt``; clients share ``client.crt`` and ``client.key``.
+    Only the owner may read the directory and the keys. A task needs its own two files,
+    ``ca.crt`` and ``token``; clients share ``client.crt`` and ``client.key``.
 
     Args:
       directory: made if it is not there.
@@ -51,7 +52,7 @@ def make_certificates(
       >>> with tempfile.TemporaryDirectory() as made:
       ...     files = make_certificates(made, [TaskName("/job:ps/task:0")])
       ...     print(*sorted(file.name for file in files))
-      ca.crt client.crt client.key ps-0.crt ps-0.key
+      ca.crt client.crt client.key ps-0.crt ps-0.key token
     """
     path = Path(directory).expanduser()
     if (path / "ca.crt").exists():
@@ -78,13 +79,14 @@ def make_certificates(
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with open(os.open(path / name, flags, 0o600), "wb") as file:
                 file.write(content)
+        Token.make(path / NAME)
     except OSError as error:
         raise CertificateError(
             f"cannot write certificates into {path}: {error.strerror or error}; give a "
             f"directory that you may write to",
             directory=str(path),
         ) from error
-    return [path / name for name in files]
+    return [path / name for name in (*files, NAME)]
 
 
 def _name(text: str) -> x509.Name:

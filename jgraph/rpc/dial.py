@@ -17,8 +17,10 @@ from jgraph.errors import (
     PortInUseError,
     TaskLostError,
 )
+from jgraph.rpc.auth import knock
 from jgraph.rpc.tls import Identity, expected_at
 from jgraph.rpc.tls_probe import encryption_problem
+from jgraph.rpc.token import Token
 from jgraph.rpc.transport import Address
 
 Channel: TypeAlias = grpc.aio.Channel
@@ -86,8 +88,9 @@ async def open_channel(
     patient: bool,
     task: str = "",
     identity: Identity | None = None,
+    token: Token | None = None,
 ) -> Channel:
-    """Returns a channel that is connected to ``address``.
+    """Returns a channel that is connected to ``address``, and may be used.
 
     Args:
       address: ``host:port``.
@@ -95,12 +98,14 @@ async def open_channel(
       patient: keep trying for that time when the connection is refused.
       task: the task expected there; empty for any.
       identity: certificates to show and to check with; None speaks plain text.
+      token: what the server asks for; None: nothing.
 
     Raises:
       AddressError: not an address, or the host name does not resolve.
       CertificateError: a certificate of one side means nothing to the other.
       PlainTextError: only one side speaks TLS.
       RoleError: the certificate there is not of ``task``.
+      TokenError: the server is of a cluster with another token.
       ClusterUnreachableError: nothing that speaks our protocol answers.
     """
     await _resolve(address, timeout_s)
@@ -122,6 +127,12 @@ async def open_channel(
             await channel.close(None)
     if not connected:
         raise await diagnose(address, timeout_s=timeout_s, task=task, identity=identity)
+    if token is not None:
+        try:
+            await knock(channel, address, token, timeout_s)
+        except BaseException:
+            await channel.close(None)
+            raise
     return channel
 
 

@@ -26,6 +26,7 @@ from jgraph.rpc.shared_memory import SendMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import from_status
 from jgraph.rpc.tls import Identity
+from jgraph.rpc.token import Token
 from jgraph.rpc.transport import Address, Frame
 
 EXCHANGE_METHOD: Final = "/jgraph.v1.Task/Exchange"
@@ -69,6 +70,7 @@ class ExchangeLink:
       number: gives the sequence number of the next frame.
       identity: certificates; None speaks plain text.
       max_queued_bytes: more than this does not wait for the peer.
+      token: what the peer asks for; None: nothing.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ExchangeLink:
         number: Callable[[], int],
         max_queued_bytes: int,
         identity: Identity | None = None,
+        token: Token | None = None,
     ) -> None:
         self.peer = peer
         self.address = address
@@ -90,6 +93,7 @@ class ExchangeLink:
         self._memory: SendMemory | None = None
         self._number = number
         self._identity = identity
+        self._token = token
         self._backlog: Backlog[Prepared] = Backlog(
             hello.task, peer, address, max_queued_bytes
         )
@@ -132,10 +136,13 @@ class ExchangeLink:
             patient=True,
             task=self.peer,
             identity=self._identity,
+            token=self._token,
         )
         self._memory = self._make_memory()
         try:
-            stream = channel.stream_stream(EXCHANGE_METHOD, None, None)(None)
+            stream = channel.stream_stream(EXCHANGE_METHOD, None, None)(
+                None, metadata=self._token.metadata if self._token else None
+            )
             sending = asyncio.create_task(self._send(stream))
             sending.add_done_callback(partial(_end_failed, stream))
             try:

@@ -14,6 +14,7 @@ from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.asking import ASKS_METHOD, MAX_ASK_BYTES, AskLine
+from jgraph.rpc.auth import Roles, TokenGate
 from jgraph.rpc.backlog import default_queue_limit
 from jgraph.rpc.codec import MAX_FRAME_BYTES, Prepared, encode, pack, prepare
 from jgraph.rpc.decoder import Decoder
@@ -38,11 +39,12 @@ from jgraph.rpc.serving import only_reply, results
 from jgraph.rpc.shared_memory import SendMemory, default_limit
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.tls import TLS
+from jgraph.rpc.token import Token
 from jgraph.rpc.transport import Address, Frame, Handler
 
+CALL_METHOD: Final = "/jgraph.v1.Task/Call"
 STOP_GRACE_S: Final = 1.0
 """How long ``close`` waits for streams that it ended to be over."""
-CALL_METHOD: Final = "/jgraph.v1.Task/Call"
 MAX_CONCURRENT_STREAMS: Final = 4096
 """More streams and calls at once are refused at once, instead of queueing."""
 
@@ -67,6 +69,9 @@ class GrpcTransport:
         available if that is less.
       max_queued_bytes: a task for which more waits is given up as lost; half of the
         memory that is available unless given, and 1 GiB at least.
+      token: what callers must show here, and what this one shows; None: nothing, for
+        what is no cluster.
+      roles: which role may call which method; None: every one all.
       tls: certificates; both sides of every connection then show theirs. None speaks
         plain text.
       incarnation: identity of this start of the task; random unless given.
@@ -104,6 +109,8 @@ class GrpcTransport:
         shared_memory: Literal["auto", "off"] = "auto",
         max_shared_bytes: int | None = None,
         max_queued_bytes: int | None = None,
+        token: Token | None = None,
+        roles: Roles | None = None,
         tls: TLS | None = None,
         incarnation: int | None = None,
         protocol: int = PROTOCOL,
@@ -125,6 +132,9 @@ class GrpcTransport:
         )
         self._max_queued_bytes = max_queued_bytes or default_queue_limit()
         self._identity = tls.load(task) if tls is not None else None
+        self._token = token
+        self._metadata = token.metadata if token is not None else None
+        self._roles = roles
         self._buffers = KeptBuffers()
         self._counters = Counters()
         self._service: Service | None = None
@@ -156,9 +166,12 @@ class GrpcTransport:
             self._buffers,
             shares_memory=self._shares_memory,
             checks_certificates=self._identity is not None,
+            roles=self._roles,
         )
         server = grpc.aio.server(
-            options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_STREAMS
+            interceptors=() if self._token is None else (TokenGate(self._token),),
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CONCURRENT_STREAMS,
         )
         server.add_generic_rpc_handlers((service.generic_handler(),))
         try:
@@ -220,6 +233,7 @@ class GrpcTransport:
             partial(self._number, peer),
             self._max_queued_bytes,
             self._identity,
+            self._token,
         )
 
     def _make_memory(self) -> SendMemory | None:
@@ -248,6 +262,7 @@ class GrpcTransport:
           ClusterUnreachableError: nothing of ours listens there.
           DeadlineError: no end of the reply within ``timeout_s``.
           TaskLostError: the server went away during the call.
+          TokenError: the server is of a cluster with another token.
           JGError: whatever the other side raised.
         """
         self._counters.calls_made += 1
@@ -257,7 +272,9 @@ class GrpcTransport:
         body = encode(request, max_frame_bytes=self._max_frame_bytes)
         channel = await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s))
         stream = channel.stream_stream(CALL_METHOD, None, None)(
-            pack([*header.pieces, *body.pieces]), timeout=max(end - loop.time(), 1e-3)
+            pack([*header.pieces, *body.pieces]),
+            timeout=max(end - loop.time(), 1e-3),
+            metadata=self._metadata,
         )
         try:
             async with aclosing(results(self._replies(stream))) as replies:
@@ -296,7 +313,9 @@ class GrpcTransport:
         channel = await self._channel(dst, timeout_s)
         line = self._lines.get(dst)  # perhaps another caller opened one meanwhile
         if line is None or line.is_broken:
-            stream = channel.stream_stream(ASKS_METHOD, None, None)(None)
+            stream = channel.stream_stream(ASKS_METHOD, None, None)(
+                None, metadata=self._metadata
+            )
             line = self._lines[dst] = AskLine(dst, stream, self._decoder())
         return line
 
@@ -325,7 +344,11 @@ class GrpcTransport:
         if opening is None:
             opening = asyncio.create_task(
                 open_channel(
-                    dst, timeout_s=timeout_s, patient=False, identity=self._identity
+                    dst,
+                    timeout_s=timeout_s,
+                    patient=False,
+                    identity=self._identity,
+                    token=self._token,
                 )
             )
             self._channels[dst] = opening

@@ -2,7 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+)
 from contextlib import aclosing
 from typing import Any, Final, TypeAlias
 
@@ -13,6 +19,7 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.answering import END, Answers
+from jgraph.rpc.auth import Roles, check_role
 from jgraph.rpc.codec import encode, pack
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import ended_stream
@@ -20,7 +27,7 @@ from jgraph.rpc.exchange import HELLO_TIMEOUT_S, check_protocol
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.inbound import Inbound, InboundStream
 from jgraph.rpc.kept_buffers import KeptBuffers
-from jgraph.rpc.serving import answer, expect_call
+from jgraph.rpc.serving import HELLO_METHOD, answer, expect_call
 from jgraph.rpc.shared_memory import ReceiveMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
@@ -44,6 +51,7 @@ class Service:
       max_frame_bytes: larger frames are refused before memory is taken.
       buffers: memory for the tensors that come through streams.
       checks_certificates: callers must have the certificate of who they say to be.
+      roles: which role may call which method; None: every one all.
       shares_memory: take tensors in shared memory from senders that offer it.
     """
 
@@ -57,6 +65,7 @@ class Service:
         *,
         shares_memory: bool,
         checks_certificates: bool = False,
+        roles: Roles | None = None,
     ) -> None:
         self._handler = handler
         self._hello = hello
@@ -65,6 +74,7 @@ class Service:
         self._buffers = buffers
         self._shares_memory = shares_memory
         self._checks_certificates = checks_certificates
+        self._roles = roles
         self._without_memory: set[TaskName] = set()
         self._closing = False
         self._running: set[asyncio.Task[Any]] = set()
@@ -177,8 +187,24 @@ class Service:
 
     def _check_caller(self, context: Any, task: TaskName | None = None) -> None:
         if self._checks_certificates:
-            shown = context.auth_context()
-            check_caller(shown.get("x509_subject_alternative_name", ()), task)
+            check_caller(self._names(context), task)
+
+    def _names(self, context: Any) -> Iterable[bytes]:
+        """Returns the alternative names of the caller's certificate."""
+        found: Iterable[bytes] = context.auth_context().get(
+            "x509_subject_alternative_name", ()
+        )
+        return found
+
+    def _may_call(self, context: Any) -> Callable[[str], None]:
+        """Returns what refuses methods that the caller may not call."""
+        names = tuple(self._names(context)) if self._checks_certificates else None
+
+        def check(method: str) -> None:
+            if method != HELLO_METHOD:
+                check_role(self._roles, method, names)
+
+        return check
 
     def _introduce(self, first: Frame, context: Any) -> InboundStream:
         if kind_of(first) != "hello":
@@ -218,6 +244,7 @@ class Service:
         ):
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 method = expect_call(await _next(frames))
+            self._may_call(context)(method)
             request = await _next(frames)
         replies = answer(self._handler, self._hello, method, request)
         async with aclosing(replies):
@@ -229,6 +256,7 @@ class Service:
         answers = Answers(
             self._handler,
             self._hello,
+            self._may_call(context),
             context,
             self._decoder(),
             self._counters,

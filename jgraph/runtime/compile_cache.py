@@ -12,6 +12,7 @@ import jax
 from jgraph.errors import InvalidProgramError, JGError, PlatformError
 from jgraph.graph.sizes import symbols_of
 from jgraph.plan.program import SegmentCode
+from jgraph.runtime.custom_calls import check_custom_calls
 from jgraph.runtime.local_mesh import on_first_device, replicated
 from jgraph.runtime.sized import SizedExecutable
 
@@ -39,6 +40,7 @@ class CompileCache:
 
         Raises:
           InvalidProgramError: the bytes do not match the digest or do not parse.
+          ForbiddenProgramError: it calls native code that is not allowed.
           PlatformError: exported for other kinds of device than this process has.
         """
         key = code.digest, donate
@@ -102,7 +104,8 @@ def _compiled(
 
 def _deserialize(code: SegmentCode) -> Any:
     try:
-        return jax.export.deserialize(bytearray(code.exported))
+        exported = jax.export.deserialize(bytearray(code.exported))
+        check_custom_calls(code, exported)
     except JGError:
         raise
     except Exception as error:  # nine types of exception were seen for bad bytes
@@ -112,6 +115,7 @@ def _deserialize(code: SegmentCode) -> Any:
             "task's: upgrade the task",
             digest=code.digest,
         ) from error
+    return exported
 
 
 def _usable(donate: tuple[int, ...], exported: Any) -> tuple[int, ...]:

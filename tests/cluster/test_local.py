@@ -193,7 +193,8 @@ from jgraph.cluster.server import Server
 told = Server.set_cluster
 def held(self, *args):
     with socket.create_connection(("127.0.0.1", int(os.environ["DOOR"])), 60) as door:
-        door.sendall(f"{self.target}\\n".encode())
+        token = os.environ["JGRAPH_TOKEN_FILE"]
+        door.sendall(f"{self.target}?token_file={token}\\n".encode())
         door.recv(1)
     told(self, *args)
 Server.set_cluster = held

@@ -22,6 +22,7 @@ from jgraph.errors import (
 from jgraph.graph.device import device
 from jgraph.graph.function import function
 from jgraph.graph.variable import Variable
+from jgraph.rpc.token import find_token
 from tests.cluster.conftest import Servers
 
 
@@ -314,7 +315,7 @@ def test_a_task_that_did_not_answer_gets_code_for_cpu_and_cuda(
     servers: Servers,
 ) -> None:
     address = servers.servers[0].target.removeprefix("jgraph://")
-    transport, reply = loop.run(open_cluster(address, 20))
+    transport, reply = loop.run(open_cluster(address, 20, find_token()))
     del reply.tasks[:]
     with Cluster(address, transport, reply) as cluster:
         planned = cluster.session().plan(jnp.sort, np.ones(3, np.float32))
@@ -323,7 +324,7 @@ def test_a_task_that_did_not_answer_gets_code_for_cpu_and_cuda(
 
 def test_worker_with_a_gpu_gets_code_for_cuda(servers: Servers) -> None:
     address = servers.servers[0].target.removeprefix("jgraph://")
-    transport, reply = loop.run(open_cluster(address, 20))
+    transport, reply = loop.run(open_cluster(address, 20, find_token()))
     for task in reply.tasks:
         task.platform = "cuda"
     with Cluster(address, transport, reply) as cluster:

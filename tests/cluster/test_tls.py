@@ -120,7 +120,7 @@ def test_command_makes_certificates_once(
     assert "--tls-dir" in capsys.readouterr().out
     names = sorted(path.name for path in (tmp_path / "made").iterdir())
     assert names == sorted(
-        ["ca.crt"]
+        ["ca.crt", "token"]
         + [f"{n}.{e}" for n in ("client", "ps-0", "worker-0") for e in ("crt", "key")]
     )
     with pytest.raises(SystemExit) as ended:

@@ -1,16 +1,19 @@
 import hashlib
 import threading
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgraph.errors import InvalidProgramError, PlatformError
+from jgraph._compat import stable_custom_calls
+from jgraph.errors import ForbiddenProgramError, InvalidProgramError, PlatformError
 from jgraph.plan.program import SegmentCode
 from jgraph.runtime import sized
 from jgraph.runtime.compile_cache import CompileCache
+from jgraph.runtime.custom_calls import ALLOWED
 
 
 def code(platform: str = "cpu") -> SegmentCode:
@@ -62,6 +65,45 @@ def test_any_garbage_under_a_right_digest_is_one_error(seed: int) -> None:
 def test_program_for_another_platform_says_for_which() -> None:
     with pytest.raises(PlatformError, match="exported for tpu and this task has cpu"):
         CompileCache().load(code("tpu"))
+
+
+def code_of(fn: Any, *allow: str) -> SegmentCode:
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in allow]
+    exported = jax.export.export(jax.jit(fn), disabled_checks=checks)
+    blob = bytes(exported(jnp.eye(3)).serialize())
+    return SegmentCode(hashlib.sha256(blob).hexdigest(), blob, ("cpu",), "calls")
+
+
+def native(name: str) -> Any:
+    """Calls native code of this name; nothing has to be registered to export it."""
+    return lambda x: [jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((3, 3), x.dtype))(x)]
+
+
+@pytest.mark.parametrize("name", ["xyz", "a b", "xla_ffi_python_cpu_callback"])
+def test_row_19_a_program_that_calls_native_code_is_not_compiled(name: str) -> None:
+    cache = CompileCache()
+    with pytest.raises(ForbiddenProgramError, match=f"native code, '{name}'") as caught:
+        cache.load(code_of(native(name), name))
+    assert caught.value.code == "JG-204"
+    assert cache.compilations == 0
+
+
+def test_row_19_one_call_hidden_among_allowed_ones_is_found() -> None:
+    def both(x: Any) -> Any:
+        return [jnp.linalg.cholesky(x) + native("xyz")(x)[0]]
+
+    with pytest.raises(ForbiddenProgramError, match="'xyz'"):
+        CompileCache().load(code_of(both, "xyz"))
+
+
+def test_a_program_may_call_what_jax_itself_calls() -> None:
+    run = CompileCache().load(code_of(lambda x: [jnp.linalg.cholesky(x)]))
+    assert run(jnp.eye(3) * 4)[0].tolist() == (np.eye(3) * 2).tolist()
+
+
+def test_tensorflow_is_not_called_for_others() -> None:
+    assert "tf.call_tf_function" in stable_custom_calls
+    assert "tf.call_tf_function" not in ALLOWED
 
 
 def code_for_any_size() -> SegmentCode:

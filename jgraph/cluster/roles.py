@@ -1,0 +1,51 @@
+"""Which role may call which method: the whole table; what is not in it, nobody may.
+
+A task may be the master of others, so it may call what a master calls. With TLS a role
+is proved by a certificate; without, who has the token has both.
+"""
+
+from typing import Final
+
+from jgraph.rpc.auth import Roles
+
+_CLIENT: Final = frozenset({"client"})
+_TASK: Final = frozenset({"task"})
+_BOTH: Final = _CLIENT | _TASK
+
+ROLES: Final[Roles] = {
+    # What a master asks of the tasks.
+    "TaskStatus": _TASK,
+    "RegisterProgram": _TASK,
+    "UnregisterProgram": _TASK,
+    "RunLoop": _TASK,
+    "StopLoop": _TASK,
+    "OpenGate": _TASK,
+    "GateReport": _TASK,
+    "Variables": _TASK,
+    "ReadTable": _TASK,
+    "LoadTable": _TASK,
+    "Reset": _TASK,
+    # What a client asks of a task: training data does not pass through the master.
+    "RunStep": _CLIENT,
+    "PutData": _CLIENT,
+    "OpenSource": _CLIENT,
+    "Shutdown": _CLIENT,
+    # What a client asks of its master.
+    "Master.Connect": _CLIENT,
+    "Master.Status": _CLIENT,
+    "Master.RegisterProgram": _CLIENT,
+    "Master.UnregisterProgram": _CLIENT,
+    "Master.Variables": _CLIENT,
+    "Master.ReadTable": _CLIENT,
+    "Master.LoadTable": _CLIENT,
+    "Master.Reset": _CLIENT,
+    "Master.RunLoop": _CLIENT,
+    "Master.StopLoop": _CLIENT,
+    "Master.OpenGate": _CLIENT,
+    "Master.GateReport": _CLIENT,
+    "Master.OpenDataRun": _CLIENT,
+    "Master.DataPosition": _CLIENT,
+    "Master.CloseDataRun": _CLIENT,
+    # What a worker asks of the master that deals out the data.
+    "Master.AskData": _TASK,
+}

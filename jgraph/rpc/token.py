@@ -1,0 +1,130 @@
+"""The secret that members and clients of a cluster share: who knows it may call.
+
+It is in a file that only its owner may read, and travels as metadata of each stream and
+call, once. It is never on a command line, in an environment variable, or in a log.
+Imports no gRPC.
+"""
+
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias, final
+
+from jgraph.errors import TokenError
+
+TOKEN_FILE: Final = "JGRAPH_TOKEN_FILE"
+"""Environment variable that names the file of the token."""
+NAME: Final = "token"
+METADATA_KEY: Final = "authorization"
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+_LONG_ENOUGH: Final = re.compile(r"[0-9A-Za-z_.~+/=-]{32,512}")
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Token:
+    """A secret, and the file that it is in.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     token = Token.make(Path(directory) / "token")
+      ...     token == Token.read(token.path), len(token.value)
+      (True, 64)
+    """
+
+    value: str
+    path: Path
+
+    @classmethod
+    def read(cls, path: Path) -> "Token":
+        """Reads a token.
+
+        Raises:
+          TokenError: there is none, or others may read it too.
+        """
+        try:
+            status = path.stat()
+            value = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise TokenError(
+                f"cannot read the token {path}: {why}; copy the file from the host "
+                f"where the cluster was made, and name it with {TOKEN_FILE}",
+                path=str(path),
+            ) from error
+        # A file of another owner, as secrets of Kubernetes are, is not ours to protect.
+        own = os.name == "posix" and status.st_uid == os.getuid()
+        if own and status.st_mode & 0o077:
+            raise TokenError(
+                f"others may read the token {path}; write chmod 600 {path}",
+                path=str(path),
+            )
+        if not _LONG_ENOUGH.fullmatch(value):
+            raise TokenError(
+                f"{path} holds no token; make one with "
+                f'python -c "import secrets; print(secrets.token_hex(32))"',
+                path=str(path),
+            )
+        return cls(value, path)
+
+    @classmethod
+    def make(cls, path: Path) -> "Token":
+        """Makes a token of 32 random bytes, or reads the one that is there.
+
+        Raises:
+          TokenError: the file cannot be made.
+        """
+        new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(os.open(new, flags, 0o600), "w", encoding="ascii") as file:
+                file.write(f"{secrets.token_hex(32)}\n")
+            try:
+                os.link(new, path)  # of two that make one, the first
+            except FileExistsError:
+                pass
+            finally:
+                new.unlink()
+        except OSError as error:
+            raise TokenError(
+                f"cannot make the token {path}: {error.strerror or error}; name a file "
+                f"that can be made with {TOKEN_FILE}, or a home with JGRAPH_HOME",
+                path=str(path),
+            ) from error
+        return cls.read(path)
+
+    @property
+    def metadata(self) -> Metadata:
+        """What a caller sends, once per stream or call."""
+        return ((METADATA_KEY, f"Bearer {self.value}"),)
+
+    def __repr__(self) -> str:
+        return f"Token({str(self.path)!r})"
+
+
+def home() -> Path:
+    """Returns the user's own directory of jgraph: ``~/.jgraph``, or ``JGRAPH_HOME``."""
+    return Path(os.environ.get("JGRAPH_HOME", "~/.jgraph")).expanduser()
+
+
+def find_token(
+    given: str | os.PathLike[str] | None = None, certificates: Path | None = None
+) -> Token:
+    """Returns the token to use.
+
+    The file is the first of: ``given``; what the environment variable
+    ``JGRAPH_TOKEN_FILE`` names; ``token`` beside the certificates; the user's own,
+    ``~/.jgraph/token``, which is made when it is first asked for.
+
+    Raises:
+      TokenError: the file cannot be read or made.
+    """
+    if named := given or os.environ.get(TOKEN_FILE):
+        return Token.read(Path(named).expanduser())
+    if certificates is not None and (certificates / NAME).exists():
+        return Token.read(certificates / NAME)
+    return Token.make(home() / NAME)

@@ -1,0 +1,134 @@
+"""Secure by default: what a cluster lets in without being told to."""
+
+import logging
+from pathlib import Path
+
+import jax.numpy as jnp
+import psutil
+import pytest
+
+from jgraph.cli import exit_code
+from jgraph.cluster import loop
+from jgraph.cluster.client import NoHandler, connect, status_of
+from jgraph.cluster.local import LocalCluster
+from jgraph.cluster.roles import ROLES
+from jgraph.cluster.server import Server
+from jgraph.cluster.transport_choice import is_loopback, token_file_in
+from jgraph.errors import InsecureError, NotAllowedError, TokenError
+from jgraph.graph.device import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.certificates import make_certificates
+from jgraph.rpc.frames import frame
+from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.tls import TLS
+from jgraph.rpc.token import TOKEN_FILE, Token
+from tests.cluster.conftest import Servers
+
+WORKER = TaskName("/job:worker/task:0")
+
+
+def test_every_method_of_a_server_is_in_the_table_of_roles(servers: Servers) -> None:
+    server = servers.servers[0]._server
+    assert server is not None
+    assert set(server.service.methods) == set(ROLES)
+    assert all(roles <= {"client", "task"} and roles for roles in ROLES.values())
+
+
+@pytest.mark.parametrize(
+    ("bind", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.2", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("nodeA", False),
+    ],
+)
+def test_only_this_machine_reaches_loopback(bind: str, loopback: bool) -> None:
+    assert is_loopback(bind) is loopback
+
+
+def test_other_hosts_are_let_in_only_with_certificates_or_by_name(
+    tmp_path: Path,
+) -> None:
+    spec = {"ps": ["localhost:0"]}
+    with pytest.raises(InsecureError, match=r"--insecure-i-accept") as caught:
+        Server(spec, bind="0.0.0.0")
+    assert (caught.value.code, exit_code(caught.value)) == ("JG-116", 4)
+    Server(spec, bind="0.0.0.0", insecure_i_accept=True, start=False)
+    make_certificates(tmp_path, [TaskName("/job:ps/task:0")])
+    Server(spec, bind="0.0.0.0", tls=tmp_path, start=False)
+
+
+def test_a_client_with_another_token_is_refused_and_told_what_to_do(
+    servers: Servers, tmp_path: Path
+) -> None:
+    other = Token.make(tmp_path / "token")
+    target = servers.servers[0].target
+    with pytest.raises(TokenError, match=str(other.path)) as caught:
+        connect(target, token_file=other.path, timeout_s=5)
+    assert exit_code(caught.value) == 4
+    with pytest.raises(TokenError, match="another token"):
+        status_of(f"{target}?token_file={other.path}")
+
+
+def test_a_server_and_a_client_on_one_machine_find_the_users_own_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JGRAPH_HOME", str(tmp_path / "home"))
+    with Server({"worker": ["localhost:0"]}) as server, connect(server.target) as one:
+        assert one.tasks() == ["/job:worker/task:0"]
+        assert one.target == server.target
+    assert (tmp_path / "home" / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_with_tls_a_task_may_not_call_what_is_for_clients(tmp_path: Path) -> None:
+    make_certificates(tmp_path, [WORKER])
+    token = Token.read(tmp_path / "token")
+
+    async def shut_down(address: str) -> None:
+        transport = GrpcTransport(WORKER, token=token, tls=TLS.of(tmp_path, WORKER))
+        await transport.start(NoHandler())
+        try:
+            order = frame(shutdown=pb.Shutdown(grace_s=0.0))
+            await transport.ask(address, "Shutdown", order, timeout_s=10)
+        finally:
+            await transport.close()
+
+    with Server({"worker": ["localhost:0"]}, tls=tmp_path) as server:
+        with pytest.raises(NotAllowedError, match="'task' may not call 'Shutdown'"):
+            loop.run(shut_down(server.address))
+        assert not server.join(0.0)
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_the_token_of_a_local_cluster_is_in_its_file_and_nowhere_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.DEBUG),
+        LocalCluster(ps=1, workers=1, log_dir=tmp_path) as cluster,
+    ):
+        file = token_file_in(cluster.target)
+        assert file is not None
+        secret = Token.read(Path(file)).value
+        assert cluster.session().run(jnp.add, 1.0, 2.0) == 3.0
+        with connect(cluster.target) as other:
+            assert other.tasks() == cluster.tasks()
+        with pytest.raises(TokenError):  # the user's own is another
+            connect(f"jgraph://{cluster.address}", timeout_s=5)
+        for task in cluster.tasks():
+            process = psutil.Process(cluster.pid(task))
+            assert secret not in " ".join(process.cmdline())
+            assert process.environ()[TOKEN_FILE] == file
+            assert secret not in " ".join(process.environ().values())
+    logs = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(logs) == 2
+    assert any("without the token" in log for log in logs)
+    assert not any(secret in text for text in (*logs, caplog.text))
+    assert not Path(file).exists()
