@@ -73,13 +73,45 @@ def training(a: Any, rows: int) -> Training:
     return Training(cluster, trainer, (ids, labels), a.batch)
 
 
-def busy(work: Training, workers: int, steps: int) -> dict[str, float]:
-    """Returns the milliseconds of CPU that a step of one worker costs each task."""
-    before = work.cpu_seconds()
+def busy(work: Training, workers: int, steps: int) -> dict[str, Any]:
+    """Returns what the CPU time of a step of one worker goes to.
+
+    ``cpu_ms_per_step`` is that of each task; ``ps_busy_ms`` that of all ps by what it
+    is spent on, and ``ps_busy_share`` the part of all but ``"rest"``. XLA's own threads
+    count as the update, as far as the system tells which they are.
+    """
+    before = _spent(work)
     work.run(workers, steps)
-    after = work.cpu_seconds()
+    after = _spent(work)
     count = workers * steps
-    return {t: round((after[t] - before[t]) / count * 1e3, 2) for t in after}
+    used = {t: {k: after[t][k] - before[t].get(k, 0) for k in after[t]} for t in after}
+    process = {t: kinds.pop("process") for t, kinds in used.items()}
+    kinds = [kinds for t, kinds in used.items() if t.startswith("/job:ps")]
+    total = sum(s for t, s in process.items() if t.startswith("/job:ps"))
+    by_kind = {
+        "gather": sum(k.get("lookup", 0) for k in kinds),
+        "update": sum(k.get("update", 0) + k["xla"] for k in kinds),
+        "bytes": sum(k.get("copy", 0) for k in kinds),
+    }
+    share = sum(by_kind.values()) / total
+    by_kind["rest"] = total - sum(by_kind.values())
+    return {
+        "cpu_ms_per_step": {t: _ms(s, count) for t, s in process.items()},
+        "ps_busy_ms": {kind: _ms(s, count) for kind, s in by_kind.items()},
+        "ps_busy_share": round(share, 3),
+    }
+
+
+def _ms(seconds: float, count: int) -> float:
+    return round(seconds / count * 1e3, 2)
+
+
+def _spent(work: Training) -> dict[str, dict[str, float]]:
+    """Returns the CPU seconds of each task so far, by kind."""
+    return {
+        task.task: {**task.busy_s, "xla": measure.thread_seconds(task.pid, "tf_XLA")}
+        for task in work.cluster.status().tasks
+    }
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -149,7 +181,7 @@ def report(
         **measure.rate_figures(mine),
         **measure.spread("examples_per_s", [r * a.batch for r in rates], 0),
         **beside,
-        cpu_ms_per_step=busy(work, a.workers, a.steps),
+        **busy(work, a.workers, a.steps),
         bytes_per_step=work.bytes_per_step,
         peak_rss_mb={**work.peaks(), "client": measure.peak_mb(os.getpid())},
     )

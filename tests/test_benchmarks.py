@@ -172,6 +172,10 @@ def test_embedding_moves_no_more_than_the_rows_of_its_ids(bench: Bench) -> None:
     assert line["bytes_per_step"] == pytest.approx(2 * net + rows, rel=0.01)
     assert line["examples_per_s"] == pytest.approx(16 * line["steps_per_s"], rel=0.1)
     assert set(line["cpu_ms_per_step"]) == {"/job:ps/task:0", "/job:worker/task:0"}
+    assert set(line["ps_busy_ms"]) == {"gather", "update", "bytes", "rest"}
+    spent = sum(line["ps_busy_ms"].values())
+    assert spent == pytest.approx(line["cpu_ms_per_step"]["/job:ps/task:0"], abs=0.05)
+    assert 0 < line["ps_busy_share"] < 1
 
 
 @pytest.mark.procs

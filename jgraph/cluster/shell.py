@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, final
@@ -36,6 +39,8 @@ class TaskShell:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._hand_over = Cost()
+        self._counting = threading.Lock()
+        self._busy: defaultdict[str, float] = defaultdict(float)
         self._pool = ThreadPoolExecutor(
             max_workers=4 + (os.cpu_count() or 1), thread_name_prefix="jgraph-work"
         )
@@ -43,6 +48,11 @@ class TaskShell:
     def now(self) -> float:
         """Returns monotonic time in seconds."""
         return self._clock.now()
+
+    def busy(self) -> dict[str, float]:
+        """Returns the CPU seconds of work by kind; XLA's own threads do not count."""
+        with self._counting:
+            return dict(self._busy)
 
     def submit(
         self,
@@ -62,12 +72,15 @@ class TaskShell:
 
     def _perform(self, work: Callable[[], T], cost: Cost) -> T | BaseException:
         result: T | BaseException
-        began = self._clock.now()
+        began, used = self._clock.now(), time.thread_time()
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001  # becomes the step's outcome
             result = error
         cost.learn(self._clock.now() - began)
+        used = time.thread_time() - used
+        with self._counting:
+            self._busy[cost.kind] += used
         return result
 
     def _perform_there(

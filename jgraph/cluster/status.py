@@ -1,7 +1,7 @@
 """How a cluster's tasks are, as plain data and as a table."""
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self, final
 
@@ -16,6 +16,44 @@ _COLUMNS = (
     *("task", "address", "state", "platform", "pid", "incarnation"),
     *("memory", "variables", "programs", "jax"),
 )
+
+
+_TABLE_COLUMNS = ("task", "hash table", "rows", "in use", "budget", "evicted")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HashTableStatus:
+    """How a task's shard of a hash table stands.
+
+    Attributes:
+      container: of the table; each Trainer has its own.
+      name: of the shard, by its parameter.
+      rows: ids that have a row now.
+      nbytes: in use now.
+      capacity_bytes: what it may use.
+      evicted: rows given up so far, for others or because of their age.
+    """
+
+    container: str
+    name: str
+    rows: int
+    nbytes: int
+    capacity_bytes: int
+    evicted: int
+
+    @classmethod
+    def from_message(cls, message: pb.HashTableStatus) -> Self:
+        """Returns what a task told of a table."""
+        report = message.report
+        return cls(
+            container=message.container,
+            name=message.name,
+            rows=report.rows,
+            nbytes=report.nbytes,
+            capacity_bytes=message.capacity_bytes,
+            evicted=report.evicted + report.expired,
+        )
 
 
 @final
@@ -39,6 +77,10 @@ class TaskStatus:
       jgraph: version.
       jax: version.
       python: version.
+      busy_s: CPU seconds since the start: all of ``"process"``, and of that work of the
+        kinds ``"lookup"``, ``"update"`` and ``"compute"`` (without XLA's own threads),
+        ``"rows"`` (ids and rows put in order) and ``"copy"`` (to shared memory).
+      hash_tables: the shards that it has.
     """
 
     task: TaskName
@@ -56,6 +98,8 @@ class TaskStatus:
     jgraph: str
     jax: str
     python: str
+    busy_s: Mapping[str, float]
+    hash_tables: tuple[HashTableStatus, ...]
 
     @classmethod
     def from_message(cls, message: pb.TaskStatus) -> Self:
@@ -76,6 +120,8 @@ class TaskStatus:
             jgraph=message.jgraph,
             jax=message.jax,
             python=message.python,
+            busy_s=dict(message.busy_s),
+            hash_tables=tuple(map(HashTableStatus.from_message, message.hash_tables)),
         )
 
 
@@ -122,24 +168,35 @@ class ClusterStatus:
         return f"<ClusterStatus {ready} of {count} tasks ready{missing}>"
 
     def __str__(self) -> str:
-        table = Table(*_COLUMNS, title=f"cluster (master {self.master})")
-        for row in self._rows():
-            table.add_row(*row)
         console = Console(width=140, no_color=True)
         with console.capture() as capture:
-            console.print(table)
+            for title, columns, rows in self._tables():
+                table = Table(*columns, title=title)
+                for row in rows:
+                    table.add_row(*row)
+                console.print(table)
         return capture.get().rstrip()
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self._rows()
-        )
-        return (
-            f"<b>jgraph cluster</b> (master {html.escape(self.master)})"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        )
+        return "".join(_html(*table) for table in self._tables())
+
+    def _tables(self) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+        """Yields title, columns and rows; of hash tables only if there are any."""
+        yield f"jgraph cluster (master {self.master})", _COLUMNS, list(self._rows())
+        shards: list[tuple[str, ...]] = [
+            (
+                task.task,
+                " ".join(filter(None, (table.container, table.name))),
+                f"{table.rows:,}",
+                megabytes(table.nbytes),
+                megabytes(table.capacity_bytes),
+                f"{table.evicted:,}",
+            )
+            for task in self.tasks
+            for table in task.hash_tables
+        ]
+        if shards:
+            yield "hash tables", _TABLE_COLUMNS, shards
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for task in self.tasks:
@@ -158,6 +215,18 @@ class ClusterStatus:
         for name in self.missing:
             address = self.cluster.address(name)
             yield (name, address, "no answer", *[""] * (len(_COLUMNS) - 3))
+
+
+def _html(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    return (
+        f"<b>{html.escape(title)}</b>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
 
 
 def megabytes(nbytes: int) -> str:

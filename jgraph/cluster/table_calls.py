@@ -53,6 +53,19 @@ def read_table(store: VariableStore, request: Frame) -> Frame:
     return frame(hash_table_reply=report, tensors=list(state.values()))
 
 
+def table_statuses(store: VariableStore) -> list[pb.HashTableStatus]:
+    """Returns how the shards of all tables stand; waits for no update."""
+    return [
+        pb.HashTableStatus(
+            container=container,
+            name=shard.spec.name,
+            capacity_bytes=shard.spec.capacity_bytes,
+            report=_report(shard),
+        )
+        for container, shard in store.hash_tables()
+    ]
+
+
 def load_table(store: VariableStore, request: Frame) -> Frame:
     """Answers "LoadTable": the shard's rows are those of the request from now on.
 

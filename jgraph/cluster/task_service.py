@@ -3,6 +3,7 @@
 import asyncio
 import os
 import platform
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, final
@@ -17,7 +18,7 @@ from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.shell import TaskShell
-from jgraph.cluster.table_calls import load_table, read_table
+from jgraph.cluster.table_calls import load_table, read_table, table_statuses
 from jgraph.cluster.task_loops import Method, TaskLoops
 from jgraph.errors import (
     DeadlineError,
@@ -28,6 +29,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.backlog import default_queue_limit
 from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
+from jgraph.rpc.lending import copy_seconds
 from jgraph.rpc.program_codec import decode_program
 from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame, Transport
@@ -199,6 +201,12 @@ class TaskService:
             health_port=self.health_port,
             device_count=jax.local_device_count(),
             compilations=self.runtime.cache.compilations,
+            busy_s={
+                **self.shell.busy(),
+                "copy": copy_seconds(),
+                "process": time.process_time(),
+            },
+            hash_tables=table_statuses(self.runtime.store),
         )
 
     async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:

@@ -16,9 +16,11 @@ class Cost:
 
     Attributes:
       seconds: a recent time; None until it has run.
+      kind: what it counts as in a task's ``busy`` seconds.
     """
 
     seconds: float | None = None
+    kind: str = "other"
 
     def learn(self, seconds: float) -> None:
         """Takes a new measurement: slower counts soon, faster by and by.

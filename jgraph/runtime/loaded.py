@@ -7,6 +7,7 @@ from typing import final
 
 from jgraph.errors import InvalidProgramError
 from jgraph.plan.nodes import (
+    AggregateNode,
     LookupNode,
     Node,
     ReadNode,
@@ -83,7 +84,7 @@ def load_partition(
         tuple(needs),
         tuple(map(tuple, consumers)),
         tuple(map(tuple, followers)),
-        tuple(Cost() for _ in partition.nodes),
+        tuple(Cost(kind=_kind(node)) for node in partition.nodes),
         frozenset(
             value
             for node in partition.nodes
@@ -100,6 +101,18 @@ def _after(node: Node) -> tuple[int, ...]:
             return node.after
         case _:
             return ()
+
+
+def _kind(node: Node) -> str:
+    match node:
+        case SegmentNode():
+            return "update" if node.updates or node.row_updates else "compute"
+        case LookupNode() | ReadNode():
+            return "lookup"
+        case WriteNode() | AggregateNode():
+            return "update"
+        case _:
+            return "rows"
 
 
 def _executable(

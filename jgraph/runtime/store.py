@@ -32,6 +32,7 @@ from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
 from jgraph.plan.row_values import aligned_empty
 from jgraph.runtime.entry import Entry, HashEntry, RowsOf, held, padded_rows
+from jgraph.runtime.hash_shard import HashShard
 from jgraph.runtime.hash_tables import HashTables
 
 Key: TypeAlias = tuple[str, str]
@@ -230,6 +231,11 @@ class VariableStore:
         """
         with self._lock:
             return self._tables.entry(container, spec.columns[0].name, spec)
+
+    def hash_tables(self) -> list[tuple[str, HashShard]]:
+        """Returns (container, shard) of each hash table, to ask how it stands."""
+        with self._lock:
+            return list(self._tables)
 
     @property
     def nbytes(self) -> int:

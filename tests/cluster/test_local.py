@@ -85,6 +85,8 @@ def test_status_is_plain_data_that_shows_itself(cluster: LocalCluster) -> None:
     assert task["pid"] == cluster.pid(task["task"])
     assert type(task["variable_bytes"]) is int
     assert task["rss_bytes"] > 1e6
+    assert task["busy_s"]["process"] > 0.1
+    assert "hash tables" not in str(status)
 
 
 def test_killed_task_fails_the_step_that_needs_it_and_the_others_go_on() -> None:

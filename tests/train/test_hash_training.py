@@ -142,6 +142,7 @@ def test_training_is_that_of_a_dict_and_goes_on_elsewhere(
     bias = float(model.bias[...])  # a key without a row reads the mean of new rows
     assert found == pytest.approx(((bias - given["y"]) ** 2).mean(), rel=1e-5)
     saved = run.save(tmp_path / "saved")
+    first.close()
     second = trainer(small).restore(saved)
     reference.step(data(5))
     run = fit(second, data(5))
@@ -164,6 +165,27 @@ def test_a_budget_that_is_spent_evicts_rows_and_says_so(small: Any) -> None:
         assert found["step"][-1] == run.steps
     assert f"table_rows={event.rows}" in repr(run)
     assert len(run.model().ads.keys()) == event.rows
+    one.close()
+
+
+def test_status_has_a_line_for_each_shard_of_a_table(cluster: Any) -> None:
+    one = trainer(cluster)
+    run = fit(one, data(0))
+    status = cluster.status()
+    found = {task.task: task.hash_tables for task in status.tasks}
+    for event in run.events():
+        (table,) = found[event.task]
+        assert (table.rows, table.nbytes) == (event.rows, event.nbytes)
+        assert (table.capacity_bytes, table.evicted) == (1 << 19, 0)
+    assert not found["/job:worker/task:0"]
+    assert "hash tables" in str(status)
+    assert "<td>524.3 kB</td>" in status._repr_html_()
+    (shard,) = status.to_dict()["tasks"][0]["hash_tables"]
+    assert shard["name"] == "params/ads/rows/part_0"
+    update, process = (status.tasks[0].busy_s[k] for k in ("update", "process"))
+    assert 0 < update < process
+    one.close()
+    assert "hash tables" not in str(cluster.status())
 
 
 def test_a_linen_model_trains_one_too(small: Any) -> None:

@@ -711,6 +711,26 @@ class TaskStatus(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class BusySEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TASK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
@@ -726,6 +746,8 @@ class TaskStatus(_message.Message):
     HEALTH_PORT_FIELD_NUMBER: _builtins.int
     DEVICE_COUNT_FIELD_NUMBER: _builtins.int
     COMPILATIONS_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    HASH_TABLES_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
@@ -744,6 +766,12 @@ class TaskStatus(_message.Message):
     compilations: _builtins.int
     @_builtins.property
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def busy_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """CPU seconds since the start: "process" is all of them, others are parts of it."""
+
+    @_builtins.property
+    def hash_tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___HashTableStatus]: ...
     def __init__(
         self,
         *,
@@ -762,14 +790,47 @@ class TaskStatus(_message.Message):
         health_port: _builtins.int = ...,
         device_count: _builtins.int = ...,
         compilations: _builtins.int = ...,
+        busy_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        hash_tables: _abc.Iterable[Global___HashTableStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "compilations", b"compilations", "device_count", b"device_count", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "rss_bytes", b"rss_bytes", "state", b"state", "task", b"task", "variable_bytes", b"variable_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "compilations", b"compilations", "device_count", b"device_count", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "rss_bytes", b"rss_bytes", "state", b"state", "task", b"task", "variable_bytes", b"variable_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TaskStatus: _TypeAlias = TaskStatus  # noqa: Y015
+
+@_typing.final
+class HashTableStatus(_message.Message):
+    """A shard of a hash table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTAINER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    container: _builtins.str
+    name: _builtins.str
+    capacity_bytes: _builtins.int
+    @_builtins.property
+    def report(self) -> Global___HashTableReply: ...
+    def __init__(
+        self,
+        *,
+        container: _builtins.str = ...,
+        name: _builtins.str = ...,
+        capacity_bytes: _builtins.int = ...,
+        report: Global___HashTableReply | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "container", b"container", "name", b"name", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HashTableStatus: _TypeAlias = HashTableStatus  # noqa: Y015
 
 @_typing.final
 class RegisterProgram(_message.Message):
