@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jgraph import errors
+    from jgraph.cluster.auto import auto
     from jgraph.cluster.client import connect
     from jgraph.cluster.local import LocalCluster
     from jgraph.cluster.server import Server
@@ -80,6 +81,7 @@ _HOMES = {
     "TLS": "jgraph.rpc.tls",
     "Trainer": "jgraph.train.trainer",
     "Variable": "jgraph.graph.variable",
+    "auto": "jgraph.cluster.auto",
     "check": "jgraph.graph.check",
     "colocate_with": "jgraph.graph.variable",
     "connect": "jgraph.cluster.client",
@@ -122,6 +124,7 @@ __all__ = [
     "Trainer",
     "Variable",
     "__version__",
+    "auto",
     "check",
     "colocate_with",
     "connect",

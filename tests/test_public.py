@@ -34,6 +34,7 @@ PUBLIC = [
     "Trainer",
     "Variable",
     "__version__",
+    "auto",
     "check",
     "colocate_with",
     "connect",

@@ -37,6 +37,7 @@ from jgraph.rpc.token import Token, find_token
 from jgraph.rpc.transport import Address, Frame
 
 if TYPE_CHECKING:
+    from jgraph.cluster.auto import AutoPlacement
     from jgraph.cluster.session import Session
 
 CONNECT_S = 60.0
@@ -91,6 +92,7 @@ class Cluster:
         container: str = "",
         soft_placement: bool = False,
         platforms: Sequence[str] = (),
+        placement: "AutoPlacement | None" = None,
     ) -> "Session":
         """Opens a session: runs functions on this cluster.
 
@@ -98,6 +100,7 @@ class Cluster:
           container: see ``Session``.
           soft_placement: see ``Session``.
           platforms: see ``Session``.
+          placement: see ``Session``.
         """
         from jgraph.cluster.session import Session
 
@@ -107,6 +110,7 @@ class Cluster:
             container=container,
             soft_placement=soft_placement,
             platforms=platforms,
+            placement=placement,
         )
         self._sessions.append(session)
         return session

@@ -23,6 +23,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 
 if TYPE_CHECKING:
+    from jgraph.cluster.auto import AutoPlacement
     from jgraph.cluster.client import Cluster
 
 
@@ -45,6 +46,8 @@ class Session:
       platforms: kinds of device, ``("cpu", "cuda")``, that all code is compiled for
         beside that of its task, so that the same program also runs where it is moved.
         For a task that did not answer yet it is those two anyway.
+      placement: what ``jg.auto`` gave: places what nobody has placed by predicted time
+        and memory, variables too. If unset, that is done by bytes on the wire.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,16 +71,26 @@ class Session:
         container: str = "",
         soft_placement: bool = False,
         platforms: Sequence[str] = (),
+        placement: "AutoPlacement | None" = None,
     ) -> None:
         check_platforms(platforms)
         self._cluster = cluster
         self.container = container
         self._variables = VariableDirectory(
-            cluster, soft_placement=soft_placement, platforms=platforms
+            cluster,
+            soft_placement=soft_placement,
+            platforms=platforms,
+            auto=None if placement is None else placement.planner,
         )
         self._programs = Programs(cluster)
         self._values = VariableValues(self._variables, self._programs)
-        self._steps = Steps(self._variables, self._programs, self._values, container)
+        self._steps = Steps(
+            self._variables,
+            self._programs,
+            self._values,
+            container,
+            watch=None if placement is None else placement.watch,
+        )
         self._run_metadata: RunMetadata | None = None
         self._closed = False
 

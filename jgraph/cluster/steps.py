@@ -1,12 +1,14 @@
 """The steps of a session: functions traced, planned and registered, ready to run."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, final
 
 import jax
 
+from jgraph.clock import SystemClock
 from jgraph.cluster.feeding import as_result, leaf_arrays
 from jgraph.cluster.programs import STEP_S, Programs
 from jgraph.cluster.values import VariableValues
@@ -26,6 +28,8 @@ Targets: TypeAlias = Iterable[Variable | str] | None
 """Variables that a step is to update, or their names; None: all."""
 
 _logger = logging.getLogger(__name__)
+_clock = SystemClock()
+_RECENT = 100
 
 
 @final
@@ -38,6 +42,7 @@ class PreparedStep:
     Attributes:
       plan: what goes where.
       timeout_s: limit for one call, in seconds.
+      recent_s: seconds of the last calls, where the plan has a prediction.
 
     Example:
       >>> import jax.numpy as jnp
@@ -57,6 +62,7 @@ class PreparedStep:
         "_programs",
         "_tree",
         "plan",
+        "recent_s",
         "timeout_s",
     )
 
@@ -65,6 +71,7 @@ class PreparedStep:
     ) -> None:
         self.plan = plan
         self.timeout_s = STEP_S
+        self.recent_s: deque[float] = deque(maxlen=_RECENT)
         self._graph = graph
         self._handle = handle
         self._has_keys = any(is_key(v.aval) for v in graph.jaxpr.outvars)
@@ -104,7 +111,12 @@ class PreparedStep:
     ) -> Any:
         """Runs one step on the leaves of its arguments."""
         arrays = leaf_arrays(self._graph, leaves, feeds, check_finite=check_finite)
-        results = self._programs.run(self._handle, arrays, timeout_s)
+        if self.plan.prediction is None:
+            results = self._programs.run(self._handle, arrays, timeout_s)
+        else:
+            began = _clock.now()
+            results = self._programs.run(self._handle, arrays, timeout_s)
+            self.recent_s.append(_clock.now() - began)
         if not self._has_keys:
             return jax.tree_util.tree_unflatten(self._graph.out_tree, results)
         return as_result(self._graph, results)
@@ -136,6 +148,7 @@ class Steps:
       programs: registers.
       values: gives variables their initial values.
       container: where variables without a container of their own live.
+      watch: gets the plan of every new step, and the seconds of its last runs.
     """
 
     def __init__(
@@ -144,7 +157,9 @@ class Steps:
         programs: Programs,
         values: VariableValues,
         container: str,
+        watch: Callable[[Plan, Sequence[float]], None] | None = None,
     ) -> None:
+        self._watch = watch
         self._variables = variables
         self._programs = programs
         self._values = values
@@ -244,7 +259,10 @@ class Steps:
         if new:
             self._values.initialize_where_possible(new)
         handle = self._programs.register(planned.program)
-        return PreparedStep(graph, planned, handle, self._programs, tree)
+        step = PreparedStep(graph, planned, handle, self._programs, tree)
+        if self._watch is not None:
+            self._watch(planned, step.recent_s)
+        return step
 
 
 def in_container(variables: Iterable[Variable], container: str) -> tuple[Variable, ...]:

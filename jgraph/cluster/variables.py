@@ -7,6 +7,7 @@ from jgraph.errors import ConfigError, VariableMismatchError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey, VariableSpec
 from jgraph.graph.variable import Variable
+from jgraph.plan.auto import AutoPlanner
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.tasks import Tasks, assign_variables, may_be
 from jgraph.plan.types import value_type
@@ -32,9 +33,11 @@ class VariableDirectory:
         *,
         soft_placement: bool = False,
         platforms: Sequence[str] = (),
+        auto: AutoPlanner | None = None,
     ) -> None:
         self._cluster = cluster
         self._platforms = tuple(platforms)
+        self._auto = auto
         self._soft_placement = soft_placement
         self._initialized: dict[VariableKey, VariableSpec] = {}
         self.tasks: dict[VariableKey, TaskName] = {}
@@ -89,6 +92,7 @@ class VariableDirectory:
             platforms=self._cluster.platforms,
             soft_placement=self._soft_placement,
             also_for=self._platforms,
+            auto=self._auto,
         )
         self.tasks.update(planned.variable_tasks)
         return planned

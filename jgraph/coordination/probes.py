@@ -25,7 +25,7 @@ Pair: TypeAlias = tuple[TaskName, TaskName]
 _M, _K = 256, 1024
 _ELEMENTS = 1 << 20
 _ROUNDS = 16
-_IDLE = 12
+_PRODUCTS, _TURNS, _IDLE = 6, 2, 12
 _SMALL: Final = 16
 LARGE: Final = 1 << 20
 """Numbers of four bytes in a large message."""
@@ -49,10 +49,10 @@ class SpeedProbe:
         for task in self.tasks:
             with device(task):
                 h, w, v = pieces["make"]([x])
-                for name in ("product", "product"):
+                for name in ["product"] * _PRODUCTS:
                     (h,) = pieces[name]([h, w])
                 (v,) = pieces["link"]([v, h])
-                for name in ("elements", "slow", "move"):
+                for name in ["elements", "slow", "move"] * _TURNS:
                     (v,) = pieces[name]([v])
                 (s,) = pieces["end"]([v])
                 for _ in range(_IDLE):
@@ -139,7 +139,8 @@ class Seen:
     @property
     def computing(self) -> float:
         """All that uses the processor for long."""
-        return 2 * self.product + self.elements + self.slow + self.move
+        each = self.elements + self.slow + self.move
+        return _PRODUCTS * self.product + _TURNS * each
 
     def speed(self, host: str) -> TaskSpeed:
         """Returns the speed of a task that took so long."""

@@ -22,6 +22,7 @@
     │   ├── VariableMismatchError     JG-232  one name, two shapes or dtypes or places
     │   ├── ShardingError             JG-233  a variable that cannot be cut like this
     │   ├── PipelineError             JG-234  a pipeline that cannot be
+    │   ├── MemoryLimitError          JG-235  no placement keeps the limits of memory
     │   ├── CheckpointError           JG-301  checkpoint missing, or of another model
     │   │   ├── CheckpointCorruptError    JG-302  damaged; names the leaf
     │   │   ├── CheckpointWriterError     JG-303  another process writes there
@@ -113,6 +114,7 @@ from jgraph.errors.user import (
     FetchError,
     ForbiddenSourceError,
     GraphError,
+    MemoryLimitError,
     NonFiniteError,
     NotExportableError,
     PipelineError,
@@ -155,6 +157,7 @@ __all__ = [
     "InvalidProgramError",
     "JGError",
     "MalformedMessageError",
+    "MemoryLimitError",
     "MessageTooLargeError",
     "NonFiniteError",
     "NotAllowedError",

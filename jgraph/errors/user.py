@@ -123,6 +123,12 @@ class PipelineError(UserError, ValueError):
     code = "JG-234"
 
 
+class MemoryLimitError(UserError, MemoryError):
+    """No placement keeps the limits of memory."""
+
+    code = "JG-235"
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, cannot be used, or is of another model."""
 

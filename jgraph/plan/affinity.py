@@ -53,6 +53,16 @@ def between_read_and_write(flow: Flow) -> dict[int, int]:
     return found
 
 
+def behind_writes(flow: Flow) -> dict[int, int]:
+    """Returns the variable that each op is on the way to, element by element."""
+    found: dict[int, int] = {}
+    for write in _writes(flow):
+        for op in _behind(flow, write):
+            if not op.reads:
+                found.setdefault(op.index, write.writes[0])
+    return found
+
+
 def _writes(flow: Flow) -> list[Op]:
     """Returns the writes of whole variables and of whole rows."""
     return [

@@ -10,11 +10,11 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey, VariableSpec
 
 
-def neighbour(variable: VariableSpec, variables: Sequence[VariableSpec]) -> int | None:
-    """Returns which of these a variable is to be beside; None: none, or not one."""
-    if variable.device.beside is None:
+def neighbour(device: DeviceSpec, variables: Sequence[VariableSpec]) -> int | None:
+    """Returns which of these a device is to be beside; None: none, or not one."""
+    if device.beside is None:
         return None
-    name = unquote(variable.device.beside)
+    name = unquote(device.beside)
     found = [n for n, other in enumerate(variables) if other.name == name]
     return found[0] if len(found) == 1 else None
 

@@ -2,7 +2,8 @@
 
 A cluster is a set of operations of one task that will run as one unit. Levels count
 the task changes between an operation and the end of the step; operations of equal
-task and level are a cluster, and clusters of one task merge while no cycle arises.
+task and level are a cluster, and clusters of one task merge while no cycle arises; then
+``jgraph.plan.overlap`` cuts those that would keep long work waiting.
 
 What is free, and a read of a variable for use on its own task, belongs to no cluster:
 every cluster that needs it makes it again. Hence the cluster that writes a variable
@@ -21,6 +22,7 @@ from jgraph._compat import Literal, Var
 from jgraph.graph.ir import TaskName
 from jgraph.plan.flow import Flow, Version
 from jgraph.plan.merge import Kind, merge, topological
+from jgraph.plan.overlap import overlap
 
 
 @final
@@ -70,7 +72,7 @@ def cut(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> Cut:
     links = _Links(flow, dict(task), driver)
     levels = links.levels()
     merged = merge(*links.quotient(levels))
-    return links.finish(merged)
+    return links.finish(overlap(flow, merged, links.before, links.after))
 
 
 @dataclass(slots=True)

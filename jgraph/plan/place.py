@@ -75,7 +75,7 @@ class _Placer:
         """Places what has no choice, and finds what the others may choose from."""
         updating = between_read_and_write(self.flow)
         for op in self._placeable():
-            allowed = self._stamped(op)
+            allowed = stamped_tasks(self.flow, self.tasks, op)
             home = {self.variable_tasks[v] for v in _variables(op)}
             if op.index in updating:
                 self.task[op.index] = self.variable_tasks[updating[op.index]]
@@ -146,13 +146,6 @@ class _Placer:
         for op in self.flow.ops.values():
             if op.index not in self.flow.free:
                 yield op
-
-    def _stamped(self, op: Op) -> tuple[TaskName, ...]:
-        stamp = self.flow.graph.stamps[op.index]
-        if stamp.job is None and stamp.task is None:
-            return ()
-        line = _compat.user_line(op.equation)
-        return self.tasks.matching(stamp, f"'{op.equation.primitive}' at {line}")
 
     def _check_state(
         self, op: Op, home: TaskName, allowed: tuple[TaskName, ...]
@@ -262,6 +255,19 @@ def _variables(op: Op) -> list[int]:
 
 def _order(placer: _Placer, task: TaskName) -> int:
     return -placer.tasks.names.index(task)
+
+
+def stamped_tasks(flow: Flow, tasks: Tasks, op: Op) -> tuple[TaskName, ...]:
+    """Returns the tasks that the device scopes of an op leave open; none: any.
+
+    Raises:
+      UnknownDeviceError: a stamp names a job or task that is not there.
+    """
+    stamp = flow.graph.stamps[op.index]
+    if stamp.job is None and stamp.task is None:
+        return ()
+    line = _compat.user_line(op.equation)
+    return tasks.matching(stamp, f"'{op.equation.primitive}' at {line}")
 
 
 def state_groups(flow: Flow) -> list[set[int]]:

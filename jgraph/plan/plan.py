@@ -15,6 +15,7 @@ from jgraph.graph.svg import Picture
 from jgraph.graph.units import bytes_text, count_text
 from jgraph.plan.affinity import companions
 from jgraph.plan.assemble import Assembler, Edge, SegmentInfo
+from jgraph.plan.auto import AutoPlanner, Prediction
 from jgraph.plan.beside import with_resolved_stamps
 from jgraph.plan.cut import cut
 from jgraph.plan.flow import analyze
@@ -39,6 +40,7 @@ class Plan:
       variable_tasks: task of each variable, by (container, name).
       segments: what is compiled, in the order in which it can run.
       edges: the messages of one step.
+      prediction: what a step takes, where ``jg.auto`` placed it.
     """
 
     graph: Graph
@@ -47,6 +49,7 @@ class Plan:
     variable_tasks: Mapping[VariableKey, TaskName]
     segments: tuple[SegmentInfo, ...]
     edges: tuple[Edge, ...]
+    prediction: Prediction | None = None
 
     @property
     def nbytes_per_step(self) -> int:
@@ -111,7 +114,8 @@ class Plan:
         notes = [*sharding_lines(self.graph), *self.graph.notes]
         if any(type_.symbols for _, type_ in self.program.feeds):
             notes.append(f"bytes are those of sizes of {ASSUMED_SIZE} for each name")
-        return "\n".join([text, *notes])
+        told = [] if self.prediction is None else [str(self.prediction)]
+        return "\n".join([text, *told, *notes])
 
     def __repr__(self) -> str:
         return str(self).split("\n", 1)[0]
@@ -127,6 +131,7 @@ def plan(
     platforms: Mapping[TaskName, tuple[str, ...]] | None = None,
     soft_placement: bool = False,
     also_for: Sequence[str] = (),
+    auto: AutoPlanner | None = None,
 ) -> Plan:
     """Places a graph on tasks, cuts it, and compiles it to a program.
 
@@ -142,12 +147,15 @@ def plan(
         not have runs on the one that it has.
       also_for: kinds of device that all segments are exported for, beside those of
         their tasks.
+      auto: places what nobody has placed, by predicted time and memory; if unset,
+        that is done by bytes on the wire.
 
     Raises:
       UnknownDeviceError: a device names a job or task that is not in ``tasks``, or a
         kind of device that its task does not compute on.
       PlacementError: an operation cannot live where it was put.
       NotExportableError: JAX cannot export an operation.
+      MemoryLimitError: ``auto`` has limits of memory, and nothing keeps them.
     """
     where = Tasks(tuple(tasks), driver, default or DeviceSpec())
     if driver not in where.names:
@@ -158,6 +166,12 @@ def plan(
     check(graph, where.names)
     flow = analyze(shard(graph))
     graph = flow.graph
+    prediction = None
+    if auto is not None:
+        arranged = auto.arrange(flow, where, variable_tasks or {})
+        prediction, variable_tasks = arranged.prediction, arranged.variable_tasks
+        graph = arranged.graph
+        flow = replace(flow, graph=graph)
     homes = assign_variables(
         graph.variables,
         where,
@@ -185,4 +199,5 @@ def plan(
         variable_tasks=known,
         segments=tuple(assembler.segments),
         edges=tuple(assembler.edges),
+        prediction=prediction,
     )

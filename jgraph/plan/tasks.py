@@ -108,7 +108,7 @@ def assign_variables(
       UnknownDeviceError: a variable or ``chosen`` names a task that is not there.
       PlacementError: variables that must be together have different tasks.
     """
-    others = [neighbour(v, variables) for v in variables]
+    others = [neighbour(v.device, variables) for v in variables]
     together = [*together, *({n, o} for n, o in enumerate(others) if o is not None)]
     options = [
         _options(v, tasks, chosen, open_=other is not None)
@@ -160,6 +160,26 @@ def _same_options(
     return parts
 
 
+def asked_tasks(
+    variable: VariableSpec, tasks: Tasks, chosen: Mapping[VariableKey, TaskName]
+) -> tuple[TaskName, ...]:
+    """Returns the tasks that a variable's device, or ``chosen``, asks for; none: any.
+
+    Raises:
+      UnknownDeviceError: no such task.
+      PlacementError: it is to be beside a variable that nobody knows.
+    """
+    what = f"variable '{variable.name}'"
+    if variable.key in chosen:
+        spec = DeviceSpec.from_string(chosen[variable.key])
+        return tasks.matching(spec, f"variable_tasks of {what}")
+    if variable.device.beside is not None:
+        return tasks.matching(resolved(variable.device, chosen, what), what)
+    if variable.device.job is not None or variable.device.task is not None:
+        return tasks.matching(variable.device, what)
+    return ()
+
+
 def _options(
     variable: VariableSpec,
     tasks: Tasks,
@@ -167,17 +187,10 @@ def _options(
     *,
     open_: bool,
 ) -> tuple[TaskName, ...]:
-    what = f"variable '{variable.name}'"
-    if variable.key in chosen:
-        spec = DeviceSpec.from_string(chosen[variable.key])
-        return tasks.matching(spec, f"variable_tasks of {what}")
-    if open_:
+    if open_ and variable.key not in chosen:
         return tasks.names  # it goes where another one goes
-    if variable.device.beside is not None:
-        return tasks.matching(resolved(variable.device, chosen, what), what)
-    if variable.device.job is not None or variable.device.task is not None:
-        return tasks.matching(variable.device, what)
-    return tasks.of_job("ps") or tasks.default_tasks()
+    asked = asked_tasks(variable, tasks, chosen)
+    return asked or tasks.of_job("ps") or tasks.default_tasks()
 
 
 def _unions(count: int, sets: Sequence[set[int]]) -> list[set[int]]:

@@ -17,6 +17,7 @@ import jax
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.cost import flops_of, nbytes_of_value
+from jgraph.plan.types import num_elements
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _FUSED = re.compile(
@@ -153,19 +154,21 @@ def _of_a_part(equation: Equation) -> Work:
     else:
         part, times = equation.invars[-1], 3.0
     return Work(
-        elements=float(_size(part)), nbytes=times * nbytes_of_value(part), kernels=1
+        elements=float(num_elements(part.aval)),
+        nbytes=times * nbytes_of_value(part),
+        kernels=1,
     )
 
 
 def _elementwise(equation: Equation, nbytes: float, kernels: int) -> Work:
     name = equation.primitive.name
-    made = float(max((_size(v) for v in equation.outvars), default=0))
+    made = float(max((num_elements(v.aval) for v in equation.outvars), default=0))
     if name.startswith(("random_bits", "threefry")):
         return Work(elements=_THREEFRY_OPS * made, nbytes=nbytes, kernels=kernels)
     if not _SLOW.match(name):
         return Work(elements=flops_of(equation), nbytes=nbytes, kernels=kernels)
     if name == "sort":
-        made *= math.log2(max(2.0, float(equation.invars[0].aval.shape[-1])))
+        made *= math.log2(max(2.0, made))
     return Work(slow=made, nbytes=nbytes, kernels=kernels)
 
 
@@ -218,10 +221,6 @@ def _counted(call: _Call, types: tuple[tuple[tuple[int, ...], Any], ...]) -> flo
 
 def _made_bytes(equation: Equation) -> int:
     return sum(nbytes_of_value(v) for v in equation.outvars)
-
-
-def _size(atom: Any) -> int:
-    return math.prod(getattr(atom.aval, "shape", ()))
 
 
 def _vars(atoms: Iterable[Atom]) -> list[Var]:
