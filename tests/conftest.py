@@ -8,16 +8,22 @@ import atexit
 import os
 import shutil
 import tempfile
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
-# Most of the time of a test is XLA's, for code that runs once; not to optimise it saves
-# a fifth of that and more. Child processes inherit this.
+# Most of the time of a test is XLA's, for code that runs once. These take a fifth of
+# XLA's time: less is optimised, a module stays in one piece, and fusions, the same ones
+# (D13), are written without MLIR, which later versions cannot. Children inherit them.
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    )
+    flags = [
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+    if version("jaxlib").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 # Servers and clients of the tests share a token; not the user's own.
 if "JGRAPH_HOME" not in os.environ:
