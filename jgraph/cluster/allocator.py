@@ -7,6 +7,7 @@ the time of a step of 100 MB, and half of that of a gRPC stream.
 
 import ctypes
 import logging
+import os
 from typing import Final
 
 # Names and numbers of glibc's malloc.h.
@@ -22,11 +23,14 @@ def keep_memory() -> bool:
     """Makes this process keep the memory that it frees, for its next allocation.
 
     For processes of ours only, and before they start threads: it holds for all of the
-    process. With another C library than glibc it changes nothing.
+    process. With another C library than glibc it changes nothing, nor where somebody
+    set one of glibc's own variables (``MALLOC_MMAP_THRESHOLD_``, …).
 
     Returns:
       Whether it holds.
     """
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):

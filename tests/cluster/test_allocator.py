@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+from jgraph.cluster.allocator import keep_memory
+
 PROGRAM = """
 import resource, sys
 import numpy as np
@@ -31,3 +35,8 @@ def test_a_freed_block_is_used_again_without_new_pages() -> None:
         check=True,
     )
     assert int(done.stdout) < 100  # 16,384 pages if the kernel had to be asked
+
+
+def test_who_sets_variables_of_glibc_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    assert not keep_memory()
