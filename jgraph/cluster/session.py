@@ -10,6 +10,7 @@ from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.loops import DealtData, LoopHandle, LoopRequest
 from jgraph.cluster.options import check_options, check_platforms
 from jgraph.cluster.programs import STEP_S, Programs
+from jgraph.cluster.snapshots import Snapshots
 from jgraph.cluster.steps import PreparedStep, Steps, Targets, in_container
 from jgraph.cluster.values import VariableValues, checked_values
 from jgraph.cluster.variables import VariableDirectory, as_variables
@@ -84,6 +85,7 @@ class Session:
         )
         self._programs = Programs(cluster)
         self._values = VariableValues(self._variables, self._programs)
+        self._snapshots = Snapshots(cluster, self._variables, self._values)
         self._steps = Steps(
             self._variables,
             self._programs,
@@ -243,6 +245,18 @@ class Session:
         """
         self._check_open()
         return self._values.read(self._own(variables, "read"))
+
+    def snapshot(self, variables: Iterable[Variable]) -> dict[str, Any]:
+        """Returns the values of variables by name, those of each task at one moment.
+
+        Others may update them meanwhile, and wait for nothing. Each task needs memory
+        for its variables twice until they are read.
+
+        Raises:
+          ConfigError: two of them have one name, in different containers.
+        """
+        self._check_open()
+        return self._snapshots.take(self._own(variables, "snapshot"))
 
     def write(self, values: Mapping[Variable, Any]) -> None:
         """Replaces the values of variables; creates those that have none.

@@ -67,7 +67,7 @@ class VariableValues:
         ]
         self._variables.choose([v.spec for v in missing])
         for piece in in_pieces(missing):
-            self._run_once("initialize", partial(assign_initial, piece), (), piece)
+            self.run_once("initialize", partial(assign_initial, piece), piece)
         self._variables.note_initialized(wanted)
         return stored
 
@@ -81,7 +81,7 @@ class VariableValues:
         self._variables.look_up(v.spec for v in variables)
         values: dict[VariableKey, Any] = {}
         for piece in in_pieces(shards_of(variables)):
-            new = self._run_once("read", partial(values_of, piece), (), piece)
+            new = self.run_once("read", partial(values_of, piece), piece)
             values |= zip((v.spec.key for v in piece), new, strict=True)
         return {v.name: joined(v, values) for v in variables}
 
@@ -93,16 +93,17 @@ class VariableValues:
         self._variables.choose([v.spec for v in variables])
         for piece in in_pieces(shards_of(variables)):
             given = [next(parts) for _ in piece]
-            self._run_once("write", partial(assign, piece), (given,), piece)
+            self.run_once("write", partial(assign, piece), piece, given)
         self._variables.note_initialized(variables)
 
-    def _run_once(
+    def run_once(
         self,
         name: str,
         fn: Callable[..., Any],
-        args: tuple[Any, ...],
         variables: Sequence[Variable],
+        *args: Any,
     ) -> Any:
+        """Runs a function of variables as a step, and forgets it."""
         graph, _ = trace(fn, *args, variables=variables, name=name)
         handle = self._programs.register(self._variables.plan(graph).program)
         try:

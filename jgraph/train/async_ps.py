@@ -28,7 +28,7 @@ from jgraph.train.arrange import Arrangement
 from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
 from jgraph.train.data import Dataset
 from jgraph.train.hash_state import NO_KEYS, TableRows
-from jgraph.train.large import check_sizes, total_nbytes
+from jgraph.train.large import KEPT_BYTES, check_sizes, total_nbytes
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 from jgraph.train.workers import Workers, chunk_of
@@ -165,6 +165,7 @@ class AsyncRunner:
         self._initialized = False
         self._position: Position = None
         self._loops: LoopHandle | None = None
+        self.is_training = False
 
     @property
     def replicas(self) -> int:
@@ -226,6 +227,7 @@ class AsyncRunner:
                 ),
                 self._dealt(order),
             )
+        self.is_training = True
         try:
             for report in loops:
                 if order.stop.is_set():
@@ -241,7 +243,7 @@ class AsyncRunner:
             raise
         finally:
             with self.lock:
-                self._loops = None
+                self._loops, self.is_training = None, False
                 with contextlib.suppress(ClusterError):  # gone, and the run with it
                     self._position = loops.close()
 
@@ -268,9 +270,13 @@ class AsyncRunner:
         if model_only:
             self.check_model()
         wanted = self._model() if model_only else self._step.variables
+        wanted = [v for v in wanted if v.spec.table is None]
         with self.lock:
             self.initialize()
-            values = self.session.read([v for v in wanted if v.spec.table is None])
+            # A large model has no room for another of itself.
+            at_once = self.is_training and total_nbytes(wanted) <= KEPT_BYTES
+            read = self.session.snapshot if at_once else self.session.read
+            values = read(wanted)
             for table in self._step.tables:
                 values |= self._tables.read(table)
         return [values.get(name) for name in self._step.names]

@@ -202,6 +202,7 @@ class SyncRunner:
             open_gate(self._cluster, gate, shards, synchronous=True, version=version)
             requests = self._requests(prepared, order, version)
             loops = self._state.session.run_loops(requests)
+        self._state.is_training = True
         try:
             yield from self._follow(loops, prepared, order)
         except GeneratorExit:
@@ -210,6 +211,8 @@ class SyncRunner:
         except JGError:
             self._workers.forget_data()
             raise
+        finally:
+            self._state.is_training = False
 
     def _follow(
         self, loops: LoopHandle, prepared: _Prepared, order: Order

@@ -17,6 +17,7 @@ from jgraph.cluster.session import Session
 from jgraph.errors import ConfigError, JGError, NonFiniteError
 from jgraph.graph.ir import TaskName
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoints import Checkpoints, steps_in
 from jgraph.train.data import as_dataset
 from jgraph.train.local import Local
 from jgraph.train.manifest import read_manifest
@@ -104,6 +105,26 @@ def test_two_workers_share_the_steps_and_one_model(two_workers: Cluster) -> None
     assert values["opt/1/0/count"] == 41
     assert run.metrics("eval_loss")["step"][-1] == 41
     assert run.metrics("eval_loss")["value"][-1] == run.evaluate(data())["loss"]
+    there.close()
+
+
+def test_a_run_on_a_cluster_saves_while_it_trains(
+    two_workers: Cluster, tmp_path: Path
+) -> None:
+    there, here = trainer(cluster=two_workers), trainer()
+    where = Checkpoints(tmp_path, every=10, keep=100)
+    there.fit(data(), steps=200, batch_size=8, progress=False, checkpoint=where)
+    steps = steps_in(tmp_path)
+    assert steps[-1] == 200
+    for step in steps:
+        values = dict(
+            zip(
+                here.names,
+                here.restore(tmp_path / f"{step}").current_values(),
+                strict=True,
+            )
+        )
+        assert values["global_step"] == values["opt/1/0/count"] == step
     there.close()
 
 

@@ -1,0 +1,65 @@
+"""Values of variables as they are at one moment, read while others update them.
+
+One step copies what a task holds to variables beside it: a read of several variables is
+of one moment, and no update waits for more than that. The copies are then read piece by
+piece, and dropped.
+"""
+
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+from jgraph.cluster.values import VariableValues, joined
+from jgraph.cluster.variables import VariableDirectory, shards_of
+from jgraph.graph.variable import Variable
+
+if TYPE_CHECKING:
+    from jgraph.cluster.client import Cluster
+
+
+@final
+class Snapshots:
+    """Takes snapshots of variables; each needs as much memory again on their tasks."""
+
+    def __init__(
+        self,
+        cluster: "Cluster",
+        variables: VariableDirectory,
+        values: VariableValues,
+    ) -> None:
+        self._cluster = cluster
+        self._variables = variables
+        self._values = values
+
+    def take(self, variables: Sequence[Variable]) -> dict[str, Any]:
+        """Returns the values of variables by name, those of a task at one moment."""
+        self._variables.look_up(v.spec for v in variables)
+        container = f"snapshot-{uuid.uuid4().hex[:12]}"
+        shards = shards_of(variables)
+        copies = [self._copy(shard, container) for shard in shards]
+        try:
+            self._values.run_once("snapshot", partial(_copied, shards, copies), shards)
+            found = self._values.read(copies)
+        finally:
+            self._cluster.reset(container)
+            for copy in copies:
+                self._variables.tasks.pop(copy.spec.key, None)
+        values = {shard.spec.key: found[shard.name] for shard in shards}
+        return {v.name: joined(v, values) for v in variables}
+
+    def _copy(self, shard: Variable, container: str) -> Variable:
+        # Never initialised: the snapshot is what writes it first.
+        return Variable(
+            shard.name,
+            (shard.shape, shard.dtype, None),
+            device=self._variables.tasks[shard.spec.key],
+            container=container,
+        )
+
+
+def _copied(variables: Sequence[Variable], copies: Sequence[Variable]) -> None:
+    """Reads all first: what one task holds is one read then."""
+    values = [variable[...] for variable in variables]
+    for copy, value in zip(copies, values, strict=True):
+        copy[...] = value
