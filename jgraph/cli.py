@@ -40,6 +40,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+tokens = typer.Typer(help="Tokens of clusters.", no_args_is_help=True)
+app.add_typer(tokens, name="token")
 app.add_typer(examples, name="examples")
 app.add_typer(ckpt, name="ckpt")
 
@@ -246,6 +248,18 @@ def certs(
         f"  a server:  jgraph server … --tls-dir {directory}\n"
         f"  a client:  jg.connect('jgraphs://host:port', tls='{directory}')"
     )
+
+
+@tokens.command("new")
+def new_token(
+    file: Annotated[
+        Path | None, typer.Argument(help="Where to; the user's own if unset.")
+    ] = None,
+) -> None:
+    """Make a token in place of the one there is; servers take it when they start."""
+    from jgraph.rpc.token import NAME, Token, home
+
+    typer.echo(Token.make(file or home() / NAME, replace=True).path)
 
 
 @app.command()

@@ -245,6 +245,12 @@ class Server:
             lambda _: self._stopped.set()
         )
         _LOG.info("%s listens on %s", self.task, server.address)
+        if self._tls is None and not is_loopback(self._bind):
+            _LOG.warning(
+                "%s speaks plain text with other hosts: whoever reads the network may "
+                "run programs here",
+                self.task,
+            )
         return server
 
     def set_cluster(self, cluster: ClusterSpec) -> None:

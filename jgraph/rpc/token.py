@@ -64,15 +64,18 @@ class Token:
             )
         if not _LONG_ENOUGH.fullmatch(value):
             raise TokenError(
-                f"{path} holds no token; make one with "
-                f'python -c "import secrets; print(secrets.token_hex(32))"',
+                f"{path} holds no token; make one with `jgraph token new {path}`",
                 path=str(path),
             )
         return cls(value, path)
 
     @classmethod
-    def make(cls, path: Path) -> "Token":
+    def make(cls, path: Path, *, replace: bool = False) -> "Token":
         """Makes a token of 32 random bytes, or reads the one that is there.
+
+        Args:
+          path: the file.
+          replace: make a new one in any case.
 
         Raises:
           TokenError: the file cannot be made.
@@ -83,12 +86,10 @@ class Token:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with open(os.open(new, flags, 0o600), "w", encoding="ascii") as file:
                 file.write(f"{secrets.token_hex(32)}\n")
-            try:
-                os.link(new, path)  # of two that make one, the first
-            except FileExistsError:
-                pass
-            finally:
-                new.unlink()
+            if replace:
+                new.replace(path)
+            else:
+                _put(new, path)
         except OSError as error:
             raise TokenError(
                 f"cannot make the token {path}: {error.strerror or error}; name a file "
@@ -104,6 +105,16 @@ class Token:
 
     def __repr__(self) -> str:
         return f"Token({str(self.path)!r})"
+
+
+def _put(new: Path, path: Path) -> None:
+    """Moves a file to its place, unless there is one: of two, the first stays."""
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        pass
+    finally:
+        new.unlink()
 
 
 def home() -> Path:

@@ -195,20 +195,23 @@ def newest_good(
       CheckpointError: there is no step, or it is of another model.
       CheckpointCorruptError: no step is good.
     """
-    damaged: list[str] = []
-    for step in reversed(steps_in(directory)):
+    damaged: list[int] = []
+    while left := [step for step in steps_in(directory) if step not in damaged]:
+        step = left[-1]
         path = directory / str(step)
         try:
             return step, read(path)
         except CheckpointCorruptError as error:
-            damaged.append(str(step))
+            if not path.exists():
+                continue  # its writer deleted it meanwhile, and has a newer one
+            damaged.append(step)
             where = _put_aside(path) if quarantine else path
             _LOG.error("%s It is now %s; the step before is used.", error, where)
     if not damaged:
         raise CheckpointError(f"there is no checkpoint in {directory}")
     raise CheckpointCorruptError(
-        f"no step in {directory} is good: {', '.join(damaged)} are damaged; take "
-        "another directory",
+        f"no step in {directory} is good: {', '.join(map(str, damaged))} are damaged; "
+        "take another directory",
         path=str(directory),
     )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import psutil
 import pytest
 
-from jgraph.cli import exit_code
+from jgraph.cli import exit_code, main
 from jgraph.cluster import loop
 from jgraph.cluster.client import NoHandler, connect, status_of
 from jgraph.cluster.local import LocalCluster
@@ -62,6 +62,20 @@ def test_other_hosts_are_let_in_only_with_certificates_or_by_name(
     Server(spec, bind="0.0.0.0", insecure_i_accept=True, start=False)
     make_certificates(tmp_path, [TaskName("/job:ps/task:0")])
     Server(spec, bind="0.0.0.0", tls=tmp_path, start=False)
+
+
+def test_the_command_makes_a_new_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JGRAPH_HOME", str(tmp_path))
+    tokens = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main(["token", "new"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.strip() == str(tmp_path / "token")
+        tokens.append(Token.read(tmp_path / "token").value)
+    assert tokens[0] != tokens[1]
 
 
 def test_a_client_with_another_token_is_refused_and_told_what_to_do(

@@ -195,6 +195,15 @@ def test_a_token_is_random_and_its_owners_alone(tmp_path: Path) -> None:
     assert made.value not in repr(made)
 
 
+def test_a_token_is_replaced_only_when_told(tmp_path: Path) -> None:
+    first = token(tmp_path)
+    second = Token.make(first.path, replace=True)
+    assert second.value != first.value
+    assert token(tmp_path) == second
+    assert second.path.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="there are no such modes")
 def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
     made = token(tmp_path)

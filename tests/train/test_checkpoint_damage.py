@@ -1,9 +1,11 @@
 """A damaged checkpoint is found and named; never are other numbers restored."""
 
 import gc
+import json
 import os
 import resource
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +29,7 @@ from jgraph.train.manifest import FILE, Manifest, read_manifest
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
+MANIFEST_KEYS = ["format", "crc32", "leaves", "step", "position", "shape", "dtype"]
 POSITION = {"epoch": 2, "again": 0}
 
 
@@ -217,3 +220,52 @@ def test_flax_takes_the_parameters_by_orbax_alone(saved: Path) -> None:
 def test_a_copy_is_as_good(saved: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(saved, tmp_path / "copy")
     assert_equal(checkpoint.restore(copy, tree()), tree())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB, where this user may mount one."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)]
+    if shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
+        pytest.skip("this user may not mount a file system of its own")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_row_26_a_full_disk_keeps_the_steps_that_are_there(small_disk: Path) -> None:
+    checkpoint.save(small_disk / "1", tree(1, rows=512))
+    (small_disk / "others").write_bytes(bytes(1_000_000))
+    with pytest.raises(CheckpointSpaceError, match="bytes") as caught:
+        checkpoint.save(small_disk / "2", tree(2, rows=512))
+    assert caught.value.details["needed"] > 512 * 256 * 4
+    assert sorted(path.name for path in small_disk.iterdir()) == ["1", "others"]
+    checkpoint.verify(small_disk / "1")
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=9),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(MANIFEST_KEYS), inner, max_size=9)
+        ),
+    )
+)
+def test_row_22_any_json_as_a_manifest_is_one_error(saved: Path, content: Any) -> None:
+    with changed(saved / FILE, json.dumps(content).encode()):
+        for read in (checkpoint.verify, checkpoint.restore_position):
+            with pytest.raises(CheckpointCorruptError, match=FILE):
+                read(saved)
+
+
+@given(st.binary(max_size=200))
+def test_row_22_any_bytes_as_a_manifest_are_one_error(
+    saved: Path, content: bytes
+) -> None:
+    with (
+        changed(saved / FILE, content),
+        pytest.raises(CheckpointCorruptError, match=FILE),
+    ):
+        read_manifest(saved)

@@ -106,6 +106,22 @@ def test_row_22_no_good_step_is_an_error_that_names_the_damaged(tmp_path: Path) 
     ]
 
 
+def test_a_step_that_its_writer_deletes_meanwhile_is_not_called_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path, 1)
+
+    def read(path: Path) -> Any:
+        if path.name == "1":  # now the writer goes on, and keeps the newest only
+            with CheckpointWriter(tmp_path, keep=1) as writer:
+                writer.save(2, tree(2))
+        return checkpoint.verify(path)
+
+    step, manifest = newest_good(tmp_path, read)
+    assert (step, manifest.step) == (2, 2)
+    assert "JG-302" not in caplog.text
+
+
 def test_a_step_of_another_model_is_not_put_aside(tmp_path: Path) -> None:
     filled(tmp_path, 1)
     with pytest.raises(CheckpointError, match="use the model and optimizer"):
