@@ -201,9 +201,11 @@ def newest_good(
         path = directory / str(step)
         try:
             return step, read(path)
-        except CheckpointCorruptError as error:
+        except CheckpointError as error:
             if not path.exists():
                 continue  # its writer deleted it meanwhile, and has a newer one
+            if not isinstance(error, CheckpointCorruptError):
+                raise
             damaged.append(step)
             where = _put_aside(path) if quarantine else path
             _LOG.error("%s It is now %s; the step before is used.", error, where)
