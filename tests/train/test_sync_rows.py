@@ -12,7 +12,7 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.cluster.client import Cluster
-from jgraph.errors import RowIdError
+from jgraph.errors import DataError, RowIdError
 from jgraph.graph.ir import eval_graph
 from jgraph.plan.nodes import ContributeNode
 from jgraph.train.adapters import adapt
@@ -169,12 +169,22 @@ def test_table_whose_rows_are_cut_is_trained_alike(cluster: Cluster) -> None:
     there.close()
 
 
-def test_id_without_a_row_ends_the_run_and_changes_nothing(cluster: Cluster) -> None:
-    there = trainer(cluster, optax.sgd(0.1), "auto")
+@pytest.mark.parametrize("strategy", [SyncPS(), jg.AsyncPS()], ids=["sync", "async"])
+def test_bad_ids_end_the_run_and_change_nothing(
+    cluster: Cluster, strategy: Any
+) -> None:
+    model = Embed(nnx.Rngs(0))
+    there = Trainer(model, loss, optax.sgd(0.1), cluster=cluster, strategy=strategy)
     before = there.current_values()
-    bad = {**data, "ids": np.full_like(data["ids"], ROWS)}
-    with pytest.raises(RowIdError, match=f"has the id {ROWS}"):
-        fit(there, 2, bad)
+    ids = data["ids"]
+    for bad, error, message in [
+        (np.full_like(ids, ROWS), RowIdError, rf"batch\['ids'\].* has the id {ROWS}"),
+        (np.full_like(ids, -1), RowIdError, r"batch\['ids'\].* has the id -1 at"),
+        (ids.astype(np.float32), DataError, r"ids.*float32"),
+    ]:
+        with pytest.raises(error, match=message) as e:
+            fit(there, 2, {**data, "ids": bad})
+        assert e.value.code.startswith("JG-")
     for old, new in zip(before, there.current_values(), strict=True):
         np.testing.assert_array_equal(old, new)
     there.close()
