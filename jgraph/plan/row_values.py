@@ -88,6 +88,10 @@ def merge(local: Sequence[Array], rows: Sequence[Array], type_: ValueType) -> Ar
       >>> merge([ids], [rows], ValueType((2, 2), "float32")).tolist()
       [[1.0, 2.0], [0.0, 0.0]]
     """
+    if len(rows) == 1 and rows[0].dtype == type_.np_dtype:
+        whole = rows[0]
+        if whole.shape == type_.shape and not whole[len(local[0]) :].any():
+            return whole
     merged = aligned_empty(type_)
     at = 0
     for ids, part in zip(local, rows, strict=True):
@@ -105,12 +109,17 @@ def merge(local: Sequence[Array], rows: Sequence[Array], type_: ValueType) -> Ar
 def split(values: Array, local: Sequence[Array]) -> list[Array]:
     """Returns the rows of each shard, as views: the reverse of ``merge``.
 
+    Of a single shard that needs nearly all, zeros at the end are left on: what takes
+    the rows padded would make a copy for them.
+
     Example:
       >>> a, b = split(np.array([5, 6, 0]), [np.array([2]), np.array([9])])
       >>> a.tolist(), b.tolist()
       ([5], [6])
     """
     ends = np.cumsum([len(ids) for ids in local])
+    if len(local) == 1 and nearly(len(local[0]), len(values)):
+        return [values] if not values[ends[0] :].any() else [values[: ends[0]]]
     return [values[end - len(ids) : end] for ids, end in zip(local, ends, strict=True)]
 
 
@@ -159,6 +168,16 @@ def padded(value: Any, type_: ValueType) -> Any:
     full[:count] = value
     full[count:] = _PAST_THE_END if may_be_ids(type_) else 0
     return full
+
+
+def nearly(count: int, most: int) -> bool:
+    """Whether padding ``count`` rows to ``most`` costs less than copying them later.
+
+    Example:
+      >>> nearly(90, 100), nearly(60, 100)
+      (True, False)
+    """
+    return most - most // 8 <= count <= most
 
 
 def may_be_ids(type_: Any) -> bool:

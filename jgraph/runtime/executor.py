@@ -278,9 +278,7 @@ class StepRun:
 
                 return average
             case LookupNode():
-                wanted = [
-                    (partition.variables[r.variable], values[r.ids]) for r in node.rows
-                ]
+                wanted = self._rows_of(node.rows, values)
                 return lambda: list(store.lookup(wanted))
             case SegmentNode():
                 return lambda: self._compute(index, node, values)
@@ -301,28 +299,28 @@ class StepRun:
             padded(values[v], at_level(partition.values[v], level)) for v in node.inputs
         ]
 
-        def rows_of(rows: Sequence[Rows]) -> list[RowsOf]:
-            return [
-                RowsOf(
-                    partition.variables[r.variable],
-                    values[r.ids],
-                    at_level(row_type(partition, r), level),
-                )
-                for r in rows
-            ]
-
         results = self._store.update(
             self._named(node.updates),
             self._named(node.reads),
             lambda *state: run(*state, *inputs),
-            rows_of(node.row_updates),
-            rows_of(node.row_reads),
+            self._rows_of(node.row_updates, values, level),
+            self._rows_of(node.row_reads, values, level),
         )
         # Now, not when this thread gets on: it may be memory for the peer's answer.
         values.clear()
         inputs.clear()
         _compat.release_arguments()
         return results
+
+    def _rows_of(
+        self, rows: Sequence[Rows], values: Mapping[int, Any], level: int = 0
+    ) -> list[RowsOf]:
+        partition = self._loaded.partition
+        types = [at_level(row_type(partition, r), level) for r in rows]
+        return [
+            RowsOf(partition.variables[r.variable], values[r.ids], type_)
+            for r, type_ in zip(rows, types, strict=True)
+        ]
 
     def _named(self, variables: Sequence[int]) -> list[StoredVariable]:
         return [self._loaded.partition.variables[i] for i in variables]

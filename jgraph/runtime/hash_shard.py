@@ -22,6 +22,7 @@ from jgraph.runtime.hash_budget import nbytes_for, rows_within, sketch_width
 from jgraph.runtime.hash_index import ABSENT, HashIndex, Rows
 from jgraph.runtime.hash_policy import Gate, victims
 from jgraph.runtime.hash_rows import initial_rows, np_dtype, shape_of
+from jgraph.runtime.tables import put_rows
 
 Array: TypeAlias = np.ndarray[Any, Any]
 State: TypeAlias = dict[str, Array]
@@ -174,9 +175,9 @@ class HashShard:
         rows = self._rows_of(keys)
         there = rows >= 0
         if there.all():
-            self._columns[column][rows] = values
+            put_rows(self._columns[column], rows, values)
         else:
-            self._columns[column][rows[there]] = values[there]
+            put_rows(self._columns[column], rows[there], values[there])
 
     def updated(self, keys: Keys) -> None:
         """Ends an update of the columns of these keys: the next version begins."""

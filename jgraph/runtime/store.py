@@ -30,7 +30,7 @@ from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
-from jgraph.plan.row_values import aligned_empty
+from jgraph.plan.row_values import aligned_empty, nearly
 from jgraph.runtime.entry import Entry, HashEntry, RowsOf, held, padded_rows
 from jgraph.runtime.hash_shard import HashShard
 from jgraph.runtime.hash_tables import HashTables
@@ -88,26 +88,28 @@ class VariableStore:
         with held(entries):
             return [entry.view() for entry in entries]
 
-    def lookup(
-        self, rows: Sequence[tuple[StoredVariable, np.ndarray[Any, Any]]]
-    ) -> list[np.ndarray[Any, Any]]:
+    def lookup(self, wanted: Sequence[RowsOf]) -> list[np.ndarray[Any, Any]]:
         """Returns copies of rows of variables, all of one moment.
 
+        Where nearly all rows are there that there can be, they are padded with zeros.
+
         Args:
-          rows: (variable, ids of its rows).
+          wanted: rows of variables.
 
         Raises:
           UninitializedError: a variable has no value yet.
           MalformedMessageError: a variable has no such row.
         """
-        entries = self._with_rows([variable for variable, _ in rows])
+        entries = self._with_rows([rows.variable for rows in wanted])
         found = []
         with held(entries):
-            for entry, (variable, ids) in zip(entries, rows, strict=True):
-                shape = len(ids), *variable.type.shape[1:]
-                out = aligned_empty(ValueType(shape, variable.type.dtype))
-                entry.seen(ids)
-                entry.rows(write=False).lookup(ids, out)
+            for entry, rows in zip(entries, wanted, strict=True):
+                count, (most, *width) = len(rows.ids), rows.type.shape
+                size = most if nearly(count, most) else count
+                out = aligned_empty(ValueType((size, *width), rows.type.dtype))
+                entry.seen(rows.ids)
+                entry.rows(write=False).lookup(rows.ids, out[:count])
+                out[count:] = 0
                 found.append(out)
         return found
 

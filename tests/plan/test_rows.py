@@ -10,8 +10,16 @@ import pytest
 import jgraph as jg
 from jgraph.errors import RowIdError
 from jgraph.graph.rows import Layout, merge_rows, route_rows, split_rows
-from jgraph.plan.nodes import LookupNode, MergeNode, RouteNode, SegmentNode, SplitNode
+from jgraph.plan.nodes import (
+    LookupNode,
+    MergeNode,
+    RouteNode,
+    SegmentNode,
+    SplitNode,
+    ValueType,
+)
 from jgraph.plan.plan import Plan, plan
+from jgraph.plan.row_values import merge, split
 from tests.plan.support import (
     DRIVER,
     EXACT,
@@ -210,3 +218,17 @@ def test_rows_read_for_the_forward_pass_are_read_again_for_an_ordinary_update() 
     made = {v for n in nodes_of(planned, PS[0], SegmentNode) for v in n.outs}
     assert update.updates
     assert not made & set(update.inputs), "rows that were read before"
+
+
+def test_one_shards_rows_are_split_and_merged_without_a_copy() -> None:
+    local = [np.arange(31, dtype=np.int32)]
+    type_ = ValueType((32, WIDTH), "float32")
+    rows = np.ones((32, WIDTH), np.float32)
+    (given,) = split(rows, local)
+    assert given.shape == (31, WIDTH)
+    assert not np.shares_memory(merge(local, [rows], type_), rows)
+    rows[31] = 0
+    assert split(rows, local)[0] is rows
+    assert merge(local, [rows], type_) is rows
+    assert merge(local, [given], type_).tolist() == rows.tolist()
+    assert split(rows, [local[0][:20]])[0].shape == (20, WIDTH)

@@ -24,6 +24,7 @@ from jgraph.plan.nodes import ValueType
 from jgraph.plan.plan import plan
 from jgraph.plan.program import Program, StoredVariable
 from jgraph.rpc.program_codec import decode_program, encode_program
+from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.hash_rows import initial_rows
 from jgraph.runtime.hash_shard import HashShard, reshard
 from jgraph.runtime.store import VariableStore
@@ -34,6 +35,7 @@ WORKER = TaskName("/job:worker/task:0")
 LAYOUT = Layout((1, 1), "hash")
 COUNT, WIDTH = 5, 3
 RATE = 0.1
+ROWS = ValueType((COUNT, WIDTH), "float32", ragged=True)
 
 
 def spec_of(shard: int) -> HashSpec:
@@ -172,7 +174,7 @@ def test_one_name_is_one_table(tasks: Tasks) -> None:
     other = replace(spec_of(0), capacity_bytes=1 << 21)
     variable = StoredVariable("rows/0", ValueType((1, WIDTH), "float32"), table=other)
     with pytest.raises(VariableMismatchError, match="'ads/0' on /job:ps/task:0 has an"):
-        tasks.runtimes[PS[0]].store.lookup([(variable, keys(1))])
+        tasks.runtimes[PS[0]].store.lookup([RowsOf(variable, keys(1), ROWS)])
 
 
 def test_keys_of_another_dtype_are_refused() -> None:
@@ -180,7 +182,7 @@ def test_keys_of_another_dtype_are_refused() -> None:
     type_ = ValueType((1, WIDTH), "float32")
     variable = StoredVariable("rows/0", type_, table=spec_of(0))
     with pytest.raises(MalformedMessageError, match="came as int32, not int64"):
-        store.lookup([(variable, np.array([1], np.int32))])
+        store.lookup([RowsOf(variable, np.array([1], np.int32), ROWS)])
 
 
 def with_variable(program: Program, **changes: Any) -> Program:

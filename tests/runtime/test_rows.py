@@ -53,9 +53,9 @@ def add(store: VariableStore, rows: np.ndarray[Any, Any]) -> None:
 
 def test_lookup_gives_as_many_rows_as_ids(store: VariableStore) -> None:
     add(store, ids(3, 7))
-    (found,) = store.lookup([(TABLE, ids(7, 2, 7))])
+    (found,) = store.lookup([RowsOf(TABLE, ids(7, 2, 7), ROWS)])
     assert found[:, 0].tolist() == [1.0, 0.0, 1.0]
-    (nothing,) = store.lookup([(TABLE, ids())])
+    (nothing,) = store.lookup([RowsOf(TABLE, ids(), ROWS)])
     assert nothing.shape == (0, WIDTH)
 
 
@@ -86,9 +86,9 @@ def test_rows_and_whole_updates_take_turns(store: VariableStore) -> None:
     for _ in range(3):
         add(store, ids(5))
         store.update([TABLE], [], double)
-    assert store.lookup([(TABLE, ids(5))])[0][0, 0] == 14.0
+    assert store.lookup([RowsOf(TABLE, ids(5), ROWS)])[0][0, 0] == 14.0
     store.write([TABLE], [np.ones((SIZE, WIDTH), np.float32)])
-    assert store.lookup([(TABLE, ids(5))])[0][0, 0] == 1.0
+    assert store.lookup([RowsOf(TABLE, ids(5), ROWS)])[0][0, 0] == 1.0
 
 
 def test_array_that_nobody_else_has_is_stored_without_a_copy() -> None:
@@ -104,7 +104,7 @@ def test_row_that_is_not_there_is_refused_and_nothing_changes(
     store: VariableStore, wrong: np.ndarray[Any, Any]
 ) -> None:
     with pytest.raises(MalformedMessageError, match="a table of 100 rows"):
-        store.lookup([(TABLE, wrong)])
+        store.lookup([RowsOf(TABLE, wrong, ROWS)])
     with pytest.raises(MalformedMessageError, match="a table of 100 rows"):
         add(store, wrong)
     with pytest.raises(MalformedMessageError, match="6 rows of 'table'"):
@@ -122,7 +122,7 @@ def test_every_concurrent_update_counts_and_no_reader_sees_half_of_one(
         for _ in range(50):
             some = np.sort(rng.choice(SIZE, COUNT, replace=False)).astype(np.int32)
             add(store, some)
-            (seen,) = store.lookup([(TABLE, some)])
+            (seen,) = store.lookup([RowsOf(TABLE, some, ROWS)])
             torn.extend(np.ptp(seen, axis=1))
 
     threads = [threading.Thread(target=worker, args=(n,)) for n in range(4)]
@@ -226,6 +226,24 @@ def test_an_update_is_compiled_for_a_few_numbers_of_rows(tasks: Tasks) -> None:
     table = tasks.runtimes[PS].store.read([TABLE])[0]
     assert table.tolist() == np.repeat(seen[:, None], WIDTH, 1).tolist()
     assert tasks.cache.compilations == before + 1  # for at most 57
+
+
+def test_rows_that_are_nearly_all_travel_with_their_padding(tasks: Tasks) -> None:
+    """Who takes them padded then need not copy them."""
+    tasks.register("rows", routed_program(SIZE))
+    chosen = np.resize(np.arange(SIZE - 5), SIZE).astype(np.int32)
+    tasks.start("rows", 1, {"ids": chosen})
+    sizes = []
+    while tasks.messages:
+        _, _, _, values = tasks.messages[0]
+        sizes.append([(v.shape, bool(v[SIZE - 5 :].any())) for v in values])
+        tasks.deliver_one()
+    asked, found, given = sizes
+    assert asked == [((SIZE - 5,), False)]
+    assert found == [((SIZE, WIDTH), False)]
+    assert given == [((SIZE - 5, WIDTH), False)]  # its padding is ones, not zeros
+    table = tasks.runtimes[PS].store.read([TABLE])[0]
+    assert table.sum(1).tolist() == [WIDTH] * (SIZE - 5) + [0] * 5
 
 
 def test_id_out_of_range_ends_the_step_and_changes_nothing(tasks: Tasks) -> None:
