@@ -25,6 +25,7 @@ from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
     JGError,
+    TaskLostError,
     UnknownMethodError,
     VersionError,
 )
@@ -145,12 +146,14 @@ class Cluster:
         coroutine = self._transport.ask(address, method, request, timeout_s=timeout_s)
         try:
             return loop.run(coroutine)
-        except ClusterUnreachableError as error:
+        except (ClusterUnreachableError, TaskLostError) as error:
+            # The transport knows addresses; users know tasks.
             if str(error.details.get("task", "")).startswith("/job:"):
                 raise
             names = [t for t in self.tasks() if self.spec.address(t) == address]
-            raise ClusterUnreachableError(
-                f"{', '.join(names)} does not answer: {error.message}", tasks=names
+            raise type(error)(
+                f"{', '.join(names)} does not answer: {error.message}",
+                **{**error.details, "tasks": names},
             ) from error
 
     @property
