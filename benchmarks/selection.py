@@ -55,6 +55,7 @@ SHORT = Selection(
         "overhead --rounds 3",
         "memory --width 3000",
         "scale --rounds 2",
+        "auto --only mlp towers --rounds 2",
         "straggler --rounds 2",
         "train --model mlp cnn --rounds 3 --steps 30",
         "train --ps 1 --workers 1 4 --baseline --rounds 3 --steps 100",
@@ -84,7 +85,7 @@ LARGE = "--model cnn resnet18 lstm transformer wide_deep --rounds 3 --steps 8"
 PAIRED = "compare --only dense8 mlp --peer"
 ALL = Selection(
     [
-        *("imports", "startup", "overhead", "memory", "straggler"),
+        *("imports", "startup", "overhead", "memory", "straggler", "auto"),
         "scale --workers 1 2 4 8",
         "scale --workers 1 2 4 8 --mode sync",
         "train",

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from benchmarks import (
+    auto,
     compare,
     embedding,
     imports,
@@ -137,6 +138,16 @@ def test_null_steps_in_step_lose_no_update_of_rows(bench: Bench) -> None:
     (line,) = bench(null_step.main, words)
     assert line["mode"] == "sync"
     assert line["bytes_per_step"] < 200 * 64 * 4
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
+def test_automatic_placement_is_measured_beside_one_task(bench: Bench) -> None:
+    words = "--only mlp towers --width 16 --batch 8 --steps 2 --rounds 1"
+    lines = bench(auto.main, words)
+    assert [line["example"] for line in lines] == ["mlp", "towers"]
+    ways = "auto_predicted", "one_predicted", "split_predicted"
+    assert all(line[way] > 0 for line in lines for way in ways)
 
 
 @pytest.mark.procs

@@ -25,7 +25,9 @@ Pair: TypeAlias = tuple[TaskName, TaskName]
 _M, _K = 256, 1024
 _ELEMENTS = 1 << 20
 _ROUNDS = 16
-_PRODUCTS, _TURNS, _IDLE = 6, 2, 12
+_IDLE = 12
+# Long enough that a busy machine treats it as it treats a long step.
+_PRODUCTS, _SLOW = 12, 16
 _SMALL: Final = 16
 LARGE: Final = 1 << 20
 """Numbers of four bytes in a large message."""
@@ -49,10 +51,9 @@ class SpeedProbe:
         for task in self.tasks:
             with device(task):
                 h, w, v = pieces["make"]([x])
-                for name in ["product"] * _PRODUCTS:
-                    (h,) = pieces[name]([h, w])
+                (h,) = pieces["products"]([h, w])
                 (v,) = pieces["link"]([v, h])
-                for name in ["elements", "slow", "move"] * _TURNS:
+                for name in ("elements", "slow", "move"):
                     (v,) = pieces[name]([v])
                 (s,) = pieces["end"]([v])
                 for _ in range(_IDLE):
@@ -77,13 +78,18 @@ def _pieces() -> dict[str, Alone]:
         return [v]
 
     def slow(v: Any) -> list[Any]:
-        for _ in range(4):
+        for _ in range(_SLOW):
             v = jnp.exp(-v)
         return [v]
 
+    def products(h: Any, w: Any) -> list[Any]:
+        for _ in range(_PRODUCTS):
+            h = (h @ w) * (1.0 / _K)
+        return [h]
+
     made: Mapping[str, tuple[Callable[..., list[Any]], tuple[Any, ...]]] = {
         "make": (make, (x,)),
-        "product": (lambda h, w: [(h @ w) * (1.0 / _K)], (h, w)),
+        "products": (products, (h, w)),
         "link": (lambda v, h: [v + h[0, 0]], (v, h)),
         "elements": (elements, (v,)),
         "slow": (slow, (v,)),
@@ -130,7 +136,7 @@ class LinkProbe:
 class Seen:
     """Seconds of the pieces of a speed probe on one task."""
 
-    product: float
+    products: float
     elements: float
     slow: float
     move: float
@@ -139,17 +145,16 @@ class Seen:
     @property
     def computing(self) -> float:
         """All that uses the processor for long."""
-        each = self.elements + self.slow + self.move
-        return _PRODUCTS * self.product + _TURNS * each
+        return self.products + self.elements + self.slow + self.move
 
     def speed(self, host: str) -> TaskSpeed:
         """Returns the speed of a task that took so long."""
         moved = 8.0 * _ELEMENTS
         return TaskSpeed(
             host=host,
-            flops_per_s=2.0 * _M * _K * _K / self.product,
+            flops_per_s=_PRODUCTS * 2.0 * _M * _K * _K / self.products,
             elements_per_s=2.0 * _ROUNDS * _ELEMENTS / self.elements,
-            slow_per_s=4.0 * _ELEMENTS / self.slow,
+            slow_per_s=float(_SLOW) * _ELEMENTS / self.slow,
             bytes_per_s=moved / self.move,
             segment_s=self.idle,
         )
@@ -168,7 +173,7 @@ def seen(ran: Sequence[RunMetadata], task: TaskName) -> Seen:
         if (times := [n for n in r.of(task) if n.label == "idle"])
     ]
     return Seen(
-        product=median("product"),
+        products=median("products"),
         elements=median("elements"),
         slow=median("slow"),
         move=median("move"),
