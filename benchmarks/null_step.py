@@ -35,7 +35,6 @@ ROWS = 1_000_000
 EXAMPLES = 4096
 """Of one number each; an epoch of a few would make its order part of the figure."""
 GATE = "null"
-EXAMPLES = 4096  # what is dealt out ahead, in synchronous steps, is a part of an epoch
 
 
 class NullStep(OnCluster):

@@ -166,6 +166,7 @@ class AsyncRunner:
         self._position: Position = None
         self._loops: LoopHandle | None = None
         self.is_training = False
+        self._untold = 0
 
     @property
     def replicas(self) -> int:
@@ -227,14 +228,19 @@ class AsyncRunner:
                 ),
                 self._dealt(order),
             )
-        self.is_training = True
+        self.is_training, self._untold = True, 0
+        left, ended = order.steps, set[str]()
         try:
             for report in loops:
                 if order.stop.is_set():
                     loops.stop()
                 self.workers.note(report)
+                ended.add(report.state)
+                left -= len(report.steps)
                 if len(report.steps):
                     yield chunk_of(report, prepared.names, report.replica)
+            # Loops end when all batches are done, unless they are stopped.
+            self._untold = 0 if "stopped" in ended else max(left, 0)
         except GeneratorExit:
             end_loops(loops)
             raise
@@ -320,6 +326,10 @@ class AsyncRunner:
             ages = found.setdefault(workers[row.handle], {}).setdefault(row.task, {})
             ages[row.staleness] = row.updates
         return found
+
+    def untold(self) -> int:
+        """See ``Runner.untold``."""
+        return self._untold
 
     def events(self) -> Events:
         """See ``Runner.events``."""

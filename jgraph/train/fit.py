@@ -83,6 +83,7 @@ class Fit:
                 if self.runner.nbytes() <= KEPT_BYTES:
                     values = self.runner.values()
                 position = self.runner.position()
+                self.history.untold = self.runner.untold()
                 self.history.staleness = self.runner.staleness()
                 self.history.events = self.runner.events()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it

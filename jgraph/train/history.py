@@ -37,12 +37,14 @@ class History:
         """How old gradients were, once the run has ended."""
         self.events: Events = ()
         """What happened in hash tables, once the run has ended."""
+        self.untold = 0
+        """Steps without metrics, once the run has ended: their workers were lost."""
 
     @property
     def steps(self) -> int:
         """Updates applied, those of earlier runs included."""
         with self._lock:
-            return self._first + self._count
+            return self._first + self._count + self.untold
 
     @property
     def names(self) -> list[str]:

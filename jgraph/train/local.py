@@ -185,6 +185,10 @@ class LocalRunner:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values
 
+    def untold(self) -> int:
+        """See ``Runner.untold``: here are no workers to lose."""
+        return 0
+
     def events(self) -> Events:
         """See ``Runner.events``: here are no hash tables."""
         return ()

@@ -105,6 +105,12 @@ class Runner(Protocol):
     def staleness(self) -> Staleness:
         """Returns how old the gradients of the last run were."""
 
+    def untold(self) -> int:
+        """Returns how many steps of the last run were done, but by lost workers.
+
+        No chunk had them: a worker tells of its steps now and then.
+        """
+
     def events(self) -> Events:
         """Returns what happened in each shard of each hash table so far."""
 

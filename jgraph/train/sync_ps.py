@@ -258,6 +258,10 @@ class SyncRunner:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values
 
+    def untold(self) -> int:
+        """See ``Runner.untold``: a ps tells of the updates, not the workers."""
+        return 0
+
     def events(self) -> Events:
         """See ``Runner.events``."""
         return self._state.events()
