@@ -162,6 +162,11 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in found)
 
 
+def put_aside_in(directory: Path) -> list[Path]:
+    """Returns the damaged steps that ``newest_good`` renamed."""
+    return sorted(checkpoint.absolute(directory).glob("*.corrupt*"))
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory is one checkpoint, not a directory of steps."""
     return (path / FILE).exists() or not steps_in(path)

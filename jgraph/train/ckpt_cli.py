@@ -25,7 +25,10 @@ app = typer.Typer(
 @app.command()
 def ls(path: Where, as_json: Json = False) -> None:
     """List the steps of a directory; reads manifests, not arrays."""
+    from jgraph.train.checkpoints import put_aside_in
+
     rows = [_facts(one) for one in _checkpoints(path)]
+    rows += [{"path": str(p), "problem": f"{p} is damaged"} for p in put_aside_in(path)]
     _print(as_json, rows, "\n".join(map(_line, rows)))
 
 

@@ -272,6 +272,9 @@ def test_row_25_a_writer_killed_at_any_moment_loses_no_saved_step(
     )
     assert child.stdout is not None
     saved = [int(child.stdout.readline()) for _ in range(moment.randint(1, 5))][-1]
+    # Meanwhile nobody else may write; afterwards anybody, at once.
+    with pytest.raises(CheckpointWriterError, match=f"process {child.pid} on "):
+        CheckpointWriter(tmp_path).__enter__()
     with suppress(subprocess.TimeoutExpired):
         child.wait(moment.uniform(0, 0.1))
     child.kill()

@@ -30,6 +30,9 @@ def test_ls_lists_steps_with_their_bytes(tmp_path: Path, run: Any) -> None:
     assert "262,148 bytes in 2 arrays" in text
     code, text = run("ls", tmp_path, "--json")
     assert [row["step"] for row in json.loads(text)] == [1, 2]
+    (tmp_path / "2").rename(tmp_path / "2.corrupt")
+    code, text = run("ls", tmp_path)
+    assert (code, f"{tmp_path / '2.corrupt'} is damaged" in text) == (0, True)
 
 
 def test_row_27_verify_fails_and_names_the_damaged(tmp_path: Path, run: Any) -> None:
