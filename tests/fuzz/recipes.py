@@ -270,6 +270,14 @@ OPS: dict[str, Op] = {
 }
 
 
+STATE_OPS = sorted(
+    name
+    for name in OPS
+    if name.startswith(("read", "write", "update", "count", "split key"))
+)
+"""What reads and writes variables."""
+
+
 def task_names(count: int) -> list[str]:
     """Returns the tasks of a cluster of this size; the second is a ps."""
     return [
@@ -311,4 +319,4 @@ def run(recipe: Recipe, store: Store, x: Any, n: Any, *, placed: bool) -> Any:
         free = task is None or step.op == "count in loop"
         with nullcontext() if free or not placed else jg.device(task):
             OPS[step.op](machine, step.a, step.b)
-    return machine.floats[-3:], machine.integers[-1]
+    return machine.floats[-6:], machine.integers[-2:]

@@ -22,6 +22,7 @@ from jgraph.plan.plan import plan
 from tests.cluster.test_inprocess import steps
 from tests.fuzz.recipes import (
     OPS,
+    STATE_OPS,
     VARIABLES,
     Recipe,
     Step,
@@ -39,16 +40,18 @@ STEPS = 2
 SHAPES = (1, 2, 3, 4)
 
 
-def recipes(tasks: int) -> st.SearchStrategy[Recipe]:
-    """Returns recipes for clusters of this many tasks."""
+def recipes(tasks: int, most: int = MAX_INSTRUCTIONS) -> st.SearchStrategy[Recipe]:
+    """Returns recipes for clusters of this many tasks, of so many instructions."""
     place = st.none() | st.integers(0, tasks - 1)
     number = st.integers(0, 7)
-    step = st.builds(Step, st.sampled_from(sorted(OPS)), number, number, place)
+    # Most faults are in the order of reads and writes: every other instruction is one.
+    op = st.sampled_from(sorted(OPS)) | st.sampled_from(STATE_OPS)
+    step = st.builds(Step, op, number, number, place)
     return st.builds(
         Recipe,
         st.just(tasks),
         st.tuples(*(place for _ in VARIABLES)),
-        st.lists(step, min_size=2, max_size=MAX_INSTRUCTIONS).map(tuple),
+        st.lists(step, min_size=most // 2, max_size=most).map(tuple),
         st.booleans(),
     )
 
