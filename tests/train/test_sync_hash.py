@@ -140,6 +140,19 @@ def test_keys_of_all_workers_together_are_updated_once(
     there.close()
 
 
+def test_rows_of_a_frozen_table_count_for_a_norm_only(cluster: Cluster) -> None:
+    frozen = {"table": optax.set_to_zero(), "last": optax.sgd(0.1)}
+    rest = optax.multi_transform(frozen, {"table": "table", "last": "last"})
+    tx = optax.chain(optax.clip_by_global_norm(0.01), rest)
+    there = trainer(cluster, tx)
+    model = fit(there, 3).model()
+    assert_same(model, alone(tx, 3))
+    for key, row in rows_of(model).items():
+        new = initial_rows(np.array([key]), Column("", DIM, initial=INITIAL))
+        np.testing.assert_array_equal(row, new[0])
+    there.close()
+
+
 def test_a_checkpoint_of_one_strategy_goes_on_in_the_other(
     cluster: Cluster, tmp_path: Path
 ) -> None:
