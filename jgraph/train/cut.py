@@ -34,6 +34,6 @@ def cut_batch(batch: Tree, count: int, what: str) -> list[Tree]:
         )
     each = sizes[0] // count
     return [
-        jax.tree.map(lambda leaf, first=first: leaf[first : first + each], batch)
-        for first in range(0, sizes[0], each)
+        jax.tree.map(lambda leaf, n=n: leaf[n * each : (n + 1) * each], batch)
+        for n in range(count)
     ]
