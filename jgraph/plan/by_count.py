@@ -64,10 +64,11 @@ def find_counts(
         cut = [n for n, v in enumerate(equation.invars) if _in(v, found)]
         if cut:
             count = _result(equation, cut, found)
-            if count is None and not _adds_zeros(equation, found, zeros):
-                return {}
-            if count is not None:
-                found.update(dict.fromkeys(equation.outvars, count))
+            if count is None:
+                if not _adds_zeros(equation, found, zeros):
+                    return {}
+                continue  # a sum of rows has no padding, and is not zero
+            found.update(dict.fromkeys(equation.outvars, count))
         if _is_zero(equation, zeros):
             zeros.update(equation.outvars)
     return {} if any(_in(v, found) for v in outvars) else found

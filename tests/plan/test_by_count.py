@@ -51,6 +51,10 @@ def mean_of_all(rows: Any, sums: Any, grads: Any) -> Any:
     return rows - jnp.mean(jnp.exp(grads)), sums
 
 
+def scaled_mean(rows: Any, sums: Any, grads: Any) -> Any:
+    return rows - jnp.sum(jnp.exp(grads) * jnp.sum(grads**2)), sums
+
+
 def largest_of_all(rows: Any, sums: Any, grads: Any) -> Any:
     return rows - jnp.max(grads, axis=0), sums
 
@@ -81,7 +85,7 @@ def numbers(count: int) -> list[np.ndarray[Any, Any]]:
 
 
 BY_ROWS = [adagrad, clipped, normed_rows, weighted, projected]
-MIXED = [mean_of_all, largest_of_all, sorted_rows, looped]
+MIXED = [mean_of_all, scaled_mean, largest_of_all, sorted_rows, looped]
 
 
 @pytest.mark.parametrize("step", BY_ROWS)
