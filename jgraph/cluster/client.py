@@ -29,6 +29,7 @@ from jgraph.errors import (
     UnknownMethodError,
     VersionError,
 )
+from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version
@@ -116,15 +117,18 @@ class Cluster:
         self._sessions.append(session)
         return session
 
+    @short_traceback
     def status(self) -> ClusterStatus:
         """Asks every task how it is; names those that do not answer."""
         reply = self.call("Master.Status", frame(empty=pb.Empty()), timeout_s=15.0)
         return ClusterStatus.from_message(body_of(reply))
 
+    @short_traceback
     def reset(self, *containers: str) -> None:
         """Drops the variables of these containers; none named: all, and programs."""
         self.call("Master.Reset", frame(reset=pb.Reset(containers=containers)))
 
+    @short_traceback
     def shutdown(self, grace_s: float = 5.0) -> None:
         """Asks every task's server to end; steps in flight get ``grace_s``."""
         tasks = [t for t in self.tasks() if t != self.master] + [self.master]
@@ -203,6 +207,7 @@ class ConnectedCluster(Cluster):
     """A cluster whose servers were started elsewhere; closing leaves them running."""
 
 
+@short_traceback
 def connect(
     target: str,
     *,

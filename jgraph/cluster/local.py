@@ -18,6 +18,7 @@ from jgraph.cluster.processes import (
     tasks_of,
 )
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
+from jgraph.errors.tracebacks import short_traceback
 from jgraph.rpc.certificates import make_certificates
 from jgraph.rpc.token import NAME, TOKEN_FILE, Token
 
@@ -58,6 +59,7 @@ class LocalCluster(Cluster):
       >>> cluster.close()
     """
 
+    @short_traceback
     def __init__(
         self,
         ps: int = 2,

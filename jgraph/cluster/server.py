@@ -32,6 +32,7 @@ from jgraph.errors import (
     StartError,
     TaskLostError,
 )
+from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.health import HealthServer
@@ -177,6 +178,7 @@ class Server:
       >>> server.stop()
     """
 
+    @short_traceback
     def __init__(
         self,
         cluster: ClusterSpec | Mapping[str, Any],

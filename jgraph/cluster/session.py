@@ -16,6 +16,7 @@ from jgraph.cluster.values import VariableValues, checked_values
 from jgraph.cluster.variables import VariableDirectory, as_variables
 from jgraph.coordination.run_metadata import RunMetadata
 from jgraph.errors import ConfigError
+from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan
@@ -98,6 +99,7 @@ class Session:
 
     # ------------------------------------------------------------ running
 
+    @short_traceback
     def run(
         self,
         fn: Callable[..., Any],
@@ -161,6 +163,7 @@ class Session:
         )
         return result
 
+    @short_traceback
     def make_callable(
         self,
         fn: Callable[..., Any],
@@ -212,6 +215,7 @@ class Session:
             )
         return self._run_metadata
 
+    @short_traceback
     def plan(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """Returns what goes where when ``fn`` runs with such arguments."""
         self._check_open()
@@ -219,6 +223,7 @@ class Session:
 
     # ------------------------------------------------------------ variables
 
+    @short_traceback
     def initialize(self, variables: Iterable[Variable], *, again: bool = False) -> None:
         """Gives variables their initial values, on the tasks that hold them.
 
@@ -234,6 +239,7 @@ class Session:
         self._check_open()
         self._values.initialize(self._own(variables, "initialize"), again=again)
 
+    @short_traceback
     def read(self, variables: Iterable[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name, as numpy arrays.
 
@@ -246,6 +252,7 @@ class Session:
         self._check_open()
         return self._values.read(self._own(variables, "read"))
 
+    @short_traceback
     def snapshot(self, variables: Iterable[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name, those of each task at one moment.
 
@@ -258,6 +265,7 @@ class Session:
         self._check_open()
         return self._snapshots.take(self._own(variables, "snapshot"))
 
+    @short_traceback
     def write(self, values: Mapping[Variable, Any]) -> None:
         """Replaces the values of variables; creates those that have none.
 
@@ -271,6 +279,7 @@ class Session:
         self._check_open()
         self._values.write(self._own(values, "write"), checked_values(values))
 
+    @short_traceback
     def reset(self, *containers: str) -> None:
         """Drops the variables of these containers on all tasks.
 

@@ -15,6 +15,7 @@ from jgraph.cluster.values import VariableValues
 from jgraph.cluster.variables import VariableDirectory
 from jgraph.coordination.run_metadata import RunMetadata, run_metadata
 from jgraph.errors import ConfigError, FeedError
+from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import current_device
 from jgraph.graph.function import Function
 from jgraph.graph.ir import Feed, Graph
@@ -78,6 +79,7 @@ class PreparedStep:
         self._programs = programs
         self._tree = tree
 
+    @short_traceback
     def __call__(
         self, *args: Any, feeds: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
 
 from jgraph.errors import DeadlineError
+from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.data import Data
@@ -175,6 +176,7 @@ class Run:
         """
         return self._history.curves(path)
 
+    @short_traceback
     def model(self) -> Any:
         """Returns the trained model.
 
@@ -186,6 +188,7 @@ class Run:
         """
         return self._result.model_of(self._outcome.values)
 
+    @short_traceback
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint, and returns its absolute path.
 
@@ -203,6 +206,7 @@ class Run:
             path, self._values(), position, overwrite=overwrite
         )
 
+    @short_traceback
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the Trainer's metrics on ``data``; see Trainer."""
         return self._result.evaluate_values(self._outcome.values, data, batch_size)
@@ -211,6 +215,7 @@ class Run:
         """Asks the run to end after the current step; ``wait`` waits for it."""
         self._stop.set()
 
+    @short_traceback
     def wait(self, timeout_s: float | None = None) -> "Run":
         """Waits for the end of the run; raises what ended it, if an error did.
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ClusterBusyError, ConfigError
+from jgraph.errors.tracebacks import short_traceback
 from jgraph.train import checkpoint as checkpoints
 from jgraph.train.adapters import Metric, Model
 from jgraph.train.arguments import check_arguments
@@ -89,6 +90,7 @@ class Trainer:
       3.0
     """
 
+    @short_traceback
     def __init__(
         self,
         model: Model,
@@ -122,6 +124,7 @@ class Trainer:
         self._parts = Parts(self._given)
         self._busy = threading.Lock()
 
+    @short_traceback
     def fit(
         self,
         data: Data | Source,
@@ -201,6 +204,7 @@ class Trainer:
         ).start(self._busy.release)
         return wait_or_stop(run) if block else run
 
+    @short_traceback
     def plan(self, data: Data | None = None, batch_size: int = 128) -> Any:
         """Returns what goes where when it is trained on ``data``.
 
@@ -220,6 +224,7 @@ class Trainer:
             )
         return self._made()[1].plan()
 
+    @short_traceback
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the metrics on ``data``, as means over all examples.
 
@@ -233,6 +238,7 @@ class Trainer:
         """
         return self.evaluate_values(None, data, batch_size)
 
+    @short_traceback
     def predict(
         self, x: Data, batch_size: int = 256, *, fn: Callable[..., Any] | None = None
     ) -> Any:
@@ -249,15 +255,18 @@ class Trainer:
         tree = step.unflatten(runner.values(model_only=True))
         return evaluator.predict(tree, data, batch_size, fn)
 
+    @short_traceback
     def model(self) -> Any:
         """Returns the model as it is now; see ``Run.model``."""
         return self.model_of(None)
 
+    @short_traceback
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint of the state as it is now; see ``Run.save``."""
         where = self.current_position()
         return self.save_values(path, self.current_values(), where, overwrite=overwrite)
 
+    @short_traceback
     def restore(self, path: str | Path) -> "Trainer":
         """Takes model, optimizer state, step number and position in the data.
 
