@@ -15,6 +15,7 @@ from jgraph.coordination.probes import (
     SpeedProbe,
     links_of,
     seen,
+    typical,
 )
 from jgraph.coordination.run_metadata import RunMetadata, run_metadata
 from jgraph.errors import DeadlineError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
 
 MEASURE_S = 120.0
-_WARM, _ROUNDS, _IN_A_ROW = 2, 7, 5
+_WARM, _ROUNDS, _IN_A_ROW = 1, 5, 5
 _NUMBER = np.asarray(0.5, np.float32)
 _CALLS = np.ones(1, np.float32), np.ones(1 << 20, np.float32)
 
@@ -105,7 +106,12 @@ class _Measuring:
             group: {task: seen(ran[probe.handle][_WARM:], task) for task in group}
             for group, probe in zip(groups, speeds, strict=True)
         }
-        found = {t: times[t,][t].speed(self._hosts[t]) for t in self._tasks}
+        found = {
+            task: typical([times[t,][t] for t in self._like(task)]).speed(
+                self._hosts[task]
+            )
+            for task in self._tasks
+        }
         small, large = (statistics.median(called[probe.handle]) for probe in calls)
         moving = (_CALLS[1].nbytes - _CALLS[0].nbytes) / max(large - small, 1e-6)
         latency = max(small - found[self._cluster.master].segment_s, 0.0)
@@ -120,6 +126,15 @@ class _Measuring:
         """Returns the tasks of a host where there are several."""
         tasks = tuple(task for task in self._tasks if self._hosts[task] == host)
         return tasks if len(tasks) > 1 else ()
+
+    def _like(self, task: TaskName) -> list[TaskName]:
+        """Returns the tasks that are as fast as one: of its host, on its kind."""
+        kinds = self._cluster.platforms
+        return [
+            t
+            for t in self._tasks
+            if self._hosts[t] == self._hosts[task] and kinds.get(t) == kinds.get(task)
+        ]
 
     def _first(self, x: Any) -> Any:
         with device(self._cluster.master):

@@ -7,7 +7,7 @@ they measure is what steps are made of, and messages travel as those of any step
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Final, TypeAlias, final
 
 import jax
@@ -179,6 +179,12 @@ def seen(ran: Sequence[RunMetadata], task: TaskName) -> Seen:
         move=median("move"),
         idle=statistics.median(idle),
     )
+
+
+def typical(times: Sequence[Seen]) -> Seen:
+    """Returns the medians of what several tasks took."""
+    columns = zip(*(astuple(one) for one in times), strict=True)
+    return Seen(*map(statistics.median, columns))
 
 
 def links_of(ran: Sequence[RunMetadata], pairs: Iterable[Pair]) -> dict[Pair, Link]:

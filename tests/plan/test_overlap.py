@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jgraph as jg
+from jgraph.plan import overlap
 from jgraph.plan.nodes import RecvNode, SegmentNode
 from tests.plan.support import WORKERS, check_plan, nodes_of, segments_per_task
 
@@ -101,3 +103,35 @@ def test_gradients_of_a_half_overlap_with_those_of_the_other() -> None:
     planned = check_plan(step, X, variables=weights, exact=False)
     # B sends the gradient that A waits for, and then computes those of its weights.
     assert segments_per_task(planned)[B] == 2
+
+
+@pytest.mark.parametrize("tasks", [(A, B), (B, A, B), (A, A, B, B), (A, B, A, B)])
+def test_wherever_clusters_are_cut_the_step_means_the_same(
+    tasks: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "WORTH", 0.0)
+    variables = [
+        jg.Variable(f"{name}{n}", jnp.full((4, 4), 0.1 + n), device=task)
+        for n, task in enumerate(tasks)
+        for name in ("w", "m")
+    ]
+    weights, moments = variables[::2], variables[1::2]
+
+    def step(x: Any) -> Any:
+        def loss(values: list[Any]) -> Any:
+            h, side = x, jnp.float32(0.0)
+            for value, task in zip(values, tasks, strict=True):
+                with jg.device(task):
+                    h = jnp.tanh(h @ value)
+                    side = side + (h * h).sum()
+            return h.sum() + side
+
+        found, gradients = jax.value_and_grad(loss)([w[...] for w in weights])
+        norm = sum((g * g).sum() for g in gradients)
+        for w, m, gradient in zip(weights, moments, gradients, strict=True):
+            m[...] = 0.9 * m[...] + gradient / (1.0 + norm)
+            w[...] = w[...] - 0.1 * m[...]
+        return found, norm
+
+    planned = check_plan(step, X[:4, :4], variables=variables, exact=False)
+    assert len(planned.segments) > len(set(tasks))
