@@ -267,12 +267,19 @@ def up(
     ps: Annotated[int, typer.Option(min=0, help="Parameter servers.")] = 2,
     workers: Annotated[int, typer.Option(min=0, help="Workers.")] = 2,
     name: Name = "default",
+    restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="How often a task that died is started again within a minute.",
+        ),
+    ] = 2,
     as_json: Json = False,
 ) -> None:
     """Start a cluster of processes on this machine, in the background."""
     from jgraph.cluster.keeper import describe, up as start
 
-    kept = start(name, ps, workers)
+    kept = start(name, ps, workers, restarts)
     if as_json:
         typer.echo(json.dumps(describe(kept)))
         return

@@ -70,11 +70,17 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
     assert [t["state"] for t in json.loads(shown.stdout)["tasks"]] == ["ready"] * 2
     with connect(facts["target"], token_file=jgraph.token, timeout_s=20) as cluster:
         assert cluster.session().run(lambda x: x + 1, 1.0) == 2.0
+        os.kill(facts["pids"]["/job:ps/task:0"], signal.SIGKILL)  # and it comes back
+        assert cluster.wait_for_tasks(30)
+        assert cluster.session().run(lambda x: x + 1, 1.0) == 2.0
+        now = {str(task.task): task.pid for task in cluster.status().tasks}
+        assert now["/job:ps/task:0"] != facts["pids"]["/job:ps/task:0"]
+        assert now["/job:worker/task:0"] == facts["pids"]["/job:worker/task:0"]
 
     ended = jgraph("down")
     assert ended.returncode == 0
     assert "0 processes left" in ended.stdout
-    assert not any(map(_runs, [facts["keeper"], *facts["pids"].values()]))
+    assert not any(map(_runs, [facts["keeper"], *now.values()]))
     assert jgraph("down").returncode == 3
     gone = jgraph("status", facts["target"])
     assert (gone.returncode, gone.stderr[:6]) == (3, "JG-101")

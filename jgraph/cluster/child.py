@@ -1,6 +1,8 @@
-"""The process of one task of a local cluster: ``jgraph.cluster.child ps 0 auto DIR``.
+"""The process of one task of a local cluster: ``… child ps 0 SPEC auto DIR``.
 
-Further arguments are patterns of import paths that data may come from.
+``SPEC`` is what is known of the cluster, as JSON: at first this task alone, on any
+port; all of it when the task is started again. Further arguments are patterns of import
+paths that data may come from.
 
 It tells its address on standard output, takes the cluster's description from standard
 input, tells that it has it, and ends when its input closes: no task outlives the
@@ -15,22 +17,24 @@ from jgraph.cluster.allocator import keep_memory
 from jgraph.cluster.processes import hand_over_stdout
 from jgraph.cluster.server import Server
 from jgraph.cluster.serving import configure_logging, serve
+from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
 
 
 def main(
     job: str,
     index: int,
+    spec: str,
     transport: TransportChoice,
     tls: str,
     allow_sources: Sequence[str],
 ) -> None:
-    """Serves one task on a free loopback port."""
+    """Serves one task on loopback."""
     keep_memory()
     configure_logging()
     parent = hand_over_stdout()
     server = Server(
-        {job: {index: "127.0.0.1:0"}},
+        ClusterSpec(json.loads(spec), port_zero=True),
         job,
         index,
         transport=transport,
@@ -43,5 +47,6 @@ def main(
 
 
 if __name__ == "__main__":
-    choice: TransportChoice = "grpc" if sys.argv[3] == "grpc" else "auto"
-    main(sys.argv[1], int(sys.argv[2]), choice, sys.argv[4], sys.argv[5:])
+    choice: TransportChoice = "grpc" if sys.argv[4] == "grpc" else "auto"
+    job, index, spec = sys.argv[1:4]
+    main(job, int(index), spec, choice, sys.argv[5], sys.argv[6:])

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from jgraph.cluster.transport_choice import (
     target_of,
     token_file_in,
 )
+from jgraph.cluster.waiting import connect_request, wait_for_tasks
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -32,7 +34,7 @@ from jgraph.errors import (
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import body_of, frame, installed_version
+from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.tls import TLS
 from jgraph.rpc.token import Token, find_token
@@ -122,6 +124,27 @@ class Cluster:
         """Asks every task how it is; names those that do not answer."""
         reply = self.call("Master.Status", frame(empty=pb.Empty()), timeout_s=15.0)
         return ClusterStatus.from_message(body_of(reply))
+
+    @short_traceback
+    def wait_for_tasks(
+        self, timeout_s: float = CONNECT_S, *, stop: threading.Event | None = None
+    ) -> bool:
+        """Waits until every task answers, after some were lost and started again.
+
+        Args:
+          timeout_s: how long to wait.
+          stop: set from another thread: waits no longer.
+
+        Returns:
+          Whether all answer; False if it was stopped.
+
+        Raises:
+          TaskMissingError: a task did not answer in time, or nobody starts it again.
+        """
+        return wait_for_tasks(self, timeout_s, stop or threading.Event())
+
+    def check_startable(self) -> None:
+        """Raises ``TaskMissingError`` for a lost task that nobody starts again."""
 
     @short_traceback
     def reset(self, *containers: str) -> None:
@@ -268,16 +291,11 @@ async def open_cluster(
     transport = GrpcTransport(None, tls=tls, token=token)
     await transport.start(NoHandler())
     try:
-        request = pb.ConnectRequest(
-            timeout_s=timeout_s,
-            jgraph=installed_version("jgraph"),
-            jax=jax.__version__,
-        )
         # The master keeps the deadline and knows whom it waits for: ours is later.
         reply = await transport.ask(
             address,
             "Master.Connect",
-            frame(connect=request),
+            connect_request(timeout_s),
             timeout_s=timeout_s + CONTROL_S,
         )
         status: pb.ClusterStatus = body_of(reply)

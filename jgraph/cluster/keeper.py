@@ -6,6 +6,7 @@ others cannot read. Nothing here imports JAX: the tasks' processes do that meanw
 """
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import psutil
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.processes import TaskProcesses, check_counts, hand_over_stdout
+from jgraph.cluster.restarting import check_restarts
 from jgraph.errors import (
     ClusterBusyError,
     ClusterUnreachableError,
@@ -75,8 +77,10 @@ def find(name: str) -> KeptCluster | None:
     return None
 
 
-def up(name: str, ps: int, workers: int) -> KeptCluster:
+def up(name: str, ps: int, workers: int, restarts: int) -> KeptCluster:
     """Starts a named cluster in the background and waits until it serves.
+
+    A task that dies is started again, up to ``restarts`` times within a minute.
 
     Raises:
       ConfigError: no task at all.
@@ -84,6 +88,7 @@ def up(name: str, ps: int, workers: int) -> KeptCluster:
       StartError: it could not be started; shows why.
     """
     check_counts({"ps": ps, "worker": workers})
+    check_restarts(restarts)
     if (running := find(name)) is not None:
         raise ClusterBusyError(
             f"cluster '{name}' runs already at {running.target}; stop it with "
@@ -92,7 +97,7 @@ def up(name: str, ps: int, workers: int) -> KeptCluster:
         )
     log_dir = state_directory().parent / "logs" / name
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    order = [name, str(ps), str(workers), str(log_dir)]
+    order = [name, *map(str, (ps, workers, restarts, log_dir))]
     with (log_dir / "keeper.log").open("w") as log:
         keeper = subprocess.Popen(
             [sys.executable, "-m", "jgraph.cluster.keeper", *order],
@@ -189,20 +194,28 @@ def _is_keeper(pid: int) -> bool:
     return "jgraph.cluster.keeper" in command
 
 
-def main(name: str, ps: int, workers: int, log_dir: str) -> None:
+def main(name: str, ps: int, workers: int, restarts: int, log_dir: str) -> None:
     """Holds a cluster until SIGTERM or SIGINT."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     parent = hand_over_stdout()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    tasks = TaskProcesses({"ps": ps, "worker": workers}, Path(log_dir), {})
+    writing = threading.Lock()
+
+    def note() -> None:
+        with writing:
+            target = f"jgraph://{tasks.spec.address(tasks.master)}"
+            kept = KeptCluster(name, target, os.getpid(), tasks.pids, log_dir)
+            path = _state_file(name)
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(asdict(kept)))
+            new.replace(path)
+
+    counts = {"ps": ps, "worker": workers}
+    tasks = TaskProcesses(counts, Path(log_dir), {}, restarts=restarts, told=note)
     try:
-        target = f"jgraph://{tasks.spec.address(tasks.master)}"
-        kept = KeptCluster(name, target, os.getpid(), tasks.pids, log_dir)
-        path = _state_file(name)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(kept)))
-        new.replace(path)
+        note()
         parent.write("ready\n")
         parent.close()
         ended.wait()
@@ -212,6 +225,8 @@ def main(name: str, ps: int, workers: int, log_dir: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        name, *numbers, log_dir = sys.argv[1:]
+        ps, workers, restarts = map(int, numbers)
+        main(name, ps, workers, restarts, log_dir)
     except JGError as failure:
         sys.exit(str(failure))  # the end of the log, which `jgraph up` shows

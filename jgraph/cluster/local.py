@@ -17,7 +17,9 @@ from jgraph.cluster.processes import (
     check_counts,
     tasks_of,
 )
+from jgraph.cluster.restarting import check_restarts
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
+from jgraph.errors import TaskMissingError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.rpc.certificates import make_certificates
 from jgraph.rpc.token import NAME, TOKEN_FILE, Token
@@ -46,6 +48,9 @@ class LocalCluster(Cluster):
         between machines.
       tls: whether all connections are encrypted, with certificates made for this
         cluster alone.
+      restarts: how often a task that died is started again within a minute, at its
+        old address and without what it held; the next death is the last, and is an
+        error in the log. See ``Trainer.fit(checkpoint=…)`` for what a run does then.
 
     Raises:
       ConfigError: no task, or no such transport.
@@ -73,6 +78,7 @@ class LocalCluster(Cluster):
         log_dir: str | os.PathLike[str] | None = None,
         transport: TransportChoice = "auto",
         tls: bool = False,
+        restarts: int = 0,
         clock: Clock | None = None,
     ) -> None:
         check_transport(transport)
@@ -80,6 +86,7 @@ class LocalCluster(Cluster):
         if evaluators:
             counts["evaluator"] = evaluators
         check_counts(counts)
+        check_restarts(restarts)
         clock = clock or SystemClock()
         deadline = clock.now() + timeout_s
         self._temporary = log_dir is None
@@ -96,6 +103,8 @@ class LocalCluster(Cluster):
                 *(counts, self._directory, environment, transport, timeout_s),
                 tls_directory=self._certificates,
                 allow_sources=allow_sources,
+                restarts=restarts,
+                clock=clock,
             )
         except BaseException:
             self._forget_files()
@@ -122,6 +131,15 @@ class LocalCluster(Cluster):
     def kill(self, task: str) -> None:
         """Kills a task's process, as a crash of its host would."""
         self._processes[task].kill()
+
+    def check_startable(self) -> None:
+        """See ``Cluster.check_startable``."""
+        if gone := self._processes.gone():
+            raise TaskMissingError(
+                f"{'; '.join(gone.values())}\nNothing starts it again; more would be "
+                "tried with jg.LocalCluster(…, restarts=5)",
+                missing=list(gone),
+            )
 
     def close(self) -> None:
         """Ends all processes and frees their ports."""

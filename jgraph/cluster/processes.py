@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, final
 
+from jgraph.clock import Clock, SystemClock
+from jgraph.cluster.restarting import Restarter
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.errors import ConfigError, JGError, StartError
@@ -51,15 +53,28 @@ class TaskProcess:
         self.task = TaskName(f"/job:{job}/task:{index}")
         self.address = ""
         self.log = directory / f"{job}-{index}.log"
-        child = [sys.executable, "-m", "jgraph.cluster.child"]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*child, job, str(index), transport, tls_directory, *allow_sources],
+        self.log.unlink(missing_ok=True)
+        self._which = [job, str(index)]
+        self._options = [transport, tls_directory, *allow_sources]
+        self._environment = {**os.environ, **environment}
+        alone = ClusterSpec({job: {index: "127.0.0.1:0"}}, port_zero=True)
+        self.process = self._started(alone)
+
+    def start(self, spec: ClusterSpec) -> None:
+        """Starts it again, after its end, where it is in ``spec``."""
+        self.end()
+        self.process = self._started(spec)
+
+    def _started(self, spec: ClusterSpec) -> "subprocess.Popen[str]":
+        child = [sys.executable, "-m", "jgraph.cluster.child", *self._which]
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                [*child, spec.to_json(), *self._options],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, **environment},
+                env=self._environment,
                 # Ctrl-C in the client's terminal is for the client alone.
                 start_new_session=True,
             )
@@ -110,6 +125,10 @@ class TaskProcess:
                 except BrokenPipeError:
                     continue
 
+    def wait_dead(self) -> int:
+        """Waits for the end, however long it takes; returns the exit code."""
+        return self.process.wait()
+
     def wait_ended(self, timeout_s: float) -> None:
         """Waits for the end; kills the process after ``timeout_s``."""
         try:
@@ -120,8 +139,9 @@ class TaskProcess:
 
     def kill(self) -> None:
         """Kills the process, as a crash of its host would."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(_END_S)
+        process = self.process  # another one when this is over, if it is restarted
+        process.send_signal(signal.SIGKILL)
+        process.wait(_END_S)
 
 
 @final
@@ -140,6 +160,9 @@ class TaskProcesses:
       timeout_s: how long to wait until all listen and know each other.
       tls_directory: where certificates of all tasks are; empty for plain text.
       allow_sources: see ``Server``.
+      restarts: how often a task that died is started again within a minute.
+      told: called after one was, in another thread.
+      clock: dates their ends.
 
     Raises:
       StartError: one ended while starting, or was not ready in time; none is left.
@@ -154,8 +177,13 @@ class TaskProcesses:
         timeout_s: float = START_S,
         tls_directory: str = "",
         allow_sources: Sequence[str] = (),
+        *,
+        restarts: int = 0,
+        told: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
     ) -> None:
         self._processes: dict[TaskName, TaskProcess] = {}
+        self._restarter: Restarter | None = None
         try:
             for job, count in counts.items():
                 modest = job in ("ps", "evaluator")
@@ -175,6 +203,15 @@ class TaskProcesses:
             self.spec = self._spec()
             # A task that does not know the others yet would call itself the cluster.
             self._each(lambda process: process.join(self.spec), timeout_s)
+            if restarts:
+                self._restarter = Restarter(
+                    list(self._processes.values()),
+                    self.spec,
+                    restarts,
+                    start_s=START_S,
+                    clock=clock or SystemClock(),
+                    told=told,
+                )
         except BaseException:
             self.end()
             raise
@@ -194,12 +231,26 @@ class TaskProcesses:
         """Process ids by task."""
         return {task: p.process.pid for task, p in self._processes.items()}
 
+    def gone(self) -> dict[TaskName, str]:
+        """Returns why, by task, for those that ended and are not started again."""
+        if self._restarter is not None:
+            return dict(self._restarter.left)
+        return {
+            task: f"{task} ended with exit code {process.process.returncode}"
+            for task, process in self._processes.items()
+            if process.process.poll() is not None
+        }
+
     def end(self) -> None:
         """Ends all processes and waits until they have ended."""
+        if self._restarter is not None:
+            self._restarter.close()
         for process in self._processes.values():
             process.end()
         for process in self._processes.values():
             process.wait_ended(_END_S)
+        if self._restarter is not None:
+            self._restarter.join()
 
     def _each(self, act: Callable[[TaskProcess], None], timeout_s: float) -> None:
         """Does something with all processes at once; kills them all if one fails."""

@@ -1,0 +1,163 @@
+"""Starts processes of tasks again: the shell of ``coordination.restarts``.
+
+Imports no JAX, like ``processes``.
+"""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.coordination.restarts import LeaveEnded, Restarts, StartAgain, TaskEnded
+from jgraph.errors import ConfigError, StartError
+from jgraph.graph.device import TaskName
+
+_LOG = logging.getLogger("jgraph.restarts")
+_CLOSE_S = 10.0
+
+
+class Process(Protocol):
+    """What is started again; see ``TaskProcess``."""
+
+    task: TaskName
+
+    def wait_dead(self) -> int:
+        """Waits for the end, however long it takes; returns the exit code."""
+
+    def start(self, spec: ClusterSpec) -> None:
+        """Starts it as a task of ``spec``."""
+
+    def wait_started(self) -> None:
+        """Waits until it listens."""
+
+    def join(self, spec: ClusterSpec) -> None:
+        """Waits until it knows the others."""
+
+    def kill(self) -> None:
+        """Kills it."""
+
+    def tail(self) -> str:
+        """Returns the end of its log."""
+
+
+@final
+class Restarter:
+    """A thread per process waits for its end, and starts it again.
+
+    Args:
+      processes: all are running.
+      spec: where they listen, and will listen again.
+      limit: how often a task is started again within a minute.
+      start_s: a process that takes longer to start is killed.
+      clock: dates the ends.
+      told: called after a process was started again, in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        spec: ClusterSpec,
+        limit: int,
+        *,
+        start_s: float,
+        clock: Clock,
+        told: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._start_s = start_s
+        self._clock = clock
+        self._told = told
+        self._restarts = Restarts(limit)
+        self._lock = threading.Condition()
+        self._starting: set[Process] = set()
+        self._closed = False
+        self.left: dict[TaskName, str] = {}
+        """Tasks that are not started again, and why."""
+        self._threads = [
+            threading.Thread(
+                target=self._watch, args=(p,), name=f"jgraph-{p.task}", daemon=True
+            )
+            for p in processes
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Starts nothing any more; what is starting is killed."""
+        with self._lock:
+            self._closed = True
+            for process in self._starting:
+                process.kill()
+            self._lock.wait_for(lambda: not self._starting, _CLOSE_S)
+
+    def join(self) -> None:
+        """Waits for the threads, once the processes have ended."""
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+
+    def _watch(self, process: Process) -> None:
+        while self._start(process, process.wait_dead()):
+            try:
+                self._wait_started(process)
+            except StartError:
+                continue  # it is dead, which the next round tells
+            finally:
+                with self._lock:
+                    self._starting.discard(process)
+                    self._lock.notify_all()
+            _LOG.warning("%s serves again, without what it held", process.task)
+            self._told()
+
+    def _start(self, process: Process, code: int) -> bool:
+        """Starts a process that ended, or says why not."""
+        with self._lock:
+            ended = TaskEnded(process.task, code, self._clock.now())
+            for instruction in [] if self._closed else self._restarts.handle(ended):
+                match instruction:
+                    case StartAgain(task):
+                        _LOG.warning("%s died (%s); starting it", task, _how(code))
+                        process.start(self._spec)
+                        self._starting.add(process)
+                        return True
+                    case LeaveEnded(task, deaths, window_s):
+                        self.left[task] = (
+                            f"{task} died {deaths} times in {window_s:g} s, at last by "
+                            f"{_how(code)}, and is not started again. The end of its "
+                            f"log:\n{process.tail()}"
+                        )
+                        _LOG.error("%s", self.left[task])
+        return False
+
+    def _wait_started(self, process: Process) -> None:
+        timer = threading.Timer(self._start_s, process.kill)
+        timer.start()
+        try:
+            process.wait_started()
+            process.join(self._spec)
+        finally:
+            timer.cancel()
+
+
+def check_restarts(restarts: object) -> None:
+    """Refuses what is no number of restarts.
+
+    Raises:
+      ConfigError: shows what was given.
+    """
+    if not isinstance(restarts, int) or restarts < 0:
+        raise ConfigError(
+            f"restarts is {restarts!r:.60}; give how often a task that died is started "
+            "again within a minute: 0 for never, or for example 2"
+        )
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

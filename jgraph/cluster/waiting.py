@@ -1,0 +1,64 @@
+"""Waiting until the tasks of a cluster answer, also after some were started again."""
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+import jax
+
+from jgraph.clock import SystemClock
+from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.errors import ClusterUnreachableError, TaskLostError, TaskMissingError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame, installed_version
+from jgraph.rpc.transport import Frame
+
+if TYPE_CHECKING:
+    from jgraph.cluster.client import Cluster
+
+_ASK_AGAIN_S: Final = 0.2
+_ROUND_S: Final = 2.0
+
+
+def connect_request(timeout_s: float) -> Frame:
+    """Returns what asks a master to wait for all tasks."""
+    return frame(
+        connect=pb.ConnectRequest(
+            timeout_s=timeout_s,
+            jgraph=installed_version("jgraph"),
+            jax=jax.__version__,
+        )
+    )
+
+
+def wait_for_tasks(cluster: "Cluster", timeout_s: float, stop: threading.Event) -> bool:
+    """Waits; see ``Cluster.wait_for_tasks``."""
+    clock, found = SystemClock(), None
+    deadline = clock.now() + timeout_s
+    # In rounds: a master that dies meanwhile does not keep this one waiting.
+    while (left := deadline - clock.now()) > 0 and not stop.wait(_ASK_AGAIN_S):
+        cluster.check_startable()
+        try:
+            if _all_answer(cluster, min(left, _ROUND_S)):
+                return True
+        except TaskMissingError as error:
+            found = error
+        except (ClusterUnreachableError, TaskLostError) as error:
+            found = TaskMissingError(error.message, missing=[cluster.master])
+    if stop.is_set():
+        return False
+    raise TaskMissingError(
+        f"not all tasks came back within {timeout_s:g} s: "
+        f"{found.message if found else 'none answered'}",
+        **(found.details if found else {"missing": cluster.tasks()}),
+    )
+
+
+def _all_answer(cluster: "Cluster", timeout_s: float) -> bool:
+    reply = cluster.call(
+        "Master.Connect",
+        connect_request(timeout_s),
+        timeout_s=timeout_s + CONTROL_S,
+    )
+    # A master that was started again may not know the others yet.
+    return ClusterSpec.from_json(body_of(reply).cluster_json) == cluster.spec
