@@ -10,13 +10,14 @@ from typing import Any, final
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.errors import ClusterError, ConfigError
-from jgraph.train.evaluations import Evaluations
+from jgraph.errors import ClusterError, ConfigError, JGError
+from jgraph.train.attempt import Attempt
 from jgraph.train.history import History
 from jgraph.train.large import KEPT_BYTES
 from jgraph.train.progress import Display, Report, make_display
+from jgraph.train.recover import Recover
 from jgraph.train.run import Callback, Run
-from jgraph.train.runner import Order, Position, Runner
+from jgraph.train.runner import Position
 from jgraph.train.saving import Saving
 from jgraph.train.watch import Watch, check_finite, check_ids
 
@@ -27,28 +28,22 @@ class Fit:
     """What a run is made of.
 
     Attributes:
-      runner: performs the steps.
-      order: which steps.
+      attempt: does all steps, if no task is lost.
       run: the user's handle.
       history: where measurements go.
-      evaluations: evaluate the model; None: never.
       saving: saves checkpoints; None: never.
+      recover: makes the next attempt after tasks were lost; None: that ends the run.
       callbacks: called with each report.
-      checked: names of the leaves to check for NaN; None: not checked.
-      lookups: what the ids that are checked are of; see ``check_ids``.
       progress: show a live line.
       clock: measures rates.
     """
 
-    runner: Runner
-    order: Order
+    attempt: Attempt
     run: Run
     history: History
-    evaluations: Evaluations | None
     saving: Saving | None
+    recover: Recover | None
     callbacks: Sequence[Callback]
-    checked: Sequence[str] | None
-    lookups: Sequence[tuple[str, str, int]]
     progress: bool
     clock: Clock
 
@@ -67,25 +62,28 @@ class Fit:
         ).start()
 
     def _work(self, release: Callable[[], None]) -> None:
-        total = self.history.steps + self.order.steps
+        attempt, began = self.attempt, self.clock.now()
+        total = attempt.first + attempt.order.steps
         error: BaseException | None = None
         values: Sequence[Any] | None = None
         position: Position = None
         try:
             with self.saving or contextlib.nullcontext():
-                self._follow(total)
+                while (failure := self._failure(attempt, total, began)) is not None:
+                    attempt = self._next(failure, began)
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
+        runner = attempt.runner
         try:
             # Of a cluster that failed, asking again would only take time.
             if not isinstance(error, ClusterError):
                 # A large model is not moved unasked.
-                if self.runner.nbytes() <= KEPT_BYTES:
-                    values = self.runner.values()
-                position = self.runner.position()
-                self.history.untold = self.runner.untold()
-                self.history.staleness = self.runner.staleness()
-                self.history.events = self.runner.events()
+                if runner.nbytes() <= KEPT_BYTES:
+                    values = runner.values()
+                position = runner.position()
+                self.history.untold = runner.untold()
+                self.history.staleness = runner.staleness()
+                self.history.events = runner.events()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = error or caught
         finally:
@@ -93,33 +91,55 @@ class Fit:
         done = "done" if self.history.steps >= total else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
 
-    def _follow(self, total: int) -> None:
-        if self.evaluations is not None and self.evaluations.are_here:
-            self.runner.check_model()  # rather than after the training
+    def _failure(self, attempt: Attempt, total: int, began: float) -> JGError | None:
+        """Trains; returns what ended the attempt early, if that may be mended."""
+        try:
+            self._follow(attempt, total, began)
+        except JGError as error:
+            if self.recover is None:
+                raise
+            return error
+        return None
+
+    def _next(self, failure: JGError, began: float) -> Attempt:
+        assert self.recover is not None  # _failure asks for it
+        attempt, recovery = self.recover(failure)
+        self.history.go_back(recovery.back_to, self.clock.now() - began)
+        self.run.recovered(recovery)
+        return attempt
+
+    def _follow(self, attempt: Attempt, total: int, began: float) -> None:
+        if attempt.evaluations is not None and attempt.evaluations.are_here:
+            attempt.runner.check_model()  # rather than after the training
         watch = Watch(
             self.history,
             total,
-            self.order.batch_size,
+            attempt.order.batch_size,
             self.clock,
-            evaluations=self.evaluations,
-            every=self.order.eval_every,
-            events=self.runner.events,
+            evaluations=attempt.evaluations,
+            every=attempt.order.eval_every,
+            events=attempt.runner.events,
+            began=began,
         )
         with make_display(show=self.progress) as display:
-            # Closed here, whatever happens: nothing trains on behind an error.
-            with contextlib.closing(self.runner.run(self.order)) as chunks:
-                for chunk in chunks:
-                    check_ids(chunk, self.lookups)
-                    if self.checked is not None:
-                        check_finite(chunk, self.checked)
-                    self._tell(watch.take(chunk), display)
-                    if self.saving is not None:
-                        self.saving.note(self.history.steps)
+            if attempt.order.steps:
+                self._train(attempt, watch, display)
             report = watch.finish()
             if report is not None:
                 self._tell(report, display)
             if self.saving is not None:
                 self.saving.finish()
+
+    def _train(self, attempt: Attempt, watch: Watch, display: Display) -> None:
+        # Closed here, whatever happens: nothing trains on behind an error.
+        with contextlib.closing(attempt.runner.run(attempt.order)) as chunks:
+            for chunk in chunks:
+                check_ids(chunk, attempt.lookups)
+                if attempt.checked is not None:
+                    check_finite(chunk, attempt.checked)
+                self._tell(watch.take(chunk), display)
+                if self.saving is not None:
+                    self.saving.note(self.history.steps)
 
     def _tell(self, report: Report, display: Display) -> None:
         self.run.report(report)

@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -18,6 +19,31 @@ from jgraph.train.runner import Chunk, Events, Staleness
 
 
 @final
+@dataclass(slots=True)
+class _Stretch:
+    """Steps between two losses of tasks.
+
+    ``first`` updates were applied before it, and the run was ``began`` seconds old.
+    """
+
+    first: int
+    began: float
+    chunks: list[Chunk] = field(default_factory=list)
+
+    def until(self, step: int) -> "_Stretch":
+        """Returns it without what came after ``step``, by time."""
+        if not self.chunks:
+            return self
+        order = np.argsort(_seconds(self.chunks), kind="stable")
+        stays = np.zeros(len(order), bool)
+        stays[order[: step - self.first]] = True
+        ends = np.cumsum([len(chunk) for chunk in self.chunks])[:-1]
+        counts = [int(part.sum()) for part in np.split(stays, ends)]
+        cut = [_cut(c, n) for c, n in zip(self.chunks, counts, strict=True) if n]
+        return _Stretch(self.first, self.began, cut)
+
+
+@final
 class History:
     """Metrics of every step, in the order in which the steps were done.
 
@@ -28,9 +54,8 @@ class History:
     """
 
     def __init__(self, first_step: int = 0) -> None:
-        self._first = first_step
-        self._chunks: list[Chunk] = []
-        self._count = 0
+        self._stretches = [_Stretch(first_step, 0.0)]
+        self._count = 0  # in the last stretch
         self._readings: list[tuple[int, float, dict[str, float]]] = []
         self._lock = threading.Lock()
         self.staleness: Staleness = {}
@@ -44,26 +69,35 @@ class History:
     def steps(self) -> int:
         """Updates applied, those of earlier runs included."""
         with self._lock:
-            return self._first + self._count + self.untold
+            return self._stretches[-1].first + self._count + self.untold
 
     @property
     def names(self) -> list[str]:
         """Names that ``metrics`` knows."""
         with self._lock:
-            train = {name for chunk in self._chunks for name in chunk.metrics}
+            train = {name for chunk in self._chunks() for name in chunk.metrics}
             read = {name for _, _, row in self._readings for name in row}
         return sorted(train - CHECKS) + sorted(read)
 
     def add(self, chunk: Chunk) -> None:
         """Appends what a replica did."""
         with self._lock:
-            self._chunks.append(chunk)
+            self._stretches[-1].chunks.append(chunk)
             self._count += len(chunk)
+
+    def go_back(self, step: int, seconds: float) -> None:
+        """Forgets all after ``step``: it is done again, from ``seconds`` on."""
+        with self._lock:
+            stays = [s.until(step) for s in self._stretches if s.first < step]
+            self._stretches = [*stays, _Stretch(step, seconds)]
+            self._count = 0
+            self._readings = [row for row in self._readings if row[0] <= step]
 
     def dropped(self) -> dict[TaskName, int]:
         """Returns late contributions by worker; see ``Run.dropped``."""
         with self._lock:
-            return dict(self._chunks[-1].dropped) if self._chunks else {}
+            chunks = self._stretches[-1].chunks
+            return dict(chunks[-1].dropped) if chunks else {}
 
     def add_evaluation(
         self, step: int, seconds: float, values: Mapping[str, float]
@@ -78,7 +112,8 @@ class History:
         if events:
             row = {f"table_{n}": sum(getattr(e, n) for e in events) for n in COUNTS}
             with self._lock:
-                self._readings.append((self._first + self._count, seconds, row))
+                step = self._stretches[-1].first + self._count
+                self._readings.append((step, seconds, row))
 
     def metrics(self, name: str) -> dict[str, Array]:
         """Returns one metric as arrays of equal length; see ``Run.metrics``."""
@@ -88,7 +123,7 @@ class History:
             )
         with self._lock:
             rows = [(s, t, r[name]) for s, t, r in self._readings if name in r]
-            chunks = list(self._chunks)
+            stretches = [replace(s, chunks=list(s.chunks)) for s in self._stretches]
         if rows:
             steps, seconds, values = zip(*rows, strict=True)
             return {
@@ -96,12 +131,16 @@ class History:
                 "value": np.asarray(values),
                 "seconds": np.asarray(seconds),
             }
-        return _by_time(chunks, name, self._first)
+        parts = [_by_time(stretch, name) for stretch in stretches]
+        return {
+            key: np.concatenate([part[key] for part in parts if part])
+            for key in ("step", "value", "seconds", "replica")
+        }
 
     def profile(self) -> Profile:
         """Returns where the time of the steps went; see ``Run.profile``."""
         with self._lock:
-            chunks = list(self._chunks)
+            chunks = self._chunks()
         return make_profile(chunks)
 
     def last(self, name: str) -> float:
@@ -140,23 +179,44 @@ class History:
         figure.savefig(target, dpi=120)
         return target
 
+    def _chunks(self) -> list[Chunk]:
+        return [chunk for stretch in self._stretches for chunk in stretch.chunks]
+
     def _plot(self, axis: Any, name: str) -> None:
         curve = self.metrics(name)
         axis.plot(curve["step"], curve["value"], marker="o", markersize=3, label=name)
 
 
-def _by_time(chunks: list[Chunk], name: str, first: int) -> dict[str, Array]:
-    chunks = [chunk for chunk in chunks if name in chunk.metrics]
-    seconds = np.concatenate([chunk.seconds for chunk in chunks])
+def _by_time(stretch: _Stretch, name: str) -> dict[str, Array]:
+    chunks = [chunk for chunk in stretch.chunks if name in chunk.metrics]
+    if not chunks:
+        return {}
+    seconds = _seconds(chunks)
     order = np.argsort(seconds, kind="stable")
     values = np.concatenate([chunk.metrics[name] for chunk in chunks])
     replicas = np.concatenate([np.full(len(c), c.replica) for c in chunks])
     return {
-        "step": first + 1 + np.arange(len(order)),
+        "step": stretch.first + 1 + np.arange(len(order)),
         "value": values[order],
-        "seconds": seconds[order],
+        "seconds": stretch.began + seconds[order],
         "replica": replicas[order],
     }
+
+
+def _seconds(chunks: Sequence[Chunk]) -> Array:
+    seconds: Array = np.concatenate([chunk.seconds for chunk in chunks])
+    return seconds
+
+
+def _cut(chunk: Chunk, count: int) -> Chunk:
+    """Returns the first ``count`` steps."""
+    return replace(
+        chunk,
+        steps=chunk.steps[:count],
+        seconds=chunk.seconds[:count],
+        metrics={name: values[:count] for name, values in chunk.metrics.items()},
+        times={n: s * count / len(chunk) for n, s in chunk.times.items()},
+    )
 
 
 def _smooth(values: Array, window: int = 25) -> Array:

@@ -1,6 +1,7 @@
 """What a Trainer works with, made when the shapes of its model are known."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -9,7 +10,7 @@ import optax
 
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
-from jgraph.errors import ConfigError
+from jgraph.errors import ClusterError, ConfigError
 from jgraph.train.adapters import Adapter, Metric, Model, adapt
 from jgraph.train.async_ps import new_container
 from jgraph.train.data import Dataset, check_alike, naming_data
@@ -78,28 +79,29 @@ class Parts:
           ConfigError: a linen model has no parameters yet, and there is no data.
         """
         if self._made is None:
-            given = self._given
-            is_linen = isinstance(given.model, nn.Module)
-            if is_linen and given.variables is None and data is None:
-                raise ConfigError(
-                    "this linen model has no parameters yet; give "
-                    "Trainer(…, variables=model.init(key, x)) or call fit first"
-                )
-            adapter = adapt(
-                given.model,
-                given.loss,
-                seed=given.seed,
-                variables=given.variables,
-                sample=None if data is None else data.sample(),
-                wrt=given.wrt,
-            )
-            step = self._step(adapter)
-            runner = make_runner(step, given.cluster, given.strategy, given.clock)
-            self.side_car = make_side_car(
-                step, given.metrics, given.cluster, given.sparse
-            )
-            self._made = step, runner, Evaluator(adapter, given.metrics)
+            self._made, self.side_car = self._make(data)
         return self._made
+
+    def _make(self, data: Dataset | None) -> tuple[Made, SideCar | None]:
+        given = self._given
+        is_linen = isinstance(given.model, nn.Module)
+        if is_linen and given.variables is None and data is None:
+            raise ConfigError(
+                "this linen model has no parameters yet; give "
+                "Trainer(…, variables=model.init(key, x)) or call fit first"
+            )
+        adapter = adapt(
+            given.model,
+            given.loss,
+            seed=given.seed,
+            variables=given.variables,
+            sample=None if data is None else data.sample(),
+            wrt=given.wrt,
+        )
+        step = self._step(adapter)
+        runner = make_runner(step, given.cluster, given.strategy, given.clock)
+        side_car = make_side_car(step, given.metrics, given.cluster, given.sparse)
+        return (step, runner, Evaluator(adapter, given.metrics)), side_car
 
     def prepare(self, dataset: Dataset, batch_size: int) -> Made:
         """Returns the parts, ready to train on batches of this data.
@@ -118,6 +120,39 @@ class Parts:
             made[1].prepare(dataset, batch_size)
         self._trained_on = dataset
         return made
+
+    def renew(
+        self, dataset: Dataset, batch_size: int, fill: Callable[[Made], None]
+    ) -> Made:
+        """Makes all anew, after tasks were lost: in a container of its own.
+
+        Steps of before that are still under way somewhere thus change nothing. Nobody
+        sees the new parts before they are filled: there are no initial values to see.
+
+        Args:
+          dataset: to train on.
+          batch_size: examples per step.
+          fill: gives the variables their values.
+        """
+        self._drop(self._made, self.side_car)
+        made, side_car = self._make(dataset)
+        try:
+            with naming_data(dataset, batch_size):
+                made[1].prepare(dataset, batch_size)
+            fill(made)
+        except BaseException:
+            self._drop(made, side_car)
+            raise
+        self._made, self.side_car, self._trained_on = made, side_car, dataset
+        return made
+
+    def _drop(self, made: Made | None, side_car: SideCar | None) -> None:
+        # Of a task that is gone nothing is left to drop.
+        with suppress(ClusterError):
+            if side_car is not None:
+                side_car.close()
+            if made is not None:
+                made[1].close()
 
     def check_alike(self, dataset: Dataset) -> None:
         """Refuses data of another kind than that which was trained on.

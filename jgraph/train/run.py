@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
 
+from jgraph.coordination.recovery import Recovery
 from jgraph.errors import DeadlineError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
@@ -82,6 +83,7 @@ class Run:
         self._stop = stop
         self._done = threading.Event()
         self._outcome = _Outcome()
+        self._recoveries: list[Recovery] = []
 
     @property
     def state(self) -> str:
@@ -106,6 +108,8 @@ class Run:
             evaluated on ``eval_data``, or ``table_…``: how hash tables stood, once a
             second: ``table_rows``, ``table_evicted`` and all else that ``events``
             counts, over all of them.
+
+        Of steps that a lost task made the run do again, what counted in the end.
 
         Returns:
           ``step`` (updates applied), ``value``, ``seconds`` since the run began, and
@@ -132,6 +136,15 @@ class Run:
         ended = self._done.is_set()
         position = self._outcome.position if ended else self._result.current_position()
         return 0 if position is None else int(position["again"])
+
+    def recoveries(self) -> list[Recovery]:
+        """Returns how often the run lost tasks and went back to a checkpoint.
+
+        Example:
+          ``[(r.lost, r.step, r.back_to) for r in run.recoveries()]`` is
+          ``[(("/job:ps/task:0",), 730, 500)]``: 230 steps were done again.
+        """
+        return list(self._recoveries)
 
     def staleness(self) -> Staleness:
         """Returns how old gradients were: worker -> ps -> staleness -> updates.
@@ -235,6 +248,10 @@ class Run:
         """Takes note of how the run stands. Called by the Trainer."""
         self._outcome.report = report
 
+    def recovered(self, recovery: Recovery) -> None:
+        """Takes note that the run went back. Called by the Trainer."""
+        self._recoveries.append(recovery)
+
     def finish(
         self,
         state: str,
@@ -260,6 +277,8 @@ class Run:
             facts.update({k: f"{v:.4f}" for k, v in report.metrics.items()})
         if self._done.is_set() and self.repeated():
             facts["batches dealt again"] = str(self.repeated())
+        if self._recoveries:
+            facts["recovered"] = str(len(self._recoveries))
         for name in self._history.names:
             if name.startswith("eval_"):
                 facts[name] = f"{self._history.last(name):.4f}"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self, TypeAlias, final
 
 from jgraph.errors import CheckpointError, CheckpointWriterError
@@ -79,14 +80,31 @@ class Saving:
         if self._under_way is None and step - self._last >= self._given.every:
             self._begin()
 
+    @property
+    def directory(self) -> Path:
+        """Where the steps are."""
+        return self._writer.directory
+
+    def wait(self) -> None:
+        """Waits for a save that is under way.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+        """
+        if self._under_way is not None:
+            self._settle(self._under_way)
+
+    def go_back(self, take: Take, step: int) -> None:
+        """Goes on after tasks were lost: from ``step``, with another state."""
+        self._take, self._last = take, step
+
     def finish(self) -> None:
         """Saves what came out in the end.
 
         Raises:
           CheckpointError: that cannot be saved.
         """
-        if self._under_way is not None:
-            self._settle(self._under_way)
+        self.wait()
         self._begin()
         if self._under_way is not None:
             self._under_way.result()

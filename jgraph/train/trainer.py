@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import jax
 import optax
 from flax import nnx
 
@@ -16,19 +15,19 @@ from jgraph.errors.tracebacks import short_traceback
 from jgraph.train import checkpoint as checkpoints
 from jgraph.train.adapters import Metric, Model
 from jgraph.train.arguments import check_arguments
-from jgraph.train.checkpoints import Checkpoints, is_checkpoint, newest_good
+from jgraph.train.attempt import Attempts, Wanted, fill_from
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.data import Data, Dataset, as_dataset
 from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.losses import Loss
 from jgraph.train.parts import Given, Made, Parts
+from jgraph.train.recover import make_recover
 from jgraph.train.row_step import Sparse
 from jgraph.train.run import Callback, Run
-from jgraph.train.runner import Events, Order, Position, Runner, Staleness
-from jgraph.train.saving import Saving, Snapshot
-from jgraph.train.side_car import as_evaluated, make_evaluations
+from jgraph.train.runner import Events, Position, Staleness
+from jgraph.train.saving import Saving
 from jgraph.train.source import Source, as_source_or_dataset
-from jgraph.train.step import TrainStep
 from jgraph.train.strategies import Strategy, choose_strategy
 from jgraph.train.trees import Tree
 
@@ -153,7 +152,10 @@ class Trainer:
             the job ``evaluator`` while the others train on, or here if there is none.
           eval_every: steps between evaluations, or more while one takes longer.
           callbacks: called as ``callback(run, report)``, twice a second or so.
-          checkpoint: where to save while training; ``restore`` goes on from there.
+          checkpoint: where to save while training; ``restore`` goes on from there. With
+            it, a run that loses a ps, or all workers, waits until all tasks answer
+            again, for 60 s at most, and goes on from the newest good step by itself;
+            see ``Run.recoveries``.
           progress: show a live line.
           block: wait for the end; else train in the background, see ``Run.wait``.
 
@@ -170,35 +172,33 @@ class Trainer:
         )
         check_evaluation(eval_data, eval_every)
         given = self._given
-        dataset = as_source_or_dataset(data, given.cluster, finite=given.check_finite)
-        evaluated = as_evaluated(eval_data, given.cluster, dataset)
+        wanted = Wanted(
+            *(data, steps, batch_size, eval_data, eval_every, self.evaluate)
+        )
+        attempts = Attempts(self._parts, given, wanted)
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(
                 "this Trainer is already training; wait for that run (run.wait()) or "
                 "end it (run.stop()) first"
             )
         try:
-            step, runner, _ = self._parts.prepare(dataset, batch_size)
-            evaluations = make_evaluations(
-                self._parts.side_car, self.evaluate, eval_data, evaluated
-            )
-            history = History(runner.global_step())
-            saving = _saving(checkpoint, step, runner)
+            attempt = attempts.first()
+            history = History(attempt.first)
+            saving = recover = None
+            if checkpoint is not None:
+                saving = Saving(checkpoint, attempt.take, attempt.first)
+                recover = make_recover(given.cluster, saving, history, attempts)
         except BaseException:
             self._busy.release()
             raise
-        order = Order(dataset, steps, batch_size, given.seed, eval_every)
-        run = Run(self, history, order.stop)
+        run = Run(self, history, wanted.stop)
         Fit(
-            runner=runner,
-            order=order,
+            attempt=attempt,
             run=run,
             history=history,
-            evaluations=evaluations,
             saving=saving,
+            recover=recover,
             callbacks=callbacks,
-            checked=step.checked if given.check_finite else None,
-            lookups=step.lookups(dataset.avals(batch_size)),
             progress=progress,
             clock=given.clock,
         ).start(self._busy.release)
@@ -281,17 +281,7 @@ class Trainer:
           CheckpointError: no checkpoint there, or one of another model; names the leaf.
           CheckpointCorruptError: it is not what was written; names the leaf.
         """
-        step, runner, _ = self._made()
-        like = step.unflatten(step.initial_values)
-        growing = [name for table in step.tables for name in table.names]
-
-        def read(path: Path) -> tuple[Tree, Position]:
-            tree = checkpoints.restore(path, like, growing)
-            return tree, checkpoints.restore_position(path)
-
-        path = checkpoints.absolute(path)
-        tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]
-        runner.load(jax.tree.leaves(tree), where)
+        fill_from(self._made(), checkpoints.absolute(path))
         return self
 
     def close(self) -> None:
@@ -359,19 +349,3 @@ class Trainer:
 
     def _made(self, data: Dataset | None = None) -> Made:
         return self._parts.made(data)
-
-
-def _saving(
-    given: Checkpoints | None, step: TrainStep, runner: Runner
-) -> Saving | None:
-    """Returns what saves the state of a runner; None without a directory."""
-    if given is None:
-        return None
-
-    def take() -> Snapshot:
-        # The position first: what is trained meanwhile comes again, none is left out.
-        position = runner.position()
-        tree = step.unflatten(runner.values())
-        return Snapshot(int(tree["global_step"]), tree, position)
-
-    return Saving(given, take, runner.global_step())

@@ -31,6 +31,7 @@ class Watch:
       evaluations: evaluate the model; None: never.
       every: steps between evaluations; None: only at the end.
       events: says how hash tables stand; asked once a second, and at the end.
+      began: when the run began, by the clock; now if unset.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Watch:
         evaluations: Evaluations | None = None,
         every: int | None = None,
         events: Callable[[], Events] = tuple,
+        began: float | None = None,
     ) -> None:
         self._history = history
         self._total = total
@@ -52,7 +54,8 @@ class Watch:
         self._every = every
         self._last: Report | None = None
         self._events = events
-        self._began = self._asked = clock.now()
+        self._asked = clock.now()
+        self._began = self._asked if began is None else began
         self._rates: dict[int, float] = {}
         self._seen: dict[int, float] = {}
 

@@ -1,0 +1,84 @@
+"""Whether a run that lost tasks goes back to a checkpoint, or ends."""
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias, final
+
+from jgraph.graph.device import TaskName
+
+ATTEMPTS: Final = 3
+"""So many losses in a row without a newer checkpoint, and a run ends."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A run lost tasks and went back to a checkpoint.
+
+    Attributes:
+      lost: the tasks; they have been started again.
+      step: updates that were known to be applied then.
+      back_to: updates in the checkpoint.
+    """
+
+    lost: tuple[TaskName, ...]
+    step: int
+    back_to: int
+
+    @property
+    def again(self) -> int:
+        """How many updates are done again."""
+        return max(0, self.step - self.back_to)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GoBack:
+    """Wait for all tasks, then restore the newest good checkpoint."""
+
+    step: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the run."""
+
+    why: str
+
+
+Instruction: TypeAlias = GoBack | GiveUp
+
+
+@final
+class Recoveries:
+    """State machine of one run.
+
+    Args:
+      first: updates at its beginning. Older checkpoints are none of its.
+
+    Example:
+      >>> recoveries = Recoveries(first=0)
+      >>> recoveries.lost(newest=500)
+      GoBack(step=500)
+      >>> recoveries.lost(newest=None)
+      GiveUp(why='no checkpoint of this run is there yet')
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self._newest: int | None = None
+        self._times = 0
+
+    def lost(self, newest: int | None) -> Instruction:
+        """Says what to do now that tasks are lost.
+
+        Args:
+          newest: updates in the newest checkpoint; None: there is none.
+        """
+        if newest is None or newest < self.first:
+            return GiveUp("no checkpoint of this run is there yet")
+        self._times = self._times + 1 if newest == self._newest else 1
+        self._newest = newest
+        if self._times > ATTEMPTS:
+            return GiveUp(f"it went back to step {newest} {ATTEMPTS} times already")
+        return GoBack(newest)

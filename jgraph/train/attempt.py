@@ -1,0 +1,168 @@
+"""What the steps of a run are made of, until tasks are lost; then all is made again."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import jax
+
+from jgraph.train import checkpoint as checkpoints
+from jgraph.train.checkpoints import is_checkpoint, newest_good
+from jgraph.train.data import Data, Dataset
+from jgraph.train.evaluations import Evaluations
+from jgraph.train.parts import Given, Made, Parts
+from jgraph.train.runner import Order, Position, Runner
+from jgraph.train.saving import Snapshot, Take
+from jgraph.train.side_car import as_evaluated, make_evaluations
+from jgraph.train.source import Source, as_source_or_dataset
+from jgraph.train.trees import Tree
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What ``Trainer.fit`` was asked for."""
+
+    data: Data | Source
+    steps: int
+    batch_size: int
+    eval_data: Data | Source | None
+    eval_every: int | None
+    evaluate: Callable[[Any], dict[str, float]]
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Steps of a run, as far as they go before tasks are lost.
+
+    Attributes:
+      runner: performs the steps.
+      order: which steps.
+      first: updates applied before.
+      evaluations: evaluate the model; None: never.
+      checked: names of the leaves to check for NaN; None: not checked.
+      lookups: what the ids that are checked are of; see ``check_ids``.
+      take: takes a snapshot of the state.
+    """
+
+    runner: Runner
+    order: Order
+    first: int
+    evaluations: Evaluations | None
+    checked: Sequence[str] | None
+    lookups: Sequence[tuple[str, str, int]]
+    take: Take
+
+
+_Opened: TypeAlias = tuple[Dataset, Dataset | None]
+
+
+@final
+class Attempts:
+    """Makes the attempts of one run.
+
+    Args:
+      parts: of the Trainer.
+      given: to the Trainer.
+      wanted: of the run.
+
+    Raises:
+      DataError: data that cannot be used; names the field.
+    """
+
+    def __init__(self, parts: Parts, given: Given, wanted: Wanted) -> None:
+        self._parts = parts
+        self._given = given
+        self._wanted = wanted
+        self._opened = self._open()
+        self._total = 0
+        self.stop = wanted.stop
+        """Set from another thread: stop after the current step."""
+
+    def first(self) -> Attempt:
+        """Returns the first one, which does all steps."""
+        dataset, evaluated = self._opened
+        made = self._parts.prepare(dataset, self._wanted.batch_size)
+        self._total = made[1].global_step() + self._wanted.steps
+        return self._attempt(made, dataset, evaluated)
+
+    def again(self, directory: Path) -> Attempt:
+        """Returns what does the steps that are missing in the newest good checkpoint.
+
+        All variables are made anew from there.
+
+        Raises:
+          CheckpointError: no step there is good.
+        """
+        dataset, evaluated = self._open()  # a worker may have been started anew
+        fill = partial(fill_from, path=directory)
+        made = self._parts.renew(dataset, self._wanted.batch_size, fill)
+        return self._attempt(made, dataset, evaluated)
+
+    def _open(self) -> _Opened:
+        given, wanted = self._given, self._wanted
+        dataset = as_source_or_dataset(
+            wanted.data, given.cluster, finite=given.check_finite
+        )
+        return dataset, as_evaluated(wanted.eval_data, given.cluster, dataset)
+
+    def _attempt(
+        self, made: Made, dataset: Dataset, evaluated: Dataset | None
+    ) -> Attempt:
+        wanted = self._wanted
+        step, runner, _ = made
+        first = runner.global_step()
+
+        def take() -> Snapshot:
+            # The position first: what is trained meanwhile comes again, none is left
+            # out.
+            position = runner.position()
+            tree = step.unflatten(runner.values())
+            return Snapshot(int(tree["global_step"]), tree, position)
+
+        return Attempt(
+            runner=runner,
+            order=Order(
+                dataset,
+                self._total - first,
+                wanted.batch_size,
+                self._given.seed,
+                wanted.eval_every,
+                stop=wanted.stop,
+            ),
+            first=first,
+            evaluations=make_evaluations(
+                *(self._parts.side_car, wanted.evaluate, wanted.eval_data, evaluated)
+            ),
+            checked=step.checked if self._given.check_finite else None,
+            lookups=step.lookups(dataset.avals(wanted.batch_size)),
+            take=take,
+        )
+
+
+def fill_from(made: Made, path: Path) -> None:
+    """Gives variables and position the values of a checkpoint.
+
+    Args:
+      made: of these.
+      path: a checkpoint, or a directory of which the newest good step is taken.
+
+    Raises:
+      CheckpointError: no checkpoint there, or one of another model; names the leaf.
+      CheckpointCorruptError: it is not what was written; names the leaf.
+    """
+    step, runner, _ = made
+    like = step.unflatten(step.initial_values)
+    growing = [name for table in step.tables for name in table.names]
+
+    def read(path: Path) -> tuple[Tree, Position]:
+        tree = checkpoints.restore(path, like, growing)
+        return tree, checkpoints.restore_position(path)
+
+    tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]
+    runner.load(jax.tree.leaves(tree), where)

@@ -1,0 +1,169 @@
+"""A run goes on from its newest checkpoint after tasks were lost and started again."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, final
+
+from jgraph.cluster.client import Cluster
+from jgraph.coordination.recovery import GiveUp, GoBack, Recoveries, Recovery
+from jgraph.errors import (
+    ClusterError,
+    ClusterUnreachableError,
+    InternalError,
+    JGError,
+    ProtocolError,
+    TaskLostError,
+    UninitializedError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.train.attempt import Attempt, Attempts
+from jgraph.train.checkpoints import steps_in
+from jgraph.train.history import History
+from jgraph.train.saving import Saving
+
+_LOG = logging.getLogger("jgraph.recover")
+_WAIT_S: Final = 60.0
+
+_OF_A_LOSS: Final = (ClusterError, ProtocolError, InternalError, UninitializedError)
+"""What a step may fail with where a task is gone, or was started again meanwhile."""
+
+
+def incarnations_of(cluster: Cluster) -> Mapping[TaskName, str]:
+    """Returns which process of each task answers now; none of one that does not."""
+    with suppress(ClusterError):
+        return {TaskName(t.task): t.incarnation for t in cluster.status().tasks}
+    return {}
+
+
+@final
+@dataclass(slots=True)
+class Recover:
+    """Makes the next attempt of a run that saves checkpoints, after an error.
+
+    Attributes:
+      cluster: whose tasks may be lost.
+      saving: has the checkpoints.
+      history: what was measured.
+      stop: set from another thread: waits no longer.
+      again: given a directory, restores its newest good checkpoint into variables made
+        anew, and returns what does the steps that are left.
+      known: which processes the run began with.
+    """
+
+    cluster: Cluster
+    saving: Saving
+    history: History
+    stop: threading.Event
+    again: Callable[[Path], Attempt]
+    known: Mapping[TaskName, str]
+    decide: Recoveries = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.decide = Recoveries(self.history.steps)
+
+    def __call__(self, error: JGError) -> tuple[Attempt, Recovery]:
+        """Waits for the tasks, and returns the attempt and what happened.
+
+        Raises:
+          JGError: nothing was lost, or the run cannot go on; says why.
+        """
+        step, lost = self.history.steps, self._lost(error)
+        while lost and not self.stop.is_set():
+            newest = self._newest()
+            match self.decide.lost(newest):
+                case GiveUp(why):
+                    raise self._hopeless(error, why, newest)
+                case GoBack(to):
+                    self._announce(lost, step, to, error)
+            try:
+                if not self.cluster.wait_for_tasks(_WAIT_S, stop=self.stop):
+                    break
+            except ClusterError as missing:
+                raise self._hopeless(missing, "", self._newest()) from error
+            # While the master was gone nobody could say who else was.
+            lost, self.known = self._changed() or lost, incarnations_of(self.cluster)
+            try:
+                attempt = self.again(self.saving.directory)
+            except JGError as another:
+                lost, error = self._lost(another), another
+                continue
+            return attempt, self._went_back(attempt, lost, step, error)
+        raise error
+
+    def _newest(self) -> int | None:
+        self.saving.wait()
+        steps = steps_in(self.saving.directory)
+        return steps[-1] if steps else None
+
+    def _lost(self, error: JGError) -> list[TaskName]:
+        """Returns the tasks whose loss may be why there is this error."""
+        if not isinstance(error, _OF_A_LOSS):
+            return []
+        lost = self._changed()
+        if not lost and isinstance(error, TaskLostError | ClusterUnreachableError):
+            # All live, and a connection was lost: what was under way may be half done.
+            named = str(error.details.get("task", ""))
+            tasks = self.cluster.tasks()
+            lost = [t for t in tasks if t == named] or [self.cluster.master]
+        return lost
+
+    def _changed(self) -> list[TaskName]:
+        """Returns the tasks that are gone, or were started again."""
+        now = incarnations_of(self.cluster)
+        if self.known and not now:
+            return [self.cluster.master]
+        return [task for task, one in self.known.items() if now.get(task) != one]
+
+    def _announce(
+        self, lost: list[TaskName], step: int, to: int, error: JGError
+    ) -> None:
+        _LOG.warning(
+            "%s lost at step %d: %s The run waits up to %g s until all tasks answer, "
+            "and then goes back to step %d in %s: %d steps are done again.",
+            f"{', '.join(lost)} {'was' if len(lost) == 1 else 'were'}",
+            step,
+            error.message,
+            _WAIT_S,
+            to,
+            self.saving.directory,
+            max(0, step - to),
+        )
+
+    def _went_back(
+        self, attempt: Attempt, lost: list[TaskName], step: int, error: JGError
+    ) -> Recovery:
+        to = attempt.first
+        if to < self.decide.first:  # all newer ones were damaged
+            raise self._hopeless(error, "the checkpoints of this run are damaged", to)
+        self.saving.go_back(attempt.take, to)
+        _LOG.warning("all tasks answer; the run goes on from step %d", to)
+        return Recovery(tuple(lost), step, to)
+
+    def _hopeless(self, error: JGError, why: str, newest: int | None) -> JGError:
+        """Returns the error that ends the run: with what to do."""
+        where = self.saving.directory
+        if newest is None:
+            hint = f"there is no checkpoint in {where}"
+        else:
+            hint = (
+                f"the newest checkpoint is step {newest}; go on from there with "
+                f"trainer.restore('{where}')"
+            )
+        text = "; ".join(filter(None, [why, hint]))
+        return type(error)(
+            f"{error.message} The run did not go on by itself: {text}", **error.details
+        )
+
+
+def make_recover(
+    cluster: Cluster | None, saving: Saving, history: History, attempts: Attempts
+) -> Recover | None:
+    """Returns what makes further attempts; None in one process, which loses none."""
+    if cluster is None:
+        return None
+    known = incarnations_of(cluster)
+    return Recover(cluster, saving, history, attempts.stop, attempts.again, known)

@@ -1,0 +1,198 @@
+"""Runs that lose tasks and go on from their newest checkpoint."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgraph.clock import SystemClock
+from jgraph.cluster.local import LocalCluster
+from jgraph.errors import ClusterError, ConfigError, TaskMissingError
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoint import restore_position
+from jgraph.train.checkpoints import Checkpoints, steps_in
+from jgraph.train.history import History
+from jgraph.train.progress import Report
+from jgraph.train.run import Callback, Run
+from jgraph.train.runner import Chunk
+from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
+from jgraph.train.trainer import Trainer
+from tests.train.models import NnxMLP, data, nnx_loss
+
+PS, WORKERS = "/job:ps/task:1", ("/job:worker/task:0", "/job:worker/task:1")
+
+
+def chunk(replica: int, *seconds: float) -> Chunk:
+    """Steps done at these times, whose loss is that time."""
+    at = np.asarray(seconds)
+    steps = np.arange(len(at))
+    return Chunk(replica, steps, at, {"loss": at}, {"pull": 2.0 * len(at)})
+
+
+def test_history_has_each_step_once_after_going_back() -> None:
+    history = History(first_step=100)
+    history.add(chunk(0, 1, 3, 5))
+    history.add(chunk(1, 2, 4, 6))
+    history.add_evaluation(102, 1.0, {"loss": 7.0})
+    history.add_evaluation(106, 1.0, {"loss": 8.0})
+    history.go_back(104, seconds=10.0)
+    assert history.steps == 104
+    history.add(chunk(1, 1, 2))
+    found = history.metrics("loss")
+    assert found["step"].tolist() == [101, 102, 103, 104, 105, 106]
+    assert found["value"].tolist() == [1, 2, 3, 4, 1, 2]
+    assert found["seconds"].tolist() == [1, 2, 3, 4, 11, 12]
+    assert found["replica"].tolist() == [0, 1, 0, 1, 1, 1]
+    assert history.metrics("eval_loss")["step"].tolist() == [102]
+    assert [r.steps for r in history.profile().replicas] == [2, 4]
+    assert [r.seconds["pull"] for r in history.profile().replicas] == [4, 8]
+    history.go_back(102, seconds=20.0)
+    assert history.metrics("loss")["step"].tolist() == [101, 102]
+
+
+def test_history_knows_of_steps_that_nobody_told_before_the_loss() -> None:
+    history = History()
+    history.add(chunk(0, 1, 2))
+    history.go_back(5, seconds=9.0)  # steps 3 to 5 are in the checkpoint
+    history.add(chunk(0, 1))
+    assert history.steps == 6
+    assert history.metrics("loss")["step"].tolist() == [1, 2, 6]
+    history.go_back(0, seconds=9.0)
+    assert history.steps == 0
+    with pytest.raises(ConfigError, match="no metric"):
+        history.metrics("loss")
+
+
+def trainer_on(cluster: LocalCluster, strategy: Strategy) -> Trainer:
+    model, tx = NnxMLP(rngs=nnx.Rngs(0)), optax.adam(1e-2)
+    return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
+
+
+def killing(cluster: LocalCluster, directory: Path, *tasks: str) -> Callback:
+    """Kills tasks, once, when there is a checkpoint."""
+    killed: list[str] = []
+
+    def kill(run: Run, report: Report) -> None:
+        if steps_in(directory) and not killed:
+            for task in tasks:
+                cluster.kill(task)
+                killed.append(task)
+
+    return kill
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(ps=2, workers=2, restarts=5) as cluster:
+        yield cluster
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("strategy", "steps", "lost"),
+    [(AsyncPS(), 1000, (PS,)), (SyncPS(), 400, (PS,)), (AsyncPS(), 1000, WORKERS)],
+    ids=["async ps", "sync ps", "all workers, and with them the master"],
+)
+def test_rows_9_and_12_run_goes_on_from_its_newest_checkpoint_by_itself(
+    cluster: LocalCluster,
+    tmp_path: Path,
+    strategy: Strategy,
+    steps: int,
+    lost: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = trainer_on(cluster, strategy)
+    where = Checkpoints(tmp_path, every=50, keep=1000)
+    fit = partial(trainer.fit, data(), batch_size=8, checkpoint=where, progress=False)
+    fit(steps=10)
+    run = fit(steps=steps, callbacks=[killing(cluster, tmp_path, *lost)])
+    last = 10 + steps
+    assert (run.state, run.steps, steps_in(tmp_path)[-1]) == ("done", last, last)
+    (recovery,) = run.recoveries()
+    assert recovery.lost == lost
+    # All shards are of that one step, and so is the place in the data.
+    back = recovery.back_to
+    began, end = restore_position(tmp_path / str(back)), trainer.current_position()
+    assert began is not None
+    assert end is not None
+    batches = last - back
+    if "contributions" in run.metric_names:
+        counts = run.metrics("contributions")
+        batches = counts["value"][counts["step"] > back].sum()
+    assert end["done"] == began["done"] + batches
+    loss = run.metrics("loss")
+    assert len(np.unique(loss["step"])) == len(loss["step"])
+    assert loss["step"][loss["step"] > back].tolist() == [*range(back + 1, last + 1)]
+    assert loss["value"][-50:].mean() < loss["value"][:20].mean()
+    params = jax.tree.leaves(nnx.state(run.model(), nnx.Param))
+    assert all(np.isfinite(leaf).all() for leaf in params)
+    told = [r.getMessage() for r in caplog.records if r.name == "jgraph.recover"]
+    assert len(told) == 2
+    assert lost[0] in told[0]
+    assert f"goes back to step {back} in {tmp_path}" in told[0]
+    assert "recovered=1" in repr(run)
+    trainer.close()
+
+
+@pytest.mark.procs
+def test_run_without_a_checkpoint_ends_and_says_so(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    trainer = trainer_on(cluster, AsyncPS())
+
+    def kill(run: Run, report: Report) -> None:
+        cluster.kill(PS)
+
+    late = Checkpoints(tmp_path, every=10**6)
+    with pytest.raises(ClusterError, match=PS) as caught:
+        trainer.fit(
+            data(),
+            steps=10**6,
+            batch_size=8,
+            checkpoint=late,
+            callbacks=[kill],
+            progress=False,
+        )
+    assert (
+        f"no checkpoint of this run is there yet; there is no checkpoint in {tmp_path}"
+        in str(caught.value)
+    )
+    assert cluster.wait_for_tasks(30)
+
+
+@pytest.mark.procs
+def test_row_18_run_whose_ps_stays_away_ends_and_says_where_to_go_on(
+    tmp_path: Path,
+) -> None:
+    clock = SystemClock()
+    with LocalCluster(ps=2, workers=1) as cluster:
+        trainer, killed_at = trainer_on(cluster, AsyncPS()), [0.0]
+        kill = killing(cluster, tmp_path, PS)
+
+        def kill_and_look_at_the_clock(run: Run, report: Report) -> None:
+            kill(run, report)
+            killed_at[0] = clock.now()
+
+        with pytest.raises(TaskMissingError, match=f"{PS} ended") as caught:
+            trainer.fit(
+                data(),
+                steps=10**6,
+                batch_size=8,
+                checkpoint=Checkpoints(tmp_path, every=50),
+                callbacks=[kill_and_look_at_the_clock],
+                progress=False,
+            )
+        assert clock.now() - killed_at[0] < 30
+    newest = steps_in(tmp_path)[-1]
+    assert f"the newest checkpoint is step {newest}" in str(caught.value)
+    assert f"trainer.restore('{tmp_path}')" in str(caught.value)
+    here = Trainer(NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, optax.adam(1e-2))
+    here.restore(tmp_path)
+    values = dict(zip(here.names, here.current_values(), strict=True))
+    assert int(values["global_step"]) == newest
