@@ -1,6 +1,8 @@
 """Waiting until the tasks of a cluster answer, also after some were started again."""
 
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import jax
@@ -8,7 +10,13 @@ import jax
 from jgraph.clock import SystemClock
 from jgraph.cluster.calls import CONTROL_S
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.errors import ClusterUnreachableError, TaskLostError, TaskMissingError
+from jgraph.errors import (
+    ClusterError,
+    ClusterUnreachableError,
+    TaskLostError,
+    TaskMissingError,
+)
+from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version
 from jgraph.rpc.transport import Frame
@@ -52,6 +60,13 @@ def wait_for_tasks(cluster: "Cluster", timeout_s: float, stop: threading.Event) 
         f"{found.message if found else 'none answered'}",
         **(found.details if found else {"missing": cluster.tasks()}),
     )
+
+
+def incarnations_of(cluster: "Cluster") -> Mapping[TaskName, str]:
+    """Returns which start of each task answers now; none of one that does not."""
+    with suppress(ClusterError):
+        return {TaskName(t.task): t.incarnation for t in cluster.status().tasks}
+    return {}
 
 
 def _all_answer(cluster: "Cluster", timeout_s: float) -> bool:

@@ -87,6 +87,7 @@ class Attempts:
     def first(self) -> Attempt:
         """Returns the first one, which does all steps."""
         dataset, evaluated = self._opened
+        self._parts.carry_over()
         made = self._parts.prepare(dataset, self._wanted.batch_size)
         self._total = made[1].global_step() + self._wanted.steps
         return self._attempt(made, dataset, evaluated)
@@ -101,7 +102,7 @@ class Attempts:
         """
         dataset, evaluated = self._open()  # a worker may have been started anew
         fill = partial(fill_from, path=directory)
-        made = self._parts.renew(dataset, self._wanted.batch_size, fill)
+        made = self._parts.renew(fill, dataset, self._wanted.batch_size)
         return self._attempt(made, dataset, evaluated)
 
     def _open(self) -> _Opened:

@@ -10,7 +10,9 @@ import optax
 
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
-from jgraph.errors import ClusterError, ConfigError
+from jgraph.cluster.waiting import incarnations_of
+from jgraph.errors import ClusterError, ConfigError, JGError, TaskLostError
+from jgraph.graph.ir import TaskName
 from jgraph.train.adapters import Adapter, Metric, Model, adapt
 from jgraph.train.async_ps import new_container
 from jgraph.train.data import Dataset, check_alike, naming_data
@@ -64,6 +66,7 @@ class Parts:
         self._made: Made | None = None
         self._trained_on: Dataset | None = None
         self._closed = False
+        self._known: Mapping[TaskName, str] = {}
         self.side_car: SideCar | None = None
         """Evaluates on the cluster, once made; None: no task is there for it."""
 
@@ -79,7 +82,9 @@ class Parts:
           ConfigError: a linen model has no parameters yet, and there is no data.
         """
         if self._made is None:
-            self._made, self.side_car = self._make(data)
+            made, side_car = self._make(data)
+            self._take(made, side_car)
+            return made
         return self._made
 
     def _make(self, data: Dataset | None) -> tuple[Made, SideCar | None]:
@@ -121,8 +126,44 @@ class Parts:
         self._trained_on = dataset
         return made
 
+    def _take(self, made: Made, side_car: SideCar | None) -> None:
+        self._made, self.side_car = made, side_car
+        if self._given.cluster is not None:
+            self._known = incarnations_of(self._given.cluster)
+
+    def restarted(self) -> list[TaskName]:
+        """Returns the tasks that were started again since the parts were made."""
+        if self._made is None or self._given.cluster is None:
+            return []
+        now = incarnations_of(self._given.cluster)
+        return [task for task, one in self._known.items() if now.get(task, one) != one]
+
+    def carry_over(self) -> None:
+        """Makes all anew if tasks were started again that held no variables.
+
+        Raises:
+          TaskLostError: they did hold some.
+        """
+        if not (restarted := self.restarted()):
+            return
+        old = self.made()[1]
+        try:
+            values, position = old.values(), old.position()
+        except JGError as error:
+            who = ", ".join(restarted)
+            raise TaskLostError(
+                f"{who} {'was' if len(restarted) == 1 else 'were'} started again since "
+                "this Trainer trained, and what was there is lost; go on from a "
+                "checkpoint with trainer.restore(…), or make a new jg.Trainer(…)",
+                tasks=restarted,
+            ) from error
+        self.renew(lambda made: made[1].load(values, position))
+
     def renew(
-        self, dataset: Dataset, batch_size: int, fill: Callable[[Made], None]
+        self,
+        fill: Callable[[Made], None],
+        dataset: Dataset | None = None,
+        batch_size: int = 0,
     ) -> Made:
         """Makes all anew, after tasks were lost: in a container of its own.
 
@@ -130,20 +171,22 @@ class Parts:
         sees the new parts before they are filled: there are no initial values to see.
 
         Args:
-          dataset: to train on.
-          batch_size: examples per step.
           fill: gives the variables their values.
+          dataset: to train on; the next ``prepare`` tells if unset.
+          batch_size: examples per step.
         """
         self._drop(self._made, self.side_car)
-        made, side_car = self._make(dataset)
+        made, side_car = self._make(dataset or self._trained_on)
         try:
-            with naming_data(dataset, batch_size):
-                made[1].prepare(dataset, batch_size)
+            if dataset is not None:
+                with naming_data(dataset, batch_size):
+                    made[1].prepare(dataset, batch_size)
             fill(made)
         except BaseException:
             self._drop(made, side_car)
             raise
-        self._made, self.side_car, self._trained_on = made, side_car, dataset
+        self._take(made, side_car)
+        self._trained_on = dataset or self._trained_on
         return made
 
     def _drop(self, made: Made | None, side_car: SideCar | None) -> None:

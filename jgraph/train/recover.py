@@ -3,12 +3,12 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, final
 
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.waiting import incarnations_of
 from jgraph.coordination.recovery import GiveUp, GoBack, Recoveries, Recovery
 from jgraph.errors import (
     ClusterError,
@@ -30,13 +30,6 @@ _WAIT_S: Final = 60.0
 
 _OF_A_LOSS: Final = (ClusterError, ProtocolError, InternalError, UninitializedError)
 """What a step may fail with where a task is gone, or was started again meanwhile."""
-
-
-def incarnations_of(cluster: Cluster) -> Mapping[TaskName, str]:
-    """Returns which process of each task answers now; none of one that does not."""
-    with suppress(ClusterError):
-        return {TaskName(t.task): t.incarnation for t in cluster.status().tasks}
-    return {}
 
 
 @final

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -281,7 +282,11 @@ class Trainer:
           CheckpointError: no checkpoint there, or one of another model; names the leaf.
           CheckpointCorruptError: it is not what was written; names the leaf.
         """
-        fill_from(self._made(), checkpoints.absolute(path))
+        path = checkpoints.absolute(path)
+        if self._parts.restarted() and not self._busy.locked():
+            self._parts.renew(partial(fill_from, path=path))
+        else:
+            fill_from(self._made(), path)
         return self
 
     def close(self) -> None:

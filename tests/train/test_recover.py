@@ -12,7 +12,7 @@ from flax import nnx
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.local import LocalCluster
-from jgraph.errors import ClusterError, ConfigError, TaskMissingError
+from jgraph.errors import ClusterError, ConfigError, TaskLostError, TaskMissingError
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoint import restore_position
 from jgraph.train.checkpoints import Checkpoints, steps_in
@@ -164,6 +164,28 @@ def test_run_without_a_checkpoint_ends_and_says_so(
         in str(caught.value)
     )
     assert cluster.wait_for_tasks(30)
+
+
+@pytest.mark.procs
+def test_trainer_goes_on_after_a_worker_and_not_after_a_ps_was_started_again(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    trainer = trainer_on(cluster, SyncPS())
+    fit = partial(trainer.fit, data(), steps=5, batch_size=8, progress=False)
+    fit(checkpoint=Checkpoints(tmp_path))
+    cluster.kill(WORKERS[1])
+    assert cluster.wait_for_tasks(30)
+    assert fit().steps == 10
+    position = trainer.current_position()
+    assert position is not None
+    assert position["done"] == 20
+    cluster.kill(PS)
+    assert cluster.wait_for_tasks(30)
+    with pytest.raises(TaskLostError, match=f"{PS} was started again"):
+        fit()
+    trainer.restore(tmp_path)
+    assert fit().steps == 10
+    trainer.close()
 
 
 @pytest.mark.procs
