@@ -136,8 +136,8 @@ class LocalCluster(Cluster):
         """See ``Cluster.check_startable``."""
         if gone := self._processes.gone():
             raise TaskMissingError(
-                f"{'; '.join(gone.values())}\nNothing starts it again; more would be "
-                "tried with jg.LocalCluster(…, restarts=5)",
+                f"{'; '.join(gone.values())}\nNothing starts it again; give "
+                "jg.LocalCluster more restarts, for example restarts=5",
                 missing=list(gone),
             )
 

@@ -119,17 +119,23 @@ class Restarter:
                 match instruction:
                     case StartAgain(task):
                         _LOG.warning("%s died (%s); starting it", task, _how(code))
-                        process.start(self._spec)
+                        try:
+                            process.start(self._spec)
+                        except OSError as error:
+                            self._leave(process, f"{task} cannot be started: {error}")
+                            return False
                         self._starting.add(process)
                         return True
                     case LeaveEnded(task, deaths, window_s):
-                        self.left[task] = (
-                            f"{task} died {deaths} times in {window_s:g} s, at last by "
-                            f"{_how(code)}, and is not started again. The end of its "
-                            f"log:\n{process.tail()}"
-                        )
-                        _LOG.error("%s", self.left[task])
+                        why = f"{task} died {deaths} times in {window_s:g} s, at last "
+                        self._leave(process, f"{why}by {_how(code)}")
         return False
+
+    def _leave(self, process: Process, why: str) -> None:
+        self.left[process.task] = (
+            f"{why}, and is not started again. The end of its log:\n{process.tail()}"
+        )
+        _LOG.error("%s", self.left[process.task])
 
     def _wait_started(self, process: Process) -> None:
         timer = threading.Timer(self._start_s, process.kill)

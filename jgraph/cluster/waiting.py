@@ -13,6 +13,7 @@ from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import (
     ClusterError,
     ClusterUnreachableError,
+    DeadlineError,
     TaskLostError,
     TaskMissingError,
 )
@@ -51,7 +52,7 @@ def wait_for_tasks(cluster: "Cluster", timeout_s: float, stop: threading.Event) 
                 return True
         except TaskMissingError as error:
             found = error
-        except (ClusterUnreachableError, TaskLostError) as error:
+        except (ClusterUnreachableError, TaskLostError, DeadlineError) as error:
             found = TaskMissingError(error.message, missing=[cluster.master])
     if stop.is_set():
         return False

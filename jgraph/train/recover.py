@@ -115,11 +115,11 @@ class Recover:
         self, lost: list[TaskName], step: int, to: int, error: JGError
     ) -> None:
         _LOG.warning(
-            "%s lost at step %d: %s The run waits up to %g s until all tasks answer, "
+            "%s lost at step %d: %s. The run waits up to %g s until all tasks answer, "
             "and then goes back to step %d in %s: %d steps are done again.",
             f"{', '.join(lost)} {'was' if len(lost) == 1 else 'were'}",
             step,
-            error.message,
+            error.message.rstrip("."),
             _WAIT_S,
             to,
             self.saving.directory,
@@ -148,7 +148,8 @@ class Recover:
             )
         text = "; ".join(filter(None, [why, hint]))
         return type(error)(
-            f"{error.message} The run did not go on by itself: {text}", **error.details
+            f"{error.message.rstrip('.')}. The run did not go on by itself: {text}",
+            **error.details,
         )
 
 

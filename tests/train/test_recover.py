@@ -167,6 +167,27 @@ def test_run_without_a_checkpoint_ends_and_says_so(
 
 
 @pytest.mark.procs
+def test_error_that_is_no_loss_ends_a_run_that_has_checkpoints(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    trainer, runs = trainer_on(cluster, AsyncPS()), []
+
+    def refuse(run: Run, report: Report) -> None:
+        runs.append(run)
+        raise ConfigError("enough of this")
+
+    where = Checkpoints(tmp_path, every=1)
+    fit = partial(trainer.fit, data(), batch_size=8, checkpoint=where, progress=False)
+    fit(steps=2)
+    with pytest.raises(ConfigError, match="enough of this"):
+        fit(steps=2, callbacks=[refuse])
+    assert len(runs) == 1
+    assert runs[0].recoveries() == []
+    assert fit(steps=2).state == "done"
+    trainer.close()
+
+
+@pytest.mark.procs
 def test_trainer_goes_on_after_a_worker_and_not_after_a_ps_was_started_again(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
