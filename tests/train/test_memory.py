@@ -77,11 +77,9 @@ def grown_by_a_step(
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_process_takes_what_the_plan_says_within_a_fifth(schedule: Any) -> None:
     cluster = LocalCluster(ps=0, workers=STAGES + 1, env=FREED, transport="grpc")
     with cluster, cluster.session() as session:
