@@ -143,7 +143,7 @@ def test_it_learns_clicks_within_the_memory_of_its_table(cluster: Cluster) -> No
     assert [text.split(": ")[0] for text in events] == cluster.tasks("ps")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.procs
 def test_the_command_prints_one_line_of_json(
     capsys: pytest.CaptureFixture[str],

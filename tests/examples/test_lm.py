@@ -95,7 +95,7 @@ def test_shakespeare_is_told_better_than_by_word_frequencies() -> None:
     assert figures["unigram_perplexity"] == pytest.approx(174.5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.procs
 def test_the_command_prints_one_line_of_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -25,14 +25,19 @@ def test_split_is_decided_by_the_seed_and_loses_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.procs
-def test_demonstration_learns_the_digits_and_leaves_its_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "least"), [(150, 0.8), pytest.param(600, 0.97, marks=pytest.mark.nightly)]
+)
+def test_demonstration_learns_the_digits_and_leaves_its_files(
+    steps: int, least: float, tmp_path: Path
+) -> None:
     out = io.StringIO()
-    accuracy = main(steps=600, output=tmp_path, console=Console(file=out, width=120))
-    assert accuracy >= 0.97
+    accuracy = main(steps=steps, output=tmp_path, console=Console(file=out, width=120))
+    assert accuracy >= least
     text = out.getvalue()
-    assert re.fullmatch(r"test accuracy: 0\.9\d{3}", text.splitlines()[-1])
+    assert re.fullmatch(r"test accuracy: 0\.\d{4}", text.splitlines()[-1])
     assert "params/dense1/kernel" in text
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     with ocp.StandardCheckpointer() as checkpointer:
         tree = checkpointer.restore(tmp_path / "checkpoint")
-    assert int(tree["global_step"]) == 600
+    assert int(tree["global_step"]) == steps
