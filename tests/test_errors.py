@@ -4,12 +4,15 @@ import copy
 import inspect
 import pickle  # noqa: TID251  # users' pools pickle errors; jgraph itself does not
 import re
+from pathlib import Path
 
 import pytest
 
 from jgraph import errors
 from jgraph.errors import InternalError, JGError, error_from_code
+from scripts import errors_page
 
+ROOT = Path(__file__).parent.parent
 CLASSES = [
     cls
     for _, cls in inspect.getmembers(errors, inspect.isclass)
@@ -89,3 +92,17 @@ def test_a_code_of_a_newer_version_is_an_internal_error() -> None:
     error = error_from_code("JG-999", "from the future", {})
     assert type(error) is InternalError
     assert error.message == "from the future"
+
+
+def test_the_page_of_errors_is_what_the_docstrings_say() -> None:
+    path = ROOT / "docs" / "errors.md"
+    assert path.read_text("utf-8") == errors_page.page(), "run scripts/errors_page.py"
+
+
+@pytest.mark.parametrize("cls", LEAVES)
+def test_the_page_of_errors_has_every_class_and_says_what_to_do(
+    cls: type[JGError],
+) -> None:
+    _, after = errors_page.page().split(f"\n### {cls.code} {cls.__name__}\n")
+    section = after.split("\n### ")[0]
+    assert "*What to do:* " in section

@@ -75,6 +75,12 @@ class ProtocolError(JGError):
 
 
 class InternalError(JGError):
-    """A fault of jgraph itself; please report it."""
+    """A fault of jgraph itself; please report it.
+
+    Something happened that the code holds to be impossible, or a newer server sent an
+    error that this version does not know.
+
+    What to do: report it, with ``jgraph version`` and the log of the named task.
+    """
 
     code = "JG-900"

@@ -4,36 +4,74 @@ from jgraph.errors.base import ProtocolError
 
 
 class MalformedMessageError(ProtocolError, ValueError):
-    """Bytes that are not a message of ours."""
+    """Bytes that are not a message of ours.
+
+    What came in does not parse, repeats what may come once, or asks for rows that a
+    table does not have. The connection ends; nothing of the message was used.
+
+    What to do: see that only jgraph of the same version dials this port. Between tasks
+    of one version it is a fault of jgraph: please report it.
+    """
 
     code = "JG-401"
 
 
 class MessageTooLargeError(ProtocolError, ValueError):
-    """A message over the limit."""
+    """A message over the limit.
+
+    A frame is larger than a task takes, or than it has memory for.
+
+    What to do: cut the variable into shards with a partitioner, or use a smaller batch,
+    so that less travels at once.
+    """
 
     code = "JG-402"
 
 
 class UnknownMethodError(ProtocolError, LookupError):
-    """A call that this server does not have."""
+    """A call that this server does not have.
+
+    A client or another task asked for something by a name that is not known here.
+
+    What to do: the caller is likely of another version of jgraph; compare
+    ``jgraph version`` on both hosts.
+    """
 
     code = "JG-403"
 
 
 class InvalidProgramError(ProtocolError, ValueError):
-    """Program bytes that do not match their digest or do not parse."""
+    """Program bytes that do not match their digest or do not parse.
+
+    Also a step of a program that the task does not have any more, since it was started
+    again or reset in between.
+
+    What to do: run the function again from a new session. If it stays, something
+    between client and server changes bytes.
+    """
 
     code = "JG-203"
 
 
 class ForbiddenProgramError(ProtocolError):
-    """A program that may not run on this server."""
+    """A program that may not run on this server.
+
+    It calls native code of the server's host that is not on the short list of what JAX
+    itself needs. A client with a token could otherwise reach any function loaded there.
+
+    What to do: replace the named operation by others of `jax.numpy` or `jax.lax`.
+    """
 
     code = "JG-204"
 
 
 class PlatformError(ProtocolError):
-    """A program exported for another kind of device."""
+    """A program exported for another kind of device.
+
+    The client compiled for one platform, and the task has another: a client with a GPU
+    and servers without, for example.
+
+    What to do: say for what to compile: ``cluster.session(platforms=("cpu", "cuda"))``.
+    """
 
     code = "JG-205"
