@@ -1,6 +1,5 @@
 """One client, one graph over many tasks: pipelines, towers, and both with a ps."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,24 +13,10 @@ import jgraph as jg
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.session import Session
 from jgraph.errors import ConfigError, FeedError, UnknownDeviceError
-from tests.cluster.conftest import connected
 from tests.plan.support import assert_same
 from tests.train.models import NnxMLP, batches_of, cross_entropy, data, nnx_loss
 
 WORKERS, BATCH, STEPS = 2, 8, 5
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with connected(ps=2, worker=WORKERS) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def session(cluster: Cluster) -> Iterator[Session]:
-    cluster.reset()
-    with cluster.session() as session:
-        yield session
 
 
 def layer(params: Any, x: Any) -> Any:

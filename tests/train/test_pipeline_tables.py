@@ -15,24 +15,10 @@ from jgraph.cluster.client import Cluster
 from jgraph.cluster.session import Session
 from jgraph.errors import CheckpointError, PipelineError, RowIdError
 from jgraph.train.pipeline_step import PipelineStep
-from tests.cluster.conftest import connected
 from tests.plan.support import assert_same
 
 ROWS, WIDTH, BATCH, WORDS = 1000, 4, 8, 2
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with connected(ps=2, worker=2) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def session(cluster: Cluster) -> Iterator[Session]:
-    cluster.reset()
-    with cluster.session() as session:
-        yield session
 
 
 def below(params: Any, x: Any) -> Any:

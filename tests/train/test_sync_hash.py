@@ -1,10 +1,8 @@
 """Hash tables in synchronous training, on servers of this process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,7 +13,6 @@ import jgraph as jg
 from jgraph.cluster.client import Cluster
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.hash_spec import Column, HashSpec, Initial
-from jgraph.graph.ir import eval_graph
 from jgraph.plan.accumulate import mean_of_rows
 from jgraph.runtime.hash_budget import nbytes_for
 from jgraph.runtime.hash_rows import initial_rows
@@ -23,7 +20,7 @@ from jgraph.train.adapters import adapt
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from tests.cluster.conftest import connected
-from tests.train.models import batches_of
+from tests.train.models import values_alone
 
 DIM, BATCH, WORKERS, STEPS = 3, 8, 2, 8
 INITIAL = Initial("normal", 0.1, seed=4)
@@ -66,12 +63,6 @@ def hashed(places: Any = PLACES) -> dict[str, Any]:
     return {"ids": jg.split_keys(KEYS[places]), "y": Y[: len(places)]}
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with connected(ps=2, worker=WORKERS) as cluster:
-        yield cluster
-
-
 def trainer(cluster: Cluster, tx: Any, model: Any = None, **options: Any) -> jg.Trainer:
     strategy = SyncPS(step_timeout_s=20, **options)
     model = model or Hashed()
@@ -86,19 +77,9 @@ def fit(there: jg.Trainer, steps: int = STEPS, data: Any = None) -> Any:
 
 
 def alone(tx: Any, steps: int) -> nnx.Module:
-    """One process that takes the batches of all workers together."""
-    fields = {"ids": PLACES, "y": Y}
-    stream = batches_of(fields, BATCH, 0)
     step = TrainStep(adapt(Known(), loss, seed=0), tx, sparse="lazy")
-    values: Any = step.initial_values
-    graph = step.graph({k: v[: WORKERS * BATCH] for k, v in fields.items()})
-    run = jax.jit(lambda values, feeds: eval_graph(graph, values, feeds)[1])
-    for number in range(steps):
-        batches = [next(stream) for _ in range(WORKERS)]
-        both = {k: np.concatenate([b[k] for b in batches]) for k in fields}
-        feeds = [*jax.tree.leaves(both), np.int32(number), np.int32(0)]
-        values = run(values, feeds)
-    tree = step.unflatten(values)
+    fields = {"ids": PLACES, "y": Y}
+    tree = step.unflatten(values_alone(step, fields, WORKERS, steps))
     made: nnx.Module = step.adapter.model(tree["params"], tree["state"])
     return made
 

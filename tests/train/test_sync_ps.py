@@ -1,6 +1,5 @@
 """Synchronous training on servers of this process, over real gRPC on loopback."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from jgraph.plan.nodes import ContributeNode
 from jgraph.plan.program import Program
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import Servers, connected
+from tests.cluster.conftest import Servers
 from tests.train.ledger import examples_counted, examples_due, loss_that_counts
 from tests.train.models import (
     NnxMLP,
@@ -32,12 +31,6 @@ from tests.train.models import (
 
 STEPS, BATCH, WORKERS = 30, 8, 2
 CLIP_ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with connected(ps=2, worker=WORKERS) as cluster:
-        yield cluster
 
 
 def trainer(

@@ -1,9 +1,7 @@
 """Tables of rows in synchronous training, on servers of this process."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,14 +11,12 @@ from flax import nnx
 import jgraph as jg
 from jgraph.cluster.client import Cluster
 from jgraph.errors import DataError, RowIdError
-from jgraph.graph.ir import eval_graph
 from jgraph.plan.nodes import ContributeNode
 from jgraph.train.adapters import adapt
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import connected
-from tests.train.models import batches_of
+from tests.train.models import values_alone
 
 ROWS, DIM, BATCH, WORKERS, STEPS = 3000, 4, 8, 2, 12
 TABLE = "params/table/embedding"
@@ -45,12 +41,6 @@ def loss(model: Any, batch: Any) -> Any:
     return jnp.mean((model(batch["ids"]) - batch["y"]) ** 2)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with connected(ps=2, worker=WORKERS) as cluster:
-        yield cluster
-
-
 def trainer(cluster: Cluster, tx: Any, sparse: Any, **options: Any) -> Trainer:
     rows = options.pop("rows", ROWS)
     strategy = SyncPS(step_timeout_s=20, **options)
@@ -63,17 +53,8 @@ def fit(trainer: Trainer, steps: int = STEPS, data: Any = data) -> Any:
 
 
 def alone(tx: Any, sparse: Any) -> dict[str, Any]:
-    """One process that takes the batches of all workers together."""
-    stream = batches_of(data, BATCH, 0)
     step = TrainStep(adapt(Embed(nnx.Rngs(0)), loss, seed=0), tx, sparse=sparse)
-    values: Any = step.initial_values
-    graph = step.graph({k: v[: WORKERS * BATCH] for k, v in data.items()})
-    run = jax.jit(lambda values, feeds: eval_graph(graph, values, feeds)[1])
-    for number in range(STEPS):
-        batches = [next(stream) for _ in range(WORKERS)]
-        both = {k: np.concatenate([b[k] for b in batches]) for k in data}
-        feeds = [*jax.tree.leaves(both), np.int32(number), np.int32(0)]
-        values = run(values, feeds)
+    values = values_alone(step, data, WORKERS, STEPS)
     return dict(zip(step.names, values, strict=True))
 
 
