@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, final
 
 import jax
 
-from jgraph.train import checkpoint as checkpoints
+from jgraph.train import checkpoint
 from jgraph.train.checkpoints import is_checkpoint, newest_good
 from jgraph.train.data import Data, Dataset
 from jgraph.train.evaluations import Evaluations
@@ -138,7 +138,7 @@ class Attempts:
             ),
             first=first,
             evaluations=make_evaluations(
-                *(self._parts.side_car, wanted.evaluate, wanted.eval_data, evaluated)
+                self._parts.side_car, wanted.evaluate, wanted.eval_data, evaluated
             ),
             checked=step.checked if self._given.check_finite else None,
             lookups=step.lookups(dataset.avals(wanted.batch_size)),
@@ -162,8 +162,8 @@ def fill_from(made: Made, path: Path) -> None:
     growing = [name for table in step.tables for name in table.names]
 
     def read(path: Path) -> tuple[Tree, Position]:
-        tree = checkpoints.restore(path, like, growing)
-        return tree, checkpoints.restore_position(path)
+        tree = checkpoint.restore(path, like, growing)
+        return tree, checkpoint.restore_position(path)
 
     tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]
     runner.load(jax.tree.leaves(tree), where)

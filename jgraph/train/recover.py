@@ -29,7 +29,13 @@ _LOG = logging.getLogger("jgraph.recover")
 _WAIT_S: Final = 60.0
 
 _OF_A_LOSS: Final = (ClusterError, ProtocolError, InternalError, UninitializedError)
-"""What a step may fail with where a task is gone, or was started again meanwhile."""
+"""What a step may fail with where a task is gone, or was started again meanwhile.
+
+None of these alone is a loss: a run goes back only if a task is another process by now,
+or a connection ended. ``InternalError`` is among them because what a survivor was doing
+with a lost task may end in any exception (see ``driver.as_error``); its message is in
+the log, and ``Recoveries`` bounds how often.
+"""
 
 
 @final

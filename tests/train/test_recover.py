@@ -12,7 +12,14 @@ from flax import nnx
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.local import LocalCluster
-from jgraph.errors import ClusterError, ConfigError, TaskLostError, TaskMissingError
+from jgraph.errors import (
+    ClusterError,
+    ConfigError,
+    InternalError,
+    JGError,
+    TaskLostError,
+    TaskMissingError,
+)
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoint import restore_position
 from jgraph.train.checkpoints import Checkpoints, steps_in
@@ -171,19 +178,20 @@ def test_run_without_a_checkpoint_ends_and_says_so(
 
 
 @pytest.mark.procs
+@pytest.mark.parametrize("kind", [ConfigError, InternalError])
 def test_error_that_is_no_loss_ends_a_run_that_has_checkpoints(
-    cluster: LocalCluster, tmp_path: Path
+    cluster: LocalCluster, tmp_path: Path, kind: type[JGError]
 ) -> None:
     trainer, runs = trainer_on(cluster, AsyncPS()), []
 
     def refuse(run: Run, report: Report) -> None:
         runs.append(run)
-        raise ConfigError("enough of this")
+        raise kind("enough of this")
 
     where = Checkpoints(tmp_path, every=1)
     fit = partial(trainer.fit, data(), batch_size=8, checkpoint=where, progress=False)
     fit(steps=2)
-    with pytest.raises(ConfigError, match="enough of this"):
+    with pytest.raises(kind, match=r"enough of this$"):
         fit(steps=2, callbacks=[refuse])
     assert len(runs) == 1
     assert runs[0].recoveries() == []
