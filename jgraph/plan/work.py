@@ -17,6 +17,7 @@ import jax
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.cost import flops_of, nbytes_of_value
+from jgraph.graph.sizes import assumed_shape, assumed_size
 from jgraph.plan.types import num_elements
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -121,7 +122,7 @@ def _one(equation: Equation, hidden: set[Var]) -> Work:
         for b in (_compat.open_jaxpr(j) for _, j in _compat.inner_jaxprs(equation))
     ]
     if name == "scan":
-        turns = float(equation.params["length"])
+        turns = float(assumed_size(equation.params["length"]))
         return sum(bodies, Work(kernels=1)).times(turns)
     if name == "cond":
         return max(bodies, key=lambda w: (w.flops, w.nbytes), default=Work())
@@ -184,7 +185,7 @@ def _takes_fused(equation: Equation) -> bool:
 def _xla_flops(equation: Equation) -> float:
     """Returns the operations that XLA counts in one equation."""
     inputs = [v for v in equation.invars if not isinstance(v, Literal)]
-    types = tuple((v.aval.shape, v.aval.dtype) for v in inputs)
+    types = tuple((assumed_shape(v.aval.shape), v.aval.dtype) for v in inputs)
     return _counted(_Call(equation), types)
 
 

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
+from jgraph.graph.sizes import ASSUMED_SIZE
 from jgraph.plan.work import Work, work_of
 
 X = jnp.ones((64, 64))
@@ -50,6 +52,21 @@ def test_a_scan_is_its_body_as_often_as_it_runs() -> None:
         return jax.lax.scan(lambda c, _: (c @ c, None), x, length=10)[0]
 
     assert work(turns, X).flops == 10 * work(jnp.dot, X, X).flops
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jax.lax.scan(lambda c, row: (c @ row, None), jnp.eye(8), x)[0],
+        lambda x: jnp.linalg.cholesky(x, symmetrize_input=False),
+        lambda x: jax.lax.linalg.triangular_solve(x, x),
+    ],
+)
+def test_a_size_that_is_a_name_counts_as_in_all_estimates(
+    fn: Callable[..., Any],
+) -> None:
+    named = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 8, 8"), jnp.float32)
+    assert work(fn, named) == work(fn, jnp.ones((ASSUMED_SIZE, 8, 8)))
 
 
 def test_of_a_conditional_the_dearest_branch_counts() -> None:
