@@ -40,6 +40,15 @@ def graph_of(
     return trace(fn, *args, variables=variables)[0]
 
 
+def descended(loss: Callable[[list[Any]], Any], weights: Sequence[jg.Variable]) -> Any:
+    """Takes a step of gradient descent; returns the loss before it."""
+    values = [w[...] for w in weights]
+    found, gradients = jax.value_and_grad(loss)(values)
+    for w, value, gradient in zip(weights, values, gradients, strict=True):
+        w[...] = value - 0.1 * gradient
+    return found
+
+
 def initial_values(variables: Sequence[jg.Variable]) -> Values:
     """Returns the initial value of each variable by name."""
     values = {}

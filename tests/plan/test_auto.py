@@ -20,7 +20,7 @@ from jgraph.plan.plan import Plan
 from jgraph.plan.search import MOST_JOBS, Search
 from jgraph.plan.tasks import Tasks
 from tests.plan.costs import FAST, SLOW, model, speed
-from tests.plan.support import PS, WORKERS, check_plan, graph_of
+from tests.plan.support import PS, WORKERS, check_plan, descended, graph_of
 
 A, B = PAIR = tuple(WORKERS[:2])
 X = jnp.full((300, 300), 0.01)  # a product of two takes 54 ms in these cost models
@@ -80,11 +80,7 @@ def chain(layers: int) -> tuple[tuple[jg.Variable, ...], Callable[[Any], Any]]:
                 h = jnp.tanh(h @ value)
             return h.sum()
 
-        values = [w[...] for w in weights]
-        found, gradients = jax.value_and_grad(loss)(values)
-        for w, value, gradient in zip(weights, values, gradients, strict=True):
-            w[...] = value - 0.1 * gradient
-        return found
+        return descended(loss, weights)
 
     return weights, step
 

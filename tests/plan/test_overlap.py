@@ -9,7 +9,13 @@ import pytest
 import jgraph as jg
 from jgraph.plan import overlap
 from jgraph.plan.nodes import RecvNode, SegmentNode
-from tests.plan.support import WORKERS, check_plan, nodes_of, segments_per_task
+from tests.plan.support import (
+    WORKERS,
+    check_plan,
+    descended,
+    nodes_of,
+    segments_per_task,
+)
 
 A, B = WORKERS[:2]
 X = jnp.full((300, 300), 0.01)  # a product of two is 54 million operations
@@ -21,15 +27,17 @@ def tower(x: Any) -> Any:
     return x
 
 
-def test_half_of_a_sum_does_not_wait_for_the_other_half() -> None:
-    def two(x: Any) -> Any:
-        with jg.device(A):
-            mine = tower(x)
-        with jg.device(B):
-            others = tower(x + 1)
-        with jg.device(A):
-            return (mine + others).sum()
+def two(x: Any) -> Any:
+    """The sum of two towers, one on each task."""
+    with jg.device(A):
+        mine = tower(x)
+    with jg.device(B):
+        others = tower(x + 1)
+    with jg.device(A):
+        return (mine + others).sum()
 
+
+def test_half_of_a_sum_does_not_wait_for_the_other_half() -> None:
     planned = check_plan(two, X, exact=False)
     assert segments_per_task(planned)[A] == 2
     first = nodes_of(planned, A, SegmentNode)[0]
@@ -49,14 +57,6 @@ def test_what_another_task_waits_for_does_not_wait_for_the_rest() -> None:
 
 
 def test_little_work_is_no_segment_of_its_own() -> None:
-    def two(x: Any) -> Any:
-        with jg.device(A):
-            mine = tower(x)
-        with jg.device(B):
-            others = tower(x + 1)
-        with jg.device(A):
-            return (mine + others).sum()
-
     planned = check_plan(two, X[:30, :30], exact=False)
     assert segments_per_task(planned)[A] == 1
 
@@ -94,11 +94,7 @@ def test_gradients_of_a_half_overlap_with_those_of_the_other() -> None:
             with jg.device(B):
                 return h.sum()
 
-        values = [w[...] for w in weights]
-        found, gradients = jax.value_and_grad(loss)(values)
-        for w, value, gradient in zip(weights, values, gradients, strict=True):
-            w[...] = value - 0.1 * gradient
-        return found
+        return descended(loss, weights)
 
     planned = check_plan(step, X, variables=weights, exact=False)
     # B sends the gradient that A waits for, and then computes those of its weights.
