@@ -40,14 +40,12 @@ class Prediction:
       alone: the same with everything that is free on one task, by task, for the best.
       memory: bytes by task: variables, and the most of other values at a time.
       by_task: seconds that each task computes.
-      considered: how many placements were priced.
     """
 
     seconds: float
     alone: Mapping[TaskName, float]
     memory: Mapping[TaskName, int]
     by_task: Mapping[TaskName, float]
-    considered: int
 
     def __str__(self) -> str:
         tasks = [
@@ -173,7 +171,6 @@ class _Arranging:
             alone={free[0]: alone.predicted.seconds} if free and not alone.over else {},
             memory=best.predicted.memory,
             by_task=_computing(best.predicted),
-            considered=search.priced_jobs,
         )
         return Arrangement(best.graph, best.chosen, prediction)
 

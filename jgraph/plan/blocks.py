@@ -122,7 +122,6 @@ class _Maker:
     full: dict[int, float] = field(default_factory=dict)
     _last: dict[Hashable, int] = field(default_factory=dict)
     _union: dict[int, int] = field(default_factory=dict)
-    _of_variable: dict[int, int] = field(default_factory=dict)
     _towards: dict[int, int] = field(default_factory=dict)
     _taken: dict[int, list[Var]] = field(default_factory=dict)
     _users: dict[Var, list[int]] = field(default_factory=dict)

@@ -5,7 +5,7 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from jgraph.errors import ConfigError
@@ -199,11 +199,6 @@ class CostModel:
                 "with jgraph doctor --links --json"
             ) from error
         return cls.from_dict(values)
-
-    def with_links(self, link: Link) -> "CostModel":
-        """Returns a model with one link between all tasks: what if?"""
-        pairs = ((a, b) for a in self.tasks for b in self.tasks if a != b)
-        return replace(self, links=dict.fromkeys(pairs, link))
 
     def __str__(self) -> str:
         lines = ["task, host: product, elementwise, exp, memory, per segment"]

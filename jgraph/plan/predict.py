@@ -11,7 +11,6 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.cost_model import CostModel
 from jgraph.plan.cut import Cluster, Cut
 from jgraph.plan.flow import Flow, Op
-from jgraph.plan.lower import label_of
 from jgraph.plan.spread import nbytes_of
 from jgraph.plan.timing import Job, Jobs, Timing, timing_of
 from jgraph.plan.work import work_of
@@ -94,7 +93,6 @@ def jobs_of(cut: Cut, driver: TaskName, model: CostModel) -> Jobs:
                 makes=tuple(numbers[v] for v in leaving),
                 nbytes=_nbytes(flow, cluster),
                 after=after,
-                label=label_of([flow.ops[i].equation for i in cluster.ops], call=True),
             )
         )
     return Jobs(

@@ -31,7 +31,6 @@ class Job:
       makes: numbers of the values that it makes.
       nbytes: memory that it needs beside values that lie ready.
       after: jobs, by their place in the list, that must be done before.
-      label: for people.
     """
 
     task: TaskName
@@ -40,7 +39,6 @@ class Job:
     makes: tuple[int, ...] = ()
     nbytes: int = 0
     after: tuple[int, ...] = ()
-    label: str = ""
 
 
 @final

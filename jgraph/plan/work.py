@@ -220,9 +220,5 @@ def _counted(call: _Call, types: tuple[tuple[tuple[int, ...], Any], ...]) -> flo
     return max(counted, flops_of(call.equation))
 
 
-def _made_bytes(equation: Equation) -> int:
-    return sum(nbytes_of_value(v) for v in equation.outvars)
-
-
 def _vars(atoms: Iterable[Atom]) -> list[Var]:
     return [a for a in atoms if not isinstance(a, Literal)]
