@@ -164,24 +164,25 @@ class Sizes:
         ):
             raise self._refused(name, shape, wanted, due)
         for have, text in zip(shape, due, strict=True):
-            if text:
-                self._size(name, have, text, self._refused(name, shape, wanted, due))
+            if text and not self._takes(name, have, text):
+                raise self._refused(name, shape, wanted, due)
 
-    def _size(self, name: str, have: int, text: str, refused: FeedError) -> None:
+    def _takes(self, name: str, have: int, text: str) -> bool:
+        """Notes the size of a name; False if it can be none."""
         match = _NAMED.match(text)
-        if match is None:
-            raise refused
-        factor, symbol = int(match[1] or 1), match[2]
-        if have < 1 or have % factor:
-            raise refused
-        size, first = self._known.setdefault(symbol, (have // factor, name))
-        if size != have // factor:
+        factor = int(match[1] or 1) if match else 1
+        if match is None or have < 1 or have % factor:
+            return False
+        symbol, size = match[2], have // factor
+        known, first = self._known.setdefault(symbol, (size, name))
+        if known != size:
             raise FeedError(
-                f"feed '{name}' of '{self.title}' has {symbol}={have // factor} where "
-                f"'{first}' has {symbol}={size}; give both the same, or trace them "
+                f"feed '{name}' of '{self.title}' has {symbol}={size} where "
+                f"'{first}' has {symbol}={known}; give both the same, or trace them "
                 "under two names",
                 feed=name,
             )
+        return True
 
     def _refused(
         self, name: str, shape: Sequence[int], wanted: Sequence[int], due: Sequence[str]
