@@ -55,7 +55,7 @@ def make_transports(task: TaskName, certificates: str) -> dict[How, GrpcTranspor
     return {
         how: GrpcTransport(
             task,
-            shared_memory="auto" if how == "auto" else "off",
+            same_machine="auto" if how == "auto" else "off",
             tls=TLS.of(certificates, task) if how == "tls" else None,
         )
         for how in (TLS_HOW if certificates else HOW)

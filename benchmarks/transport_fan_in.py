@@ -81,7 +81,7 @@ def work(pipe: Connection, index: int) -> None:
         workers = {}
         for way, how in HOW.items():
             name = TaskName(f"/job:worker/task:{index}")
-            transport = GrpcTransport(name, shared_memory=how)
+            transport = GrpcTransport(name, same_machine=how)
             workers[way] = Worker(transport)
         pipe.send({way: await w.transport.start(w) for way, w in workers.items()})
         addresses = await asyncio.to_thread(pipe.recv)
@@ -97,7 +97,7 @@ def work(pipe: Connection, index: int) -> None:
 
 
 async def take_turns(pipes: list[Connection]) -> None:
-    transports = {way: GrpcTransport(PS, shared_memory=how) for way, how in HOW.items()}
+    transports = {way: GrpcTransport(PS, same_machine=how) for way, how in HOW.items()}
     addresses = {way: await t.start(Ps(t)) for way, t in transports.items()}
     theirs = [await asyncio.to_thread(pipe.recv) for pipe in pipes]
     for way, transport in transports.items():

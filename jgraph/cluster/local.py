@@ -44,8 +44,8 @@ class LocalCluster(Cluster):
         since they must not take an accelerator from a worker.
       log_dir: existing directory for the tasks' logs; a temporary one if unset,
         which goes with the cluster.
-      transport: ``"auto"`` passes large tensors through shared memory; ``"grpc"`` as
-        between machines.
+      transport: ``"auto"`` uses shared memory and Unix sockets; ``"grpc"`` as between
+        machines.
       tls: whether all connections are encrypted, with certificates made for this
         cluster alone.
       restarts: how often a task that died is started again within a minute, at its

@@ -82,7 +82,7 @@ class TaskServer:
         self._transport = GrpcTransport(
             task,
             bind=bind,
-            shared_memory="auto" if transport == "auto" else "off",
+            same_machine="auto" if transport == "auto" else "off",
             token=token,
             roles=ROLES,
             tls=tls,
@@ -150,8 +150,8 @@ class Server:
       bind: host to listen on. Loopback unless told otherwise; ``"0.0.0.0"`` listens
         on every interface, and is refused without ``tls``.
       health_port: port of the gRPC health service on the same host (0: any).
-      transport: ``"auto"`` passes large tensors to tasks of the same machine through
-        shared memory; ``"grpc"`` sends all of them over the network.
+      transport: ``"auto"`` reaches tasks of the same machine through shared memory and
+        Unix sockets; ``"grpc"`` all of them over the network.
       tls: the directory that ``jgraph certs`` wrote, or the ``TLS`` files of this
         task: whoever connects must have a certificate too. None speaks plain text.
       token_file: what whoever calls must show, in a file that others may not read; if

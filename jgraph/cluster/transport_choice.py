@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jgraph.rpc.tls import TLS
 
 TransportChoice: TypeAlias = Literal["auto", "grpc"]
-"""``auto`` passes large tensors to tasks of the same machine through shared memory,
-``grpc`` sends all of them over the network."""
+"""``auto`` reaches tasks of the same machine through shared memory and Unix sockets,
+``grpc`` all of them over the network."""
 
 TLSFiles: TypeAlias = Union[str, os.PathLike[str], "TLS"]  # a name to come
 """The directory that ``jgraph certs`` wrote, or the three files."""

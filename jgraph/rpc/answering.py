@@ -8,9 +8,12 @@ import grpc
 
 from jgraph.errors import ClusterBusyError, JGError, MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.codec import Prepared, prepare
+from jgraph.rpc.codec import Buffer, Prepared, encode, prepare
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.frames import frame, kind_of
+from jgraph.rpc.exchange import check_protocol
+from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.local_door import LocalDoor, LocalOffer
+from jgraph.rpc.local_socket import LocalSocket
 from jgraph.rpc.outbox import Outbox
 from jgraph.rpc.serving import answer, only_reply
 from jgraph.rpc.statistics import Counters
@@ -34,6 +37,7 @@ class Answers:
       decoder: turns its chunks into frames.
       counters: where calls are counted.
       max_frame_bytes: larger replies become errors.
+      door: where callers of this machine may connect; None: nowhere.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Answers:
         decoder: Decoder,
         counters: Counters,
         max_frame_bytes: int,
+        door: LocalDoor | None,
     ) -> None:
         self._handler = handler
         self._hello = hello
@@ -53,7 +58,9 @@ class Answers:
         self._decoder = decoder
         self._counters = counters
         self._max_frame_bytes = max_frame_bytes
-        self._outbox = Outbox(context.write)
+        self._offer = LocalOffer(door, self._feed, self._move) if door else None
+        self._outbox = Outbox()
+        self._sending = [asyncio.create_task(self._outbox.run(context.write))]
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -62,20 +69,44 @@ class Answers:
         Raises:
           MalformedMessageError: the stream is not one of calls.
         """
-        sending = asyncio.create_task(self._outbox.run())
         try:
-            while (chunk := await self._context.read()) is not END:
-                for asked in self._decoder.feed(chunk):
-                    self._take(asked)
+            if self._offer is None:
+                await self._read()
+            else:
+                await self._offer.beside(self._read())
             self._decoder.finish()
         finally:
-            left = [sending, *self._answering.values()]
+            left = [*self._sending, *self._answering.values()]
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
+    async def _read(self) -> None:
+        while (chunk := await self._context.read()) is not END:
+            self._feed(chunk)
+
+    def _feed(self, chunk: Buffer) -> None:
+        for asked in self._decoder.feed(chunk):
+            self._take(asked)
+
+    def _move(self, socket: LocalSocket) -> None:
+        """Sends replies over a socket from now on."""
+        self._outbox = Outbox()
+        self._sending.append(asyncio.create_task(self._outbox.run_over(socket)))
+
+    def _greet(self) -> None:
+        reply = pb.Hello()
+        reply.CopyFrom(self._hello)
+        if self._offer is not None:
+            reply.local_socket.CopyFrom(self._offer.message)
+        self._outbox.put(encode(frame(hello=reply)))
+
     def _take(self, asked: Frame) -> None:
         number, method = asked.header.sequence, asked.header.method
+        if kind_of(asked) == "hello" and not number:
+            check_protocol(self._hello, body_of(asked), "the caller")
+            self._greet()
+            return
         if kind_of(asked) == "abandon":
             if number in self._answering:
                 self._answering[number].cancel()

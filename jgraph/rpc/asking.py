@@ -13,10 +13,11 @@ import grpc
 
 from jgraph.errors import JGError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.codec import Prepared, encode
+from jgraph.rpc.codec import Buffer, Prepared, encode, pack
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import call_error, deadline_error, is_cancelled, lost_call
 from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.local_socket import connect, end_late
 from jgraph.rpc.outbox import Outbox
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
@@ -34,6 +35,8 @@ class AskLine:
       address: where the server is.
       stream: of the method Asks, just opened.
       decoder: turns its chunks into frames.
+      hello: who we are.
+      near: take a socket that the server offers to callers of its machine.
 
     Attributes:
       is_broken: the stream ended; nothing can be asked any more.
@@ -44,6 +47,9 @@ class AskLine:
         address: Address,
         stream: "grpc.aio.StreamStreamCall[bytes, bytes]",
         decoder: Decoder,
+        hello: pb.Hello,
+        *,
+        near: bool,
     ) -> None:
         self.is_broken = False
         self._address = address
@@ -52,7 +58,13 @@ class AskLine:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
         self._closing = False
-        self._outbox = Outbox(stream.write)
+        self._outbox = Outbox()
+        self._hello = hello
+        self._near = near
+        self._welcome: asyncio.Future[pb.Hello] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._refused: BaseException | None = None
         self._sending = asyncio.create_task(self._send())
         self._reading = asyncio.create_task(self._read())
 
@@ -91,14 +103,30 @@ class AskLine:
     async def _send(self) -> None:
         # Why the stream failed is told by reading it.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._outbox.run()
+            for chunk in pack(encode(frame(hello=self._hello)).pieces):
+                await self._stream.write(chunk)
+            theirs = await self._welcome
+            socket = None
+            if self._near and theirs.HasField("local_socket"):
+                socket = await connect(theirs.local_socket, self._feed)
+            if socket is None:
+                await self._outbox.run(self._stream.write)
+                return
+            socket.ended.add_done_callback(self._socket_ended)
+            try:
+                await self._outbox.run_over(socket)
+            finally:
+                socket.close()
+
+    def _socket_ended(self, ended: "asyncio.Future[None]") -> None:
+        self._refused = ended.exception()
+        end_late(self._stream, ended)
 
     async def _read(self) -> None:
         ended = _Ended(self._lost)
         try:
             async for chunk in self._stream:
-                for reply in self._decoder.feed(chunk):
-                    self._take(reply)
+                self._feed(chunk)
         except grpc.aio.AioRpcError as error:
             code = error.code()
             ended = _Ended(lambda method: self._failed(code, method))
@@ -110,6 +138,9 @@ class AskLine:
             # gRPC raises it as well when the other side cancels, i.e. shuts down.
             if is_cancelled() and not self._closing:
                 raise
+            if isinstance(self._refused, JGError):
+                refused = self._refused
+                ended = _Ended(lambda _: refused)
         finally:
             self.is_broken = True
             self._stream.cancel()
@@ -120,7 +151,14 @@ class AskLine:
             self._waiting.clear()
             await asyncio.wait([self._sending])
 
+    def _feed(self, chunk: Buffer) -> None:
+        for reply in self._decoder.feed(chunk):
+            self._take(reply)
+
     def _take(self, reply: Frame) -> None:
+        if kind_of(reply) == "hello" and not self._welcome.done():
+            self._welcome.set_result(body_of(reply))
+            return
         number = reply.header.sequence
         if number == 0 and kind_of(reply) == "status":
             raise from_status(body_of(reply))

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import grpc
 
@@ -22,6 +22,7 @@ from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import CONNECT_TIMEOUT_S, ended_link, is_cancelled, open_channel
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.lending import SHARED_FRAME_BYTES, lend
+from jgraph.rpc.local_socket import AT_ONCE_BYTES, LocalSocket, connect, end_late
 from jgraph.rpc.shared_memory import SendMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import from_status
@@ -34,6 +35,7 @@ HELLO_TIMEOUT_S: Final = 10.0
 """How long either side waits for the first frame of the other."""
 
 _logger = logging.getLogger(__name__)
+_Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 
 def check_protocol(ours: pb.Hello, theirs: pb.Hello, who: str) -> None:
@@ -66,7 +68,8 @@ class ExchangeLink:
       address: its ``host:port``.
       hello: who we are.
       counters: where sent frames are counted.
-      make_memory: gives memory to share with a task of the same machine, or None.
+      make_memory: gives memory to share with a task of the same machine, or None:
+        nothing goes around the stream.
       number: gives the sequence number of the next frame.
       identity: certificates; None speaks plain text.
       max_queued_bytes: more than this does not wait for the peer.
@@ -91,6 +94,8 @@ class ExchangeLink:
         self._counters = counters
         self._make_memory = make_memory
         self._memory: SendMemory | None = None
+        self._offer: pb.LocalSocket | None = None
+        self._idle_socket: LocalSocket | None = None
         self._number = number
         self._identity = identity
         self._token = token
@@ -108,7 +113,14 @@ class ExchangeLink:
         Raises:
           NotTakingError: too much waits already.
         """
+        socket = self._idle_socket
+        if socket is not None and socket.is_free and item.nbytes <= AT_ONCE_BYTES:
+            data = b"".join(item.encoded(sequence=self._number()).pieces)
+            socket.write_now(data)
+            self._counters.sent(self.peer, frames=1, nbytes=len(data))
+            return
         self._backlog.add(item, item.nbytes, step=item.values_of, now=self._now())
+        self._idle_socket = None
         self._wake.set()
 
     def withdraw(self, step: Hashable) -> int:
@@ -176,14 +188,40 @@ class ExchangeLink:
         for chunk in pack(encode(frame(hello=first)).pieces):
             await stream.write(chunk)
         await self._accepted.wait()
+        socket = await self._connect()
+        if socket is None:
+            await self._send_over(stream.write, None)
+        else:
+            socket.ended.add_done_callback(partial(end_late, stream))
+            try:
+                await self._send_over(socket.write, socket)
+            finally:
+                self._idle_socket = None
+                socket.close()
+        await stream.done_writing()
+
+    async def _connect(self) -> LocalSocket | None:
+        """Returns the socket that goes with the stream, if the peer is near."""
+        if self._offer is None:
+            return None
+        socket = await connect(self._offer, _refuse)
+        if socket is None:
+            _logger.info(
+                "Frames for %s go through a gRPC stream, not through a socket of this "
+                "machine: that is out of reach from here.",
+                self.peer,
+            )
+        return socket
+
+    async def _send_over(self, write: _Write, socket: LocalSocket | None) -> None:
         while self._backlog or not self._finishing:
             await self._wake.wait()
             self._wake.clear()
-            await self._drain(stream)
+            await self._drain(write)
             self._backlog.left()
-        await stream.done_writing()
+            self._idle_socket = socket
 
-    async def _drain(self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
+    async def _drain(self, write: _Write) -> None:
         """Writes all that is queued, also what is queued while a chunk is written."""
         packer = Packer()
         while self._backlog:
@@ -197,15 +235,13 @@ class ExchangeLink:
             self._counters.sent(self.peer, frames=1, shared=shared)
             for piece in encoded.pieces:
                 for chunk in packer.add(piece):
-                    await self._write(stream, chunk)
+                    await self._write(write, chunk)
         if rest := packer.rest():
-            await self._write(stream, rest)
+            await self._write(write, rest)
 
-    async def _write(
-        self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]", chunk: bytes
-    ) -> None:
+    async def _write(self, write: _Write, chunk: bytes) -> None:
         self._counters.sent(self.peer, nbytes=len(chunk))
-        await stream.write(chunk)
+        await write(chunk)
         self._backlog.moved(now=self._now())
 
     async def _read(self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
@@ -244,6 +280,8 @@ class ExchangeLink:
             )
         if not theirs.shares_memory:
             self._forget_memory()
+        elif theirs.HasField("local_socket"):
+            self._offer = theirs.local_socket
         self._accepted.set()
 
     def _lost(self, code: grpc.StatusCode) -> JGError:
@@ -255,6 +293,10 @@ class ExchangeLink:
                 address=self.address,
             )
         return ended_link(self.peer, self.address, code.name.lower())
+
+
+def _refuse(data: memoryview) -> None:
+    raise MalformedMessageError("a task sent frames to the sender of an exchange")
 
 
 def _end_failed(

@@ -32,6 +32,7 @@ from jgraph.rpc.exchange import ExchangeLink
 from jgraph.rpc.frames import PROTOCOL, frame, hello
 from jgraph.rpc.kept_buffers import KeptBuffers
 from jgraph.rpc.links import Links
+from jgraph.rpc.local_door import LocalDoor
 from jgraph.rpc.memory_blocks import Budget
 from jgraph.rpc.memory_files import is_supported
 from jgraph.rpc.service import Service
@@ -62,8 +63,9 @@ class GrpcTransport:
         and only calls.
       bind: ``host:port`` to listen at; port 0 takes a free one.
       max_frame_bytes: larger frames are refused, on both ends.
-      shared_memory: ``"auto"`` passes large tensors to and from tasks of the same
-        machine and user through shared memory, ``"off"`` never does.
+      same_machine: ``"auto"`` passes frames to and from processes of the same machine
+        and user over a Unix socket, and their large tensors through shared memory;
+        ``"off"`` never does.
       max_shared_bytes: the most shared memory to keep for sending; what does not fit
         goes through the stream. 8 GiB unless given, or half of the memory that is
         available if that is less.
@@ -78,7 +80,7 @@ class GrpcTransport:
       protocol: version of the wire contract, for tests.
 
     Raises:
-      ConfigError: ``shared_memory`` is something else.
+      ConfigError: ``same_machine`` is something else.
       CertificateError: the certificates of ``tls`` cannot be used.
       RoleError: they are of another task.
 
@@ -106,7 +108,7 @@ class GrpcTransport:
         *,
         bind: Address = "127.0.0.1:0",
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        shared_memory: Literal["auto", "off"] = "auto",
+        same_machine: Literal["auto", "off"] = "auto",
         max_shared_bytes: int | None = None,
         max_queued_bytes: int | None = None,
         token: Token | None = None,
@@ -115,18 +117,18 @@ class GrpcTransport:
         incarnation: int | None = None,
         protocol: int = PROTOCOL,
     ) -> None:
-        if shared_memory not in {"auto", "off"}:
+        if same_machine not in {"auto", "off"}:
             raise ConfigError(
-                f"shared_memory='{shared_memory}' is not an option; write "
-                f"shared_memory='auto' or shared_memory='off'",
-                shared_memory=shared_memory,
+                f"same_machine='{same_machine}' is not an option; write "
+                f"same_machine='auto' or same_machine='off'",
+                same_machine=same_machine,
             )
         self.task = task
         self.incarnation = incarnation or secrets.randbits(64) or 1
         self._bind = bind
         self._max_frame_bytes = max_frame_bytes
         self._hello = hello(task, self.incarnation, protocol)
-        self._shares_memory = shared_memory == "auto" and is_supported()
+        self._is_near = same_machine == "auto" and is_supported()
         self._budget = Budget(
             default_limit() if max_shared_bytes is None else max_shared_bytes
         )
@@ -137,6 +139,7 @@ class GrpcTransport:
         self._roles = roles
         self._buffers = KeptBuffers()
         self._counters = Counters()
+        self._door = LocalDoor() if self._is_near else None
         self._service: Service | None = None
         self._server: grpc.aio.Server | None = None
         self._sequences: dict[TaskName, int] = {}
@@ -164,7 +167,8 @@ class GrpcTransport:
             self._counters,
             self._max_frame_bytes,
             self._buffers,
-            shares_memory=self._shares_memory,
+            shares_memory=self._is_near,
+            door=self._door,
             checks_certificates=self._identity is not None,
             roles=self._roles,
         )
@@ -183,6 +187,8 @@ class GrpcTransport:
         except RuntimeError as error:
             await server.stop(None)
             raise bind_error(self._bind) from error
+        if self._door is not None:
+            await self._door.open()
         await server.start()
         self._service, self._server = service, server
         return f"{self._bind.rpartition(':')[0]}:{port}"
@@ -237,7 +243,7 @@ class GrpcTransport:
         )
 
     def _make_memory(self) -> SendMemory | None:
-        if not self._shares_memory:
+        if not self._is_near:
             return None
         try:
             return SendMemory(self._budget)
@@ -247,7 +253,7 @@ class GrpcTransport:
                 "cannot make any (%s).",
                 error.strerror or error,
             )
-            self._shares_memory = False
+            self._is_near = False
             return None
 
     async def call(
@@ -316,7 +322,9 @@ class GrpcTransport:
             stream = channel.stream_stream(ASKS_METHOD, None, None)(
                 None, metadata=self._metadata
             )
-            line = self._lines[dst] = AskLine(dst, stream, self._decoder())
+            line = self._lines[dst] = AskLine(
+                dst, stream, self._decoder(), self._hello, near=self._is_near
+            )
         return line
 
     def _decoder(self) -> Decoder:
@@ -378,6 +386,8 @@ class GrpcTransport:
         if self._server is not None and self._service is not None:
             self._service.stop()
             await self._server.stop(STOP_GRACE_S)
+        if self._door is not None:
+            self._door.close()
         for line in self._lines.values():
             await line.close()
         for opening in list(self._channels.values()):

@@ -10,6 +10,7 @@ from collections.abc import (
     Iterable,
 )
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -20,13 +21,14 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.answering import END, Answers
 from jgraph.rpc.auth import Roles, check_role
-from jgraph.rpc.codec import encode, pack
+from jgraph.rpc.codec import Buffer, encode, pack
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import ended_stream
 from jgraph.rpc.exchange import HELLO_TIMEOUT_S, check_protocol
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.inbound import Inbound, InboundStream
 from jgraph.rpc.kept_buffers import KeptBuffers
+from jgraph.rpc.local_door import LocalDoor, LocalOffer
 from jgraph.rpc.serving import HELLO_METHOD, answer, expect_call
 from jgraph.rpc.shared_memory import ReceiveMemory
 from jgraph.rpc.statistics import Counters
@@ -53,6 +55,7 @@ class Service:
       checks_certificates: callers must have the certificate of who they say to be.
       roles: which role may call which method; None: every one all.
       shares_memory: take tensors in shared memory from senders that offer it.
+      door: where callers of this machine may connect; None: nowhere.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Service:
         buffers: KeptBuffers,
         *,
         shares_memory: bool,
+        door: LocalDoor | None = None,
         checks_certificates: bool = False,
         roles: Roles | None = None,
     ) -> None:
@@ -73,6 +77,7 @@ class Service:
         self._max_frame_bytes = max_frame_bytes
         self._buffers = buffers
         self._shares_memory = shares_memory
+        self._door = door
         self._checks_certificates = checks_certificates
         self._roles = roles
         self._without_memory: set[TaskName] = set()
@@ -148,22 +153,28 @@ class Service:
                 raise
             decoder.shared = self._memory_of(stream.task, body_of(first))
             reply.shares_memory = decoder.shared is not None
+            take = partial(self._feed, stream, decoder)
+            offer = None
+            if self._door is not None and decoder.shared is not None:
+                offer = LocalOffer(self._door, take)
+                reply.local_socket.CopyFrom(offer.message)
             await _write(context, frame(hello=reply))
             self._deliver(stream, early)
-            shared = 0
-            while (chunk := await context.read()) is not END:
-                received = decoder.feed(chunk)
-                self._counters.received(
-                    stream.task,
-                    nbytes=len(chunk),
-                    shared=decoder.shared_bytes - shared,
-                )
-                shared = decoder.shared_bytes
-                self._deliver(stream, received)
+            if offer is None:
+                await _read(context, take)
+            else:
+                await offer.beside(_read(context, take))
             decoder.finish()
         finally:
             if stream is not None and self.inbound.disconnect(stream):
                 self._report_lost(stream.task, "ended its connection")
+
+    def _feed(self, stream: InboundStream, decoder: Decoder, chunk: Buffer) -> None:
+        before = decoder.shared_bytes
+        received = decoder.feed(chunk)
+        shared = decoder.shared_bytes - before
+        self._counters.received(stream.task, nbytes=len(chunk), shared=shared)
+        self._deliver(stream, received)
 
     def _decoder(self) -> Decoder:
         return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)
@@ -261,8 +272,14 @@ class Service:
             self._decoder(),
             self._counters,
             self._max_frame_bytes,
+            self._door,
         )
         await answers.run()
+
+
+async def _read(context: _Context, take: Callable[[bytes], None]) -> None:
+    while (chunk := await context.read()) is not END:
+        take(chunk)
 
 
 async def _frames(

@@ -28,14 +28,14 @@ def make(
     *,
     bind: Address = "127.0.0.1:0",
     max_queued_bytes: int | None = None,
-    shared_memory: Literal["auto", "off"] = "off",
+    same_machine: Literal["auto", "off"] = "off",
     certificates: Path | None = None,
 ) -> Transport:
     return GrpcTransport(
         task,
         bind=bind,
         max_queued_bytes=max_queued_bytes,
-        shared_memory=shared_memory,
+        same_machine=same_machine,
         tls=None if certificates is None else TLS.of(certificates, task),
     )
 
@@ -59,7 +59,7 @@ def test_grpc_transport_conforms_with_streams_alone(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_grpc_transport_conforms_with_shared_memory(name: str) -> None:
     async def main() -> None:
-        await CHECKS[name](partial(make, shared_memory="auto"))
+        await CHECKS[name](partial(make, same_machine="auto"))
 
     run_async(main())
 

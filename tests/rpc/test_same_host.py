@@ -79,9 +79,9 @@ def test_small_frame_and_small_tensors_stay_in_the_stream() -> None:
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_shared_memory_is_off_when_either_side_says_so(who: str) -> None:
     async def main() -> None:
-        ps = GrpcTransport(PS, shared_memory="off" if who == "receiver" else "auto")
+        ps = GrpcTransport(PS, same_machine="off" if who == "receiver" else "auto")
         worker = GrpcTransport(
-            WORKER, shared_memory="off" if who == "sender" else "auto"
+            WORKER, same_machine="off" if who == "sender" else "auto"
         )
         async with pair(ps, worker) as at_ps:
             got = await post(at_ps, worker, LARGE)
@@ -97,8 +97,8 @@ def test_shared_memory_is_off_when_either_side_says_so(who: str) -> None:
 
 
 def test_unknown_option_says_what_to_type() -> None:
-    with pytest.raises(ConfigError, match="shared_memory='auto'"):
-        GrpcTransport(PS, shared_memory="on")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="same_machine='auto'"):
+        GrpcTransport(PS, same_machine="on")  # type: ignore[arg-type]
 
 
 def test_memory_does_not_grow_over_a_thousand_large_posts() -> None:

@@ -19,7 +19,8 @@ frame may span chunks and a chunk may hold several frames.
                              method; replies are frames; an error is a last frame
                              with `status` set.
   /jgraph.v1.Task/Asks       long-lived, one per caller and callee: calls with one
-                             reply, any number at a time. A request has `method` and a
+                             reply, any number at a time. The first frame is a Hello,
+                             and so is the first reply. A request has `method` and a
                              `sequence` of its own, the reply has the same `sequence`;
                              a status with none ends the stream.
 
@@ -326,6 +327,7 @@ class Hello(_message.Message):
     JAX_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     SHARES_MEMORY_FIELD_NUMBER: _builtins.int
+    LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     task: _builtins.str
     """"/job:ps/task:0"; empty for a client"""
@@ -340,6 +342,12 @@ class Hello(_message.Message):
     def shared_memory(self) -> Global___SharedMemory:
         """From the dialing side of an Exchange: the memory that it offers to share."""
 
+    @_builtins.property
+    def local_socket(self) -> Global___LocalSocket:
+        """From the accepting side of an Exchange or Asks: where frames may go instead of
+        this stream.
+        """
+
     def __init__(
         self,
         *,
@@ -350,14 +358,47 @@ class Hello(_message.Message):
         jax: _builtins.str = ...,
         shared_memory: Global___SharedMemory | None = ...,
         shares_memory: _builtins.bool = ...,
+        local_socket: Global___LocalSocket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shared_memory", b"shared_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["local_socket", b"local_socket", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "protocol", b"protocol", "shared_memory", b"shared_memory", "shares_memory", b"shares_memory", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "local_socket", b"local_socket", "protocol", b"protocol", "shared_memory", b"shared_memory", "shares_memory", b"shares_memory", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class LocalSocket(_message.Message):
+    """A Unix socket of the accepting side, for callers of the same user and machine (Linux:
+    the name is in the abstract namespace). A caller sends `ticket`, 32 bytes, and gets
+    `welcome`, 32 bytes; then the bytes of frames go there, in both directions, and the
+    gRPC stream that it belongs to stays open beside it: the end of one is the end of both,
+    and why it ended is told by the stream.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    WELCOME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    ticket: _builtins.bytes
+    welcome: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ticket: _builtins.bytes = ...,
+        welcome: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "ticket", b"ticket", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalSocket: _TypeAlias = LocalSocket  # noqa: Y015
 
 @_typing.final
 class SharedMemory(_message.Message):
