@@ -10,7 +10,7 @@ class NonFiniteError(UserError, ArithmeticError):
     not applied: the model is as it was before this step.
 
     What to do: look at the batch first, then try a smaller learning rate or
-    ``optax.clip_by_global_norm``. Where such values are meant: ``check_finite=False``.
+    ``optax.clip_by_global_norm``.
     """
 
     code = "JG-212"
