@@ -105,10 +105,18 @@ class Dealer:
                 if body_of(report).state != "running":
                     event = WorkerEnded(loop)
                 yield report
+        except JGError as error:
+            self._over(loop, end, event)
+            if self._error is None or self._error is error:
+                raise
+            # Nobody else may be left to say that the data ended it.
+            raise self._error from error
         finally:
-            del self._ends[loop]
-            if not end.done():
-                self._handle(event)
+            self._over(loop, end, event)
+
+    def _over(self, loop: str, end: asyncio.Future[None], event: Event) -> None:
+        if self._ends.pop(loop, None) is not None and not end.done():
+            self._handle(event)
 
     def close(self) -> None:
         """Deals no more."""

@@ -6,20 +6,20 @@ done since it began, counted in the order in which it got them, so a report that
 or comes twice does no harm. When it is lost, what it held and had not told goes to
 others: batches that it may have done already, which are counted as dealt again.
 
-Every slot that a lost worker held becomes a suspect and is dealt alone, so that the
-third death has one cause only, whose name the run then ends with.
+Every batch that a lost worker held becomes a suspect. What it held is dealt again piece
+by piece, each alone, and batch by batch once that ended another worker: so the third
+death has one cause only, whose name the run then ends with.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
-from jgraph.coordination.slots import Lease, SlotPlan
-from jgraph.errors import DataSlotError, JGError, TaskLostError
+from jgraph.coordination.slots import DEATHS, Lease, SlotPlan
+from jgraph.errors import JGError, TaskLostError
 
 LEASE_S = 120.0
-_DEATHS = 3
 
 
 @final
@@ -167,7 +167,7 @@ class Dispatch:
         self._lease_s = lease_s
         self._workers: dict[str, _Worker] = {}
         self._gone: set[str] = set()
-        self._deaths: dict[tuple[int, int], int] = {}
+        self._deaths: Counter[tuple[int, int, int]] = Counter()  # by batch
         self._failed = False
         self._returned: deque[Lease] = deque()
         self._epoch = self._index = self._first = 0
@@ -268,10 +268,10 @@ class Dispatch:
             new -= ready.batches
             worker.done += ready.batches
             self.done += ready.batches
+            for batch in ready.each():
+                self._deaths.pop(batch, None)  # it let its worker live
             if rest is not None:
                 worker.held.appendleft(rest)
-            elif ready.first + ready.batches == self.plan.span(ready.slot).batches:
-                self._deaths.pop((ready.epoch, ready.slot), None)
 
     def _answer_waiting(self) -> list[Instruction]:
         answers: list[Instruction] = []
@@ -294,12 +294,13 @@ class Dispatch:
     def _lose(self, name: str) -> list[Instruction]:
         held = self._give_back(name)
         self.again += sum(lease.batches for lease in held)
-        suspects = {(lease.epoch, lease.slot) for lease in held}
-        for epoch, slot in sorted(suspects):
-            deaths = self._deaths[epoch, slot] = self._deaths.get((epoch, slot), 0) + 1
-            if deaths >= _DEATHS:
-                self._failed = True
-                return [Fail(_deadly(self.plan.name(slot), slot, epoch, deaths))]
+        for lease in held:
+            self._deaths.update(lease.each())
+            for index, batch in enumerate(lease.each(), lease.first):
+                if (deaths := self._deaths[batch]) >= DEATHS:
+                    self._failed = True
+                    deadly = Lease(lease.epoch, lease.slot, index, 1)
+                    return [Fail(self.plan.deadly(deadly, deaths))]
         return []
 
     def _give_back(self, name: str) -> list[Lease]:
@@ -348,10 +349,13 @@ class Dispatch:
             if self._is_suspect(lease) and worker.held:
                 continue
             self._returned.remove(lease)
-            first, rest = lease.cut(most)
+            once_more = max(self._deaths[batch] for batch in lease.each())
+            first, rest = lease.cut(1 if once_more == DEATHS - 1 else most)
             if rest is not None:
                 self._returned.appendleft(rest)
             return first
+        if sum(lease.batches for lease in self._returned) >= self._left:
+            return None  # suspects, and the run does not end without them
         if self._index == len(self.plan):
             if self._returned:  # suspects: an epoch ends with all its batches
                 return None
@@ -365,20 +369,11 @@ class Dispatch:
         return lease
 
     def _is_suspect(self, lease: Lease) -> bool:
-        return (lease.epoch, lease.slot) in self._deaths
+        return bool(self._deaths) and any(b in self._deaths for b in lease.each())
 
 
 def _silent(worker: str, lease_s: float) -> TaskLostError:
     return TaskLostError(
         f"worker loop '{worker}' was silent for {lease_s:g} s while it held data; its "
         "batches were given to others"
-    )
-
-
-def _deadly(name: str, slot: int, epoch: int, deaths: int) -> DataSlotError:
-    return DataSlotError(
-        f"{name} of epoch {epoch} ended {deaths} workers, one after the other; look at "
-        "these examples and at the logs of the workers, and take them out or mend them",
-        slot=slot,
-        epoch=epoch,
     )

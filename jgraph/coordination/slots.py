@@ -7,13 +7,13 @@ every task knows it without being told, and any position is reached without walk
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 
-from jgraph.errors import DataError
+from jgraph.errors import DataError, DataSlotError
 
 Shuffle: TypeAlias = Literal["examples", "slots", "none"]
 """Over the whole of the data; slots and the examples of each, as files are read best;
@@ -22,6 +22,9 @@ not at all."""
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 _SLOT_BATCHES = 16
+DEATHS: Final = 3
+"""A batch that ended so many workers, one after the other, ends the run."""
+_NAMED = 8
 
 
 def epoch_order(length: int, seed: int, *epoch: int) -> Rows:
@@ -81,6 +84,11 @@ class Lease:
             self.epoch, self.slot, self.first + batches, self.batches - batches
         )
         return Lease(self.epoch, self.slot, self.first, batches), rest
+
+    def each(self) -> Iterator[tuple[int, int, int]]:
+        """Yields its batches: (epoch, slot, index)."""
+        for index in range(self.first, self.first + self.batches):
+            yield self.epoch, self.slot, index
 
 
 @final
@@ -161,9 +169,33 @@ class SlotPlan:
     def name(self, slot: int) -> str:
         """Returns what to call a slot in a message."""
         span = self.span(slot)
+        part = self.parts[span.part].name
+        if self.shuffle == "examples":
+            return f"data slot {slot} ({part})"  # other examples in each epoch
         first = span.first * self.batch_size
         last = first + span.batches * self.batch_size
-        return f"data slot {slot} ({self.parts[span.part].name}, {first} to {last - 1})"
+        return f"data slot {slot} ({part}, {first} to {last - 1})"
+
+    def deadly(self, lease: Lease, deaths: int) -> DataSlotError:
+        """Returns the error that ends a run whose data ends workers.
+
+        Args:
+          lease: the batch, alone.
+          deaths: how many workers it ended.
+        """
+        rows = self.rows(lease.epoch, lease.slot)[lease.first * self.batch_size :]
+        examples = rows[: self.batch_size].tolist()
+        named = ", ".join(map(str, examples[:_NAMED]))
+        more = len(examples) - _NAMED
+        return DataSlotError(
+            f"batch {lease.first} of {self.name(lease.slot)} of epoch {lease.epoch} "
+            f"ended {deaths} workers, one after the other; look at its examples "
+            f"({named}{f' and {more} more' if more > 0 else ''}) and at the logs of "
+            "the workers, and take them out or mend them",
+            slot=lease.slot,
+            epoch=lease.epoch,
+            examples=examples,
+        )
 
     def rows(self, epoch: int, slot: int) -> Rows:
         """Returns the examples of a slot: rows of its part, batch by batch.

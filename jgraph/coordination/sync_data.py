@@ -21,10 +21,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
 from jgraph.coordination.batch_order import BatchOrder
-from jgraph.coordination.slots import Lease, SlotPlan
+from jgraph.coordination.slots import DEATHS, Lease, SlotPlan
 from jgraph.errors import DataSlotError
-
-_DEATHS = 3
 
 
 @final
@@ -165,21 +163,12 @@ class SyncData:
             self._let_go(number)
             bisect.insort(self._given_back, place)
             self._deaths[place] += 1
-        deadly = [p for p, deaths in self._deaths.items() if deaths >= _DEATHS]
-        return self._deadly(deadly[0]) if deadly else None
+        for place, deaths in self._deaths.items():
+            if deaths >= DEATHS:
+                return self._order.plan.deadly(self._order.batch(place), deaths)
+        return None
 
     def _let_go(self, number: int) -> tuple[str, int]:
         replica, place = self._holder.pop(number)
         self._held[replica].remove(place)
         return replica, place
-
-    def _deadly(self, place: int) -> DataSlotError:
-        lease = self._order.batch(place)
-        name = self._order.plan.name(lease.slot)
-        return DataSlotError(
-            f"batch {lease.first} of {name} of epoch {lease.epoch} ended "
-            f"{self._deaths[place]} workers, one after the other; look at these "
-            "examples and at the logs of the workers, and take them out or mend them",
-            slot=lease.slot,
-            epoch=lease.epoch,
-        )

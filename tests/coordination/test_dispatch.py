@@ -200,23 +200,44 @@ def test_suspects_are_dealt_alone() -> None:
     assert ask(dispatch, "b", batches=8) == ()  # nothing beside a suspect
 
 
+def test_last_batches_of_a_run_are_those_that_came_back() -> None:
+    dispatch = Dispatch(plan(40), budget=16, workers=1)
+    ask(dispatch, "a", batches=8)
+    held = ask(dispatch, "b", batches=8)
+    dispatch.handle(WorkerLost("a"), 0.0)
+    while more := ask(dispatch, "b", batches=8):
+        held += more
+    crew = Crew(dispatch, 0)
+    crew.held["b"], crew.done["b"] = batches_of(held), 0
+    crew.finish()
+    assert dispatch.done == 16
+    assert dispatch.state()["unfinished"] == []
+
+
 def test_slot_that_ends_three_workers_ends_the_run_with_its_name() -> None:
     dispatch = Dispatch(plan(40), budget=40, workers=1)
-    deadly = ask(dispatch, "w", batches=8)[1].slot
+    *_, deadly, _, _ = batches_of(ask(dispatch, "w", batches=8))
     answers = dispatch.handle(WorkerLost("w"), 0.0)
-    for turn in range(20):
+    lost, held = 1, [deadly]
+    for turn in range(40):
         worker = f"w{turn}"
-        leases = ask(dispatch, worker, batches=8)
-        if deadly in {lease.slot for lease in leases}:
+        held = batches_of(ask(dispatch, worker, batches=8))
+        if deadly in held:
+            lost += 1
             answers = dispatch.handle(WorkerLost(worker), 0.0)
             if answers:
                 break
-        else:
-            dispatch.handle(Progressed(worker, len(batches_of(leases))), 0.0)
+        else:  # whatever else of its slot is done meanwhile
+            dispatch.handle(Progressed(worker, len(held)), 0.0)
     (fail,) = answers
     assert isinstance(fail, Fail)
-    with pytest.raises(DataSlotError, match=rf"data slot {deadly} \(data, .*ended 3"):
+    assert (lost, held) == (3, [deadly])
+    epoch, slot, index = deadly
+    (example,) = dispatch.plan.rows(epoch, slot)[index : index + 1]
+    what = rf"batch {index} of data slot {slot} \(data, .*ended 3 .* \({example}\)"
+    with pytest.raises(DataSlotError, match=what):
         raise fail.error
+    assert fail.error.details["examples"] == [example]
     assert dispatch.handle(Asked("again", 0, 1), 0.0) == []
 
 

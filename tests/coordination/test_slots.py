@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from jgraph.coordination.slots import Part, SlotPlan, epoch_order
+from jgraph.coordination.slots import Lease, Part, SlotPlan, epoch_order
 from jgraph.errors import DataError
 
 PARTS = st.lists(st.integers(0, 40), min_size=1, max_size=5)
@@ -62,8 +62,18 @@ def test_plan_survives_as_plain_data() -> None:
 
 
 def test_slot_is_named_by_its_file_and_examples() -> None:
-    plan = SlotPlan([Part("a", 4), Part("b.parquet", 100)], 2, 0, slot_batches=4)
+    parts = [Part("a", 4), Part("b.parquet", 100)]
+    plan = SlotPlan(parts, 2, 0, shuffle="slots", slot_batches=4)
     assert plan.name(2) == "data slot 2 (b.parquet, 8 to 15)"
+
+
+def test_deadly_batch_is_named_with_its_examples_however_they_are_shuffled() -> None:
+    plan = SlotPlan([Part("the arrays", 40)], 10, seed=0)
+    error = plan.deadly(Lease(2, 0, 1, 1), 3)
+    examples = plan.rows(2, 0)[10:20].tolist()
+    assert error.details["examples"] == examples
+    assert "batch 1 of data slot 0 (the arrays) of epoch 2 ended 3" in error.message
+    assert f"({', '.join(map(str, examples[:8]))} and 2 more)" in error.message
 
 
 def test_data_without_a_whole_batch_is_refused() -> None:

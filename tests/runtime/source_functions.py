@@ -1,5 +1,7 @@
 """What tests name as data sources by import path."""
 
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,18 @@ def squares(count: int = 12) -> Any:
     return numbers.map(
         lambda i: {"x": np.array([i, i * i], np.float32), "y": np.int64(i)}
     )
+
+
+def deadly(count: int, at: int) -> Any:
+    """Ends the process that reads example ``at``, as too large a record would."""
+    import grain
+
+    def example(i: int) -> Any:
+        if i == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"x": np.full(4, i, np.float32), "y": np.int32(i % 2)}
+
+    return grain.MapDataset.range(count).map(example)
 
 
 def ragged() -> Any:

@@ -11,10 +11,14 @@ import pytest
 from flax import nnx
 
 from jgraph.clock import SystemClock
+from jgraph.cluster.client import connect
 from jgraph.cluster.local import LocalCluster
-from jgraph.errors import JGError
+from jgraph.errors import DataSlotError, JGError
+from jgraph.train.async_ps import AsyncPS
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
+from jgraph.train.source import Source
+from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.train.ledger import examples_counted, examples_due, loss_that_counts
@@ -176,3 +180,32 @@ def test_training_goes_on_when_the_evaluator_is_killed(
         assert "this client evaluates from now on" in warned[0]
         assert evaluator in warned[0]
         trainer.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_example_that_kills_three_workers_ends_the_run_and_is_named(
+    strategy: Strategy,
+) -> None:
+    path, at = "tests.runtime.source_functions:deadly", 77
+    with LocalCluster(ps=1, workers=4, allow_sources=[path]) as local:
+        # The master is a ps: here any worker may be lost.
+        ps = local.target.replace(local.address, local.spec.address("/job:ps/task:0"))
+        with connect(ps) as cluster:
+            there = Trainer(
+                NnxMLP(rngs=nnx.Rngs(0)),
+                lambda model, batch: nnx_loss(model, (batch["x"], batch["y"])),
+                optax.sgd(0.1),
+                cluster=cluster,
+                strategy=strategy,
+            )
+            with pytest.raises(DataSlotError, match="ended 3 workers") as caught:
+                there.fit(
+                    Source.grain(path, count=2000, at=at),
+                    steps=300,  # the epoch has 250 batches
+                    batch_size=BATCH,
+                    progress=False,
+                )
+            assert at in caught.value.details["examples"]
+            assert len(caught.value.details["examples"]) == BATCH
+            assert len(cluster.status().tasks) == 2
