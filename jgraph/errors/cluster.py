@@ -1,6 +1,6 @@
 """Errors of clusters: they cannot do it now."""
 
-from jgraph.errors.base import ClusterError, JGError
+from jgraph.errors.base import ClusterError
 
 
 class ClusterUnreachableError(ClusterError, ConnectionError):
@@ -80,9 +80,6 @@ class TokenError(ClusterError, PermissionError):
 
     code = "JG-114"
 
-    # OSError defines __str__ and __new__ of its own for two arguments and more.
-    __str__ = JGError.__str__
-
 
 class NotAllowedError(ClusterError, PermissionError):
     """A call that the caller's role may not make.
@@ -93,8 +90,6 @@ class NotAllowedError(ClusterError, PermissionError):
     """
 
     code = "JG-115"
-
-    __str__ = JGError.__str__
 
 
 class InsecureError(ClusterError, PermissionError):
@@ -109,8 +104,6 @@ class InsecureError(ClusterError, PermissionError):
 
     code = "JG-116"
 
-    __str__ = JGError.__str__
-
 
 class PortInUseError(ClusterError, OSError):
     """The address is taken.
@@ -122,9 +115,6 @@ class PortInUseError(ClusterError, OSError):
     """
 
     code = "JG-121"
-
-    # OSError defines __str__ and __new__ of its own for two arguments and more.
-    __str__ = JGError.__str__
 
 
 class TaskMissingError(ClusterError, TimeoutError):
