@@ -1,7 +1,6 @@
 """The shell around ``coordination.dispatch``: the data of the runs of one master."""
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
@@ -9,6 +8,7 @@ from typing import Any, Protocol, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.data_feed import deal_of
+from jgraph.cluster.requests import parse_json, parse_plan
 from jgraph.coordination.dispatch import (
     Asked,
     Deal,
@@ -23,7 +23,6 @@ from jgraph.coordination.dispatch import (
     WorkerEnded,
     WorkerLost,
 )
-from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import ConfigError, JGError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
@@ -228,11 +227,11 @@ class Dealers:
 
     def open(self, order: pb.OpenDataRun) -> None:
         """Begins to deal for a run."""
-        position: Mapping[str, Any] | None = (
-            json.loads(order.position) if order.position else None
-        )
+        position: Mapping[str, Any] | None = None
+        if order.position:
+            position = parse_json(order.position, "the position in the data")
         dispatch = Dispatch(
-            SlotPlan.from_dict(json.loads(order.plan)),
+            parse_plan(order.plan),
             budget=order.budget,
             workers=order.workers,
             lease_s=order.lease_s,

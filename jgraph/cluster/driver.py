@@ -25,8 +25,9 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Transport
-from jgraph.runtime.executor import Outcome, StepTimes
+from jgraph.runtime.executor import Outcome
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.task import TaskRuntime
 
 Fetches: TypeAlias = list[np.ndarray[Any, Any]]

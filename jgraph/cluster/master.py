@@ -130,11 +130,10 @@ class Master:
         statuses: dict[TaskName, pb.TaskStatus],
     ) -> None:
         try:
-            reply = await self._call(task, "TaskStatus", frame(empty=pb.Empty()))
+            status = await self._status_of(task)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is the answer
             events.put_nowait(TaskRefused(task, as_error(error, task)))
             return
-        status = body_of(reply)
         statuses[task] = status
         events.put_nowait(TaskAnswered(task, status.incarnation))
 
@@ -143,12 +142,22 @@ class Master:
 
         async def ask(task: TaskName) -> None:
             with suppress(JGError):
-                reply = await self._call(task, "TaskStatus", frame(empty=pb.Empty()))
-                statuses[task] = body_of(reply)
+                statuses[task] = await self._status_of(task)
 
         await asyncio.gather(*map(ask, self._addresses))
         missing = [task for task in self._addresses if task not in statuses]
         yield self._cluster_status(statuses, missing)
+
+    async def _status_of(self, task: TaskName) -> pb.TaskStatus:
+        reply = await self._call(task, "TaskStatus", frame(empty=pb.Empty()))
+        status: pb.TaskStatus = body_of(reply)
+        if status.task != task:
+            raise ClusterUnreachableError(
+                f"{self._address(task)} should be {task}, but is {status.task}; "
+                "correct the cluster description",
+                task=task,
+            )
+        return status
 
     def _cluster_status(
         self, statuses: Mapping[TaskName, pb.TaskStatus], missing: list[TaskName]

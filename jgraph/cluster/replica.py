@@ -30,7 +30,7 @@ from jgraph.errors import JGError, RunOverError, StaleGradientError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.executor import StepTimes
+from jgraph.runtime.step_times import StepTimes
 
 
 @final

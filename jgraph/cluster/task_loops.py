@@ -1,6 +1,6 @@
 """The loops that run on a task, and the data sets that they read."""
 
-import json
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TypeAlias, final
 
@@ -11,6 +11,7 @@ from jgraph.cluster.dealer import ANSWER_S, Dealers
 from jgraph.cluster.driver import StepDriver
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.replica import LoopRun
+from jgraph.cluster.requests import parse_json, parse_plan
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.sources import source_info
 from jgraph.cluster.sync_loop import SyncLoop
@@ -66,6 +67,8 @@ class TaskLoops:
         self._dealers = dealers
         self._data: dict[str, Reader] = {}
         self._loops: dict[str, LoopRun | SyncLoop] = {}
+        self._none = asyncio.Event()
+        self._none.set()
         self.methods: Mapping[str, Method] = {
             "RunLoop": self._run_loop,
             "StopLoop": self._stop_loop,
@@ -77,6 +80,10 @@ class TaskLoops:
         """Asks all loops to end after their current step."""
         for loop in self._loops.values():
             loop.stop()
+
+    async def wait_ended(self) -> None:
+        """Waits until no loop runs, and each has told what it did."""
+        await self._none.wait()
 
     def peer_lost(self, peer: TaskName) -> None:
         """Tells loops that a task went away."""
@@ -96,7 +103,7 @@ class TaskLoops:
 
     async def _open_source(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        spec = json.loads(body.source)
+        spec = parse_json(body.source, "the data source")
         reader = await self._shell.run(lambda: open_source(spec, self.allow_sources))
         self._data[body.name] = reader
         yield frame(source_info=source_info(reader))
@@ -107,6 +114,7 @@ class TaskLoops:
             raise ClusterBusyError(f"loop '{order.loop}' already runs on {self._task}")
         loop = self._make_loop(order)
         self._loops[order.loop] = loop
+        self._none.clear()
         if isinstance(loop, SyncLoop):
             self._dealers.loop_begins(order.loop, loop)
         try:
@@ -114,6 +122,8 @@ class TaskLoops:
                 yield report
         finally:
             del self._loops[order.loop]
+            if not self._loops:
+                self._none.set()
             if isinstance(loop, SyncLoop):
                 self._dealers.loop_ends(order.loop)
 
@@ -130,7 +140,7 @@ class TaskLoops:
 
     def _feed(self, order: pb.RunLoop, reader: Reader) -> DataFeed:
         if order.data_plan:
-            plan = SlotPlan.from_dict(json.loads(order.data_plan))
+            plan = parse_plan(order.data_plan)
         else:
             plan = SlotPlan(
                 reader.parts, order.batch_size, order.seed, shuffle=reader.shuffle

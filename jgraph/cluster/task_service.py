@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, Final, final
 
 import jax
 import jax.export
@@ -17,12 +17,14 @@ from jgraph.clock import Clock
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
+from jgraph.cluster.requests import check_request
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.table_calls import load_table, read_table, table_statuses
 from jgraph.cluster.task_loops import Method, TaskLoops
 from jgraph.errors import (
     DeadlineError,
     JGError,
+    TaskLostError,
     UnknownMethodError,
 )
 from jgraph.graph.ir import TaskName
@@ -34,12 +36,14 @@ from jgraph.rpc.program_codec import decode_program
 from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame, Transport
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
-from jgraph.runtime.executor import Outcome, StepTimes
+from jgraph.runtime.executor import Outcome
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.task import TaskRuntime
 
 # A participant gives a step up this long after its driver should have.
 _GRACE_S = 10.0
+_NEW_WORK: Final = frozenset({"RunStep", "RunLoop", "RegisterProgram"})
 
 
 @final
@@ -167,9 +171,11 @@ class TaskService:
         self.draining = True
         self.loops.stop()
         idle = asyncio.Event()
-        self.runtime.when_idle(idle.set)
         with suppress(TimeoutError):
-            await asyncio.wait_for(idle.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self.loops.wait_ended()
+                self.runtime.when_idle(idle.set)
+                await idle.wait()
 
     # ------------------------------------------------------------ calls
 
@@ -180,6 +186,11 @@ class TaskService:
             raise UnknownMethodError(
                 f"{self.task} has no method '{method}'; this server runs jgraph "
                 f"{installed_version('jgraph')}, the caller may run another version"
+            )
+        check_request(method, request)
+        if self.draining and method.removeprefix("Master.") in _NEW_WORK:
+            raise TaskLostError(
+                f"{self.task} is being stopped and takes no new work", task=self.task
             )
         return answer(request)
 

@@ -26,7 +26,8 @@
     │   ├── CheckpointError           JG-301  checkpoint missing, or of another model
     │   │   ├── CheckpointCorruptError    JG-302  damaged; names the leaf
     │   │   ├── CheckpointWriterError     JG-303  another process writes there
-    │   │   └── CheckpointSpaceError      JG-304  no room on the disk
+    │   │   ├── CheckpointSpaceError      JG-304  no room on the disk
+    │   │   └── CheckpointPathError       JG-305  a path that cannot be a directory
     │   ├── ClusterSpecError          JG-123  a cluster description that cannot be
     │   ├── ConfigError               JG-124  an option outside what is allowed
     │   └── ClusterBusyError          JG-501  another run is using these variables
@@ -92,6 +93,7 @@ from jgraph.errors.cluster import (
 from jgraph.errors.data import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointPathError,
     CheckpointSpaceError,
     CheckpointWriterError,
     DataError,
@@ -137,6 +139,7 @@ __all__ = [
     "CertificateError",
     "CheckpointCorruptError",
     "CheckpointError",
+    "CheckpointPathError",
     "CheckpointSpaceError",
     "CheckpointWriterError",
     "ClusterBusyError",

@@ -143,3 +143,14 @@ class CheckpointSpaceError(CheckpointError):
     """
 
     code = "JG-304"
+
+
+class CheckpointPathError(CheckpointError, ValueError):
+    """A path that cannot be a directory of checkpoints.
+
+    It is the address of an object store (``gs://…``), empty, below a file, or no path.
+
+    What to do: give a directory of this machine; mount a store as one.
+    """
+
+    code = "JG-305"

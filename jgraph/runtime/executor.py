@@ -7,13 +7,13 @@ it elsewhere and reports back on the same thread.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
 from jgraph import _compat
 from jgraph.coordination.run_metadata import END, READY, START
+from jgraph.errors import MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import (
     AggregateNode,
@@ -39,43 +39,15 @@ from jgraph.runtime.cost import Cost
 from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.gate import Gate, averages, key_of
 from jgraph.runtime.loaded import LoadedPartition
+from jgraph.runtime.received import check_received
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.sized import SizedExecutable
+from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.store import VariableStore
 
 T = TypeVar("T")
 Outcome: TypeAlias = "list[np.ndarray[Any, Any]] | BaseException"
 """The fetches of a step (empty on tasks that are not the driver), or why it failed."""
-
-
-@final
-@dataclass(slots=True)
-class StepTimes:
-    """When the stages of a step were over on one task, by the shell's clock.
-
-    Attributes:
-      started: the partition began.
-      received: the last value of another task came; 0 if none was due.
-      computed: the last node that computes was done.
-      over: the partition was done.
-      nodes: when each node ran, as in ``PartTimes``; None if the step is not traced.
-    """
-
-    started: float = 0.0
-    received: float = 0.0
-    computed: float = 0.0
-    over: float = 0.0
-    nodes: np.ndarray[Any, Any] | None = None
-
-    def parts(self) -> dict[str, float]:
-        """Returns the seconds spent on each stage: pull, compute, push."""
-        ready = max(self.received, self.started)
-        done = max(self.computed, ready)
-        return {
-            "pull": ready - self.started,
-            "compute": done - ready,
-            "push": self.over - done,
-        }
 
 
 class Shell(Protocol):
@@ -201,7 +173,7 @@ class StepRun:
                 self._complete(index, [node.value])
             case RecvNode():
                 self._rendezvous.recv(
-                    self.step, node.key, lambda values: self._received(index, values)
+                    self.step, node.key, lambda got: self._received(index, node, got)
                 )
             case SendNode():
                 values = [np.asarray(self._values[v]) for v in node.values]
@@ -337,9 +309,14 @@ class StepRun:
         }
         self._gate.contribute(self.step, int(self._values[node.slot]), values)
 
-    def _received(self, index: int, values: Sequence[Any]) -> None:
+    def _received(self, index: int, node: RecvNode, values: Sequence[Any]) -> None:
         self.times.received = self._shell.now()
         self._note(index, START)
+        try:
+            check_received(node, values, self._loaded.partition.values)
+        except MalformedMessageError as error:
+            self._finish(error)
+            return
 
         def hand_on() -> None:
             self._complete(index, values)

@@ -20,10 +20,11 @@ from jgraph.plan.nodes import AggregateNode, ValueType
 from jgraph.plan.program import Program
 from jgraph.runtime.at_once import SHORT_S, is_plain, run_at_once, takes_less
 from jgraph.runtime.compile_cache import CompileCache
-from jgraph.runtime.executor import Outcome, Shell, StepRun, StepTimes
+from jgraph.runtime.executor import Outcome, Shell, StepRun
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.loaded import LoadedPartition, load_partition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
+from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.store import VariableStore
 
 MAX_EARLY_BYTES: Final = 8 << 30

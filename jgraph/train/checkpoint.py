@@ -11,8 +11,10 @@ Beside the arrays, ``jgraph_manifest.json`` has the checksum of each, and says w
 the data the training was.
 """
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.errors import CheckpointError
+from jgraph.errors import CheckpointError, CheckpointPathError
 from jgraph.train.manifest import Leaf, Manifest, damaged, describe, read_manifest
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
@@ -117,8 +119,35 @@ def verify(path: str | Path) -> Manifest:
 
 
 def absolute(path: str | Path) -> Path:
-    """Returns the path that a user means."""
-    return Path(path).expanduser().absolute()
+    """Returns the path that a user means.
+
+    Raises:
+      CheckpointPathError: it cannot be a directory of this machine.
+    """
+    try:
+        text = os.fspath(path)
+        target = Path(text).expanduser().absolute()
+        if not (why := _why_not(text)):
+            with suppress(FileNotFoundError):
+                target.stat()
+            return target
+    except (OSError, RuntimeError, TypeError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+    raise CheckpointPathError(
+        f"{path!r:.80} cannot be a directory of checkpoints: {why}; give one of this "
+        "machine, for example 'runs/mlp'",
+        path=str(path),
+    )
+
+
+def _why_not(text: str) -> str:
+    if not text:
+        return "it is empty"
+    if "\0" in text:
+        return "it has a zero byte"
+    if re.match(r"[A-Za-z][\w+.-]+:/", text):
+        return "it is an address of an object store"
+    return ""
 
 
 def _check_types(manifest: Manifest, target: Path) -> None:

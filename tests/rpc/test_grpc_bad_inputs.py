@@ -123,6 +123,10 @@ BAD_EXCHANGES = {
     "a client": ([data(NO_TASK)], "is not from a task"),
     "no incarnation": ([data(NO_INCARNATION)], "is not from a task"),
     "a gap": ([data(HELLO), data(step(1)), data(step(3), first=3)], "are missing"),
+    "the last number there is": (
+        [data(HELLO), data(step(1)), data(step(3), first=2**64 - 1)],
+        "are missing",
+    ),
     "half a frame": ([data(HELLO), data(step(1))[:-2]], "middle of a frame"),
 }
 

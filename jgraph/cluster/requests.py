@@ -1,0 +1,85 @@
+"""Which kind of frame each method takes; another kind is refused before it is read."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from jgraph.coordination.slots import SlotPlan
+from jgraph.errors import MalformedMessageError
+from jgraph.rpc.frames import kind_of
+from jgraph.rpc.transport import Frame
+
+REQUESTS: Final[Mapping[str, str]] = {
+    "TaskStatus": "empty",
+    "RegisterProgram": "register_program",
+    "UnregisterProgram": "program_handle",
+    "RunStep": "run_step",
+    "RunLoop": "run_loop",
+    "StopLoop": "stop_loop",
+    "OpenGate": "open_gate",
+    "GateReport": "gate_query",
+    "Variables": "variable_query",
+    "ReadTable": "hash_table_call",
+    "LoadTable": "hash_table_call",
+    "Reset": "reset",
+    "PutData": "put_data",
+    "OpenSource": "open_source",
+    "Shutdown": "shutdown",
+    "Master.Connect": "connect",
+    "Master.Status": "empty",
+    "Master.RegisterProgram": "register_program",
+    "Master.UnregisterProgram": "program_handle",
+    "Master.Variables": "variable_query",
+    "Master.ReadTable": "hash_table_call",
+    "Master.LoadTable": "hash_table_call",
+    "Master.Reset": "reset",
+    "Master.RunLoop": "run_loop",
+    "Master.StopLoop": "stop_loop",
+    "Master.OpenGate": "open_gate",
+    "Master.GateReport": "gate_query",
+    "Master.OpenDataRun": "open_data_run",
+    "Master.AskData": "ask_data",
+    "Master.DataPosition": "data_run",
+    "Master.CloseDataRun": "data_run",
+}
+
+
+def check_request(method: str, request: Frame) -> None:
+    """Refuses a frame of another kind than a method takes.
+
+    Raises:
+      MalformedMessageError: names both kinds.
+    """
+    wanted, sent = REQUESTS[method], kind_of(request)
+    if sent != wanted:
+        raise MalformedMessageError(
+            f"'{method}' takes a '{wanted}' frame, and '{sent}' was sent; the caller "
+            "may run another version of jgraph"
+        )
+
+
+def parse_json(text: str, what: str) -> Any:
+    """Returns what a field of a request says.
+
+    Raises:
+      MalformedMessageError: it is no JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessageError(f"{what} is no JSON: {error}") from None
+
+
+def parse_plan(text: str) -> SlotPlan:
+    """Returns the plan of the data in a request.
+
+    Raises:
+      MalformedMessageError: it is none.
+    """
+    plain = parse_json(text, "the plan of the data")
+    try:
+        return SlotPlan.from_dict(plain)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedMessageError(
+            f"the plan of the data is none: {error!r:.80}"
+        ) from None

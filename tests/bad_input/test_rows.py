@@ -1,0 +1,261 @@
+"""Bad inputs by their row in docs/reliability.md: refused in words, nothing changed."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgraph.cluster import loop
+from jgraph.cluster.client import Cluster, connect, status_of
+from jgraph.cluster.requests import REQUESTS
+from jgraph.cluster.roles import ROLES
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.errors import (
+    CheckpointPathError,
+    JGError,
+    MalformedMessageError,
+    TaskLostError,
+    TaskMissingError,
+)
+from jgraph.graph.device import device
+from jgraph.graph.ir import TaskName
+from jgraph.graph.variable import Variable
+from jgraph.plan.nodes import RecvNode
+from jgraph.rpc import service
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.frames import frame
+from jgraph.rpc.grpc_transport import CALL_METHOD
+from jgraph.rpc.token import find_token
+from jgraph.rpc.transport import Frame
+from jgraph.train.checkpoints import Checkpoints
+from jgraph.train.trainer import Trainer
+from tests.cluster.conftest import Servers
+from tests.rpc.test_grpc_bad_inputs import data as encoded, error_in
+from tests.train.models import BATCH, NnxMLP, data, nnx_loss
+
+PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+X = np.ones((3, 2), np.float32)
+w = Variable("w", jnp.zeros((3, 2)), device=PS)
+
+
+def step(x: Any) -> Any:
+    """Takes 2x off the variable; the difference crosses from the worker to the ps."""
+    with device(WORKER):
+        change = 2 * x + 0 * w[...]
+    w[...] = w[...] - change
+    return change.sum()
+
+
+class Served:
+    """A cluster that has run a step, and must be as it was after what a test does."""
+
+    def __init__(self, servers: Servers, cluster: Cluster) -> None:
+        self.servers = servers
+        self.cluster = cluster
+        self.session = cluster.session()
+        self.session.run(step, X)
+
+    def state(self) -> tuple[Any, ...]:
+        value = self.session.read([w])["w"].tolist()
+        tasks = self.cluster.status().tasks
+        return value, [(t.task, t.state, sorted(t.programs)) for t in tasks]
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Served]:
+    servers = Servers(ps=1, worker=1)
+    with connect(servers.server(WORKER).target, timeout_s=20) as cluster:
+        yield Served(servers, cluster)
+    servers.stop()
+
+
+@pytest.fixture
+def served(one: Served) -> Iterator[Served]:
+    """The cluster, whose state a test may not change."""
+    before = one.state()
+    yield one
+    assert one.state() == before
+    assert one.session.run(step, X, timeout_s=20) == 12.0
+
+
+def talk(address: str, chunks: AsyncIterator[bytes] | Iterator[bytes]) -> JGError:
+    """Sends raw bytes with the token; returns the error that comes back."""
+
+    async def send() -> list[Frame]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            dial = channel.stream_stream(CALL_METHOD, None, None)
+            stream = dial(chunks, timeout=20, metadata=find_token().metadata)
+            decoder = Decoder()
+            return [f async for chunk in stream for f in decoder.feed(chunk)]
+
+    return error_in(loop.run(send()))
+
+
+def test_row_3_a_task_of_another_cluster_at_an_address_is_named(
+    served: Served,
+) -> None:
+    """Both lists name the other's port, as after a mistake in one of two files."""
+    other = Servers(ps=1, worker=1)
+    worker = other.server(WORKER)
+    wrong = served.servers.server(WORKER).address
+    worker.set_cluster(ClusterSpec({"ps": [wrong], "worker": [worker.address]}))
+    with pytest.raises(TaskMissingError) as told:
+        connect(worker.target, timeout_s=0.5)
+    assert told.value.details["missing"] == [PS]
+    assert (
+        f"{wrong} should be {PS}, but is {WORKER}; correct the cluster description"
+        in told.value.message
+    )
+    assert list(status_of(worker.target).missing) == [PS]
+    other.stop()
+
+
+CALL = frame(call=pb.Call(method="RunStep", timeout_s=10))
+RUN = frame(run_step=pb.RunStep(handle="h", timeout_s=5.0), tensors=[X])
+MALFORMED = {
+    "row 5: random bytes": (b"\x07random bytes", "not a jgraph message"),
+    "row 6: fewer bytes than the shape says": (encoded(RUN)[:-4], "middle of a frame"),
+    "row 7: a negative dimension": (
+        encoded(RUN).replace(b"\x03\x02", b"\x03\x7f"),
+        "middle of a frame",
+    ),
+    "row 8: a dtype of objects": (
+        encoded(RUN).replace(b"float32", b"object_"),
+        "dtype 'object_', which is not allowed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_rows_5_to_8_malformed_bytes_are_refused(served: Served, case: str) -> None:
+    sent, said = MALFORMED[case]
+    error = talk(served.servers.server(WORKER).address, iter([encoded(CALL) + sent]))
+    assert error.code == "JG-401"
+    assert said in error.message
+
+
+def test_row_5_a_frame_of_another_kind_is_refused_by_every_method(
+    served: Served,
+) -> None:
+    assert set(REQUESTS) == set(ROLES)
+    wrong = frame(values=pb.Values(handle="h", key="k"))
+    for method, kind in REQUESTS.items():
+        with pytest.raises(MalformedMessageError, match=f"takes a '{kind}' frame"):
+            served.cluster.call(method, wrong)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"parts": 3}', "[" * 10**5])
+def test_row_5_a_plan_of_the_data_that_is_none_is_refused(
+    served: Served, text: str
+) -> None:
+    order = frame(open_data_run=pb.OpenDataRun(run="r", plan=text))
+    with pytest.raises(MalformedMessageError, match="the plan of the data is no"):
+        served.cluster.call("Master.OpenDataRun", order)
+
+
+ZEROS = np.zeros((3, 2), np.float32)
+WRONG = {
+    "row 9: nothing": ([], f"{WORKER} sent 0 values"),
+    "row 9: one too many": ([ZEROS, ZEROS], f"{WORKER} sent 2 values"),
+    "row 10: transposed": ([ZEROS.T], "sent float32[2,3] as value 0"),
+    "row 10: integers": ([ZEROS.astype("int32")], "sent int32[3,2] as value 0"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_rows_9_and_10_gradients_of_another_program_change_nothing(
+    served: Served, case: str
+) -> None:
+    sent, said = WRONG[case]
+    worker, ps = (served.servers.server(task)._server for task in (WORKER, PS))
+    assert worker is not None
+    assert ps is not None
+    handle = ps.service.runtime.programs[0]
+    (message,) = (
+        node
+        for node in ps.service.runtime.program(handle).partition(PS).nodes
+        if isinstance(node, RecvNode)
+    )
+    driver = worker.service.driver
+    next_id = next(driver._ids)
+    driver._ids = itertools.count(next_id)
+    values = pb.Values(handle=handle, step_id=next_id, key=message.key)
+
+    async def send_before_the_step() -> None:
+        worker._transport.post(PS, frame(values=values, tensors=sent))
+
+    loop.run(send_before_the_step())
+    with pytest.raises(MalformedMessageError, match=f"message '{message.key}'") as told:
+        served.session.run(step, X, timeout_s=20)
+    assert said in told.value.message
+
+
+def test_row_15_a_server_that_is_being_stopped_takes_no_step() -> None:
+    servers = Servers(ps=1, worker=1)
+    worker = servers.server(WORKER)
+    with connect(worker.target, timeout_s=20) as cluster:
+        session = cluster.session()
+        session.run(step, X)
+        assert worker._server is not None
+        loop.run(worker._server.service.drain(0.0))
+        with pytest.raises(TaskLostError, match=f"{WORKER} is being stopped"):
+            session.run(step, X)
+        assert cluster.status().tasks[-1].state == "draining"
+    servers.stop()
+
+
+def test_row_17_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "HELLO_TIMEOUT_S", 0.2)
+
+    async def drip() -> AsyncIterator[bytes]:
+        yield encoded(CALL)[:1]
+        await asyncio.Event().wait()
+
+    error = talk(served.servers.server(WORKER).address, drip())
+    assert error.code == "JG-401"
+    assert "did not arrive in time" in error.message
+
+
+PATHS = {
+    "a zero byte": ("a\0b", "zero byte"),
+    "an object store": ("gs://bucket/run", "address of an object store"),
+    "an object store, as a Path": (Path("s3://bucket"), "address of an object store"),
+    "nothing": ("", "it is empty"),
+    "too long": ("x" * 300, "File name too long"),
+    "below a file": (f"{__file__}/run", "Not a directory"),
+    "somebody unknown": ("~no-such-user/run", "home directory"),
+    "a number": (3, "not int"),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_row_21_a_path_that_cannot_be_of_checkpoints_is_refused_before_training(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, said = PATHS[case]
+    wrong: Any = path
+    trainer = Trainer(NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, optax.sgd(0.1))
+    options: dict[str, Any] = {"steps": 1, "batch_size": BATCH, "progress": False}
+    run = trainer.fit(data(), **options)
+    for act in (
+        lambda: trainer.fit(data(), **options, checkpoint=Checkpoints(wrong)),
+        lambda: run.save(wrong),
+        lambda: trainer.restore(wrong),
+    ):
+        with pytest.raises(CheckpointPathError, match=said) as told:
+            act()
+        assert "give one of this machine, for example 'runs/mlp'" in str(told.value)
+    assert not list(tmp_path.iterdir())
+    assert trainer.fit(data(), **options).steps == 2
