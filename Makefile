@@ -9,7 +9,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
-.PHONY: demo test nightly fuzz check bench peers clean
+.PHONY: demo test nightly fuzz check docs bench peers clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -34,6 +34,10 @@ check: .venv/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pip check
+
+# The pages as a site, build/site/index.html; runs the notebooks for their pictures.
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 JGRAPH_DOCS_RUN=1 $(BIN)/python -m mkdocs build --strict
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks selection

@@ -50,6 +50,23 @@ def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.procs
+@pytest.mark.parametrize(
+    "guide",
+    [
+        *("concepts", "embeddings", "pipelines"),
+        pytest.param("strategies", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_examples_of_a_guide_run_one_after_the_other(
+    guide: str, tmp_path: Path
+) -> None:
+    examples = blocks(f"docs/{guide}.md", "python")
+    assert any("assert" in example for example in examples)
+    assert lines_of("\n".join(examples), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.procs
 def test_the_example_for_those_who_come_from_tensorflow_runs(tmp_path: Path) -> None:
     (example,) = blocks("docs/coming-from-tensorflow.md", "python")
     *plan, last = lines_of(example, tmp_path)

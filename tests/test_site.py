@@ -1,0 +1,41 @@
+"""The pages build as a site, with warnings as errors."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jgraph
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+def test_the_site_builds_with_every_public_name_and_pages_from_outside_of_docs(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("mkdocs", reason="needs pip install 'jgraph[docs]'")
+    pytest.importorskip("mkdocstrings", reason="needs pip install 'jgraph[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+
+    def page(name: str) -> str:
+        return (tmp_path / f"{name}.html").read_text(encoding="utf-8")
+
+    shown = set(re.findall(r'id="jgraph\.[\w.]*?\.(\w+)"', page("api")))
+    outside = {"errors", "__version__"}  # a page of its own, and a string
+    assert set(jgraph.__all__) - outside <= shown
+    assert 'href="notebooks/05_jgraph_from_scratch.html"' in page("index")
+    assert 'href="../architecture.html"' in page("notebooks/05_jgraph_from_scratch")
+    for name in ("security", "benchmarks", "examples", "changelog", "errors"):
+        assert "</html>" in page(name)
