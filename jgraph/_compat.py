@@ -39,6 +39,7 @@ __all__ = [
     "is_ref",
     "is_symbolic",
     "make_jaxpr",
+    "mesh_axes",
     "name_stack_of",
     "new_var",
     "no_locations",
@@ -109,6 +110,17 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 def is_ref(aval: Any) -> bool:
     """Whether a value of this aval is a Ref (AbstractRef is not public)."""
     return hasattr(aval, "inner_aval")
+
+
+def mesh_axes(exported: Any) -> dict[str, int]:
+    """Returns the axes of the mesh that a program was exported for.
+
+    What JAX says of its arguments in public names them, and not their sizes.
+    """
+    for sharding in exported._in_named_shardings:  # noqa: SLF001
+        if sharding is not None and not sharding.mesh.empty:
+            return dict(sharding.mesh.shape)
+    return {"all": exported.nr_devices}
 
 
 def is_symbolic(size: Any) -> bool:

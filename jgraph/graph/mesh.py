@@ -15,8 +15,11 @@ def mesh(**axes: int) -> AbstractMesh:
 
     Constraints over it, under a ``jg.device`` of that task, spread what XLA computes
     there: weights by columns, a batch by rows. The mesh has no devices of its own; it
-    travels with the program, and a task lays it over the first of its devices. What
-    goes in and comes out, variables too, is whole on the first one.
+    travels with the program, and a task lays it over the first of its devices.
+    Variables of that task stay in pieces there, as constraints on them say, and so do
+    variables that are computed with them element by element, as Adam's moments are;
+    others have a copy on each device. Initial values, and what is done without a mesh,
+    pass the first device, one variable whole at a time.
 
     Args:
       **axes: sizes by name, in the order of the devices.

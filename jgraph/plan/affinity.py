@@ -10,7 +10,7 @@ operations stop them: those are where the user wants them.
 
 import re
 
-from jgraph._compat import Literal, Var
+from jgraph._compat import Equation, Literal, Var
 from jgraph.graph.device import DeviceSpec
 from jgraph.plan.flow import Flow, Op
 
@@ -63,6 +63,11 @@ def behind_writes(flow: Flow) -> dict[int, int]:
     return found
 
 
+def is_elementwise(equation: Equation) -> bool:
+    """Whether each element of the result follows from the same one of the operands."""
+    return bool(_ELEMENTWISE.match(equation.primitive.name))
+
+
 def _writes(flow: Flow) -> list[Op]:
     """Returns the writes of whole variables and of whole rows."""
     return [
@@ -100,4 +105,4 @@ def _behind(flow: Flow, write: Op) -> list[Op]:
 
 def _follows(flow: Flow, op: Op) -> bool:
     stamped = flow.graph.stamps[op.index] != DeviceSpec()
-    return not stamped and bool(_ELEMENTWISE.match(op.equation.primitive.name))
+    return not stamped and is_elementwise(op.equation)

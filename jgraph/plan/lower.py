@@ -14,14 +14,13 @@ from typing import Any, final
 import jax
 import jax.export
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jgraph import _compat
-from jgraph._compat import Atom, Equation, Literal, Var
+from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
 from jgraph.errors import NotExportableError
 from jgraph.graph.mesh import mesh_of
 from jgraph.graph.sizes import symbols_of
-from jgraph.plan import by_count
+from jgraph.plan import by_count, on_mesh
 from jgraph.plan.flow import Flow, Op
 from jgraph.plan.program import SegmentCode
 from jgraph.plan.row_access import RowAccess, RowValues, row_accesses
@@ -118,11 +117,18 @@ def lower(flow: Flow, segment: Segment, platforms: tuple[str, ...]) -> SegmentCo
     Raises:
       NotExportableError: JAX cannot export one of its operations.
     """
-    function, avals, ids = _function(flow, segment)
-    types = by_count.open_types([plain_type(a) for a in avals], ids)
+    code = _code(flow, segment)
+    types = by_count.open_types([plain_type(a) for a in code.avals], code.ids)
     mesh = mesh_of(op.equation for op in segment.ops)
+    laid = None
+    if mesh is not None:
+        args, results = (
+            on_mesh.laid_out(values, code.jaxpr, mesh, code.alike)
+            for values in (code.args, code.results)
+        )
+        laid = args, results
     try:
-        exported = _export(function, types, platforms, mesh)
+        exported = _export(code.function, types, platforms, laid)
     except Exception as error:
         raise _not_exportable(flow, segment, platforms, error) from error
     return SegmentCode(
@@ -165,31 +171,51 @@ def _export(
     function: Callable[..., Any],
     types: Sequence[jax.ShapeDtypeStruct],
     platforms: tuple[str, ...],
-    mesh: AbstractMesh | None,
+    laid: tuple[Any, Any] | None,
 ) -> bytes:
+    """Returns the function as bytes; ``laid``: how arguments and results lie."""
+
     def segment(*args: Any) -> Any:
         return function(*args)
 
     # Of sizes that are names all arguments tell, also those that are used for nothing.
     named = any(symbols_of(t.shape) for t in types)
-    # What goes in and comes out is whole; so the module says how many devices it needs.
     options: dict[str, Any] = {"keep_unused": named}
-    if mesh is not None:
-        whole = NamedSharding(mesh, PartitionSpec())
-        options |= {"in_shardings": whole, "out_shardings": whole}
+    if laid is not None:  # so the module says how many devices it needs
+        arguments, results = laid
+        options |= {"in_shardings": arguments, "out_shardings": results}
+        options["keep_unused"] = True
     jitted = jax.jit(segment, **options)
     with _compat.no_locations():
         exported = jax.export.export(jitted, platforms=platforms)(*types)
         return bytes(exported.serialize())
 
 
-def _function(
-    flow: Flow, segment: Segment
-) -> tuple[Callable[..., list[Any]], list[Any], list[Var | None]]:
-    """Returns the segment as a function over plain arrays, and their types.
+@final
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """A segment as a function over plain arrays.
 
-    Also, per array, the ids whose number of rows it may have, see ``by_count``.
+    Attributes:
+      function: takes and gives lists of them.
+      avals: of the arguments.
+      ids: per argument, those whose number of rows it may have, see ``by_count``.
+      jaxpr: what is computed.
+      args: per argument its value in the jaxpr, None for rows and what has several.
+      results: likewise.
+      alike: old and new values of variables.
     """
+
+    function: Callable[..., list[Any]]
+    avals: list[Any]
+    ids: list[Var | None]
+    jaxpr: Jaxpr
+    args: "list[Atom | None]"
+    results: "list[Atom | None]"
+    alike: list[tuple[Atom, Atom]]
+
+
+def _code(flow: Flow, segment: Segment) -> _Code:
     accesses = [v for v, _ in (*segment.row_updates, *segment.row_reads)]
     refs = _touched_by_ref(segment.ops) - set(accesses)
     variables = [*segment.updates, *segment.reads]
@@ -253,7 +279,27 @@ def _function(
         ]
         return [to_plain(jnp.asarray(x)) for x in new + list(results[num_direct:])]
 
-    return function, avals, [*(None for _ in variables), *ids]
+    values_of = {v: [x for x, of in reads.items() if of == v] for v in variables}
+    for v in direct.keys() & written.keys():
+        values_of[v].append(written[v])
+    alike = [(found[0], x) for found in values_of.values() for x in found[1:]]
+    return _Code(
+        function,
+        avals,
+        [*(None for _ in variables), *ids],
+        jaxpr,
+        args=[
+            *(next(iter(found), None) for found in values_of.values()),
+            *(None for _ in accesses),
+            *segment.inputs,
+        ],
+        results=[
+            *(written.get(v) for v in segment.updates),
+            *(None for _ in new_rows),
+            *(rows.renamed(a) for a in segment.outs),
+        ],
+        alike=alike,
+    )
 
 
 def _variable(op: Op) -> int | None:
@@ -315,7 +361,9 @@ def _exports_alone(equation: Equation, platforms: tuple[str, ...]) -> bool:
 
     try:
         types = [plain_type(v.aval) for v in inputs]
-        _export(alone, types, platforms, mesh_of([equation]))
+        mesh = mesh_of([equation])
+        laid = None if mesh is None else (on_mesh.whole(mesh),) * 2
+        _export(alone, types, platforms, laid)
     except Exception:  # noqa: BLE001  # any failure of JAX's makes it the culprit
         return False
     return True

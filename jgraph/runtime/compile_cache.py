@@ -13,7 +13,7 @@ from jgraph.errors import InvalidProgramError, JGError, PlatformError
 from jgraph.graph.sizes import symbols_of
 from jgraph.plan.program import SegmentCode
 from jgraph.runtime.custom_calls import check_custom_calls
-from jgraph.runtime.local_mesh import on_first_device, replicated
+from jgraph.runtime.local_mesh import Layouts, SpreadExecutable, layouts_of
 from jgraph.runtime.sized import SizedExecutable
 
 Executable: TypeAlias = Callable[..., Sequence[jax.Array]]
@@ -81,15 +81,14 @@ def _compile(
             platform=platform,
         )
     options: dict[str, Any] = {"keep_unused": True}
-    whole = None
+    layouts: Layouts = ()
     if exported.nr_devices > 1:
-        whole = replicated(exported.nr_devices, code.label)
-        options |= {"in_shardings": whole, "out_shardings": whole}
-    else:
-        options["donate_argnums"] = _usable(donate, exported)
+        layouts, results = layouts_of(exported, code.label)
+        options |= {"in_shardings": layouts, "out_shardings": results}
+    options["donate_argnums"] = _usable(donate, exported)
     jitted = jax.jit(exported.call, **options)
     run = _compiled(jitted, exported.in_avals, count)
-    return run if whole is None else on_first_device(run, whole)
+    return SpreadExecutable(run, layouts) if layouts else run
 
 
 def _compiled(
@@ -120,12 +119,19 @@ def _deserialize(code: SegmentCode) -> Any:
 
 def _usable(donate: tuple[int, ...], exported: Any) -> tuple[int, ...]:
     # Donating a buffer that no result can take over only makes JAX warn.
-    free = Counter((a.shape, str(a.dtype)) for a in exported.out_avals)
+    free = Counter(_kinds(exported.out_avals, exported.out_shardings_hlo))
+    taken = _kinds(exported.in_avals, exported.in_shardings_hlo)
     chosen = []
     for position in donate:
-        aval = exported.in_avals[position]
-        kind = aval.shape, str(aval.dtype)
+        kind = taken[position]
         if free[kind] > 0:
             free[kind] -= 1
             chosen.append(position)
     return tuple(chosen)
+
+
+def _kinds(avals: Sequence[Any], layouts: Sequence[Any]) -> list[tuple[Any, ...]]:
+    return [
+        (a.shape, str(a.dtype), str(layout))
+        for a, layout in zip(avals, layouts, strict=True)
+    ]

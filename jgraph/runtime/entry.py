@@ -10,12 +10,14 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from jgraph.errors import MalformedMessageError
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
 from jgraph.plan.row_values import aligned_empty
 from jgraph.runtime.hash_shard import HashColumn, HashShard
+from jgraph.runtime.local_mesh import whole
 from jgraph.runtime.tables import ArrayTable, Table, on_cpu
 
 
@@ -39,7 +41,7 @@ class RowsOf:
 class Entry:
     """The value of one variable; whoever uses it holds its lock."""
 
-    __slots__ = ("device", "lock", "table", "value", "version", "views")
+    __slots__ = ("device", "layout", "lock", "table", "value", "version", "views")
 
     def __init__(self, value: jax.Array) -> None:
         self.value = value
@@ -48,17 +50,34 @@ class Entry:
         self.table: ArrayTable | None = None
         # Where functions take the value; set when its rows are used on the CPU.
         self.device: Any = None
+        # Over the devices of a mesh; None: one has it.
+        self.layout: Sharding | None = None
         self.views: list[weakref.ref[Any]] = []
+
+    def put(self, value: jax.Array, layout: Sharding | None = None) -> None:
+        """Replaces the value."""
+        self.value, self.device, self.layout = value, None, layout
 
     def view(self) -> np.ndarray[Any, Any]:
         """Returns a view that keeps its values, see ``rows``."""
-        view = _view(self.value)
+        view = (
+            _view(self.value) if self.layout is None else np.asarray(whole(self.value))
+        )
         self.views = [ref for ref in self.views if ref() is not None]
         self.views.append(weakref.ref(view))
         return view
 
-    def argument(self) -> jax.Array:
-        """Returns the value for a function that may take it over."""
+    def argument(self, layout: Sharding | None = None) -> jax.Array:
+        """Returns the value for a function that may take it over.
+
+        Args:
+          layout: over the devices of a mesh; it then stays as it lies there.
+        """
+        if layout != self.layout:
+            if layout is None:
+                one: jax.Array = jax.device_put(self.value, jax.local_devices()[0])
+                return one
+            self.put(jax.device_put(self.value, layout), layout)
         if self.device is None:
             return self.value
         moved: jax.Array = jax.device_put(self.value, self.device)
@@ -73,6 +92,8 @@ class Entry:
 
     def rows(self, *, write: bool) -> Table:
         """Returns the table of the rows; to write, nobody else sees them change."""
+        if self.layout is not None:
+            self.put(self.argument())
         if write and any(ref() is not None for ref in self.views):
             self.value, self.views = jnp.array(self.value, copy=True), []
         if not on_cpu(self.value):

@@ -39,6 +39,7 @@ from jgraph.runtime.cost import Cost
 from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.gate import Gate, averages, key_of
 from jgraph.runtime.loaded import LoadedPartition
+from jgraph.runtime.local_mesh import SpreadExecutable, whole
 from jgraph.runtime.received import check_received
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.sized import SizedExecutable
@@ -271,13 +272,17 @@ class StepRun:
             padded(values[v], at_level(partition.values[v], level)) for v in node.inputs
         ]
 
+        spread = run if isinstance(run, SpreadExecutable) else None
         results = self._store.update(
             self._named(node.updates),
             self._named(node.reads),
             lambda *state: run(*state, *inputs),
             self._rows_of(node.row_updates, values, level),
             self._rows_of(node.row_reads, values, level),
+            spread.layouts if spread else (),
         )
+        if spread:
+            results = [whole(result) for result in results]
         # Now, not when this thread gets on: it may be memory for the peer's answer.
         values.clear()
         inputs.clear()

@@ -1,26 +1,29 @@
-"""Code that runs on several devices of a task, taking and giving values of one."""
+"""Code that runs on several devices of a task, over which its values are spread."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, final
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, Sharding
 
+from jgraph import _compat
 from jgraph.errors import DeviceCountError
 
+Layouts: TypeAlias = tuple[Sharding, ...]
 
-def replicated(count: int, label: str) -> NamedSharding:
-    """Returns what puts a value whole on each of the first ``count`` devices.
+
+def layouts_of(exported: Any, label: str) -> tuple[Layouts, list[Sharding]]:
+    """Returns how arguments and results of code lie on the devices of this task.
 
     Args:
-      count: number of devices that the code was exported for.
+      exported: code for several devices.
       label: of the segment, for the error.
 
     Raises:
       DeviceCountError: this process has fewer.
     """
-    devices = jax.local_devices()
+    devices, count = jax.local_devices(), exported.nr_devices
     if len(devices) < count:
         kind = devices[0].platform
         advice = (
@@ -35,16 +38,40 @@ def replicated(count: int, label: str) -> NamedSharding:
             needed=count,
             available=len(devices),
         )
-    return NamedSharding(Mesh(np.array(devices[:count]), ("all",)), PartitionSpec())
+    axes = _compat.mesh_axes(exported)
+    mesh = Mesh(np.array(devices[:count]).reshape(list(axes.values())), tuple(axes))
+    arguments = tuple(exported.in_shardings_jax(mesh))
+    return arguments, list(exported.out_shardings_jax(mesh))
 
 
-def on_first_device(
-    run: Callable[..., Sequence[jax.Array]], whole: NamedSharding
-) -> Callable[..., Sequence[jax.Array]]:
-    """Returns ``run``, which works on all devices of ``whole``, for values of one."""
+def whole(value: jax.Array) -> Any:
+    """Returns a spread array in one piece: numpy's, if no device has it whole."""
+    if value.is_fully_replicated:
+        return value.addressable_data(0)
+    joined = np.empty(value.shape, value.dtype)
+    for shard in value.addressable_shards:
+        joined[shard.index] = np.asarray(shard.data)
+    joined.flags.writeable = False
+    return joined
 
-    def spread(*args: Any) -> list[jax.Array]:
-        results = run(*jax.device_put(args, whole))
-        return [result.addressable_data(0) for result in results]
 
-    return spread
+@final
+class SpreadExecutable:
+    """Code over several devices; takes any arrays, and gives spread ones.
+
+    Args:
+      run: takes arguments that lie as ``layouts`` says.
+      layouts: of the arguments.
+    """
+
+    __slots__ = ("_run", "layouts")
+
+    def __init__(
+        self, run: Callable[..., Sequence[jax.Array]], layouts: Layouts
+    ) -> None:
+        self._run = run
+        self.layouts = layouts
+
+    def __call__(self, *args: Any) -> Sequence[jax.Array]:
+        """Runs the code."""
+        return self._run(*jax.device_put(args, self.layouts))

@@ -12,6 +12,7 @@ Rows are looked up and updated in the memory of that same array, at the cost of 
 rows, so that a variable may be used by rows here and whole there.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any, TypeAlias, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from jgraph.errors import (
     InternalError,
@@ -141,7 +143,7 @@ class VariableStore:
         with held(list(known.values())):
             for key, array in pairs:
                 if key in known:
-                    known[key].value, known[key].device = array, None
+                    known[key].put(array)
                     known[key].version += 1
             with self._lock:
                 for key, array in pairs:
@@ -154,6 +156,7 @@ class VariableStore:
         run: Update,
         row_updates: Sequence[RowsOf] = (),
         row_reads: Sequence[RowsOf] = (),
+        layouts: Sequence[Sharding] = (),
     ) -> list[jax.Array]:
         """Runs ``run`` atomically and stores the new ``updates`` and ``row_updates``.
 
@@ -167,6 +170,8 @@ class VariableStore:
             the new rows of ``row_updates``, then other results.
           row_updates: rows that are replaced by those that ``run`` returns.
           row_reads: rows that ``run`` only reads.
+          layouts: how the arguments of ``run`` lie on several devices, if they do; the
+            variables then stay as they lie there.
 
         Returns:
           The other results. Nothing is changed when ``run`` raises before it starts.
@@ -176,7 +181,10 @@ class VariableStore:
         looked_at = self._with_rows([rows.variable for rows in row_reads])
         first = len(entries)
         with held([*entries, *others, *changed, *looked_at]):
-            old = [entry.argument() for entry in [*entries, *others]]
+            lie = zip(
+                [*entries, *others], layouts or itertools.repeat(None), strict=False
+            )
+            old = [entry.argument(layout) for entry, layout in lie]
             both = zip([*changed, *looked_at], [*row_updates, *row_reads], strict=True)
             taken = [padded_rows(entry, rows) for entry, rows in both]
             try:
@@ -187,7 +195,7 @@ class VariableStore:
                 self._drop_donated(updates, error)
                 raise
             for entry, value in zip(entries, results, strict=False):
-                entry.value, entry.device = value, None
+                entry.put(value, entry.layout if layouts else None)
                 entry.version += 1
             new = [np.asarray(r) for r in results[first : first + len(changed)]]
             for table, rows, values in zip(changed, row_updates, new, strict=True):

@@ -8,6 +8,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -16,7 +17,8 @@ from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.session import Session
 from jgraph.errors import ConfigError, DeviceCountError, PlacementError
 from jgraph.plan.plan import plan
-from jgraph.runtime.local_mesh import replicated
+from jgraph.runtime.local_mesh import layouts_of
+from tests.cluster.conftest import Servers
 from tests.plan.support import DRIVER, TASKS, WORKERS
 
 FOUR = {"JAX_NUM_CPU_DEVICES": "4"}
@@ -94,6 +96,83 @@ def test_a_step_over_four_devices_is_that_of_one(
     np.testing.assert_allclose(after["w2"], new[1], rtol=1e-5, atol=1e-6)
 
 
+def stored(servers: Servers, name: str) -> Any:
+    """Returns the value of a variable as the worker has it."""
+    server: Any = servers.server(WORKER)._server
+    return server.service.runtime.store._entries["", name].value
+
+
+def test_parameters_and_moments_lie_in_pieces_as_their_constraints_say(
+    session: Session, servers: Servers
+) -> None:
+    tx = optax.adam(0.1)
+    state = {"w": weights(), "opt": tx.init(weights()), "b": np.ones(2, np.float32)}
+    leaves, tree = jax.tree.flatten(state)
+    cells = [jg.Variable(f"v{n}", x, device=WORKER) for n, x in enumerate(leaves)]
+
+    def trained(state: Any, x: Any) -> Any:
+        def placed(w: Any) -> Any:
+            return loss(w[0], w[1], x) + state["b"].sum()
+
+        value, grads = jax.value_and_grad(placed)(state["w"])
+        updates, opt = tx.update(grads, state["opt"], state["w"])
+        w = optax.apply_updates(state["w"], updates)
+        return value, {"w": w, "opt": opt, "b": state["b"] + 1}
+
+    @jg.function
+    def step(x: Any) -> Any:
+        with jg.device(WORKER):
+            now = jax.tree.unflatten(tree, [cell[...] for cell in cells])
+            value, new = trained(now, x)
+        for cell, leaf in zip(cells, jax.tree.leaves(new), strict=True):
+            cell[...] = leaf
+        return value
+
+    x, alone = np.ones((4, 3), np.float32), jax.jit(trained)
+    for turn in range(3):
+        value, state = alone(state, x)
+        np.testing.assert_allclose(session.run(step, x), value, rtol=1e-5)
+        for cell, leaf in zip(cells, jax.tree.leaves(state), strict=True):
+            parts = stored(servers, cell.name).addressable_shards
+            size = leaf.size // 4 if leaf.ndim == 2 else leaf.size
+            assert [part.data.size for part in parts] == [size] * 4
+        if turn == 1:  # whoever reads and writes them knows nothing of that
+            after = session.read(cells)
+            session.write({cell: after[cell.name] for cell in cells})
+    for cell, leaf in zip(cells, jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(
+            session.read([cell])[cell.name], leaf, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_code_without_a_mesh_uses_and_replaces_what_lies_in_pieces(
+    session: Session, servers: Servers
+) -> None:
+    first, _ = weights()
+    w = jg.Variable("w", first, device=WORKER)
+
+    def rows(ids: Any) -> Any:
+        return w[ids]
+
+    def doubled() -> None:
+        w[...] = w[...] * 2
+
+    @jg.function
+    def spread() -> Any:
+        with jg.device(WORKER):
+            return jax.lax.with_sharding_constraint(w[...], by(None, "model")) + 1
+
+    np.testing.assert_array_equal(session.run(spread), first + 1)
+    assert len(stored(servers, "w").addressable_shards) == 4
+    ids = np.array([2, 0], np.int32)
+    np.testing.assert_array_equal(session.run(rows, ids), first[ids])
+    np.testing.assert_array_equal(session.run(spread), first + 1)
+    session.run(doubled)
+    assert len(stored(servers, "w").addressable_shards) == 1
+    np.testing.assert_array_equal(session.run(spread), 2 * first + 1)
+    np.testing.assert_array_equal(session.read([w])["w"], 2 * first)
+
+
 def test_each_device_computes_its_part(session: Session) -> None:
     @jg.function
     def where(x: Any) -> Any:
@@ -121,8 +200,8 @@ def test_a_segment_is_compiled_for_the_devices_of_its_mesh() -> None:
     ]
     assert sorted(export.nr_devices for export in exports)[-2:] == [1, 4]
     (export,) = [export for export in exports if export.nr_devices == 4]
-    whole = replicated(4, "loss")
-    jitted = jax.jit(export.call, in_shardings=whole, out_shardings=whole)
+    arguments, results = layouts_of(export, "loss")
+    jitted = jax.jit(export.call, in_shardings=arguments, out_shardings=results)
     text = str(jitted.lower(*export.in_avals).compile().as_text())
     assert "num_partitions=4" in text
     assert re.search(r"f32\[4,4\]\S* dot\(", text)  # a quarter of 16 columns
