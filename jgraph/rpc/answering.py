@@ -10,7 +10,7 @@ from jgraph.errors import ClusterBusyError, JGError, MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.codec import Buffer, Prepared, encode, prepare
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.exchange import check_protocol
+from jgraph.rpc.exchange_stream import check_protocol
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.local_door import LocalDoor, LocalOffer
 from jgraph.rpc.local_socket import LocalSocket

@@ -25,6 +25,8 @@ from jgraph.rpc.transport import Address
 
 Channel: TypeAlias = grpc.aio.Channel
 CONNECT_TIMEOUT_S: Final = 2.0
+SHUTTING_DOWN: Final = "shutting down"
+"""What a server says that ends its streams on purpose."""
 _DIAGNOSIS_TIMEOUT_S: Final = 0.5
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})\Z")
 
@@ -212,6 +214,24 @@ async def diagnose(
     except OSError as error:
         why = f"({error.strerror or error}); check the address and the network"
     return ClusterUnreachableError(f"{what} {why}", address=address, task=task)
+
+
+async def is_refused(address: Address) -> bool:
+    """Whether the host of an address says that nobody listens there.
+
+    Example:
+      >>> asyncio.run(is_refused("127.0.0.1:1"))
+      True
+    """
+    try:
+        async with asyncio.timeout(_DIAGNOSIS_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(*split_address(address))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False  # perhaps it is there, but the network is not
+    writer.close()
+    return False
 
 
 def bind_error(bind: Address) -> JGError:

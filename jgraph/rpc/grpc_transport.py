@@ -35,6 +35,7 @@ from jgraph.rpc.links import Links
 from jgraph.rpc.local_door import LocalDoor
 from jgraph.rpc.memory_blocks import Budget
 from jgraph.rpc.memory_files import is_supported
+from jgraph.rpc.receiving import is_gone
 from jgraph.rpc.service import Service
 from jgraph.rpc.serving import only_reply, results
 from jgraph.rpc.shared_memory import SendMemory, default_limit
@@ -168,6 +169,7 @@ class GrpcTransport:
             self._max_frame_bytes,
             self._buffers,
             shares_memory=self._is_near,
+            is_gone=partial(is_gone, self.ask, self._links.address_of),
             door=self._door,
             checks_certificates=self._identity is not None,
             roles=self._roles,
@@ -371,7 +373,7 @@ class GrpcTransport:
 
     def statistics(self) -> TransportStatistics:
         """Returns what was sent and received so far."""
-        repeats = self._service.inbound.repeats if self._service is not None else 0
+        repeats = self._service.repeats if self._service is not None else 0
         return self._counters.snapshot(repeats, self._budget.taken)
 
     async def close(self) -> None:

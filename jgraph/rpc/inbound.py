@@ -1,9 +1,10 @@
 """Which streams a task listens to, and in what order: pure bookkeeping.
 
 A sender is a task at one incarnation. At most one stream per task is current. Frames
-are numbered per (sender incarnation, receiver): inside a stream without gaps; the
-first frame of a stream may jump ahead, because the loss of frames with an earlier
-stream was reported when that ended.
+are numbered per (sender incarnation, receiver) without gaps, and each is accepted once.
+A stream that breaks may be resumed by its sender until the receiver gives that up, i.e.
+reports the sender as lost. The first frame of a stream that does not resume another may
+jump ahead, because the loss of earlier frames was reported.
 """
 
 from collections import deque
@@ -20,11 +21,12 @@ _RETIRED_KEPT: Final = 64
 @final
 @dataclass(eq=False, slots=True)
 class InboundStream:
-    """One stream of frames from a task."""
+    """One stream of frames from a task; ``is_over`` when that says so."""
 
     task: TaskName
     incarnation: int
-    fresh: bool = True
+    may_jump: bool = True
+    is_over: bool = False
 
 
 @final
@@ -33,6 +35,7 @@ class _Sender:
     incarnation: int
     last: int = 0
     stream: InboundStream | None = None
+    is_broken: bool = False
     retired: deque[int] = field(default_factory=lambda: deque(maxlen=_RETIRED_KEPT))
 
 
@@ -44,30 +47,60 @@ class Inbound:
       >>> stream, replaced = inbound.connect(TaskName("/job:ps/task:0"), 7)
       >>> [inbound.accept(stream, n) for n in (1, 2, 2, 3)]
       [True, True, False, True]
+      >>> inbound.broke(stream)
+      True
+      >>> again = inbound.resume(TaskName("/job:ps/task:0"), 7)
+      >>> inbound.received(again), inbound.accept(again, 3), inbound.accept(again, 4)
+      (3, False, True)
     """
 
     def __init__(self) -> None:
         self._senders: dict[TaskName, _Sender] = {}
         self.repeats = 0
+        self.resumed = 0
 
     def connect(self, task: TaskName, incarnation: int) -> tuple[InboundStream, bool]:
-        """Begins a stream; returns it, and whether it replaces one still open.
+        """Begins a stream; returns it, and whether it replaces one not given up.
 
         Raises:
           TaskLostError: a newer incarnation of the task was here already.
         """
         sender = self._senders.setdefault(task, _Sender(incarnation))
+        self._refuse_retired(sender, task, incarnation)
+        if incarnation != sender.incarnation:
+            sender.retired.append(sender.incarnation)
+            sender.incarnation, sender.last = incarnation, 0
+        replaced = sender.stream is not None
+        sender.stream, sender.is_broken = InboundStream(task, incarnation), False
+        return sender.stream, replaced
+
+    def resume(self, task: TaskName, incarnation: int) -> InboundStream:
+        """Goes on with a stream that broke, also if that was not noticed here yet.
+
+        Raises:
+          TaskLostError: the sender was given up, or a newer incarnation was here.
+        """
+        sender = self._senders.setdefault(task, _Sender(incarnation))
+        self._refuse_retired(sender, task, incarnation)
+        if sender.stream is None or sender.incarnation != incarnation:
+            raise TaskLostError(
+                f"the connection of {task} cannot be resumed: it was given up, and "
+                "the loss reported",
+                task=task,
+            )
+        self.resumed += 1
+        sender.stream = InboundStream(task, incarnation, may_jump=False)
+        sender.is_broken = False
+        return sender.stream
+
+    def _refuse_retired(
+        self, sender: _Sender, task: TaskName, incarnation: int
+    ) -> None:
         if incarnation in sender.retired:
             raise TaskLostError(
                 f"{task} was started again since; this older process of it is refused",
                 task=task,
             )
-        if incarnation != sender.incarnation:
-            sender.retired.append(sender.incarnation)
-            sender.incarnation, sender.last = incarnation, 0
-        replaced = sender.stream is not None
-        sender.stream = InboundStream(task, incarnation)
-        return sender.stream, replaced
 
     def accept(self, stream: InboundStream, sequence: int) -> bool:
         """Returns whether the frame is new; a repeat is False.
@@ -85,19 +118,36 @@ class Inbound:
         if sequence <= sender.last:
             self.repeats += 1
             return False
-        if sequence != sender.last + 1 and not stream.fresh:
+        if sequence != sender.last + 1 and not stream.may_jump:
             raise MalformedMessageError(
                 f"frame {sequence} of {stream.task} came after frame {sender.last}: "
                 f"frames are missing"
             )
-        stream.fresh = False
+        stream.may_jump = False
         sender.last = sequence
         return True
 
-    def disconnect(self, stream: InboundStream) -> bool:
-        """Ends a stream; returns whether it was the current one of its task."""
+    def received(self, stream: InboundStream) -> int:
+        """Returns the number of the last frame of its sender that was accepted."""
+        return self._senders[stream.task].last
+
+    def broke(self, stream: InboundStream) -> bool:
+        """Waits for the sender to resume; returns whether this was its stream."""
         sender = self._senders[stream.task]
         if sender.stream is not stream:
             return False
-        sender.stream = None
+        sender.is_broken = True
+        return True
+
+    def is_broken(self, stream: InboundStream) -> bool:
+        """Whether its sender has not come back since it broke."""
+        sender = self._senders[stream.task]
+        return sender.stream is stream and sender.is_broken
+
+    def disconnect(self, stream: InboundStream) -> bool:
+        """Gives a stream up; returns whether it was the current one of its task."""
+        sender = self._senders[stream.task]
+        if sender.stream is not stream:
+            return False
+        sender.stream, sender.is_broken = None, False
         return True

@@ -73,6 +73,10 @@ class Links(Generic[_Item]):
             if self._peers.get(peer) != link.address:
                 running.cancel()
 
+    def address_of(self, peer: TaskName) -> Address | None:
+        """Returns where a task is, if that is known."""
+        return self._peers.get(peer)
+
     def is_ready(self, dst: TaskName) -> bool:
         """Whether ``dst`` has an address; if not, that is reported as a loss.
 

@@ -143,6 +143,11 @@ class LocalOffer:
         self._socket: LocalSocket | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def was_taken(self) -> bool:
+        """Whether a connection was made with it."""
+        return self._socket is not None
+
     def _arrived(self, socket: LocalSocket) -> None:
         socket.hand_to(self._take)
         socket.ended.add_done_callback(self._ended)

@@ -61,7 +61,8 @@ class Outbox:
         """Sends over a socket until it is cancelled."""
         while True:
             await self._empty(socket.write)
-            self._idle_socket = socket
+            if not self._frames:  # or it would overtake what came during the last write
+                self._idle_socket = socket
             await self._wake.wait()
 
     async def _empty(self, write: Callable[[bytes], Awaitable[None]]) -> None:

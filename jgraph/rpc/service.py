@@ -11,26 +11,23 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import grpc
 
 from jgraph.errors import JGError, MalformedMessageError
-from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.answering import END, Answers
+from jgraph.rpc.answering import Answers
 from jgraph.rpc.auth import Roles, check_role
-from jgraph.rpc.codec import Buffer, encode, pack
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.dial import ended_stream
-from jgraph.rpc.exchange import HELLO_TIMEOUT_S, check_protocol
-from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.inbound import Inbound, InboundStream
+from jgraph.rpc.dial import SHUTTING_DOWN
+from jgraph.rpc.exchange_stream import HELLO_TIMEOUT_S
+from jgraph.rpc.frames import frame
 from jgraph.rpc.kept_buffers import KeptBuffers
-from jgraph.rpc.local_door import LocalDoor, LocalOffer
+from jgraph.rpc.local_door import LocalDoor
+from jgraph.rpc.receiving import IsGone, Receiver, ended_early, write_frame
 from jgraph.rpc.serving import HELLO_METHOD, answer, expect_call
-from jgraph.rpc.shared_memory import ReceiveMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
 from jgraph.rpc.tls import check_caller
@@ -39,7 +36,6 @@ from jgraph.rpc.transport import Frame, Handler
 REQUEST_TIMEOUT_S: Final = 600.0
 """How long the request of one call may take to arrive."""
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 _logger = logging.getLogger(__name__)
 
 
@@ -56,6 +52,7 @@ class Service:
       roles: which role may call which method; None: every one all.
       shares_memory: take tensors in shared memory from senders that offer it.
       door: where callers of this machine may connect; None: nowhere.
+      is_gone: whether nothing can come any more from an incarnation of a task.
     """
 
     def __init__(
@@ -67,6 +64,7 @@ class Service:
         buffers: KeptBuffers,
         *,
         shares_memory: bool,
+        is_gone: IsGone,
         door: LocalDoor | None = None,
         checks_certificates: bool = False,
         roles: Roles | None = None,
@@ -76,14 +74,20 @@ class Service:
         self._counters = counters
         self._max_frame_bytes = max_frame_bytes
         self._buffers = buffers
-        self._shares_memory = shares_memory
         self._door = door
         self._checks_certificates = checks_certificates
         self._roles = roles
-        self._without_memory: set[TaskName] = set()
         self._closing = False
         self._running: set[asyncio.Task[Any]] = set()
-        self.inbound = Inbound()
+        self._receiver = Receiver(
+            handler,
+            hello,
+            counters,
+            self._decoder,
+            shares_memory=shares_memory,
+            door=door,
+            is_gone=is_gone,
+        )
 
     def generic_handler(self) -> "grpc.GenericRpcHandler[bytes, bytes]":
         """Returns the gRPC handlers; messages stay bytes."""
@@ -94,18 +98,25 @@ class Service:
         }
         return grpc.method_handlers_generic_handler("jgraph.v1.Task", methods)
 
+    @property
+    def repeats(self) -> int:
+        """How many frames came twice."""
+        return self._receiver.inbound.repeats
+
     def stop(self) -> None:
         """Ends the streams that are open; the other sides learn that we went away.
 
         gRPC's own way to abort them makes every client print a line.
         """
         self._closing = True
+        self._receiver.stop()
         for task in self._running:
             task.cancel()
 
     async def _exchange(self, requests: AsyncIterator[bytes], context: Any) -> None:
         del requests  # a generator around ``context.read``, slower than that
-        await self._guard(self._receive(context), context)
+        reading = self._receiver.receive(context, partial(self._check_caller, context))
+        await self._guard(reading, context)
 
     async def _call(self, requests: AsyncIterator[bytes], context: Any) -> None:
         self._counters.calls_served += 1
@@ -126,75 +137,20 @@ class Service:
             if not self._closing:
                 raise
             task.uncancel()
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "shutting down")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
         except JGError as error:
-            await _write(context, frame(status=to_status(error)))
+            await write_frame(context, frame(status=to_status(error)))
         except TimeoutError:
             late = MalformedMessageError("the first frames did not arrive in time")
-            await _write(context, frame(status=to_status(late)))
+            await write_frame(context, frame(status=to_status(late)))
         except Exception as error:
             _logger.exception("An incoming stream failed.")
-            await _write(context, frame(status=to_status(error)))
+            await write_frame(context, frame(status=to_status(error)))
         finally:
             self._running.discard(task)
 
-    async def _receive(self, context: Any) -> None:
-        stream: InboundStream | None = None
-        decoder = self._decoder()
-        reply = pb.Hello()
-        reply.CopyFrom(self._hello)
-        try:
-            try:
-                async with asyncio.timeout(HELLO_TIMEOUT_S):
-                    first, *early = await _first_frames(context, decoder)
-                stream = self._introduce(first, context)
-            except (JGError, TimeoutError):
-                await _write(context, frame(hello=reply))
-                raise
-            decoder.shared = self._memory_of(stream.task, body_of(first))
-            reply.shares_memory = decoder.shared is not None
-            take = partial(self._feed, stream, decoder)
-            offer = None
-            if self._door is not None and decoder.shared is not None:
-                offer = LocalOffer(self._door, take)
-                reply.local_socket.CopyFrom(offer.message)
-            await _write(context, frame(hello=reply))
-            self._deliver(stream, early)
-            if offer is None:
-                await _read(context, take)
-            else:
-                await offer.beside(_read(context, take))
-            decoder.finish()
-        finally:
-            if stream is not None and self.inbound.disconnect(stream):
-                self._report_lost(stream.task, "ended its connection")
-
-    def _feed(self, stream: InboundStream, decoder: Decoder, chunk: Buffer) -> None:
-        before = decoder.shared_bytes
-        received = decoder.feed(chunk)
-        shared = decoder.shared_bytes - before
-        self._counters.received(stream.task, nbytes=len(chunk), shared=shared)
-        self._deliver(stream, received)
-
     def _decoder(self) -> Decoder:
         return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)
-
-    def _memory_of(self, task: TaskName, hello: pb.Hello) -> ReceiveMemory | None:
-        """Returns the memory that a sender shares, if it can be mapped from here."""
-        if not self._shares_memory or not hello.HasField("shared_memory"):
-            return None
-        try:
-            return ReceiveMemory(hello.shared_memory)
-        except MalformedMessageError as error:
-            if task not in self._without_memory:
-                self._without_memory.add(task)
-                _logger.info(
-                    "Tensors from %s come through the stream, not through shared "
-                    "memory: %s.",
-                    task,
-                    error.message,
-                )
-            return None
 
     def _check_caller(self, context: Any, task: TaskName | None = None) -> None:
         if self._checks_certificates:
@@ -217,35 +173,6 @@ class Service:
 
         return check
 
-    def _introduce(self, first: Frame, context: Any) -> InboundStream:
-        if kind_of(first) != "hello":
-            raise MalformedMessageError(
-                f"an exchange begins with a Hello frame; '{kind_of(first)}' was sent"
-            )
-        hello: pb.Hello = body_of(first)
-        check_protocol(self._hello, hello, hello.task[:80] or "the client")
-        task = _task_name(hello)
-        self._check_caller(context, task)
-        stream, replaced = self.inbound.connect(task, hello.incarnation)
-        if replaced:
-            self._report_lost(task, "connected anew")
-        return stream
-
-    def _deliver(self, stream: InboundStream, received: list[Frame]) -> None:
-        received.reverse()
-        while received:
-            # Kept nowhere here, or the memory of its tensors would be busy until more
-            # comes.
-            arrived = received.pop()
-            if self.inbound.accept(stream, arrived.header.sequence):
-                arrived.header.ClearField("sequence")
-                self._counters.received(stream.task, frames=1)
-                self._handler.frame_received(stream.task, arrived)
-
-    def _report_lost(self, task: TaskName, why: str) -> None:
-        if not self._closing:
-            self._handler.peer_lost(task, ended_stream(task, why))
-
     async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         self._check_caller(context)
         decoder = self._decoder()
@@ -260,7 +187,7 @@ class Service:
         replies = answer(self._handler, self._hello, method, request)
         async with aclosing(replies):
             async for reply in replies:
-                await _write(context, reply, self._max_frame_bytes)
+                await write_frame(context, reply, self._max_frame_bytes)
 
     async def _answer_all(self, context: Any) -> None:
         self._check_caller(context)
@@ -277,11 +204,6 @@ class Service:
         await answers.run()
 
 
-async def _read(context: _Context, take: Callable[[bytes], None]) -> None:
-    while (chunk := await context.read()) is not END:
-        take(chunk)
-
-
 async def _frames(
     requests: AsyncIterator[bytes], decoder: Decoder
 ) -> AsyncGenerator[Frame, None]:
@@ -291,42 +213,7 @@ async def _frames(
     decoder.finish()
 
 
-async def _first_frames(context: _Context, decoder: Decoder) -> list[Frame]:
-    received: list[Frame] = []
-    while not received:
-        chunk = await context.read()
-        if chunk is END:
-            raise _ended()
-        received = decoder.feed(chunk)
-    return received
-
-
-def _ended() -> JGError:
-    return MalformedMessageError("the stream ended before its first frames")
-
-
-async def _write(
-    context: _Context, reply: Frame, max_frame_bytes: int = 1 << 20
-) -> None:
-    for chunk in pack(encode(reply, max_frame_bytes=max_frame_bytes).pieces):
-        await context.write(chunk)
-
-
 async def _next(frames: AsyncGenerator[Frame, None]) -> Frame:
     async for received in frames:
         return received
-    raise _ended()
-
-
-def _task_name(hello: pb.Hello) -> TaskName:
-    """Returns the canonical task that sent a Hello."""
-    try:
-        name = DeviceSpec.from_string(hello.task).task_name
-    except JGError:
-        name = None
-    if name != hello.task or not hello.incarnation:
-        raise MalformedMessageError(
-            f"a Hello from '{hello.task[:80]}', incarnation {hello.incarnation}, is "
-            f"not from a task"
-        )
-    return TaskName(name)
+    raise ended_early()

@@ -199,7 +199,7 @@ def test_socket_out_of_reach_leaves_frames_and_calls_to_the_stream(
         raise OSError("no such address")
 
     monkeypatch.setattr(local_socket, "_knock", nowhere)
-    caplog.set_level(logging.INFO, "jgraph.rpc.exchange")
+    caplog.set_level(logging.INFO, "jgraph.rpc.exchange_stream")
 
     async def main() -> None:
         async with started(GrpcTransport) as (ps, at_ps, worker, _, address):

@@ -87,7 +87,7 @@ def test_memory_out_of_reach_is_declined_with_one_line(
                 assert not rest
             assert not at_ps.frames
 
-    caplog.set_level(logging.INFO, "jgraph.rpc.service")
+    caplog.set_level(logging.INFO, "jgraph.rpc.receiving")
     run_async(main())
     memory.close()
     lines = [

@@ -14,7 +14,8 @@ without padding; tensors in shared memory (TensorType.shared) have no bytes ther
 frame may span chunks and a chunk may hold several frames.
 
   /jgraph.v1.Task/Exchange   long-lived, one per ordered pair of tasks. The first frame
-                             is a Hello; then one-way frames (StartStep, Values, …).
+                             is a Hello; then one-way frames (StartStep, Values, …);
+                             the last is a Goodbye. A broken one may be resumed.
   /jgraph.v1.Task/Call       one call: the first request frame is a Call naming the
                              method; replies are frames; an error is a last frame
                              with `status` set.
@@ -152,6 +153,8 @@ class Frame(_message.Message):
     HASH_TABLE_REPLY_FIELD_NUMBER: _builtins.int
     STEP_TRACE_FIELD_NUMBER: _builtins.int
     ABANDON_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
+    ACK_FIELD_NUMBER: _builtins.int
     GATE_EVENT_FIELD_NUMBER: _builtins.int
     OPEN_GATE_FIELD_NUMBER: _builtins.int
     GATE_QUERY_FIELD_NUMBER: _builtins.int
@@ -224,6 +227,12 @@ class Frame(_message.Message):
         """Asks: nobody waits for the reply to `sequence` any more"""
 
     @_builtins.property
+    def goodbye(self) -> Global___Empty:
+        """Exchange: the last frame; a stream that ends without it broke"""
+
+    @_builtins.property
+    def ack(self) -> Global___Ack: ...
+    @_builtins.property
     def gate_event(self) -> Global___GateEvent: ...
     @_builtins.property
     def open_gate(self) -> Global___OpenGate: ...
@@ -277,6 +286,8 @@ class Frame(_message.Message):
         hash_table_reply: Global___HashTableReply | None = ...,
         step_trace: Global___StepTrace | None = ...,
         abandon: Global___Empty | None = ...,
+        goodbye: Global___Empty | None = ...,
+        ack: Global___Ack | None = ...,
         gate_event: Global___GateEvent | None = ...,
         open_gate: Global___OpenGate | None = ...,
         gate_query: Global___GateQuery | None = ...,
@@ -289,11 +300,11 @@ class Frame(_message.Message):
         open_source: Global___OpenSource | None = ...,
         source_info: Global___SourceInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "step_trace", "abandon", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "step_trace", "abandon", "goodbye", "ack", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -328,6 +339,8 @@ class Hello(_message.Message):
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     SHARES_MEMORY_FIELD_NUMBER: _builtins.int
     LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     task: _builtins.str
     """"/job:ps/task:0"; empty for a client"""
@@ -338,6 +351,12 @@ class Hello(_message.Message):
     jax: _builtins.str
     shares_memory: _builtins.bool
     """From the accepting side: it could map that memory and takes SharedBlocks."""
+    resumes: _builtins.bool
+    """From the dialing side of an Exchange: the last stream broke; frames follow that were
+    not acknowledged. Refused with a status where their sender was given up as lost.
+    """
+    received: _builtins.int
+    """The answer to that: the number of the last frame that arrived."""
     @_builtins.property
     def shared_memory(self) -> Global___SharedMemory:
         """From the dialing side of an Exchange: the memory that it offers to share."""
@@ -359,14 +378,39 @@ class Hello(_message.Message):
         shared_memory: Global___SharedMemory | None = ...,
         shares_memory: _builtins.bool = ...,
         local_socket: Global___LocalSocket | None = ...,
+        resumes: _builtins.bool = ...,
+        received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["local_socket", b"local_socket", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "local_socket", b"local_socket", "protocol", b"protocol", "shared_memory", b"shared_memory", "shares_memory", b"shares_memory", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "local_socket", b"local_socket", "protocol", b"protocol", "received", b"received", "resumes", b"resumes", "shared_memory", b"shared_memory", "shares_memory", b"shares_memory", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class Ack(_message.Message):
+    """From the accepting side of an Exchange, now and then: what arrived so far. Frames up to
+    this number are not asked for again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    received: _builtins.int
+    def __init__(
+        self,
+        *,
+        received: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["received", b"received"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ack: _TypeAlias = Ack  # noqa: Y015
 
 @_typing.final
 class LocalSocket(_message.Message):

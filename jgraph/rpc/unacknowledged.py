@@ -1,0 +1,51 @@
+"""What was sent and may have to be sent again: pure bookkeeping."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, Generic, TypeVar, final
+
+WINDOW_FRAMES: Final = 4096
+WINDOW_BYTES: Final = 256 << 20
+_Item = TypeVar("_Item")
+
+
+@final
+class Unacknowledged(Generic[_Item]):
+    """The frames that left for one task and of which it has not told yet.
+
+    Example:
+      >>> kept = Unacknowledged[str]()
+      >>> for number, name in enumerate("abc", 1):
+      ...     kept.add(number, name, nbytes=10)
+      >>> kept.acknowledge(2)
+      >>> list(kept), kept.nbytes
+      ([(3, 'c')], 10)
+    """
+
+    def __init__(self) -> None:
+        self._frames: deque[tuple[int, _Item, int]] = deque()
+        self.nbytes = 0
+
+    def __iter__(self) -> Iterator[tuple[int, _Item]]:
+        """Yields (number, frame) in the order of sending."""
+        return iter([(number, item) for number, item, _ in self._frames])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the receiver must say something before more is sent."""
+        return len(self._frames) >= WINDOW_FRAMES or self.nbytes >= WINDOW_BYTES
+
+    def add(self, number: int, item: _Item, nbytes: int) -> None:
+        """Keeps a frame that leaves now; numbers rise."""
+        self._frames.append((number, item, nbytes))
+        self.nbytes += nbytes
+
+    def acknowledge(self, received: int) -> None:
+        """Forgets the frames up to a number."""
+        while self._frames and self._frames[0][0] <= received:
+            self.nbytes -= self._frames.popleft()[2]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._frames.clear()
+        self.nbytes = 0
