@@ -119,6 +119,7 @@ class AskLine:
                 socket.close()
 
     def _socket_ended(self, ended: "asyncio.Future[None]") -> None:
+        self.is_broken = True  # also while the stream has not said why
         self._refused = ended.exception()
         end_late(self._stream, ended)
 
