@@ -122,17 +122,17 @@ class Examples(griffe.Extension):  # type: ignore[misc, unused-ignore]
 
 def notebook_page(path: Path) -> str:
     """A notebook as Markdown; with its outputs if they are wanted."""
-    notebook = json.loads(path.read_text("utf-8"))
-    if os.environ.get("JGRAPH_DOCS_RUN") == "1":
-        notebook = executed(notebook)
+    text = path.read_text("utf-8")
+    run = os.environ.get("JGRAPH_DOCS_RUN") == "1"
+    notebook = executed(text) if run else json.loads(text)
     return "\n\n".join(cell_text(cell) for cell in notebook["cells"]) + "\n"
 
 
-def executed(notebook: Any) -> Any:
+def executed(text: str) -> Any:
     import nbformat
     from nbclient import NotebookClient
 
-    node = nbformat.from_dict(notebook)  # type: ignore[no-untyped-call]
+    node = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
     resources = {"metadata": {"path": str(ROOT)}}
     NotebookClient(node, timeout=300, resources=resources).execute()
     return node

@@ -68,6 +68,13 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
     assert (again.returncode, again.stderr[:6]) == (1, "JG-501")
     shown = jgraph("status", "--json")
     assert [t["state"] for t in json.loads(shown.stdout)["tasks"]] == ["ready"] * 2
+    top = jgraph.start("top", "--every", "0.2", "--json")
+    assert top.stdout is not None
+    looks = [json.loads(top.stdout.readline()) for _ in range(2)]
+    assert looks[1]["shares"].keys() == facts["pids"].keys()
+    top.send_signal(signal.SIGINT)
+    top.communicate(timeout=20)
+    assert top.returncode == 0
     with connect(facts["target"], token_file=jgraph.token, timeout_s=20) as cluster:
         assert cluster.session().run(lambda x: x + 1, 1.0) == 2.0
         os.kill(facts["pids"]["/job:ps/task:0"], signal.SIGKILL)  # and it comes back

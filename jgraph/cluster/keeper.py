@@ -77,7 +77,9 @@ def find(name: str) -> KeptCluster | None:
     return None
 
 
-def up(name: str, ps: int, workers: int, restarts: int) -> KeptCluster:
+def up(
+    name: str, ps: int, workers: int, restarts: int, timeout_s: float = _START_S
+) -> KeptCluster:
     """Starts a named cluster in the background and waits until it serves.
 
     A task that dies is started again, up to ``restarts`` times within a minute.
@@ -108,7 +110,7 @@ def up(name: str, ps: int, workers: int, restarts: int) -> KeptCluster:
             start_new_session=True,
         )
     assert keeper.stdout is not None  # a pipe
-    timer = threading.Timer(_START_S, keeper.kill)
+    timer = threading.Timer(timeout_s, keeper.kill)
     timer.start()
     told = keeper.stdout.readline()
     timer.cancel()
@@ -124,8 +126,10 @@ def up(name: str, ps: int, workers: int, restarts: int) -> KeptCluster:
     return kept
 
 
-def down(name: str) -> KeptCluster:
+def down(name: str, timeout_s: float = _END_S) -> KeptCluster:
     """Ends a named cluster and waits until nothing of it is left.
+
+    What has not ended after ``timeout_s`` is killed.
 
     Raises:
       ClusterUnreachableError: no such cluster runs.
@@ -144,7 +148,7 @@ def down(name: str) -> KeptCluster:
             processes.append(psutil.Process(pid))
     with suppress(ProcessLookupError):
         os.kill(kept.keeper, signal.SIGTERM)
-    left = _wait_ended(processes, _END_S)
+    left = _wait_ended(processes, timeout_s)
     for process in left:
         process.kill()
     left = _wait_ended(left, 5.0)

@@ -1,0 +1,151 @@
+"""Clusters: start, look at, check, end."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jgraph.cli.options import (
+    FAILURE,
+    Certificates,
+    Json,
+    Name,
+    Target,
+    Timeout,
+    TokenFile,
+    say,
+    target_of,
+)
+
+if TYPE_CHECKING:
+    from jgraph.cluster.status import ClusterStatus
+
+
+def doctor(
+    target: Target = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="A cluster file; each of its tasks is dialled once."),
+    ] = None,
+    links: Annotated[
+        bool,
+        typer.Option(
+            "--links",
+            help="Measure a running cluster instead: latency and bandwidth between "
+            "all its tasks, and how fast they compute. With --json: a cost model for "
+            "jg.auto.",
+        ),
+    ] = False,
+    name: Name = "default",
+    tls_dir: Certificates = None,
+    token_file: TokenFile = None,
+    timeout: Timeout = 120,
+    as_json: Json = False,
+) -> None:
+    """Check this machine, and a cluster; exit 1 with numbered problems."""
+    if links:
+        from jgraph.cluster.client import connect
+        from jgraph.cluster.measuring import measure
+
+        where = target_of(target, name)
+        files = {"tls": tls_dir, "token_file": token_file}
+        with connect(where, timeout_s=min(30, timeout), **files) as running:
+            model = measure(running, timeout_s=timeout)
+        say(model.to_dict(), str(model), as_json=as_json)
+        return
+    if target is not None:
+        raise typer.BadParameter("a running cluster is measured with --links")
+    from jgraph.diagnose import doctor as examine
+
+    report = examine(cluster)
+    say(report.to_dict(), str(report), as_json=as_json)
+    if report.problems:
+        raise typer.Exit(FAILURE)
+
+
+def up(
+    ps: Annotated[int, typer.Option(min=0, help="Parameter servers.")] = 2,
+    workers: Annotated[int, typer.Option(min=0, help="Workers.")] = 2,
+    name: Name = "default",
+    restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="How often a task that died is started again within a minute.",
+        ),
+    ] = 2,
+    timeout: Timeout = 90,
+    as_json: Json = False,
+) -> None:
+    """Start a cluster of processes on this machine, in the background."""
+    from jgraph.cluster.keeper import describe, up as start
+
+    kept = start(name, ps, workers, restarts, timeout)
+    say(
+        describe(kept),
+        f"cluster '{name}' serves at {kept.target}\nlogs: {kept.log_dir}\n\n"
+        f"  in Python:  cluster = jg.connect('{kept.target}')\n"
+        f"  its state:  jgraph status --name {name}\n"
+        f"  its end:    jgraph down --name {name}",
+        as_json=as_json,
+    )
+
+
+def down(name: Name = "default", timeout: Timeout = 20, as_json: Json = False) -> None:
+    """Stop a cluster of this machine; checks that nothing of it is left."""
+    from jgraph.cluster.keeper import describe, down as end
+
+    kept = end(name, timeout)
+    count = len(kept.pids)
+    text = f"cluster '{name}' is down: {count} tasks ended, 0 processes left"
+    say(describe(kept), text, as_json=as_json)
+
+
+def status(
+    target: Target = None,
+    name: Name = "default",
+    timeout: Timeout = 10,
+    tls_dir: Certificates = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show every task of a cluster, and those that do not answer."""
+    from jgraph.cluster.client import status_of
+
+    state = status_of(
+        target_of(target, name), timeout_s=timeout, tls=tls_dir, token_file=token_file
+    )
+    say(state.to_dict(), str(state), as_json=as_json)
+    if state.missing:
+        raise typer.Exit(FAILURE)
+
+
+def top(
+    target: Target = None,
+    name: Name = "default",
+    every: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two looks.")
+    ] = 2,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look for one such time, print, and end.")
+    ] = False,
+    timeout: Timeout = 10,
+    tls_dir: Certificates = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show what every task does, live: share of a core, memory, what the time goes to.
+
+    With --json a line for each look.
+    """
+    from jgraph.cli.top import watch
+    from jgraph.cluster.client import status_of
+
+    where = target_of(target, name)
+
+    def look() -> "ClusterStatus":
+        return status_of(where, timeout_s=timeout, tls=tls_dir, token_file=token_file)
+
+    missing = watch(look, every_s=every, once=once, as_json=as_json)
+    if missing:
+        raise typer.Exit(FAILURE)

@@ -1,0 +1,139 @@
+"""What runs on each host: a server, and what lets others trust it."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jgraph.cli.options import Json, TokenFile, say
+
+tokens = typer.Typer(help="Tokens of clusters.", no_args_is_help=True)
+
+
+def server(
+    job: Annotated[
+        str | None, typer.Option(help="Job of this task: ps, worker.")
+    ] = None,
+    task: Annotated[int | None, typer.Option(help="Index of this task.")] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="Cluster file (TOML); the variable TF_CONFIG if unset."),
+    ] = None,
+    bind: Annotated[
+        str,
+        typer.Option(
+            help="Host to listen on. Loopback unless told; others need --tls-dir."
+        ),
+    ] = "127.0.0.1",
+    health_port: Annotated[
+        int, typer.Option(help="Port of the gRPC health service; 0: any.")
+    ] = 0,
+    tls_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory that `jgraph certs` wrote; dir of [tls] in the cluster "
+            "file if unset. Without either, plain text."
+        ),
+    ] = None,
+    token_file: TokenFile = None,
+    insecure_i_accept: Annotated[
+        bool,
+        typer.Option(
+            "--insecure-i-accept",
+            help="Listen beyond loopback without TLS: whoever reads the network may "
+            "run programs here.",
+        ),
+    ] = False,
+    allow_source: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Pattern of package.module:function that data may come from; may be "
+            "given more than once, and in the cluster file: allow of [sources]."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve one task of a cluster until SIGTERM, which drains it."""
+    if job == "ps":  # a ps must not take an accelerator from a worker
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jgraph.cluster.allocator import keep_memory
+    from jgraph.cluster.server import Server
+    from jgraph.cluster.serving import configure_logging, serve
+    from jgraph.cluster.sources import allowed_sources_in
+    from jgraph.cluster.spec import ClusterSpec, TFConfig
+    from jgraph.cluster.transport_choice import tls_directory_in
+
+    keep_memory()
+    configure_logging()
+    if cluster is not None:
+        spec = ClusterSpec.from_toml(cluster)
+        tls_dir = tls_dir or tls_directory_in(cluster)
+        allow_source = [*(allow_source or ()), *allowed_sources_in(cluster)]
+    else:
+        config = TFConfig.read()
+        spec, job, task = (
+            config.cluster,
+            job or config.job,
+            (config.task if task is None else task),
+        )
+    running = Server(
+        spec,
+        job,
+        task,
+        bind=bind,
+        health_port=health_port,
+        tls=tls_dir,
+        token_file=token_file,
+        insecure_i_accept=insecure_i_accept,
+        allow_sources=allow_source or (),
+    )
+    facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
+    say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
+    serve(running)
+
+
+def certs(
+    directory: Annotated[Path, typer.Argument(help="Where to; made if not there.")],
+    cluster: Annotated[
+        Path | None, typer.Option(help="Cluster file; its tasks get certificates.")
+    ] = None,
+    ps: Annotated[int, typer.Option(min=0, help="Parameter servers.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Workers.")] = 0,
+    days: Annotated[float, typer.Option(min=0.01, help="How long they hold.")] = 365,
+    as_json: Json = False,
+) -> None:
+    """Make certificates for encrypted connections, one per task and for clients."""
+    from jgraph.cluster.processes import check_counts, tasks_of
+    from jgraph.cluster.spec import ClusterSpec
+    from jgraph.rpc.certificates import make_certificates
+
+    if cluster is not None:
+        tasks = ClusterSpec.from_toml(cluster).tasks()
+    else:
+        check_counts({"ps": ps, "worker": workers})
+        tasks = tasks_of({"ps": ps, "worker": workers})
+    files = [str(file) for file in make_certificates(directory, tasks, days=days)]
+    say(
+        files,
+        "\n".join(files)
+        + "\n\nEach host needs ca.crt, token and the two files of its task, clients "
+        "ca.crt, token and client.*.\nThe key of the authority was not kept.\n"
+        f"  a server:  jgraph server … --tls-dir {directory}\n"
+        f"  a client:  jg.connect('jgraphs://host:port', tls='{directory}')",
+        as_json=as_json,
+    )
+
+
+@tokens.command("new")
+def new_token(
+    file: Annotated[
+        Path | None, typer.Argument(help="Where to; the user's own if unset.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a token in place of the one there is; servers take it when they start."""
+    from jgraph.rpc.token import NAME, Token, home
+
+    path = str(Token.make(file or home() / NAME, replace=True).path)
+    say({"path": path}, path, as_json=as_json)
