@@ -23,6 +23,7 @@ from jgraph.train.hash_state import trained_tables
 from jgraph.train.hash_step import check_lookups, needs_ps, table_specs
 from jgraph.train.initial import made_state, new_state, on_its_task
 from jgraph.train.kept import kept_state
+from jgraph.train.optimizer import called_by_trainer
 from jgraph.train.row_mean import Touched
 from jgraph.train.row_step import Computed, RowStep, Sparse, decide
 from jgraph.train.sparse import find_row_tables
@@ -67,7 +68,7 @@ class TrainStep:
         self._check_ids = check_ids
         self._row_steps: dict[str, RowStep | None] = {}
         self._kept: dict[str, frozenset[str]] = {}
-        self._tx = optax.with_extra_args_support(tx)
+        self._tx = called_by_trainer(tx)
         self._check_finite = check_finite
         made = None if adapter.make is None else partial(made_state, adapter.make, tx)
         if made is None:

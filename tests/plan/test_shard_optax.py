@@ -15,6 +15,7 @@ from jgraph.graph.device import device
 from jgraph.graph.ir import Graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
+from jgraph.train.optimizer import called_by_trainer
 from tests.plan.sharded import check_shard
 
 SHAPES = {"a": (5, 4), "b": (3,), "c": (2, 3, 4)}
@@ -25,7 +26,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adafactor": {"min_dim_size_to_factor": 3},
     "lbfgs": {"linesearch": None, "memory_size": 2},
     "noisy_sgd": {"key": 0},
+    "galore": {"rank": 2},
+    "sam": {"adv_optimizer": optax.sgd(0.01), "reset_state": False},
 }
+# Two of optax.contrib want what no step has: a function to evaluate, and gradients of
+# each example.
+NOT_IN_A_STEP = {"sophia", "dpsgd"}
 
 
 def aliases() -> list[str]:
@@ -39,12 +45,29 @@ def aliases() -> list[str]:
     )
 
 
-def alias(name: str) -> optax.GradientTransformation:
-    make = getattr(optax, name)
+def contributed() -> list[str]:
+    """Names of the functions of optax.contrib that make an optimizer."""
+    found = inspect.getmembers(optax.contrib, inspect.isfunction)
+    takes = {name: inspect.signature(fn).parameters for name, fn in found}
+    return sorted(
+        name
+        for name, parameters in takes.items()
+        if {"learning_rate", "base_optimizer", "optimizer"} & parameters.keys()
+        and name not in NOT_IN_A_STEP
+    )
+
+
+def alias(name: str, module: Any = optax) -> optax.GradientTransformation:
+    make = getattr(module, name)
     options = dict(OPTIONS.get(name, {}))
-    rate = inspect.signature(make).parameters.get("learning_rate")
-    if rate is not None and rate.default is inspect.Parameter.empty:
-        options["learning_rate"] = 0.1
+    wanted = {
+        "learning_rate": 0.1,
+        "base_optimizer": optax.adam(0.1),
+        "optimizer": optax.adam(0.1),
+    }
+    for parameter in inspect.signature(make).parameters.values():
+        if parameter.default is parameter.empty and parameter.name in wanted:
+            options[parameter.name] = wanted[parameter.name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # still an alias
         return make(**options)
@@ -72,7 +95,7 @@ def state_of(tx: optax.GradientTransformation) -> tuple[list[Variable], Any, lis
 def step_graph(tx: optax.GradientTransformation) -> tuple[Graph, list[Any]]:
     """Returns a step as a Trainer traces it, and the values of its variables."""
     variables, tree, values = state_of(tx)
-    tx = optax.with_extra_args_support(tx)
+    tx = called_by_trainer(tx)
 
     def loss(params: Any, x: Any) -> Any:
         return sum(jnp.sum(jnp.tanh(p * x) ** 2) for p in params.values())
@@ -100,6 +123,12 @@ def check_steps(tx: optax.GradientTransformation) -> Graph:
 def test_an_optimizer_on_shards_is_the_optimizer(name: str) -> None:
     sharded = check_steps(alias(name))
     assert len(sharded.variables) > len(sharded.logical)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", contributed())
+def test_a_contributed_optimizer_on_shards_is_the_optimizer(name: str) -> None:
+    check_steps(alias(name, optax.contrib))
 
 
 WRAPPED: dict[str, Callable[[], optax.GradientTransformation]] = {
