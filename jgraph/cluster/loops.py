@@ -130,7 +130,8 @@ class LoopReport:
       fetches: per fetch of the program, its values stacked over the n steps.
       times: seconds by part, summed over the n steps: ``wait`` (for acknowledgements
         of earlier steps), ``input``, ``pull``, ``compute``, ``push``, ``other``.
-      dropped: of synchronous training: late contributions so far, by worker.
+      dropped: gradients that came too late so far, by worker: contributions that
+        did not count, or steps that were refused and computed anew.
       position: of synchronous training: where in the data it is; see ``Dispatch``.
     """
 

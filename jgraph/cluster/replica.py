@@ -58,6 +58,7 @@ class LoopRun:
         self._waiting_step: int | None = None
         # Batches of steps under way: a step that is refused is computed anew.
         self._fed: dict[int, dict[str, Any]] = {}
+        self._refused = 0
         self._machine = ReplicaLoop(
             first_step=order.first_step,
             steps=order.steps,
@@ -185,6 +186,7 @@ class LoopRun:
 
     def _over(self, step: int, error: JGError | None) -> None:
         if isinstance(error, StaleGradientError):
+            self._refused += 1
             self._take(StepRefused(step))
             return
         self._fed.pop(step, None)
@@ -205,6 +207,9 @@ class LoopRun:
 
     def _report(self, state: str) -> None:
         times, self._times = self._times, defaultdict(float)
+        dropped = {self._order.task: self._refused} if self._refused else {}
         self._reports.send(
-            pb.LoopReport(state=state, times=times, data_done=self._feed.done)
+            pb.LoopReport(
+                state=state, times=times, data_done=self._feed.done, dropped=dropped
+            )
         )

@@ -56,6 +56,7 @@ class History:
     def __init__(self, first_step: int = 0) -> None:
         self._stretches = [_Stretch(first_step, 0.0)]
         self._count = 0  # in the last stretch
+        self._dropped: dict[TaskName, int] = {}  # in the last stretch
         self._readings: list[tuple[int, float, dict[str, float]]] = []
         self._lock = threading.Lock()
         self.staleness: Staleness = {}
@@ -84,20 +85,20 @@ class History:
         with self._lock:
             self._stretches[-1].chunks.append(chunk)
             self._count += len(chunk)
+            self._dropped.update(chunk.dropped)
 
     def go_back(self, step: int, seconds: float) -> None:
         """Forgets all after ``step``: it is done again, from ``seconds`` on."""
         with self._lock:
             stays = [s.until(step) for s in self._stretches if s.first < step]
             self._stretches = [*stays, _Stretch(step, seconds)]
-            self._count = 0
+            self._count, self._dropped = 0, {}
             self._readings = [row for row in self._readings if row[0] <= step]
 
     def dropped(self) -> dict[TaskName, int]:
-        """Returns late contributions by worker; see ``Run.dropped``."""
+        """Returns late gradients by worker; see ``Run.dropped``."""
         with self._lock:
-            chunks = self._stretches[-1].chunks
-            return dict(chunks[-1].dropped) if chunks else {}
+            return dict(self._dropped)
 
     def add_evaluation(
         self, step: int, seconds: float, values: Mapping[str, float]

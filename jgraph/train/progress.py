@@ -31,7 +31,7 @@ class Report:
 
     ``metrics`` are means over the steps since the last report; ``evaluation`` is set
     when the model was just evaluated. Rates are over the same time. ``dropped`` counts
-    the contributions of workers that came too late so far (``SyncPS``).
+    the gradients of workers that came too late so far; see ``Run.dropped``.
     """
 
     step: int

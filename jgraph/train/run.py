@@ -121,9 +121,11 @@ class Run:
         return self._history.metrics(name)
 
     def dropped(self) -> dict[TaskName, int]:
-        """Returns how many contributions of each worker came too late to count.
+        """Returns how many gradients of each worker came too late to count.
 
-        Empty unless the strategy is ``SyncPS`` and some did.
+        With ``SyncPS`` these are contributions after the first that were wanted. With
+        ``AsyncPS(max_staleness=k)`` they would have been older than that: their worker
+        was away while others went on, and they were computed anew. Else there are none.
         """
         return self._history.dropped()
 

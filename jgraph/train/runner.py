@@ -47,7 +47,8 @@ class Chunk:
     ``steps`` (int64[n]) and ``seconds`` (float64[n], since the loop began) number and
     date the replica's steps; ``metrics`` are stacked, first axis n; ``times`` are the
     seconds that the n steps took, by part. In synchronous training there is one replica
-    that stands for all, and ``dropped`` counts late contributions so far, by worker.
+    that stands for all. ``dropped`` counts gradients that came too late so far, by
+    worker.
     """
 
     replica: int

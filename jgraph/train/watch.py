@@ -78,7 +78,7 @@ class Watch:
             steps_per_s=rate,
             examples_per_s=rate * self._batch_size,
             metrics=_means(chunk.metrics),
-            dropped=chunk.dropped,
+            dropped=self._history.dropped(),
         )
         if self._clock.now() - self._asked >= _EVENTS_EVERY_S:
             self._note_events()

@@ -68,6 +68,7 @@ def test_refused_step_is_computed_anew_and_every_batch_counts_once() -> None:
         assert step not in gate._revoked  # it came, and was sent away
         assert run.steps == 400
         assert len(run.metrics("loss")["value"]) == 400
+        assert run.dropped() == {worker: 1}
         for ages in run.staleness().values():
             assert max(max(counts) for counts in ages.values()) <= 3
         there.close()
