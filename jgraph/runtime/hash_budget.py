@@ -22,8 +22,9 @@ def rows_within(spec: HashSpec) -> int:
     """
     least = nbytes_for(spec, 1)
     if spec.capacity_bytes < least:
+        name = f" '{spec.name}'" if spec.name else ""
         raise ConfigError(
-            f"hash table '{spec.name}' has {spec.capacity_bytes} bytes for a shard, "
+            f"hash table{name} has {spec.capacity_bytes} bytes for a shard, "
             f"and one row with its optimizer state takes {least}; raise capacity_bytes",
             table=spec.name,
             needed_bytes=least,

@@ -82,3 +82,8 @@ def check_model(model: Model, loss: Loss) -> None:
         raise ConfigError(
             f"loss takes {count} arguments; it is called as loss({first}, batch){rng}"
         )
+
+
+def is_count(value: object, least: int) -> bool:
+    """Whether an option is a whole number, and not less than that."""
+    return isinstance(value, int | np.integer) and bool(value >= least)

@@ -24,6 +24,7 @@ from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.spread import PlacementFunction, spread
+from jgraph.train.arguments import is_count
 from jgraph.train.arrange import Arrangement
 from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
 from jgraph.train.data import Dataset
@@ -80,7 +81,7 @@ class AsyncPS:
     def __post_init__(self) -> None:
         check_gradient_dtype(self.gradient_dtype)
         bound = self.max_staleness
-        if bound is not None and bound < 0:
+        if bound is not None and not is_count(bound, 0):
             raise ConfigError(
                 f"max_staleness is {bound!r}; give a whole number, 0 or more, or None "
                 "for no bound"

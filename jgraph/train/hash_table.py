@@ -83,7 +83,7 @@ class HashTable(nnx.Module):
             ttl=ttl,
             dtype=jnp.dtype(dtype).name,
         )
-        rows_within(self.options.shard(f"of {dim} columns", (), 1))
+        rows_within(self.options.shard("", (), 1))
         self.rows = nnx.Param(jnp.zeros((1, dim), dtype))
         self._know(jnp.zeros((1, 2), jnp.uint32))
 

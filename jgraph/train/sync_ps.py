@@ -23,6 +23,7 @@ from jgraph.plan.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
 from jgraph.plan.spread import PlacementFunction
+from jgraph.train.arguments import is_count
 from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner, Placement, end_loops
 from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
@@ -101,14 +102,15 @@ class SyncPS:
     def __post_init__(self) -> None:
         check_gradient_dtype(self.gradient_dtype)
         wanted = self.replicas_to_aggregate
-        if wanted is not None and wanted < 1:
+        if wanted is not None and not is_count(wanted, 1):
             raise ConfigError(
-                f"replicas_to_aggregate is {wanted}; a step averages at least 1 "
+                f"replicas_to_aggregate is {wanted!r}; a step averages at least 1 "
                 "gradient, leave it out to average those of all workers"
             )
-        if self.backup_workers < 0:
+        backups = self.backup_workers
+        if not is_count(backups, 0):
             raise ConfigError(
-                f"backup_workers is {self.backup_workers}; it must be 0 or more"
+                f"backup_workers is {backups!r}; give a whole number, 0 or more"
             )
         if not self.step_timeout_s > 0:
             raise ConfigError(

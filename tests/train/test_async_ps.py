@@ -293,8 +293,9 @@ def test_no_gradient_is_older_than_the_bound(
 
 
 def test_options_outside_what_is_possible_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_staleness is -1"):
-        AsyncPS(max_staleness=-1)
+    for bound in (-1, 1.5):
+        with pytest.raises(ConfigError, match=f"max_staleness is {bound};"):
+            AsyncPS(max_staleness=bound)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="step_timeout_s is 0"):
         AsyncPS(step_timeout_s=0)
 

@@ -263,6 +263,8 @@ def test_plan_shows_what_is_contributed(cluster: Cluster) -> None:
         ({"replicas_to_aggregate": 2, "backup_workers": 1}, "start more, or ask"),
         ({"replicas_to_aggregate": 0}, "replicas_to_aggregate is 0"),
         ({"backup_workers": -1}, "backup_workers is -1"),
+        ({"backup_workers": 0.5}, "backup_workers is 0.5; give a whole number"),
+        ({"replicas_to_aggregate": 1.5}, "replicas_to_aggregate is 1.5"),
         ({"step_timeout_s": 0}, "step_timeout_s is 0"),
     ],
 )
