@@ -4,9 +4,10 @@ Run: ``python -m benchmarks session``. ``run`` and ``callable`` are ``Session.ru
 ``make_callable`` on a task of this process, ``jit`` is ``jax.jit`` with the result as a
 numpy array; ``remote`` is a callable on a task in another process, ``remote_two`` takes
 a scalar that a third process computes. ``register`` is making a callable of a graph of
-1,000 operations on two tasks that have compiled it before. Prints one JSON line;
-``--peer`` measures the same of TensorFlow's sessions, in turns (``make
-peers-tensorflow``).
+1,000 operations on two tasks that have compiled it before. ``segment`` is what each
+more segment of a callable costs, with its compute, and ``segment_jit`` what the same
+code costs as a jitted function. Prints one JSON line; ``--peer`` measures the same of
+TensorFlow's sessions, in turns (``make peers-tensorflow``).
 """
 
 import json
@@ -23,9 +24,10 @@ import numpy as np
 import jgraph as jg
 from benchmarks import measure
 from benchmarks.peer_process import ROOT, python
+from jgraph.graph.alone import alone
 from jgraph.graph.function import Function
 
-OPERATIONS, PIECES = 1_000, 8
+OPERATIONS, PIECES, SEGMENTS = 1_000, 8, 64
 X = np.float32(1.0)
 
 
@@ -49,6 +51,35 @@ def many_operations(x: Any) -> Any:
             for _ in range(OPERATIONS // PIECES // 2):
                 x = jnp.tanh(x) * 0.5
     return x
+
+
+def segments(count: int) -> Function:
+    """Returns a function of so many segments, each of which takes the one before."""
+    body = alone("double", lambda x: [double(x)], X)
+
+    def step(x: Any) -> Any:
+        for _ in range(count):
+            (x,) = body([x])
+        return x
+
+    return Function(step)
+
+
+def segment_ways(session: Any, jitted: Any) -> dict[str, Callable[[], float]]:
+    """Returns what gives the microseconds of a segment, here and as a function."""
+    one, many = (session.make_callable(segments(n), X) for n in (1, SEGMENTS + 1))
+
+    def chain() -> None:
+        x = jnp.asarray(X)
+        for _ in range(SEGMENTS):
+            x = jitted(x)
+        x.block_until_ready()
+
+    times = [_timed(call, 100) for call in (lambda: one(X), lambda: many(X), chain)]
+    return {
+        "segment_us": lambda: (times[1]() - times[0]()) / SEGMENTS,
+        "segment_jit_us": lambda: times[2]() / SEGMENTS,
+    }
 
 
 def register_s(cluster: Any) -> float:
@@ -124,6 +155,7 @@ def main(args: Sequence[str] | None = None) -> None:
         }
         ways = {name: _timed(call, a.steps) for name, call in calls.items()}
         ways["register_ms"] = lambda: 1e3 * register_s(far)
+        ways |= segment_ways(here, jitted)
         if a.peer:
             peer = stack.enter_context(TensorFlow())
             for name in ("run", "callable", "remote", "remote_two"):

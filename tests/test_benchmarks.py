@@ -317,7 +317,7 @@ def test_overhead_has_every_part(bench: Bench) -> None:
 @pytest.mark.nightly
 def test_session_calls_have_every_way(bench: Bench) -> None:
     (line,) = bench(session.main, "--steps 10 --rounds 1")
-    ways = ("jit", "run", "callable", "remote", "remote_two")
+    ways = ("jit", "run", "callable", "remote", "remote_two", "segment", "segment_jit")
     assert min(line[f"{way}_us"] for way in ways) > 0
     assert line["register_ms"] > 0
 
