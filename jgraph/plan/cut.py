@@ -192,9 +192,11 @@ class _Links:
                 wanted.add(producer)
             if producer in self.flow.free:
                 self.task[producer] = self._home_of_free(producer)
-        sure = [i for i in self.flow.ops if i not in optional or i in wanted]
-        for index in sure:
-            wanted.update(self.flow.producer.get(v, -1) for v in self.taken(index))
+        todo = [i for i in self.flow.ops if i not in optional or i in wanted]
+        while todo:  # a read that is wanted may want another: that of its rows' ids
+            makers = {self.flow.producer.get(v, -1) for v in self.taken(todo.pop())}
+            todo += (makers & optional) - wanted
+            wanted |= makers
         self.roots = [i for i in self.flow.ops if i not in optional or i in wanted]
 
     def _home_of_free(self, index: int) -> TaskName:

@@ -144,6 +144,15 @@ def everything(tasks: int, turn: int) -> Recipe:
 KEPT = {
     "everything on one task": everything(1, 0),
     "everything, each instruction on another task": everything(4, 1),
+    "a number that is read, as rows of a table": Recipe(
+        2,
+        (None, None, None, 0, None),
+        (
+            *([Step("add")] * 4),
+            Step("read count"),
+            Step("read rows", 0, 1),
+        ),
+    ),
 }
 
 

@@ -127,6 +127,18 @@ def test_rows_are_read_and_written_in_program_order() -> None:
     check_plan(step, ids, np.full((2, 3), 0.5, np.float32), variables=[w])
 
 
+def test_a_stored_number_says_which_rows_of_another_task_a_third_one_takes() -> None:
+    at = variable("at", np.int32(3), PS[1])
+    w = variable("w", np.arange(15, dtype=np.float32).reshape(5, 3))
+
+    def step() -> Any:
+        rows = w[jnp.stack([at[...] % 5, (at[...] + 1) % 5])]
+        with jg.device(WORKERS[1]):
+            return rows.mean(0)
+
+    check_plan(step, variables=[at, w])
+
+
 def test_an_old_value_used_after_later_rows_were_written_stays_old() -> None:
     w = variable("w", np.ones((5, 3), np.float32))
 
