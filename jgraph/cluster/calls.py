@@ -7,8 +7,17 @@ COMPILE_S = 300.0
 """For registering a program: XLA may compile for minutes."""
 
 _SLOWEST_BYTES_PER_S = 20e6
+_LONGEST_S = 1e8
 
 
 def bulk_timeout_s(nbytes: int) -> float:
     """Returns the time limit of a call that moves ``nbytes``."""
     return 30.0 + nbytes / _SLOWEST_BYTES_PER_S
+
+
+def loop_timeout_s(steps: int, step_timeout_s: float) -> float:
+    """Returns the time limit of a call that runs so many steps.
+
+    gRPC cannot count 292 years, and then takes no time at all.
+    """
+    return min(60.0 + steps * step_timeout_s, _LONGEST_S)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import numpy as np
 
 from jgraph.cluster import loop
-from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.calls import CONTROL_S, loop_timeout_s
 from jgraph.cluster.client import unique
 from jgraph.coordination.dispatch import LEASE_S
 from jgraph.coordination.slots import SlotPlan
@@ -285,7 +285,7 @@ class LoopHandle:
                 self._cluster.address,
                 "Master.RunLoop",
                 frame(run_loop=order),
-                timeout_s=60.0 + request.steps * request.step_timeout_s,
+                timeout_s=loop_timeout_s(request.steps, request.step_timeout_s),
             )
             async for reply in replies:
                 body = body_of(reply)

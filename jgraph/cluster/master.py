@@ -13,7 +13,12 @@ from dataclasses import replace
 from typing import Any, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
+from jgraph.cluster.calls import (
+    COMPILE_S,
+    CONTROL_S,
+    bulk_timeout_s,
+    loop_timeout_s,
+)
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_loops import Method
@@ -238,7 +243,7 @@ class Master:
             address,
             "RunLoop",
             request,
-            timeout_s=60.0 + order.steps * order.step_timeout_s,
+            timeout_s=loop_timeout_s(order.steps, order.step_timeout_s),
         )
         try:
             async for report in reports:

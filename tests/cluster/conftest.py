@@ -10,15 +10,26 @@ from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.server import Server
 from jgraph.cluster.session import Session
 from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.transport_choice import TransportChoice
 
 
 class Servers:
     """Servers of this process, joined to one cluster."""
 
-    def __init__(self, *, allow_sources: Sequence[str] = (), **jobs: int) -> None:
+    def __init__(
+        self,
+        *,
+        allow_sources: Sequence[str] = (),
+        transport: TransportChoice = "auto",
+        **jobs: int,
+    ) -> None:
         self.servers = [
             Server(
-                {job: {index: "127.0.0.1:0"}}, job, index, allow_sources=allow_sources
+                {job: {index: "127.0.0.1:0"}},
+                job,
+                index,
+                transport=transport,
+                allow_sources=allow_sources,
             )
             for job, count in jobs.items()
             for index in range(count)
@@ -51,7 +62,7 @@ class Servers:
 @contextmanager
 def connected(*, allow_sources: Sequence[str] = (), **jobs: int) -> Iterator[Cluster]:
     """A client of servers of this process, which end with it."""
-    servers = Servers(allow_sources=allow_sources, **jobs)
+    servers = Servers(allow_sources=allow_sources, transport="auto", **jobs)
     try:
         with connect(servers.servers[-1].target, timeout_s=20) as cluster:
             yield cluster

@@ -112,11 +112,12 @@ def test_each_epoch_shows_every_example_of_the_worker_once(
         assert sums[:4].tolist() != sums[4:].tolist()
 
 
+@pytest.mark.parametrize("steps", [1_000_000, 10**12])
 def test_stopped_loops_report_what_they_did_and_end(
-    session: Session, cluster: Cluster
+    session: Session, cluster: Cluster, steps: int
 ) -> None:
     orders = [
-        replace(order, steps=1_000_000, step_feed="", replica_feed="")
+        replace(order, steps=steps, step_feed="", replica_feed="")
         for order in endless_requests(session, cluster)
     ]
     handle = session.run_loops(orders)
