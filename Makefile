@@ -9,7 +9,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
-.PHONY: demo test nightly fuzz check docs bench peers clean
+.PHONY: demo test nightly chaos fuzz check docs bench peers clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -17,12 +17,16 @@ demo: .venv/demo.stamp
 
 test: check
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist worksteal \
-		-m "not nightly"
+		-m "not nightly and not chaos"
 	$(BIN)/python scripts/second_python.py
 
 # What takes long and has a smaller one in `make test`.
 nightly: fuzz
 	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
+
+# Tasks killed and frozen, links cut, by a seed that is printed: CHAOS_SEED=7 make chaos
+chaos: .venv/dev.stamp
+	$(BIN)/python -m pytest -n 0 -s -m chaos tests/faults
 
 # Random programs on clusters of any shape against JAX alone; an hour or so.
 fuzz: .venv/dev.stamp

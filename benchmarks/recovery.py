@@ -1,0 +1,183 @@
+"""What faults cost a training run: ``python -m benchmarks recovery``.
+
+A model with Adam trains on real processes, and saves checkpoints. One JSON line each:
+
+- ``worker``: one is killed. Until the next report of the others, and until it was there
+  again; a run takes it back when it next recovers, or the next run does.
+- ``ps``: one is killed. Until the first step after the run went back to its newest
+  checkpoint: noticing, starting the process, tracing and compiling anew, restoring.
+- ``goodput``: a random task is killed every 20 s. Updates per second that lasted, over
+  those of the same run undisturbed.
+"""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+from flax import nnx
+
+import jgraph as jg
+from benchmarks import measure
+
+WORKER, PS = "/job:worker/task:1", "/job:ps/task:1"
+
+
+class Model(nnx.Module):
+    """Layers of 1 MB each, and a step that costs little more than moving them."""
+
+    def __init__(self, mb: float) -> None:
+        rngs, width = nnx.Rngs(0), 500
+        layers = max(1, round(mb / 3))  # Adam keeps two numbers for each
+        self.layers = nnx.List(
+            [nnx.Linear(width, width, rngs=rngs) for _ in range(layers)]
+        )
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return (model(batch) ** 2).mean()
+
+
+class Bench:
+    """A cluster, a Trainer on it, and the directory of its checkpoints."""
+
+    def __init__(self, cluster: jg.LocalCluster, mb: float, every: int) -> None:
+        self.cluster = cluster
+        self.every = every
+        self.trainer = jg.Trainer(
+            Model(mb), loss, optax.adam(1e-4), cluster=cluster, strategy=jg.AsyncPS()
+        )
+        self.data = np.ones((64, 500), np.float32)
+
+    def fit(self, directory: Path, callback: Callable[[Any, Any], None]) -> Any:
+        """Trains until the callback stops it."""
+        return self.trainer.fit(
+            self.data,
+            steps=10**9,
+            batch_size=8,
+            checkpoint=jg.Checkpoints(directory, every=self.every),
+            callbacks=[callback],
+            progress=False,
+        )
+
+    def timed(
+        self, directory: Path, seconds: float, disturb: Callable[[], None] | None = None
+    ) -> float:
+        """Returns updates per second over so long, from the first report on."""
+        first: list[tuple[float, int]] = []
+        last = [(0.0, 0)]
+        stop = threading.Event()
+
+        def watch(run: Any, report: Any) -> None:
+            now = time.perf_counter()
+            last[0] = now, report.step
+            if not first:
+                first.append(last[0])
+                if disturb is not None:
+                    threading.Thread(target=disturb, daemon=True).start()
+            if now - first[0][0] > seconds and not stop.is_set():
+                stop.set()
+                run.stop()
+
+        self.fit(directory, watch)
+        return (last[0][1] - first[0][1]) / (last[0][0] - first[0][0])
+
+
+def lose(bench: Bench, directory: Path, task: str) -> dict[str, Any]:
+    """Kills a task when there is a checkpoint; returns what followed."""
+    killed: list[float] = []
+    went_on: list[float] = []
+    back: list[float] = []
+
+    def wait_until_back() -> None:
+        bench.cluster.wait_for_tasks(60)
+        back.append(time.perf_counter())
+
+    waiting = threading.Thread(target=wait_until_back)
+    seen = [0]
+
+    def watch(run: Any, report: Any) -> None:
+        now = time.perf_counter()
+        if not killed and any(directory.glob("[0-9]*")):
+            bench.cluster.kill(task)
+            killed.append(time.perf_counter())
+            waiting.start()
+        elif killed and not went_on:
+            # Reports of a ps's loss come when the run has gone back.
+            if task != PS or run.recoveries():
+                went_on.append(now)
+                seen[0] = report.step
+        elif went_on and back and report.step > seen[0] + 20:
+            run.stop()
+
+    run = bench.fit(directory, watch)
+    waiting.join()
+    return {
+        "task": task,
+        "went_on_s": round(went_on[0] - killed[0], 2),
+        "process_back_s": round(back[0] - killed[0], 2),
+        "steps_again": sum(r.again for r in run.recoveries()),
+    }
+
+
+def kills(
+    cluster: jg.LocalCluster, every_s: float, seconds: float, seed: int
+) -> tuple[Callable[[], None], list[str]]:
+    """Returns what kills random tasks, and whom it has killed."""
+    chance, done = np.random.default_rng(seed), list[str]()
+
+    def disturb() -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() + every_s <= end:
+            time.sleep(every_s)
+            done.append(chance.choice(cluster.tasks()))
+            cluster.kill(done[-1])
+
+    return disturb, done
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--mb", type=float, default=100, help="of state")
+    parser.add_argument("--every", type=int, default=50, help="steps per checkpoint")
+    parser.add_argument("--seconds", type=float, default=90, help="of goodput")
+    parser.add_argument("--kill-every-s", type=float, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    a = parser.parse_args(args)
+    about = {"mb": a.mb, "ps": 2, "workers": 2, "checkpoint_every": a.every}
+    with tempfile.TemporaryDirectory() as root:
+        for case, task in (("worker", WORKER), ("ps", PS)):
+            with jg.LocalCluster(ps=2, workers=2, restarts=5) as cluster:
+                bench = Bench(cluster, a.mb, a.every)
+                found = lose(bench, Path(root, case), task)
+                measure.emit("recovery", case=case, **about, **found)
+        with jg.LocalCluster(ps=2, workers=2, restarts=100) as cluster:
+            bench = Bench(cluster, a.mb, a.every)
+            calm = bench.timed(Path(root, "calm"), a.seconds)
+            disturb, killed = kills(cluster, a.kill_every_s, a.seconds, a.seed)
+            rough = bench.timed(Path(root, "rough"), a.seconds, disturb)
+        measure.emit(
+            "recovery",
+            case="goodput",
+            **about,
+            kill_every_s=a.kill_every_s,
+            seed=a.seed,
+            killed=killed,
+            seconds=a.seconds,
+            undisturbed_per_s=round(calm, 2),
+            disturbed_per_s=round(rough, 2),
+            goodput=round(rough / calm, 3),
+        )
+
+
+if __name__ == "__main__":
+    main()

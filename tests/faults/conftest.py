@@ -1,0 +1,95 @@
+"""What must hold after every fault: nothing is left of it but what the log says."""
+
+import logging
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jgraph.clock import SystemClock
+from jgraph.cluster.local import LocalCluster
+from jgraph.train.writer_lease import newest
+
+_LEFT = ("*.orbax-checkpoint-tmp*", "*.going", ".jgraph_writer.*")
+
+
+class Fault:
+    """One fault: its cluster, what it is called in the log, and how long it may take.
+
+    Attributes:
+      names: texts that the logs of client and tasks must have.
+      path: for checkpoints.
+    """
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.names: list[str] = []
+        self.path = path / "checkpoints"
+        self.logs = path / "logs"
+        self._stack = stack
+        self._addresses: list[str] = []
+        self._pids: list[int] = []
+
+    def cluster(self, **options: Any) -> LocalCluster:
+        """Starts a cluster, which ends with the test."""
+        self.logs.mkdir(exist_ok=True)
+        cluster = LocalCluster(log_dir=self.logs, **options)
+        self._addresses += [cluster.spec.address(task) for task in cluster.tasks()]
+        return self._stack.enter_context(cluster)
+
+    def open_ports(self) -> list[str]:
+        """Returns the addresses at which somebody still listens."""
+        return [address for address in self._addresses if _listens(address)]
+
+
+@pytest.fixture
+def fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Fault]:
+    before, temporary = _children(), tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with caplog.at_level(logging.INFO, logger="jgraph"), ExitStack() as stack:
+        fault = Fault(tmp_path, stack)
+        yield fault
+    assert not psutil.wait_procs(_children() - before, timeout=10)[1]
+    assert not fault.open_ports()
+    assert not list(temporary.iterdir())
+    if fault.path.exists():
+        left = [path for pattern in _LEFT for path in fault.path.glob(pattern)]
+        assert not left
+        assert newest(fault.path).released
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [n for n in names if n.startswith(("jgraph-/job", "jgraph-lease"))]
+    logs = [path.read_text(errors="replace") for path in fault.logs.glob("*.log")]
+    logs += [r.getMessage() for r in caplog.get_records("call")]
+    for name in fault.names:
+        assert any(name in text for text in logs), f"no log says {name}"
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._clock = SystemClock()
+        self._began = self._clock.now()
+
+    @property
+    def seconds(self) -> float:
+        return self._clock.now() - self._began
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
+        return True
+    return False

@@ -1,0 +1,107 @@
+"""A model that counts what is applied to it: nothing is lost, nothing comes twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from jgraph.cluster.client import Cluster
+from jgraph.train.run import Run
+from jgraph.train.strategies import Strategy
+from jgraph.train.trainer import Trainer
+from tests.train.ledger import examples_due
+
+EXAMPLES, BATCH = 64, 4
+IDS = np.arange(EXAMPLES)
+
+
+class Counts(nnx.Module):
+    """Two parameters, for two ps; an update adds one to the examples of its batch."""
+
+    def __init__(self) -> None:
+        self.a = nnx.Param(np.zeros(EXAMPLES, np.float32))
+        self.b = nnx.Param(np.zeros(EXAMPLES, np.float32))
+
+
+def loss(model: Counts, batch: Any) -> Any:
+    """Its gradient is minus the number of times that an example is in the batch."""
+    seen = jax.nn.one_hot(batch, EXAMPLES).sum(0)
+    return -((model.a[...] + model.b[...]) * seen).sum(), {"seen": seen}
+
+
+def trainer(cluster: Cluster, strategy: Strategy) -> Trainer:
+    return Trainer(Counts(), loss, optax.sgd(1.0), cluster=cluster, strategy=strategy)
+
+
+def after(steps: int, act: Callable[[], None]) -> Any:
+    """Returns a callback that acts once, when so many steps are done."""
+    acted: list[bool] = []
+
+    def callback(run: Any, report: Any) -> None:
+        if report.step >= steps and not acted:
+            acted.append(True)
+            act()
+
+    return callback
+
+
+class Ledger:
+    """What steps were told of as applied, over the runs of one Trainer."""
+
+    def __init__(self) -> None:
+        self.told = np.zeros(EXAMPLES)
+
+    def add(self, run: Run) -> None:
+        """Adds the steps of a run."""
+        self.told += run.metrics("seen")["value"].sum(0)
+
+    def check(self, there: Trainer) -> int:
+        """Compares with what the parameters have counted, each for itself.
+
+        What was told of is applied. Each batch that counts as done is applied once, and
+        those that a lost worker may have done as well are counted as dealt again.
+
+        Returns:
+          How many batches were dealt again.
+        """
+        due, again = _due(there)
+        for count in counted(there):
+            assert (count >= self.told).all(), f"lost: {self.told - count}"
+            assert (count >= due).all(), f"lost: {due - count}"
+            more = count - due
+            assert more.sum() <= again * BATCH, f"came twice: {more}, {again} times"
+        return again
+
+
+def check_recovered(there: Trainer, run: Run, share: int = 1) -> None:
+    """Compares the parameters of a run that went back to checkpoints with its steps.
+
+    No batch was left out, and each update is applied once: but for those that were
+    under way while a checkpoint was made, which one ps has in it and another has not.
+
+    Args:
+      there: has trained.
+      run: its run.
+      share: how many batches an update is the average of.
+    """
+    due, _ = _due(there)
+    for count in counted(there):
+        left_out = due - share * count
+        assert (left_out <= 0).all(), f"left out: {left_out}"
+        differ = abs(count.sum() / BATCH - run.steps)
+        assert differ <= 4 * len(run.recoveries()), f"{differ} updates too many or few"
+
+
+def _due(there: Trainer) -> tuple[Any, int]:
+    position = there.current_position()
+    assert position is not None
+    return examples_due(position), int(position["again"])
+
+
+def counted(there: Trainer) -> list[Any]:
+    """Returns how often each example was applied, by each parameter."""
+    model = there.model()
+    return [np.asarray(model.a[...]), np.asarray(model.b[...])]

@@ -1,0 +1,34 @@
+"""The page of faults names tests that are there, and every row."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EN_DASH = "\N{EN DASH}"
+PAGE = (ROOT / "docs/reliability.md").read_text("utf-8")
+
+
+def test_each_test_that_the_page_names_is_there() -> None:
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE))
+    assert len(named) > 50
+    missing = [
+        f"{file}::{name}"
+        for file, name in sorted(named)
+        if f"def {name}(" not in (ROOT / file).read_text("utf-8")
+    ]
+    assert not missing
+
+
+def test_each_row_is_there_and_has_a_test_or_says_why_not() -> None:
+    faults, inputs = PAGE.split("\n## Faults\n")[1].split("\n## Bad inputs\n")
+    rows = {
+        int(number): line
+        for numbers, line in re.findall(r"^\| ([\d, ]+) (\|.*)$", faults, re.M)
+        for number in numbers.split(",")
+    }
+    assert list(rows) == list(range(1, 31))
+    absent = f"| {EN_DASH} |"
+    assert all(re.search(r"::|as \d|the same", r) or absent in r for r in rows.values())
+    rows = {int(n): r for n, r in re.findall(r"^\| (\d+) (\|.*)$", inputs, re.M)}
+    assert list(rows) == list(range(1, 26))
+    assert all(re.search(r"::|not there|there is no", r) for r in rows.values())

@@ -1,0 +1,248 @@
+"""Faults by their row in docs/reliability.md: those that take long; `make chaos`."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from jgraph.cluster.client import connect
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoints import Checkpoints, steps_in
+from jgraph.train.sync_ps import SyncPS
+from tests.cluster.conftest import Servers
+from tests.faults import fit_forever
+from tests.faults.conftest import Fault, Stopwatch
+from tests.faults.counting import (
+    BATCH,
+    IDS,
+    Ledger,
+    after,
+    check_recovered,
+    counted,
+    trainer,
+)
+from tests.faults.proxy import Proxy
+
+pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
+
+PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lost"),
+    [
+        (AsyncPS(), (PS,)),
+        (SyncPS(), (PS,)),
+        (AsyncPS(), (MASTER,)),
+        (AsyncPS(), (MASTER, WORKER)),
+    ],
+    ids=["row 12: async", "row 12: sync", "row 19: master", "row 9: all workers"],
+)
+def test_rows_9_12_and_19_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
+    fault: Fault, strategy: Any, lost: tuple[str, ...]
+) -> None:
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there = trainer(cluster, strategy)
+    clock = Stopwatch()
+
+    def kill() -> None:
+        for task in lost:
+            cluster.kill(task)
+
+    run = there.fit(
+        IDS,
+        steps=500,
+        batch_size=BATCH,
+        checkpoint=Checkpoints(fault.path, every=50),
+        callbacks=[after(200, kill)],
+        progress=False,
+    )
+    assert (run.state, run.steps) == ("done", 500)
+    assert clock.seconds < 60
+    (recovery,) = run.recoveries()
+    assert recovery.lost == lost
+    check_recovered(there, run, share=2 if isinstance(strategy, SyncPS) else 1)
+    fault.names += [f"{lost[0]}", "lost at step", "SIGKILL", "goes back to step"]
+    there.close()
+
+
+def test_row_8_a_frozen_worker_is_replaced_and_changes_nothing_when_it_wakes(
+    fault: Fault,
+) -> None:
+    cluster = fault.cluster(ps=2, workers=2)
+    there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
+    pid = cluster.pid(WORKER)
+    run = there.fit(
+        IDS,
+        steps=600,
+        batch_size=BATCH,
+        callbacks=[after(100, lambda: os.kill(pid, signal.SIGSTOP))],
+        progress=False,
+    )
+    assert run.state == "done"
+    assert clock.seconds < 60  # 15 s are those of keepalive
+    ledger.add(run)
+    ledger.check(there)
+    before = counted(there)
+    os.kill(pid, signal.SIGCONT)
+    assert cluster.wait_for_tasks(30)
+    for _ in range(20):
+        cluster.session().run(lambda x: x + 1, 1.0)
+    assert [c.tolist() for c in counted(there)] == [c.tolist() for c in before]
+    ledger.add(there.fit(IDS, steps=100, batch_size=BATCH, progress=False))
+    ledger.check(there)
+    fault.names += [f"{WORKER} was lost; the other workers go on"]
+    there.close()
+
+
+def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
+    fault: Fault,
+) -> None:
+    cluster = fault.cluster(ps=2, workers=2)
+    there, clock = trainer(cluster, AsyncPS()), Stopwatch()
+    pid = cluster.pid(PS)
+
+    def freeze() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(25.0, os.kill, (pid, signal.SIGCONT)).start()
+
+    run = there.fit(
+        IDS,
+        steps=500,
+        batch_size=BATCH,
+        checkpoint=Checkpoints(fault.path, every=50),
+        callbacks=[after(200, freeze)],
+        progress=False,
+    )
+    assert (run.state, run.steps) == ("done", 500)
+    assert clock.seconds < 100
+    check_recovered(there, run)
+    assert run.recoveries()[0].lost == (PS,)
+    fault.names += [f"{PS} was lost at step"]
+    there.close()
+
+
+@contextmanager
+def through_proxies(*links: tuple[str, str]) -> Iterator[tuple[Servers, list[Proxy]]]:
+    """A cluster in which these links, from a task to another, pass proxies."""
+    servers = Servers(transport="grpc", ps=2, worker=2)
+    proxies: list[Proxy] = []
+    for src in {src for src, _ in links}:
+        spec = servers.spec
+        addresses = {str(task): spec.address(task) for task in spec.tasks()}
+        for dst in (dst for s, dst in links if s == src):
+            proxies.append(Proxy(addresses[dst]))
+            addresses[dst] = proxies[-1].address
+        jobs = {
+            job: [a for task, a in addresses.items() if task.startswith(f"/job:{job}/")]
+            for job in ("ps", "worker")
+        }
+        servers.server(src).set_cluster(ClusterSpec(jobs))
+    try:
+        yield servers, proxies
+    finally:
+        for proxy in proxies:
+            proxy.close()
+        servers.stop()
+
+
+def test_rows_21_and_23_a_link_that_falls_silent_is_noticed_and_done_without(
+    fault: Fault,
+) -> None:
+    """One worker does not reach one ps; no connection is closed."""
+    with (
+        through_proxies((WORKER, PS)) as (servers, (proxy,)),
+        connect(servers.server(MASTER).target, timeout_s=20) as cluster,
+    ):
+        there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
+
+        def silence() -> None:
+            proxy.silence()
+            threading.Timer(20.0, proxy.heal).start()
+
+        run = there.fit(
+            IDS,
+            steps=500,
+            batch_size=BATCH,
+            checkpoint=Checkpoints(fault.path, every=50),
+            callbacks=[after(200, silence)],
+            progress=False,
+        )
+        assert run.state == "done"
+        assert clock.seconds < 100
+        if run.recoveries():  # the worker said first that the ps is gone
+            check_recovered(there, run)
+            fault.names += [f"{PS} was lost at step"]
+        else:  # the ps said first that the worker is
+            ledger.add(run)
+            ledger.check(there)
+            fault.names += [f"{WORKER} was lost; the other workers go on"]
+        there.close()
+
+
+def test_row_24_slow_links_lose_nobody(fault: Fault) -> None:
+    tasks = ("/job:ps/task:0", PS, MASTER, WORKER)
+    links = [(a, b) for a in tasks for b in tasks if a != b]
+    with (
+        through_proxies(*links) as (servers, proxies),
+        connect(servers.server(MASTER).target, timeout_s=20) as cluster,
+    ):
+        there, ledger = trainer(cluster, AsyncPS()), Ledger()
+        ledger.add(there.fit(IDS, steps=100, batch_size=BATCH, progress=False))
+        for proxy in proxies:
+            proxy.delay_s = 0.3
+        run = there.fit(IDS, steps=40, batch_size=BATCH, progress=False)
+        assert (run.state, run.steps) == ("done", 140)
+        ledger.add(run)
+        assert ledger.check(there) == 0
+        assert set(run.metrics("loss")["replica"]) == {0, 1}
+        there.close()
+
+
+def test_row_30_a_killed_client_stops_its_run_and_another_goes_on_from_its_checkpoint(
+    fault: Fault,
+) -> None:
+    cluster = fault.cluster(ps=2, workers=2)
+    client = subprocess.Popen(
+        [sys.executable, "-m", fit_forever.__name__, cluster.target, str(fault.path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert client.stdout is not None
+    assert client.stdout.readline().strip() == "saved"
+    client.kill()
+    client.wait(10)
+    client.stdout.close()
+
+    def versions() -> list[int]:
+        query = frame(variable_query=pb.VariableQuery())
+        table = body_of(cluster.call("Master.Variables", query))
+        return [row.version for row in table.variables]
+
+    clock, last = Stopwatch(), None
+    while (now := versions()) != last:
+        last = now
+        cluster.session().run(lambda x: x + 1, 1.0)
+        assert clock.seconds < 15
+    there = trainer(cluster, AsyncPS())
+    there.restore(fault.path)
+    saved = steps_in(fault.path)[-1]
+    run = there.fit(
+        IDS,
+        steps=100,
+        batch_size=BATCH,
+        checkpoint=Checkpoints(fault.path, every=1000),
+        progress=False,
+    )
+    assert run.steps == saved + 100
+    check_recovered(there, run)
+    there.close()
