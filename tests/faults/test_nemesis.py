@@ -21,6 +21,8 @@ from flax import nnx
 from jgraph.cluster.local import LocalCluster
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoints import Checkpoints, steps_in
+from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault
 from tests.faults.counting import BATCH, IDS, check_recovered, trainer
@@ -129,13 +131,14 @@ def test_whatever_is_killed_and_frozen_no_batch_is_left_out_and_no_update_is_los
     there.close()
 
 
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_whatever_is_killed_and_frozen_the_model_learns_as_it_does_undisturbed(
-    fault: Fault,
+    fault: Fault, strategy: Strategy
 ) -> None:
     tx, examples = optax.sgd(0.1), data(400)
     cluster = fault.cluster(ps=2, workers=2, restarts=1000)
     there = Trainer(
-        NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, tx, cluster=cluster, strategy=AsyncPS()
+        NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, tx, cluster=cluster, strategy=strategy
     )
     nemesis = Nemesis(cluster, fault.path, SEED + 1)
     with nemesis.at_work():
