@@ -23,7 +23,6 @@ from benchmarks import (
     overhead,
     peer_process,
     pipeline,
-    recovery,
     report,
     scale,
     selection,
@@ -337,18 +336,6 @@ def test_backup_worker_hides_a_slow_one(bench: Bench) -> None:
     (line,) = bench(straggler.main, words)
     assert line["waited_for_ms"] > 100
     assert line["backup_ms"] < line["waited_for_ms"]
-
-
-@pytest.mark.procs
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_recovery_says_what_faults_cost(bench: Bench) -> None:
-    words = "--mb 1 --every 20 --seconds 12 --kill-every-s 5"
-    worker, ps, goodput = bench(recovery.main, words)
-    assert worker["went_on_s"] < worker["process_back_s"]
-    assert ps["went_on_s"] > ps["process_back_s"] > 0
-    assert len(goodput["killed"]) == 2
-    assert 0 < goodput["goodput"] < 1.5
 
 
 @pytest.mark.procs
