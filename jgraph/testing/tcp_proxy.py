@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback whose connections can be cut: a network that breaks."""
+"""A TCP proxy on loopback that can go wrong: cut off, silent, or slow."""
 
 import asyncio
 from typing import Self, final
@@ -20,6 +20,7 @@ class TcpProxy:
       passed_bytes: of all connections, towards the target.
       cut_after_bytes: once this many have passed towards the target, all connections
         are reset, and the number is forgotten.
+      delay_s: what arrives is passed on so much later.
 
     Example:
       >>> async def main():
@@ -37,6 +38,9 @@ class TcpProxy:
         self.address = ""
         self.passed_bytes = 0
         self.cut_after_bytes: int | None = None
+        self.delay_s = 0.0
+        self._passes = asyncio.Event()
+        self._passes.set()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -60,6 +64,14 @@ class TcpProxy:
         for sink in tuple(self._sinks):
             sink.transport.abort()
 
+    def silence(self) -> None:
+        """Passes nothing on, and closes nothing: half-open connections."""
+        self._passes.clear()
+
+    def heal(self) -> None:
+        """Passes bytes on again, also those that came meanwhile."""
+        self._passes.set()
+
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -80,6 +92,9 @@ class TcpProxy:
     ) -> None:
         try:
             while chunk := await source.read(_CHUNK):
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                await self._passes.wait()
                 sink.write(chunk)
                 await sink.drain()
                 if counts:

@@ -11,7 +11,9 @@ from benchmarks import recovery
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 def test_recovery_says_what_faults_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    recovery.main("--mb 1 --every 20 --seconds 12 --kill-every-s 5".split())
+    recovery.main(
+        ["--mb", "1", "--every", "20", "--seconds", "12", "--kill-every-s", "5"]
+    )
     lines = capsys.readouterr().out.splitlines()
     worker, ps, goodput = map(json.loads, lines)
     assert worker["went_on_s"] < worker["process_back_s"]

@@ -1,18 +1,22 @@
 """Faults by their row in docs/reliability.md: those that take seconds."""
 
 import os
+import random
 import signal
+from typing import Any
 
 import psutil
 import pytest
 
+from jgraph.cluster.client import connect
 from jgraph.train.async_ps import AsyncPS
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import BATCH, IDS, Ledger, after, trainer
+from tests.faults.links import through_proxies
 
 pytestmark = pytest.mark.procs
 
-WORKER = "/job:worker/task:1"
+PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
 
 
 def test_rows_1_to_3_a_killed_worker_loses_no_update_and_is_taken_back(
@@ -21,24 +25,24 @@ def test_rows_1_to_3_a_killed_worker_loses_no_update_and_is_taken_back(
     """Killed in the middle of its steps; at its old port it begins to count anew."""
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
     there, ledger = trainer(cluster, AsyncPS()), Ledger()
-    for done in (0, 600):
+    for lost in (1, 2):
         clock = Stopwatch()
         run = there.fit(
             IDS,
             steps=600,
             batch_size=BATCH,
-            callbacks=[after(done + 100, lambda: cluster.kill(WORKER))],
+            callbacks=[after(600 * lost - 500, lambda: cluster.kill(WORKER))],
             progress=False,
         )
         assert run.state == "done"
         assert clock.seconds < 30
         ledger.add(run)
-        ledger.check(there)
+        ledger.check(there, lost)
         assert cluster.wait_for_tasks(30)
     run = there.fit(IDS, steps=100, batch_size=BATCH, progress=False)
     assert set(run.metrics("loss")["replica"]) == {0, 1}
     ledger.add(run)
-    ledger.check(there)
+    ledger.check(there, lost=2)
     fault.names += [f"{WORKER} was lost; the other workers go on", "SIGKILL"]
     there.close()
 
@@ -62,3 +66,35 @@ def test_row_29_a_worker_that_is_told_to_end_ends_and_the_others_go_on(
     assert cluster._processes[WORKER].process.wait(30) == 0
     fault.names += [f"{WORKER} ends on SIGTERM"]
     there.close()
+
+
+def test_rows_4_5_and_7_connections_that_are_cut_lose_nothing_and_bring_nothing_twice(
+    fault: Fault,
+) -> None:
+    """What was on its way, there or back, is sent again; no step knows of it."""
+    ps0 = "/job:ps/task:0"
+    links = [(WORKER, ps0), (ps0, WORKER), (WORKER, PS), (PS, WORKER)]
+    chance, cuts = random.Random(0), [0]
+    with (
+        through_proxies(*links) as (servers, cut),
+        connect(servers.server(MASTER).target, timeout_s=20) as cluster,
+    ):
+        there, ledger = trainer(cluster, AsyncPS()), Ledger()
+
+        def cut_some(run: Any, report: Any) -> None:
+            chance.choice(cut).cut()
+            cuts[0] += 1
+
+        run = there.fit(
+            IDS,
+            steps=2000,
+            batch_size=BATCH,
+            callbacks=[cut_some],
+            progress=False,
+        )
+        assert (run.state, run.steps) == ("done", 2000)
+        assert cuts[0] > 3
+        ledger.add(run)
+        assert ledger.check(there) == 0
+        assert set(run.metrics("loss")["replica"]) == {0, 1}
+        there.close()

@@ -5,20 +5,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from jgraph.cluster.client import connect
-from jgraph.cluster.spec import ClusterSpec
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoints import Checkpoints, steps_in
 from jgraph.train.sync_ps import SyncPS
-from tests.cluster.conftest import Servers
 from tests.faults import fit_forever
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import (
@@ -30,7 +26,7 @@ from tests.faults.counting import (
     counted,
     trainer,
 )
-from tests.faults.proxy import Proxy
+from tests.faults.links import through_proxies
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -91,7 +87,7 @@ def test_row_8_a_frozen_worker_is_replaced_and_changes_nothing_when_it_wakes(
     assert run.state == "done"
     assert clock.seconds < 60  # 15 s are those of keepalive
     ledger.add(run)
-    ledger.check(there)
+    ledger.check(there, lost=1)
     before = counted(there)
     os.kill(pid, signal.SIGCONT)
     assert cluster.wait_for_tasks(30)
@@ -99,7 +95,7 @@ def test_row_8_a_frozen_worker_is_replaced_and_changes_nothing_when_it_wakes(
         cluster.session().run(lambda x: x + 1, 1.0)
     assert [c.tolist() for c in counted(there)] == [c.tolist() for c in before]
     ledger.add(there.fit(IDS, steps=100, batch_size=BATCH, progress=False))
-    ledger.check(there)
+    ledger.check(there, lost=1)
     fault.names += [f"{WORKER} was lost; the other workers go on"]
     there.close()
 
@@ -131,43 +127,19 @@ def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
     there.close()
 
 
-@contextmanager
-def through_proxies(*links: tuple[str, str]) -> Iterator[tuple[Servers, list[Proxy]]]:
-    """A cluster in which these links, from a task to another, pass proxies."""
-    servers = Servers(transport="grpc", ps=2, worker=2)
-    proxies: list[Proxy] = []
-    for src in {src for src, _ in links}:
-        spec = servers.spec
-        addresses = {str(task): spec.address(task) for task in spec.tasks()}
-        for dst in (dst for s, dst in links if s == src):
-            proxies.append(Proxy(addresses[dst]))
-            addresses[dst] = proxies[-1].address
-        jobs = {
-            job: [a for task, a in addresses.items() if task.startswith(f"/job:{job}/")]
-            for job in ("ps", "worker")
-        }
-        servers.server(src).set_cluster(ClusterSpec(jobs))
-    try:
-        yield servers, proxies
-    finally:
-        for proxy in proxies:
-            proxy.close()
-        servers.stop()
-
-
 def test_rows_21_and_23_a_link_that_falls_silent_is_noticed_and_done_without(
     fault: Fault,
 ) -> None:
     """One worker does not reach one ps; no connection is closed."""
     with (
-        through_proxies((WORKER, PS)) as (servers, (proxy,)),
+        through_proxies((WORKER, PS)) as (servers, (link,)),
         connect(servers.server(MASTER).target, timeout_s=20) as cluster,
     ):
         there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
 
         def silence() -> None:
-            proxy.silence()
-            threading.Timer(20.0, proxy.heal).start()
+            link.silence()
+            threading.Timer(20.0, link.heal).start()
 
         run = there.fit(
             IDS,
@@ -184,7 +156,7 @@ def test_rows_21_and_23_a_link_that_falls_silent_is_noticed_and_done_without(
             fault.names += [f"{PS} was lost at step"]
         else:  # the ps said first that the worker is
             ledger.add(run)
-            ledger.check(there)
+            ledger.check(there, lost=1)
             fault.names += [f"{WORKER} was lost; the other workers go on"]
         there.close()
 
@@ -193,13 +165,13 @@ def test_row_24_slow_links_lose_nobody(fault: Fault) -> None:
     tasks = ("/job:ps/task:0", PS, MASTER, WORKER)
     links = [(a, b) for a in tasks for b in tasks if a != b]
     with (
-        through_proxies(*links) as (servers, proxies),
+        through_proxies(*links) as (servers, slow),
         connect(servers.server(MASTER).target, timeout_s=20) as cluster,
     ):
         there, ledger = trainer(cluster, AsyncPS()), Ledger()
         ledger.add(there.fit(IDS, steps=100, batch_size=BATCH, progress=False))
-        for proxy in proxies:
-            proxy.delay_s = 0.3
+        for link in slow:
+            link.delay(0.3)
         run = there.fit(IDS, steps=40, batch_size=BATCH, progress=False)
         assert (run.state, run.steps) == ("done", 140)
         ledger.add(run)
