@@ -18,8 +18,8 @@ from benchmarks import measure
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.train.adapters import adapt
-from jgraph.train.async_ps import new_container
 from jgraph.train.data import as_dataset
+from jgraph.train.placing import new_container
 from jgraph.train.runner import Order
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_ps import SyncPS, SyncRunner

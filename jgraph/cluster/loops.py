@@ -1,6 +1,7 @@
 """Replica loops as the client sees them: orders out, reports in."""
 
 import asyncio
+import concurrent.futures
 import json
 import logging
 import queue
@@ -94,6 +95,7 @@ class LoopRequest:
       compute_wait_s: for benchmarks: emulated computing in each step.
       plan: the slots, where the task has data of its own and all of it once, in order,
         is not shuffled by ``seed``.
+      attempt: how many loops of the replica were lost before in this run.
     """
 
     task: TaskName
@@ -113,6 +115,7 @@ class LoopRequest:
     compute_wait_s: float = 0.0
     data_feeds: tuple[str, ...] = ()
     plan: SlotPlan | None = None
+    attempt: int = 0
 
 
 @final
@@ -147,7 +150,7 @@ class LoopReport:
     position: Mapping[str, Any] | None = None
 
 
-_Item: TypeAlias = LoopReport | JGError
+_Item: TypeAlias = LoopReport | LoopRequest | JGError
 
 
 @final
@@ -183,11 +186,7 @@ class LoopHandle:
         self._silence_s = 30.0 + max(
             (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
         )
-        event_loop = loop.event_loop()
-        self._following = [
-            asyncio.run_coroutine_threadsafe(self._follow(request), event_loop)
-            for request in self._requests
-        ]
+        self._following = [self._start(request) for request in requests]
 
     def __iter__(self) -> Iterator[LoopReport]:
         try:
@@ -195,6 +194,9 @@ class LoopHandle:
                 item = self._next()
                 if isinstance(item, JGError):
                     raise item
+                if isinstance(item, LoopRequest):
+                    self._begin(item)
+                    continue
                 if item.state != "running":
                     self._left -= 1
                 yield item
@@ -203,6 +205,23 @@ class LoopHandle:
         finally:
             if self._left:
                 self.stop()
+
+    def add(self, request: LoopRequest) -> None:
+        """Sets a loop going in place of one that was lost; from any thread.
+
+        Nothing happens if the others end, or were asked to stop, before it begins.
+        """
+        self._items.put(request)
+
+    def _begin(self, request: LoopRequest) -> None:
+        if not self._stopped.is_set():
+            self._left += 1
+            self._requests.append(request)
+            self._following.append(self._start(request))
+
+    def _start(self, request: LoopRequest) -> "concurrent.futures.Future[None]":
+        following = self._follow(request)
+        return asyncio.run_coroutine_threadsafe(following, loop.event_loop())
 
     def position(self) -> dict[str, Any]:
         """Returns where in the data the run is, as plain data for a checkpoint."""
@@ -255,7 +274,8 @@ class LoopHandle:
         return "" if self._data is None else self._name
 
     def _loop_name(self, request: LoopRequest) -> str:
-        return f"{self._name}-{request.replica}"
+        again = f"-{request.attempt}" if request.attempt else ""
+        return f"{self._name}-{request.replica}{again}"
 
     async def _follow(self, request: LoopRequest) -> None:
         order = pb.RunLoop(

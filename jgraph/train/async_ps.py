@@ -6,10 +6,10 @@ its own loop over its part of the data; workers never wait for each other.
 """
 
 import contextlib
-import secrets
 import threading
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, final
 
 from jgraph.cluster.client import Cluster
@@ -23,13 +23,16 @@ from jgraph.graph.sharding import Partitioner
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.spread import PlacementFunction, spread
+from jgraph.plan.program import Program
+from jgraph.plan.spread import PlacementFunction
 from jgraph.train.arguments import is_count
 from jgraph.train.arrange import Arrangement
 from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
 from jgraph.train.data import Dataset
 from jgraph.train.hash_state import NO_KEYS, TableRows
 from jgraph.train.large import KEPT_BYTES, check_sizes, total_nbytes
+from jgraph.train.placing import Placement
+from jgraph.train.rejoin import Rejoin
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 from jgraph.train.workers import Workers, chunk_of
@@ -106,46 +109,19 @@ class AsyncPS:
 
 
 @final
-class Placement:
-    """Variables over the ps tasks of a cluster, by bytes or as a function says.
-
-    Raises:
-      ConfigError: the cluster has no ps or no worker.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        placement: PlacementFunction | None = None,
-        strategy: str = "AsyncPS",
-    ) -> None:
-        for job in ("ps", "worker"):
-            if job not in cluster.spec.jobs:
-                raise ConfigError(
-                    f"{strategy} needs tasks of job '{job}'; the cluster has the jobs "
-                    f"{', '.join(cluster.spec.jobs)}. Start one with "
-                    "jg.LocalCluster(ps=1, workers=1)"
-                )
-        self._tasks = cluster.tasks("ps")
-        self._placement = placement
-
-    def __call__(self, sizes: Mapping[str, int]) -> dict[str, TaskName]:
-        """Returns the task of each group, given its bytes."""
-        return spread(sizes, self._tasks, self._placement)
-
-
-def new_container() -> str:
-    """Returns a container of its own: Trainers on one cluster share no variables."""
-    return f"train-{secrets.token_hex(4)}"
-
-
-@final
 @dataclass(slots=True)
 class _Prepared:
     graph: Graph
     plan: Plan
     names: list[str]
     handles: list[str]
+    workers: dict[str, TaskName] = field(default_factory=dict)
+    """By handle, also of programs of workers that were lost."""
+
+    def program(self, replica: int, workers: Sequence[TaskName]) -> Program:
+        """Returns what the worker of a replica runs."""
+        program = self.plan.program.rename_task(workers[0], workers[replica])
+        return for_replica(program, replica)
 
 
 @final
@@ -201,17 +177,11 @@ class AsyncRunner:
         with self.lock:
             self.initialize()
             if not prepared.handles:
+                workers = self.workers.tasks
                 prepared.handles = self.session.register_all(
-                    [
-                        for_replica(
-                            prepared.plan.program.rename_task(
-                                self.workers.tasks[0], worker
-                            ),
-                            replica,
-                        )
-                        for replica, worker in enumerate(self.workers.tasks)
-                    ]
+                    [prepared.program(n, workers) for n in range(len(workers))]
                 )
+                prepared.workers = dict(zip(prepared.handles, workers, strict=True))
             self.clear_residuals(prepared.graph)
             self.workers.upload(prepared.graph, order.dataset)
             open_gate(
@@ -231,6 +201,7 @@ class AsyncRunner:
             )
         self.is_training, self._untold = True, 0
         left, ended = order.steps, set[str]()
+        rejoin = Rejoin(self._cluster, partial(self._admit, prepared, order, loops))
         try:
             for report in loops:
                 if order.stop.is_set():
@@ -238,6 +209,8 @@ class AsyncRunner:
                 self.workers.note(report)
                 ended.add(report.state)
                 left -= len(report.steps)
+                if report.state == "lost":
+                    rejoin.lost(report.replica, report.task)
                 if len(report.steps):
                     yield chunk_of(report, prepared.names, report.replica)
             # Loops end when all batches are done, unless they are stopped.
@@ -249,10 +222,32 @@ class AsyncRunner:
             self.workers.forget_data()
             raise
         finally:
+            rejoin.close()
             with self.lock:
                 self._loops, self.is_training = None, False
                 with contextlib.suppress(ClusterError):  # gone, and the run with it
                     self._position = loops.close()
+
+    def _admit(
+        self, prepared: _Prepared, order: Order, loops: LoopHandle, replica: int
+    ) -> None:
+        """Lets the worker of a replica take part again, from where the data is."""
+        worker = self.workers.tasks[replica]
+        program = prepared.program(replica, self.workers.tasks)
+        (handle,) = self.session.register_all([program])
+        self.workers.renew(replica, prepared.graph, order.dataset)
+        self.clear_residuals(prepared.graph, [replica])
+        with self.lock:
+            prepared.handles[replica] = handle
+            prepared.workers[handle] = worker
+            again = self.workers.requests(
+                prepared.graph,
+                prepared.handles,
+                order,
+                step_timeout_s=self._strategy.step_timeout_s,
+            )[replica]
+        lost = [h for h, task in prepared.workers.items() if task == worker]
+        loops.add(replace(again, attempt=len(lost) - 1))
 
     def position(self) -> Position:
         """See ``Runner.position``."""
@@ -321,11 +316,11 @@ class AsyncRunner:
         if self._last is None or not self._last.handles:
             return {}
         gate, shards = self._step.container, shards_of(self._last.plan.program)
-        workers = dict(zip(self._last.handles, self.workers.tasks, strict=True))
         found: dict[TaskName, dict[TaskName, dict[int, int]]] = {}
         for row in stale_updates(self._cluster, gate, shards):
-            ages = found.setdefault(workers[row.handle], {}).setdefault(row.task, {})
-            ages[row.staleness] = row.updates
+            worker = self._last.workers[row.handle]
+            ages = found.setdefault(worker, {}).setdefault(row.task, {})
+            ages[row.staleness] = ages.get(row.staleness, 0) + row.updates
         return found
 
     def untold(self) -> int:
@@ -352,12 +347,15 @@ class AsyncRunner:
             self.session.initialize(self._step.plain)
             self._initialized = True
 
-    def clear_residuals(self, graph: Graph) -> None:
-        """Forgets what rounding took from gradients of an earlier run."""
+    def clear_residuals(
+        self, graph: Graph, replicas: Sequence[int] | None = None
+    ) -> None:
+        """Forgets what rounding took from earlier gradients, of all replicas."""
         if self._step.compression is not None:
             of = self._step.compression.residuals_of
-            count = len(self.workers.tasks)
-            used = [v for replica in range(count) for v in of(replica, graph)]
+            if replicas is None:
+                replicas = range(self.replicas)
+            used = [v for replica in replicas for v in of(replica, graph)]
             self.session.initialize(used, again=True)
 
 

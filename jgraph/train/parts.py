@@ -14,11 +14,11 @@ from jgraph.cluster.waiting import incarnations_of
 from jgraph.errors import ClusterError, ConfigError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.train.adapters import Adapter, Metric, Model, adapt
-from jgraph.train.async_ps import new_container
 from jgraph.train.data import Dataset, check_alike, naming_data
 from jgraph.train.evaluate import Evaluator
 from jgraph.train.local import Local
 from jgraph.train.losses import Loss
+from jgraph.train.placing import new_container
 from jgraph.train.row_step import Sparse
 from jgraph.train.runner import Runner
 from jgraph.train.side_car import SideCar, make_side_car

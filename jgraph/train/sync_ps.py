@@ -25,9 +25,10 @@ from jgraph.plan.program import Program
 from jgraph.plan.spread import PlacementFunction
 from jgraph.train.arguments import is_count
 from jgraph.train.arrange import Arrangement
-from jgraph.train.async_ps import AsyncPS, AsyncRunner, Placement, end_loops
+from jgraph.train.async_ps import AsyncPS, AsyncRunner, end_loops
 from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
 from jgraph.train.data import Dataset
+from jgraph.train.placing import Placement
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_step import SyncStep

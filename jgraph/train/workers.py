@@ -6,7 +6,8 @@ from typing import final
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.loops import LoopReport, LoopRequest
 from jgraph.cluster.session import Session
-from jgraph.graph.ir import Graph
+from jgraph.cluster.sources import open_source_on
+from jgraph.graph.ir import Graph, TaskName
 from jgraph.train.data import Dataset
 from jgraph.train.runner import Chunk, Order
 from jgraph.train.step import TrainStep
@@ -26,6 +27,7 @@ class Workers:
         self.tasks = cluster.tasks("worker")
         self.done = [0] * len(self.tasks)
         """Steps by replica, over all runs; they number its next ones."""
+        self._cluster = cluster
         self._session = session
         self._data = f"{step.container}/data"
         # Which data the workers hold: the same data of a later fit is not sent again.
@@ -39,12 +41,21 @@ class Workers:
         if digest == self._uploaded:
             return
         self._uploaded = ""
-        arrays = dict(
-            zip(_fields(graph, dataset), dataset.fields.values(), strict=True)
-        )
         for worker in self.tasks:
-            self._session.put_data(worker, self._data, arrays)
+            self._put(worker, graph, dataset)
         self._uploaded = digest
+
+    def renew(self, replica: int, graph: Graph, dataset: Dataset) -> None:
+        """Gives the data to a worker that was started again."""
+        worker = self.tasks[replica]
+        if dataset.source:
+            open_source_on(self._cluster, worker, dataset.source)
+        else:
+            self._put(worker, graph, dataset)
+
+    def _put(self, worker: TaskName, graph: Graph, dataset: Dataset) -> None:
+        fields = zip(_fields(graph, dataset), dataset.fields.values(), strict=True)
+        self._session.put_data(worker, self._data, dict(fields))
 
     def forget_data(self) -> None:
         """Sends the data anew next time: a worker may have been started anew."""

@@ -1,0 +1,65 @@
+"""Workers that were lost during a run, and answer again, take part once more."""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final, final
+
+from jgraph.cluster.client import Cluster
+from jgraph.cluster.waiting import incarnations_of
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+
+LOOK_EVERY_S: Final = 0.5
+_LOG = logging.getLogger("jgraph.recover")
+
+
+@final
+class Rejoin:
+    """Looks after lost workers, from the first loss to the end of the run.
+
+    Args:
+      cluster: theirs.
+      admit: given the number of a replica, lets its worker run a loop again; called
+        from a thread of this object.
+    """
+
+    def __init__(self, cluster: Cluster, admit: Callable[[int], None]) -> None:
+        self._cluster = cluster
+        self._admit = admit
+        self._lost: dict[int, TaskName] = {}
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def lost(self, replica: int, worker: TaskName) -> None:
+        """Begins to look after a worker."""
+        self._lost[replica] = worker
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._look, name="jgraph-rejoin", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """Admits nobody any more; returns when nobody is being admitted."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_EVERY_S):
+            answering = incarnations_of(self._cluster) if self._lost else {}
+            for replica, worker in list(self._lost.items()):
+                if worker in answering and not self._over.is_set():
+                    self._try(replica, worker)
+
+    def _try(self, replica: int, worker: TaskName) -> None:
+        # Before: the worker may be lost again as soon as it is admitted.
+        del self._lost[replica]
+        try:
+            self._admit(replica)
+        except JGError as error:  # it went away again; the next look tells
+            _LOG.info("%s does not take part yet: %s", worker, error.message)
+            self._lost.setdefault(replica, worker)
+        else:
+            _LOG.warning("%s answers again and takes part in the run", worker)
