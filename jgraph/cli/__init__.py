@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from jgraph.cli import clusters, hosts, looking
+from jgraph.cli import clusters, hosts, launching, looking
 from jgraph.cli.options import FAILURE, FORBIDDEN, OK, UNREACHABLE, USAGE
 from jgraph.errors import (
     AddressError,
@@ -51,6 +51,8 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(hosts.tokens, name="token")
+app.add_typer(launching.slurm, name="slurm")
+app.add_typer(launching.k8s, name="k8s")
 app.add_typer(examples, name="examples")
 app.add_typer(ckpt, name="ckpt")
 

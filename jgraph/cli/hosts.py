@@ -13,9 +13,12 @@ tokens = typer.Typer(help="Tokens of clusters.", no_args_is_help=True)
 
 def server(
     job: Annotated[
-        str | None, typer.Option(help="Job of this task: ps, worker.")
+        str | None, typer.Option(help="Job: ps, worker; TF_CONFIG and Slurm tell it.")
     ] = None,
-    task: Annotated[int | None, typer.Option(help="Index of this task.")] = None,
+    task: Annotated[
+        int | None,
+        typer.Option(help="Index in the job; TF_CONFIG, Slurm and pods tell it."),
+    ] = None,
     cluster: Annotated[
         Path | None,
         typer.Option(help="Cluster file (TOML); the variable TF_CONFIG if unset."),
@@ -55,28 +58,29 @@ def server(
     as_json: Json = False,
 ) -> None:
     """Serve one task of a cluster until SIGTERM, which drains it."""
-    if job == "ps":  # a ps must not take an accelerator from a worker
+    from jgraph.cluster.spec import ClusterSpec, TFConfig
+    from jgraph.launch.identity import task_here
+
+    if cluster is not None:
+        spec = ClusterSpec.from_toml(cluster)
+    else:
+        config = TFConfig.read()
+        spec, job = config.cluster, job or config.job
+        task = config.task if task is None else task
+    job, task = task_here(spec, job, task, os.environ)
+    if job == "ps":  # a ps must not take an accelerator from a worker; JAX reads it
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jgraph.cluster.allocator import keep_memory
     from jgraph.cluster.server import Server
     from jgraph.cluster.serving import configure_logging, serve
     from jgraph.cluster.sources import allowed_sources_in
-    from jgraph.cluster.spec import ClusterSpec, TFConfig
     from jgraph.cluster.transport_choice import tls_directory_in
 
     keep_memory()
     configure_logging()
     if cluster is not None:
-        spec = ClusterSpec.from_toml(cluster)
         tls_dir = tls_dir or tls_directory_in(cluster)
         allow_source = [*(allow_source or ()), *allowed_sources_in(cluster)]
-    else:
-        config = TFConfig.read()
-        spec, job, task = (
-            config.cluster,
-            job or config.job,
-            (config.task if task is None else task),
-        )
     running = Server(
         spec,
         job,

@@ -212,8 +212,8 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The bound ``host:port``; empty before the start."""
-        return self._server.address if self._server is not None else ""
+        """Where others reach it, ``host:port``; empty before the start."""
+        return self.cluster.address(self.task) if self._server is not None else ""
 
     @property
     def target(self) -> str:
@@ -241,7 +241,9 @@ class Server:
         except JGError:
             await server.stop(0.0)
             raise
-        self.cluster = _with_address(self.cluster, self.task, server.address)
+        listed = self.cluster.address(self.task)
+        server.service.address = _dialled(listed, server.address)
+        self.cluster = _with_address(self.cluster, self.task, server.service.address)
         server.set_cluster(self.cluster)
         asyncio.ensure_future(server.stopped.wait()).add_done_callback(
             lambda _: self._stopped.set()
@@ -312,6 +314,12 @@ def _open_devices(task: TaskName) -> None:
             "this host has, for example JAX_PLATFORMS=cpu",
             task=task,
         ) from error
+
+
+def _dialled(listed: str, bound: str) -> str:
+    """Returns where others reach a task; 0.0.0.0 is no address that one can dial."""
+    host, port = bound.rpartition(":")[::2]
+    return bound if is_loopback(host) else f"{listed.rpartition(':')[0]}:{port}"
 
 
 def _with_address(spec: ClusterSpec, task: TaskName, address: str) -> ClusterSpec:

@@ -1,6 +1,7 @@
 """Secure by default: what a cluster lets in without being told to."""
 
 import logging
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -50,6 +51,17 @@ def test_every_method_of_a_server_is_in_the_table_of_roles(servers: Servers) -> 
 )
 def test_only_this_machine_reaches_loopback(bind: str, loopback: bool) -> None:
     assert is_loopback(bind) is loopback
+
+
+def test_a_server_on_all_interfaces_is_known_by_its_name_in_the_cluster() -> None:
+    with Server(
+        {"ps": ["localhost:0"]}, bind="0.0.0.0", insecure_i_accept=True
+    ) as server:
+        assert re.fullmatch(r"jgraph://localhost:[1-9]\d*", server.target)
+        with connect(server.target, timeout_s=20) as cluster:
+            (task,) = cluster.status().tasks
+            assert task.address == server.address
+            assert cluster.session().run(lambda x: x + 1, 1.0) == 2.0
 
 
 def test_other_hosts_are_let_in_only_with_certificates_or_by_name(

@@ -1,0 +1,263 @@
+"""Manifests for Kubernetes: plain objects, and the same as a JobSet.
+
+Parameter servers are a StatefulSet, so that one that died comes back under its name,
+and workers an Indexed Job. A JobSet (jobset.sigs.k8s.io) has both as Indexed Jobs.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, final
+
+from jgraph.errors import ConfigError
+
+Manifest: TypeAlias = dict[str, Any]
+
+USER: Final = 1000
+"""User and group of the image."""
+GRACE_S: Final = 40
+"""A server that is told to end lets steps in flight end for 30 s."""
+_SECRET: Final = "/etc/jgraph/secret"  # where it is mounted
+_CLUSTER: Final = "/etc/jgraph/cluster"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a pod asks for: ``cpu`` and ``memory`` as Kubernetes writes them."""
+
+    cpu: str = "1"
+    memory: str = "2Gi"
+    gpus: int = 0
+
+    def resources(self) -> Manifest:
+        """Returns requests and limits; memory and devices are not shared out twice."""
+        limits: Manifest = {"memory": self.memory}
+        if self.gpus:
+            limits["nvidia.com/gpu"] = str(self.gpus)
+        return {"requests": {"cpu": self.cpu, **limits}, "limits": limits}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A cluster on Kubernetes.
+
+    Attributes:
+      image: that of the Dockerfile, or one of your own with jgraph in it.
+      ps: parameter servers.
+      workers: workers.
+      name: of all objects, and of the host names.
+      port: of the tasks.
+      health_port: of their health service.
+      sizes: what a pod of each job asks for.
+      files: of the Secret, as ``jgraph certs`` wrote them; if empty, a Secret of that
+        name has to be there.
+
+    Raises:
+      ConfigError: no ps or no worker.
+    """
+
+    image: str
+    ps: int
+    workers: int
+    name: str = "jgraph"
+    port: int = 8470
+    health_port: int = 8471
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.ps < 1 or self.workers < 1:
+            raise ConfigError(
+                "a cluster on Kubernetes needs a ps and a worker at least"
+            )
+
+    def plain(self) -> list[Manifest]:
+        """Returns Service, ConfigMap, Secret, NetworkPolicy, StatefulSet and Job."""
+        replicas = {
+            "serviceName": self.name,
+            "replicas": self.ps,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": self._labels("ps")},
+            "template": self._template("ps"),
+        }
+        return [
+            self._service(),
+            *self._around("{name}-{job}-{task}"),
+            self._object("apps/v1", "StatefulSet", f"{self.name}-ps", replicas),
+            self._object(
+                "batch/v1", "Job", f"{self.name}-worker", self._indexed_job("worker")
+            ),
+        ]
+
+    def jobset(self) -> list[Manifest]:
+        """Returns ConfigMap, Secret, NetworkPolicy and a JobSet with its Service."""
+        jobs = [
+            {"name": job, "replicas": 1, "template": {"spec": self._indexed_job(job)}}
+            for job in ("ps", "worker")
+        ]
+        spec = {
+            "network": {"enableDNSHostnames": True, "subdomain": self.name},
+            # Workers end when a client says so (cluster.shutdown()); then all is done.
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["worker"]},
+            "replicatedJobs": jobs,
+        }
+        return [
+            *self._around("{name}-{job}-0-{task}"),
+            self._object("jobset.x-k8s.io/v1alpha2", "JobSet", self.name, spec),
+        ]
+
+    # ------------------------------------------------------------ parts
+
+    def _around(self, host: str) -> list[Manifest]:
+        """What both forms have; ``host`` is how pods are called."""
+        secret = self._object("v1", "Secret", f"{self.name}-secret")
+        content = {n: base64.b64encode(b).decode() for n, b in self.files.items()}
+        secrets = [{**secret, "type": "Opaque", "data": content}] if content else []
+        cluster = {"cluster.toml": self._cluster_file(host)}
+        return [
+            {
+                **self._object("v1", "ConfigMap", f"{self.name}-cluster"),
+                "data": cluster,
+            },
+            *secrets,
+            self._network_policy(),
+        ]
+
+    def _cluster_file(self, host: str) -> str:
+        lines = ["[cluster]"]
+        for job, count in (("ps", self.ps), ("worker", self.workers)):
+            names = [host.format(name=self.name, job=job, task=n) for n in range(count)]
+            addresses = [f"{name}.{self.name}:{self.port}" for name in names]
+            lines.append(f"{job} = {json.dumps(addresses)}")
+        return "\n".join([*lines, ""])
+
+    def _service(self) -> Manifest:
+        spec = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # tasks find each other while they start
+            "selector": self._labels(),
+            "ports": [{"name": "jgraph", "port": self.port}],
+        }
+        return self._object("v1", "Service", self.name, spec)
+
+    def _network_policy(self) -> Manifest:
+        """Tasks and pods with the label of clients may call; nobody else."""
+        allowed = [self._labels(), {"jgraph-client": self.name}]
+        rule = {
+            "from": [{"podSelector": {"matchLabels": labels}} for labels in allowed],
+            "ports": [{"protocol": "TCP", "port": self.port}],
+        }
+        spec = {
+            "podSelector": {"matchLabels": self._labels()},
+            "policyTypes": ["Ingress"],
+            "ingress": [rule],
+        }
+        return self._object("networking.k8s.io/v1", "NetworkPolicy", self.name, spec)
+
+    def _indexed_job(self, job: str) -> Manifest:
+        count = self.workers if job == "worker" else self.ps
+        pods = self._template(job)
+        pods["spec"] = {"restartPolicy": "OnFailure", **pods["spec"]}
+        return {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimit": 1000,  # containers that die are started again, as a ps is
+            "template": pods,
+        }
+
+    def _template(self, job: str) -> Manifest:
+        spec = {
+            "subdomain": self.name,
+            "terminationGracePeriodSeconds": GRACE_S,
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [self._container(job)],
+            "volumes": [
+                {"name": "cluster", "configMap": {"name": f"{self.name}-cluster"}},
+                {
+                    "name": "secret",
+                    "secret": {
+                        "secretName": f"{self.name}-secret",
+                        "defaultMode": 0o440,
+                    },
+                },
+                {"name": "tmp", "emptyDir": {}},
+            ],
+        }
+        return {"metadata": {"labels": self._labels(job)}, "spec": spec}
+
+    def _container(self, job: str) -> Manifest:
+        arguments = {
+            "--job": job,
+            "--cluster": f"{_CLUSTER}/cluster.toml",
+            "--tls-dir": _SECRET,
+            "--bind": "0.0.0.0",
+            "--health-port": str(self.health_port),
+        }
+        probe: Manifest = {"grpc": {"port": self.health_port}}
+        mounts = {"cluster": _CLUSTER, "secret": _SECRET}
+        return {
+            "name": "jgraph",
+            "image": self.image,
+            "args": ["server", *(word for pair in arguments.items() for word in pair)],
+            "env": [{"name": "HOME", "value": "/tmp"}],
+            "ports": [
+                {"name": "jgraph", "containerPort": self.port},
+                {"name": "health", "containerPort": self.health_port},
+            ],
+            # It may take long to start, and then says within half a minute if it hangs.
+            "startupProbe": {**probe, "periodSeconds": 5, "failureThreshold": 60},
+            "readinessProbe": {**probe, "periodSeconds": 5},
+            "livenessProbe": {**probe, "periodSeconds": 10, "failureThreshold": 3},
+            "resources": self.sizes.get(job, Size()).resources(),
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+            "volumeMounts": [
+                *(
+                    {"name": name, "mountPath": path, "readOnly": True}
+                    for name, path in mounts.items()
+                ),
+                {"name": "tmp", "mountPath": "/tmp"},
+            ],
+        }
+
+    def _labels(self, job: str | None = None) -> dict[str, str]:
+        labels = {"app.kubernetes.io/name": "jgraph", "jgraph-cluster": self.name}
+        return labels if job is None else {**labels, "jgraph-job": job}
+
+    def _object(
+        self, version: str, kind: str, name: str, spec: Manifest | None = None
+    ) -> Manifest:
+        metadata = {"name": name, "labels": self._labels()}
+        found: Manifest = {"apiVersion": version, "kind": kind, "metadata": metadata}
+        return found if spec is None else {**found, "spec": spec}
+
+
+def as_yaml(manifests: Sequence[Manifest]) -> str:
+    """Returns YAML documents, one for each object; text of several lines as such."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Of its own, since representers are added to a class."""
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return "---\n".join(
+        yaml.dump(one, Dumper=Dumper, sort_keys=False, width=1000) for one in manifests
+    )

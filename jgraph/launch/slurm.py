@@ -1,0 +1,105 @@
+"""A batch script for Slurm: servers on all nodes, then the user's program."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from jgraph.errors import ConfigError
+
+_SCRIPT: Final = """\
+#!/bin/bash
+{directives}
+
+# Starts the tasks of ps ({ps}) and worker ({workers}), one process each, and then the
+# program, which connects with
+#   jg.connect(os.environ["JGRAPH_TARGET"], tls=os.environ["JGRAPH_TLS"])
+# The directory that this is submitted from has to be on a disk that all nodes share.
+set -euo pipefail
+umask 077
+run="$SLURM_SUBMIT_DIR/{name}-$SLURM_JOB_ID"
+mkdir "$run"
+
+# Hosts in the order of SLURM_PROCID, which is the order of the tasks.
+mapfile -t hosts < <(srun --label hostname | sort -n | sed 's/^ *[0-9]*: *//')
+addresses() {{
+  for ((i = $1; i < $2; i++)); do
+    printf '"%s:%d", ' "${{hosts[i]}}" $(({port} + i))
+  done
+}}
+{{
+  echo "[cluster]"
+{jobs}
+  echo "[tls]"
+  echo 'dir = "certs"'
+}} > "$run/cluster.toml"
+jgraph certs "$run/certs" --cluster "$run/cluster.toml" > "$run/certs.txt"
+
+srun --kill-on-bad-exit=0 --output="$run/server-%t.log" \\
+  jgraph server --cluster "$run/cluster.toml" --bind 0.0.0.0 &
+servers=$!
+trap 'kill "$servers" && wait "$servers" || true' EXIT
+
+export JGRAPH_TLS="$run/certs"
+export JGRAPH_TARGET="jgraphs://${{hosts[0]}}:{port}"
+for ((attempt = 0; attempt < {attempts}; attempt++)); do
+  jgraph status "$JGRAPH_TARGET" --tls-dir "$JGRAPH_TLS" &> "$run/status.txt" && break
+  kill -0 "$servers" || {{ cat "$run"/server-*.log >&2; exit 1; }}
+  sleep 2
+done
+cat "$run/status.txt"
+{program}
+"""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """What a batch job is to start.
+
+    Attributes:
+      program: the user's command and its arguments.
+      ps: parameter servers.
+      workers: workers.
+      name: of the job, and of the directory for files and logs.
+      port: the first task's; each other has the next one, so several fit on a node.
+      options: further options of ``sbatch``, such as ``--time=1:00:00``.
+      wait_s: how long tasks may take to start.
+
+    Raises:
+      ConfigError: no task or no program.
+    """
+
+    program: Sequence[str]
+    ps: int
+    workers: int
+    name: str = "jgraph"
+    port: int = 8470
+    options: Sequence[str] = ()
+    wait_s: int = 120
+
+    def __post_init__(self) -> None:
+        if self.ps + self.workers < 1:
+            raise ConfigError("a cluster needs at least one task; give --workers 1")
+        if not self.program:
+            raise ConfigError("name the program after --, such as -- python train.py")
+
+    def script(self) -> str:
+        """Returns the text of the script."""
+        count = self.ps + self.workers
+        options = [f"--job-name={self.name}", f"--ntasks={count}", *self.options]
+        ends = {"ps": (0, self.ps), "worker": (self.ps, count)}
+        return _SCRIPT.format(
+            directives="\n".join(f"#SBATCH {option}" for option in options),
+            jobs="\n".join(
+                f'  echo "{job} = [$(addresses {first} {end})]"'
+                for job, (first, end) in ends.items()
+                if end > first
+            ),
+            ps=self.ps,
+            workers=self.workers,
+            name=self.name,
+            port=self.port,
+            attempts=max(1, self.wait_s // 2),
+            program=shlex.join(self.program),
+        )

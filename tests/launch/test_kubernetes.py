@@ -1,0 +1,188 @@
+"""Manifests: what Kubernetes knows, and pods that find each other."""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft7Validator, ValidationError
+
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.errors import ConfigError
+from jgraph.graph.device import TaskName
+from jgraph.launch.identity import task_here
+from jgraph.launch.kubernetes import Deployment, Manifest, Size, as_yaml
+from jgraph.rpc.certificates import make_certificates
+
+HERE = Path(__file__).parent
+SCHEMA = json.loads((HERE / "kubernetes_schema.json").read_text(encoding="utf-8"))
+SMALL = Deployment("jgraph:0.1", ps=1, workers=2)
+FULL = Deployment(
+    "registry.example/jgraph:0.1",
+    ps=2,
+    workers=4,
+    name="wide",
+    port=9000,
+    sizes={"worker": Size("4", "16Gi", gpus=1)},
+    files={"token": b"secret", "ca.crt": b"-"},
+)
+
+
+def check(manifest: Manifest) -> None:
+    """Refuses fields that Kubernetes does not have, and those of another type."""
+    kind = manifest["kind"]
+    root = kind if kind == "JobSet" else f"V1{kind}"
+    schema = {"$ref": f"#/definitions/{root}", "definitions": SCHEMA["definitions"]}
+    Draft7Validator(schema).validate(manifest)
+
+
+def by_kind(manifests: list[Manifest]) -> dict[str, Manifest]:
+    found = {one["kind"]: one for one in manifests}
+    assert len(found) == len(manifests)
+    return found
+
+
+def pods_of(manifests: list[Manifest]) -> dict[str, Any]:
+    """The pod template of each job."""
+    found = by_kind(manifests)
+    if "JobSet" in found:
+        jobs = found["JobSet"]["spec"]["replicatedJobs"]
+        return {one["name"]: one["template"]["spec"]["template"] for one in jobs}
+    return {
+        "ps": found["StatefulSet"]["spec"]["template"],
+        "worker": found["Job"]["spec"]["template"],
+    }
+
+
+FORMS = [
+    pytest.param(SMALL.plain(), id="plain"),
+    pytest.param(SMALL.jobset(), id="jobset"),
+    pytest.param(FULL.plain(), id="plain, full"),
+    pytest.param(FULL.jobset(), id="jobset, full"),
+]
+
+
+@pytest.mark.parametrize("manifests", FORMS)
+def test_kubernetes_has_every_field_of_an_object(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        check(manifest)
+
+
+def test_the_check_finds_a_field_that_is_not_there() -> None:
+    stateful_set = by_kind(SMALL.plain())["StatefulSet"]
+    stateful_set["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    with pytest.raises(ValidationError, match="livenesProbe"):
+        check(stateful_set)
+
+
+@pytest.mark.parametrize("form", ["plain", "jobset"])
+def test_manifests_are_as_they_were(form: str, rewrite: bool) -> None:
+    path = HERE / f"{form}.yaml"
+    text = as_yaml(getattr(SMALL, form)())
+    if rewrite:
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("manifests", FORMS)
+def test_yaml_says_what_the_objects_say(manifests: list[Manifest]) -> None:
+    assert list(yaml.safe_load_all(as_yaml(manifests))) == manifests
+
+
+@pytest.mark.parametrize(
+    ("form", "hosts"),
+    [
+        ("plain", {"ps": "wide-ps-{}.wide:9000", "worker": "wide-worker-{}.wide:9000"}),
+        (
+            "jobset",
+            {"ps": "wide-ps-0-{}.wide:9000", "worker": "wide-worker-0-{}.wide:9000"},
+        ),
+    ],
+)
+def test_the_cluster_file_has_the_names_that_pods_get(
+    form: str, hosts: dict[str, str], tmp_path: Path
+) -> None:
+    manifests = getattr(FULL, form)()
+    path = tmp_path / "cluster.toml"
+    path.write_text(by_kind(manifests)["ConfigMap"]["data"]["cluster.toml"])
+    spec = ClusterSpec.from_toml(path)
+    for job, count in (("ps", 2), ("worker", 4)):
+        assert spec.job_tasks(job) == [hosts[job].format(n) for n in range(count)]
+        pod = pods_of(manifests)[job]["spec"]
+        assert pod["subdomain"] == "wide"
+    # As the pod number 1 of the ps knows itself.
+    pod_name = hosts["ps"].format(1).partition(".")[0]
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": pod_name}
+    assert task_here(spec, "ps", None, environ) == ("ps", 1)
+
+
+@pytest.mark.parametrize("manifests", FORMS)
+def test_a_pod_is_probed_restricted_and_sized(manifests: list[Manifest]) -> None:
+    for job, template in pods_of(manifests).items():
+        (container,) = template["spec"]["containers"]
+        health = container["args"][container["args"].index("--health-port") + 1]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["grpc"] == {"port": int(health)}
+        assert template["spec"]["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert container["resources"]["requests"]["cpu"]
+        assert container["args"][:3] == ["server", "--job", job]
+        mounted = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        tls = container["args"][container["args"].index("--tls-dir") + 1]
+        assert mounted["secret"] == tls
+
+
+def test_workers_get_their_gpus_and_ps_none() -> None:
+    sizes = {
+        job: template["spec"]["containers"][0]["resources"]["limits"]
+        for job, template in pods_of(FULL.plain()).items()
+    }
+    assert sizes["worker"] == {"memory": "16Gi", "nvidia.com/gpu": "1"}
+    assert sizes["ps"] == {"memory": "2Gi"}
+
+
+def test_only_pods_of_the_cluster_and_its_clients_may_call() -> None:
+    rules = by_kind(FULL.plain())["NetworkPolicy"]["spec"]["ingress"]
+    (rule,) = rules
+    assert rule["ports"] == [{"protocol": "TCP", "port": 9000}]
+    labels = [one["podSelector"]["matchLabels"] for one in rule["from"]]
+    assert labels[1] == {"jgraph-client": "wide"}
+    template = pods_of(FULL.plain())["worker"]
+    assert labels[0].items() <= template["metadata"]["labels"].items()
+
+
+def test_the_secret_has_what_certs_wrote(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path / "c", [TaskName("/job:ps/task:0")])
+    content = {path.name: path.read_bytes() for path in files}
+    secret = by_kind(Deployment("i", 1, 1, files=content).plain())["Secret"]
+    assert {n: base64.b64decode(b) for n, b in secret["data"].items()} == content
+    check(secret)
+
+
+def test_without_files_there_is_no_secret() -> None:
+    assert "Secret" not in by_kind(SMALL.plain())
+
+
+def test_a_cluster_without_workers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a ps and a worker at least"):
+        Deployment("i", 1, 0)
+
+
+def test_the_image_runs_jgraph_as_the_user_of_the_manifests() -> None:
+    root = HERE.parents[1]
+    lines = (root / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    words = [line.split(maxsplit=1) for line in lines if line and line[0].isupper()]
+    said = {line[0]: line[1] for line in words}
+    pod = pods_of(SMALL.plain())["ps"]["spec"]["securityContext"]
+    assert said["USER"] == f"{pod['runAsUser']}:{pod['runAsGroup']}"
+    assert (said["ENTRYPOINT"], said["CMD"]) == ('["jgraph"]', '["server"]')
+    for word, rest in words:
+        if word == "FROM":
+            assert re.match(r"[\w/.-]+:\d+\.\d+-slim\b", rest), "a version, and small"
+        if word == "COPY" and not rest.startswith("--from"):
+            for source in rest.split()[:-1]:
+                assert (root / source).exists()
+    assert "ADD" not in said

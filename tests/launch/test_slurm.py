@@ -1,0 +1,105 @@
+"""Batch scripts: as they were, as bash reads them, and run by a stand-in for srun."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jgraph.errors import ConfigError
+from jgraph.launch.slurm import SlurmJob
+
+HERE = Path(__file__).parent
+SMALL = SlurmJob(["python", "train.py", "--name", "a b"], 1, 2, options=["--time=1:00"])
+SRUN = """\
+import os, signal, subprocess, sys
+label, rest = False, sys.argv[1:]
+while rest[0].startswith("-"):
+    label |= rest.pop(0) == "--label"
+if label:
+    print("1: localhost", "0: localhost", sep="\\n")
+    sys.exit(0)
+tasks = [
+    subprocess.Popen(
+        [sys.executable, "-m", "jgraph", *rest[1:]],
+        env={**os.environ, "SLURM_PROCID": str(rank)},
+    )
+    for rank in range(2)
+]
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def test_the_script_is_as_it_was(rewrite: bool) -> None:
+    path = HERE / "slurm.sh"
+    if rewrite:
+        path.write_text(SMALL.script(), encoding="utf-8")
+    assert SMALL.script() == path.read_text(encoding="utf-8")
+
+
+def test_bash_reads_the_script() -> None:
+    done = subprocess.run(
+        ["bash", "-n"],
+        input=SMALL.script(),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("program", "ps", "workers", "said"),
+    [([], 1, 1, "name the program"), (["a"], 0, 0, "at least one task")],
+)
+def test_what_cannot_be_is_refused(
+    program: list[str], ps: int, workers: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SlurmJob(program, ps, workers)
+
+
+@pytest.mark.nightly
+@pytest.mark.procs
+def test_the_script_starts_servers_runs_the_program_and_ends_them(
+    tmp_path: Path,
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    jgraph = f'#!/bin/sh\nexec "{sys.executable}" -m jgraph "$@"\n'
+    srun = f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/srun.py" "$@"\n'
+    (tmp_path / "srun.py").write_text(SRUN)
+    for name, text in (("jgraph", jgraph), ("srun", srun)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (tmp_path / "train.py").write_text(
+        "import os, jgraph as jg\n"
+        "target, tls = os.environ['JGRAPH_TARGET'], os.environ['JGRAPH_TLS']\n"
+        "with jg.connect(target, tls=tls) as cluster:\n"
+        "    print(cluster.tasks(), cluster.session().run(lambda x: x + 1, 1.0))\n"
+    )
+    program = [sys.executable, str(tmp_path / "train.py")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = min(free.getsockname()[1], 65000)
+    script = tmp_path / "job.sh"
+    script.write_text(SlurmJob(program, 1, 1, port=port).script())
+    environ = os.environ | {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7",
+    }
+    done = subprocess.run(
+        ["bash", str(script)],
+        env=environ,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "['/job:ps/task:0', '/job:worker/task:0'] 2.0" in done.stdout
+    assert "ready" in (tmp_path / "jgraph-7/status.txt").read_text()
