@@ -30,7 +30,8 @@ chaos: .venv/dev.stamp
 
 # Random programs on clusters of any shape against JAX alone; an hour or so.
 fuzz: .venv/dev.stamp
-	JGRAPH_FUZZ_CASES=2000 $(BIN)/python -m pytest -n auto --dist worksteal tests/fuzz
+	JGRAPH_FUZZ_CASES=2000 $(BIN)/python -m pytest -n auto --dist worksteal \
+		-o faulthandler_timeout=0 tests/fuzz
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check
