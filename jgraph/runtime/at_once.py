@@ -22,14 +22,18 @@ from jgraph.plan.nodes import (
 )
 from jgraph.plan.program import Partition, StoredVariable
 from jgraph.runtime.loaded import LoadedPartition
+from jgraph.runtime.local_mesh import SpreadExecutable
 from jgraph.runtime.store import VariableStore
 
 SHORT_S: Final = 5e-3
 """What a step may take, as far as known, to run in the thread that asks for it."""
 
 
-def is_plain(partition: Partition) -> bool:
-    """Whether all nodes of a partition are of those that ``run_at_once`` knows."""
+def is_plain(loaded: LoadedPartition) -> bool:
+    """Whether all of a partition is of what ``run_at_once`` knows."""
+    if any(isinstance(run, SpreadExecutable) for run in loaded.executables):
+        return False
+    partition = loaded.partition
     return not partition.gate and all(map(_is_plain, partition.nodes))
 
 

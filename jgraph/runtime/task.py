@@ -138,7 +138,7 @@ class TaskRuntime:
             program,
             loaded,
             tuple(participants),
-            is_plain=alone and is_plain(loaded.partition),
+            is_plain=alone and is_plain(loaded),
         )
 
     def program(self, handle: str) -> Program:

@@ -3,10 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+import jgraph as jg
 from jgraph.errors import FeedError
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
@@ -60,6 +63,21 @@ def test_short_step_of_one_task_gives_the_results_of_any_step() -> None:
     assert kept.tolist() == LARGE.tolist()
     assert fed.tolist() == [1, 2]
     assert runtime.store.read([W])[0].tolist() == [3, 4]
+
+
+def test_step_over_a_mesh_is_called_for() -> None:
+    """Its values lie on several devices: whoever takes them is to know."""
+    w = Variable("w", jnp.ones(2), device=HERE)
+    halves = NamedSharding(jg.mesh(model=2), PartitionSpec("model"))
+
+    def step(x: Any) -> Any:
+        with device(HERE):
+            w[...] = jax.lax.with_sharding_constraint(w[...], halves) + x
+        return x
+
+    graph, _ = trace(step, jnp.zeros(2, jnp.float32))
+    runtime = _runtime(plan(graph, tasks=[HERE], driver=HERE).program)
+    assert runtime.run_at_once("h", {"x": np.zeros(2, np.float32)}) is None
 
 
 def test_what_follows_the_fetches_runs_as_well() -> None:
