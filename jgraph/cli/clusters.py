@@ -74,10 +74,32 @@ def up(
             help="How often a task that died is started again within a minute.",
         ),
     ] = 2,
+    hosts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="File of hosts, one a line: start the tasks there over ssh, with "
+            "certificates of their own, and end them when this command ends.",
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(help="With --hosts: of the first task.")] = 8470,
+    remote: Annotated[
+        str, typer.Option(help="With --hosts: the command jgraph there.")
+    ] = "jgraph",
+    ssh: Annotated[
+        str, typer.Option(help="With --hosts: the command ssh here, with options.")
+    ] = "ssh",
     timeout: Timeout = 90,
     as_json: Json = False,
 ) -> None:
-    """Start a cluster of processes on this machine, in the background."""
+    """Start a cluster: of processes here, in the background, or on --hosts."""
+    if hosts is not None:
+        from jgraph.cli.hosts_up import run_on_hosts
+
+        counts = {"ps": ps, "worker": workers}
+        run_on_hosts(hosts, counts, port, remote, ssh, timeout, as_json=as_json)
+        return
     from jgraph.cluster.keeper import describe, up as start
 
     kept = start(name, ps, workers, restarts, timeout)

@@ -1,6 +1,7 @@
 """What runs on each host: a server, and what lets others trust it."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -55,6 +56,13 @@ def server(
             "given more than once, and in the cluster file: allow of [sources]."
         ),
     ] = None,
+    end_with_input: Annotated[
+        bool,
+        typer.Option(
+            "--end-with-input",
+            help="End when standard input does: so does what started it.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Serve one task of a cluster until SIGTERM, which drains it."""
@@ -94,7 +102,7 @@ def server(
     )
     facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
     say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
-    serve(running)
+    serve(running, orders=sys.stdin if end_with_input else None)
 
 
 def certs(

@@ -1,0 +1,63 @@
+"""``jgraph up --hosts``: holds a cluster on other hosts until it is told to end."""
+
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import typer
+
+from jgraph.cli.options import say
+from jgraph.cluster.processes import check_counts
+from jgraph.errors import TaskLostError
+from jgraph.launch.hosts import read_hosts
+from jgraph.launch.ssh import HostsCluster
+
+
+def run_on_hosts(
+    file: Path,
+    counts: Mapping[str, int],
+    port: int,
+    remote: str,
+    ssh: str,
+    timeout_s: float,
+    *,
+    as_json: bool,
+) -> None:
+    """Starts tasks, says how to connect, and ends them on SIGINT or SIGTERM.
+
+    Logs of the tasks go to standard error.
+
+    Raises:
+      TaskLostError: a task ended by itself; the others are ended too.
+    """
+    check_counts(counts)
+    told = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: told.set())
+    with HostsCluster(
+        read_hosts(file.read_text(encoding="utf-8"), str(file)),
+        counts,
+        port=port,
+        jgraph=remote,
+        ssh=ssh,
+        say=lambda line: typer.echo(line, err=True),
+    ) as cluster:
+        cluster.wait(timeout_s)
+        where = {"target": cluster.target, "tls": str(cluster.certificates)}
+        say(
+            {**where, "cluster": cluster.spec.as_dict()},
+            f"serves at {cluster.target}\n\n"
+            f"  in Python:  jg.connect({cluster.target!r}, tls={where['tls']!r})\n"
+            f"  its state:  jgraph status {cluster.target} --tls-dir {where['tls']}\n"
+            "  its end:    Ctrl-C here",
+            as_json=as_json,
+        )
+        while not told.wait(1.0):
+            if cluster.ended():
+                raise TaskLostError("a task ended on its host; its log above says why")
+    say(
+        {"ended": True},
+        f"{len(cluster.spec.tasks())} tasks ended, nothing is left on the hosts",
+        as_json=as_json,
+    )

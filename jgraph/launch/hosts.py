@@ -1,0 +1,132 @@
+"""Tasks on hosts of a file: who gets which, and what starts one there. Pure."""
+
+import io
+import shlex
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.errors import ClusterSpecError
+from jgraph.graph.device import TaskName
+
+# Waits for its files on standard input, which then stays open: its end is the server's.
+_REMOTE: Final = (
+    "umask 077; dir=$(mktemp -d) || exit 1; trap 'rm -rf \"$dir\"' EXIT; "
+    'head -c {nbytes} | tar -x -C "$dir" || exit 1; '
+    '{jgraph} server --job {job} --task {task} --cluster "$dir/cluster.toml" '
+    '--tls-dir "$dir" --bind 0.0.0.0 --end-with-input'
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A line of a hosts file.
+
+    Attributes:
+      login: what ``ssh`` takes: a name, ``user@name``, or an alias of its settings.
+      address: what the other tasks dial.
+    """
+
+    login: str
+    address: str
+
+
+def read_hosts(text: str, source: str) -> list[Host]:
+    r"""Reads a hosts file: a host a line, and what others dial if that differs.
+
+    Empty lines, and what follows a ``#``, are left out.
+
+    Raises:
+      ClusterSpecError: no host, or a line with more words; names file and line.
+
+    Example:
+      >>> for host in read_hosts("ada@nodeA  # fast\nlab2 10.0.0.2", "hosts.txt"):
+      ...     print(host)
+      Host(login='ada@nodeA', address='nodeA')
+      Host(login='lab2', address='10.0.0.2')
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if len(words) > 2 or (words and words[0].startswith("-")):
+            raise ClusterSpecError(
+                f"{source}:{number} is '{line.strip()}'; write a host that ssh knows, "
+                "and after it what other hosts dial if that differs"
+            )
+        if words:
+            found.append(Host(words[0], words[-1].rpartition("@")[2]))
+    if not found:
+        raise ClusterSpecError(f"{source} names no host; write one on each line")
+    return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RemoteTask:
+    """A task, and on which host it goes.
+
+    Attributes:
+      task: its name.
+      host: where.
+    """
+
+    task: TaskName
+    host: Host
+
+    @property
+    def stem(self) -> str:
+        """How its files are called: ``ps-0``."""
+        return self.task.removeprefix("/job:").replace("/task:", "-")
+
+
+def deal(
+    hosts: Sequence[Host], counts: Mapping[str, int], port: int
+) -> tuple[list[RemoteTask], ClusterSpec]:
+    r"""Deals tasks to hosts in turn; each has a port of its own, from ``port`` on.
+
+    Example:
+      >>> hosts = read_hosts("a\nb", "hosts.txt")
+      >>> tasks, spec = deal(hosts, {"ps": 1, "worker": 2}, 8470)
+      >>> spec.as_dict()
+      {'ps': ['a:8470'], 'worker': ['b:8471', 'a:8472']}
+    """
+    names = [(job, index) for job, count in counts.items() for index in range(count)]
+    tasks, jobs = [], dict[str, list[str]]()
+    for number, (job, index) in enumerate(names):
+        host = hosts[number % len(hosts)]
+        tasks.append(RemoteTask(TaskName(f"/job:{job}/task:{index}"), host))
+        jobs.setdefault(job, []).append(f"{host.address}:{port + number}")
+    return tasks, ClusterSpec(jobs)
+
+
+def cluster_file(spec: ClusterSpec) -> bytes:
+    """Returns a cluster file of a cluster whose jobs are lists."""
+    lines = [f"{job} = {addresses}" for job, addresses in spec.as_dict().items()]
+    return "\n".join(["[cluster]", *lines, ""]).replace("'", '"').encode()
+
+
+def packed(files: Mapping[str, bytes]) -> bytes:
+    """Returns files as a tar archive, for their owner alone."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o600
+            archive.addfile(entry, io.BytesIO(content))
+    return out.getvalue()
+
+
+def remote_command(task: RemoteTask, nbytes: int, jgraph: str) -> str:
+    """Returns what a shell on the host runs.
+
+    Args:
+      task: which.
+      nbytes: size of the archive that it reads first.
+      jgraph: the command there, with its arguments.
+    """
+    job, _, index = task.task.removeprefix("/job:").partition("/task:")
+    words = " ".join(map(shlex.quote, shlex.split(jgraph)))
+    return _REMOTE.format(nbytes=nbytes, job=job, task=index, jgraph=words)
