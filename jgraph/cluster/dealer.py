@@ -160,6 +160,8 @@ async def _until(
     """Yields reports until they end, or raises what ``end`` is given."""
     while True:
         report = asyncio.ensure_future(_next(reports))
+        # Seen: who watches may be cancelled while the loop ends with an error.
+        report.add_done_callback(lambda over: over.cancelled() or over.exception())
         either: set[asyncio.Future[Any]] = {report, end}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -324,7 +324,19 @@ class LoopHandle:
                     )
                 )
         except JGError as error:
-            self._items.put(self._lost(request, error) or error)
+            self._items.put(self._lost(request, error) or self._named(error))
+
+    def _named(self, error: JGError) -> JGError:
+        """Returns the error; of a lost master it says that it is one."""
+        master = self._cluster.master
+        lost = error.details.get("task", master)
+        if not isinstance(error, TaskLostError) or lost != master:
+            return error
+        return TaskLostError(
+            f"{master}, the master of this run, was lost: {error.message.rstrip('.')}. "
+            "A client that is connected to a ps may lose any worker",
+            **{**error.details, "task": master},
+        )
 
     def _lost(self, request: LoopRequest, error: JGError) -> LoopReport | None:
         """Returns what to tell of a worker that others can do without."""

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.session import Session
-from jgraph.errors import ConfigError, JGError, NonFiniteError
+from jgraph.errors import ConfigError, JGError, NonFiniteError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoints import Checkpoints, steps_in
@@ -199,6 +199,27 @@ def test_run_goes_on_without_a_worker_that_is_lost() -> None:
     assert run.repeated() == position["again"]
     assert ("batches dealt again" in repr(run)) == bool(run.repeated())
     assert position["unfinished"] == []
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_run_that_loses_its_master_names_it_and_says_who_may_be_lost(
+    strategy: Any,
+) -> None:
+    servers = Servers(ps=1, worker=2)
+    master = servers.server("/job:worker/task:0")
+
+    def lose(run: Any, report: Any) -> None:
+        servers.lose(master.task)
+
+    with connect(master.target, timeout_s=20) as cluster:
+        there = trainer(cluster=cluster, strategy=strategy)
+        with pytest.raises(TaskLostError, match=f"{master.task}, the master") as caught:
+            there.fit(
+                data(), steps=10**6, batch_size=8, progress=False, callbacks=[lose]
+            )
+    servers.stop()
+    assert caught.value.details["task"] == master.task
+    assert "connected to a ps" in caught.value.message
 
 
 def test_variables_are_spread_with_their_optimizer_state(one_worker: Cluster) -> None:
