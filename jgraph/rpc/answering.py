@@ -1,7 +1,8 @@
 """The serving half of Asks: calls with one reply, over a stream that stays open."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Final, final
 
 import grpc
@@ -13,7 +14,7 @@ from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.exchange_stream import check_protocol
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.local_door import LocalDoor, LocalOffer
-from jgraph.rpc.local_socket import LocalSocket
+from jgraph.rpc.local_socket import LAST_WORDS_S, LocalSocket
 from jgraph.rpc.outbox import Outbox
 from jgraph.rpc.serving import answer, only_reply
 from jgraph.rpc.statistics import Counters
@@ -60,7 +61,9 @@ class Answers:
         self._max_frame_bytes = max_frame_bytes
         self._offer = LocalOffer(door, self._feed, self._move) if door else None
         self._outbox = Outbox()
-        self._sending = [asyncio.create_task(self._outbox.run(context.write))]
+        self._socket: LocalSocket | None = None
+        self._beside: set[asyncio.Task[None]] = set()
+        self._do(self._outbox.run(context.write))
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -69,30 +72,53 @@ class Answers:
         Raises:
           MalformedMessageError: the stream is not one of calls.
         """
+        streamed = self._outbox
         try:
             if self._offer is None:
                 await self._read()
             else:
                 await self._offer.beside(self._read())
             self._decoder.finish()
+            await _flush(streamed)
+        except JGError:
+            await _flush(streamed)
+            raise
         finally:
-            left = [*self._sending, *self._answering.values()]
+            left = [*self._beside, *self._answering.values()]
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._beside.discard(task)
+        if not task.cancelled():
+            task.exception()  # a connection that broke; who reads it learns it
+
     async def _read(self) -> None:
         while (chunk := await self._context.read()) is not END:
             self._feed(chunk)
+            await self._outbox.room()  # or who takes no replies would fill our memory
 
     def _feed(self, chunk: Buffer) -> None:
         for asked in self._decoder.feed(chunk):
             self._take(asked)
+        if self._socket is not None and self._outbox.is_full:
+            self._socket.pause_reading()
+            self._do(self._read_again(self._socket))
+
+    async def _read_again(self, socket: LocalSocket) -> None:
+        await self._outbox.room()
+        socket.resume_reading()
 
     def _move(self, socket: LocalSocket) -> None:
         """Sends replies over a socket from now on."""
-        self._outbox = Outbox()
-        self._sending.append(asyncio.create_task(self._outbox.run_over(socket)))
+        self._outbox, self._socket = Outbox(), socket
+        self._do(self._outbox.run_over(socket))
 
     def _greet(self) -> None:
         reply = pb.Hello()
@@ -144,3 +170,10 @@ class Answers:
             return prepare(reply, max_frame_bytes=self._max_frame_bytes)
         except JGError as error:
             return prepare(frame(status=to_status(error)))
+
+
+async def _flush(outbox: Outbox) -> None:
+    """Lets go what waits for a stream: gRPC says nothing else while it is writing."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORDS_S):
+            await outbox.flushed()

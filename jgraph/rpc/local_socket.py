@@ -121,11 +121,25 @@ class LocalSocket(asyncio.BufferedProtocol):
             await asyncio.shield(self._resumed)
         self.write_now(data)
 
-    def close(self) -> None:
-        """Ends the connection when all that was written has left."""
-        self._take = _ignore
+    def pause_reading(self) -> None:
+        """Leaves what the other side sends to wait there."""
         if self._transport is not None:
-            self._transport.close()
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Reads on."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Ends the connection when what was written has left, or after a second."""
+        self._take = _ignore
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.close()
+        if transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, transport.abort)
 
 
 def _ignore(data: memoryview) -> None:

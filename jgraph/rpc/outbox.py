@@ -3,10 +3,12 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import final
+from typing import Final, final
 
 from jgraph.rpc.codec import Encoded, Packer
 from jgraph.rpc.local_socket import AT_ONCE_BYTES, LocalSocket
+
+FULL_BYTES: Final = 64 << 20
 
 
 @final
@@ -35,6 +37,11 @@ class Outbox:
     def __init__(self) -> None:
         self._idle_socket: LocalSocket | None = None
         self._frames: deque[Encoded] = deque()
+        self._nbytes = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
         self._wake = asyncio.Event()
 
     def put(self, encoded: Encoded) -> None:
@@ -44,8 +51,25 @@ class Outbox:
             socket.write_now(b"".join(encoded.pieces))
             return
         self._frames.append(encoded)
+        self._is_empty.clear()
+        self._nbytes += encoded.nbytes
+        if self._nbytes > FULL_BYTES:
+            self._has_room.clear()
         self._idle_socket = None
         self._wake.set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more should be put in: much waits to leave."""
+        return not self._has_room.is_set()
+
+    async def room(self) -> None:
+        """Waits until it is not full."""
+        await self._has_room.wait()
+
+    async def flushed(self) -> None:
+        """Waits until all has left."""
+        await self._is_empty.wait()
 
     async def run(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Sends until it is cancelled, or the stream fails.
@@ -69,8 +93,14 @@ class Outbox:
         packer = Packer()
         self._wake.clear()
         while self._frames:
-            for piece in self._frames.popleft().pieces:
+            encoded = self._frames.popleft()
+            for piece in encoded.pieces:
                 for chunk in packer.add(piece):
                     await write(chunk)
+            self._nbytes -= encoded.nbytes
+            if self._nbytes <= FULL_BYTES:
+                self._has_room.set()
         if rest := packer.rest():
             await write(rest)
+        if not self._frames:
+            self._is_empty.set()
