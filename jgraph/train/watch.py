@@ -109,8 +109,9 @@ class Watch:
 
     def _rate(self, chunk: Chunk) -> float:
         """Returns steps per second of all replicas, by their own clocks."""
-        last = float(chunk.seconds[-1])
-        seconds = last - self._seen.get(chunk.replica, 0.0)
+        last, seen = float(chunk.seconds[-1]), self._seen.get(chunk.replica, 0.0)
+        # The loop of a worker that came back counts its time anew.
+        seconds = last if last < seen else last - seen
         self._seen[chunk.replica] = last
         self._rates[chunk.replica] = len(chunk) / max(seconds, 1e-9)
         return sum(self._rates.values())

@@ -43,6 +43,12 @@ def chunk(replica: int, seconds: list[float], **metrics: Any) -> Chunk:
     return Chunk(replica, np.arange(count), np.array(seconds), loss)
 
 
+def test_the_rate_of_a_worker_that_came_back_is_of_its_new_loop() -> None:
+    watch = Watch(History(), 100, 32, CLOCK)
+    watch.take(chunk(0, [5.0, 10.0]))
+    assert watch.take(chunk(0, [0.5, 1.0])).steps_per_s == 2.0
+
+
 def test_rates_are_summed_over_replicas_by_their_own_clocks() -> None:
     watch = Watch(History(), 100, 32, CLOCK)
     assert watch.take(chunk(0, [0.5, 1.0])).steps_per_s == 2.0
