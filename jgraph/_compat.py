@@ -117,7 +117,8 @@ def mesh_axes(exported: Any) -> dict[str, int]:
 
     What JAX says of its arguments in public names them, and not their sizes.
     """
-    for sharding in exported._in_named_shardings:  # noqa: SLF001
+    taken, made = exported._in_named_shardings, exported._out_named_shardings  # noqa: SLF001
+    for sharding in (*taken, *made):
         if sharding is not None and not sharding.mesh.empty:
             return dict(sharding.mesh.shape)
     return {"all": exported.nr_devices}

@@ -189,6 +189,16 @@ def test_each_device_computes_its_part(session: Session) -> None:
     assert told.tolist() == [[device, 4, 32] for device in range(4)]
 
 
+def test_code_that_takes_nothing_lies_over_its_mesh(session: Session) -> None:
+    def table() -> Any:
+        with jg.device(WORKER):
+            rows = jnp.arange(16.0).reshape(4, 4)
+            return jnp.sin(jax.lax.with_sharding_constraint(rows, by("model")))
+
+    wanted = np.sin(np.arange(16, dtype=np.float32).reshape(4, 4))
+    np.testing.assert_allclose(session.run(table), wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_a_segment_is_compiled_for_the_devices_of_its_mesh() -> None:
     w1, w2 = (jg.Variable(f"w{n}", w, device=PS) for n, w in enumerate(weights()))
     step = training_step(w1, w2).__wrapped__
