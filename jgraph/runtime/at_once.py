@@ -96,7 +96,7 @@ def _compute(
     run = loaded.executables[index]
     assert run is not None  # load_partition compiled it
     inputs = [values[value] for value in node.inputs]
-    results: Sequence[Any]
+    results: Sequence[jax.Array]
     if node.updates or node.reads:
         updates = _named(loaded.partition, node.updates)
         reads = _named(loaded.partition, node.reads)
@@ -104,7 +104,8 @@ def _compute(
     else:
         results = run(*inputs)
     # What was fed belongs to the caller again when this returns.
-    jax.block_until_ready(results)
+    for result in results:  # JAX's function for all takes three times as long
+        result.block_until_ready()
     return results
 
 
