@@ -6,6 +6,7 @@
     │   ├── UnknownDeviceError        JG-221  no such job or task in the cluster
     │   ├── PlacementError            JG-222  an operation cannot live where it was put
     │   ├── GraphError                JG-223  a graph that breaks a rule of graphs
+    │   ├── OuterStateError           JG-201  a loss changes what it was not given
     │   ├── CallbackError             JG-202  Python callback in a shipped function
     │   ├── NotExportableError        JG-206  JAX cannot export this function
     │   ├── DeviceCountError          JG-207  a mesh larger than the task's devices
@@ -124,6 +125,7 @@ from jgraph.errors.user import (
     GraphError,
     MemoryLimitError,
     NotExportableError,
+    OuterStateError,
     PipelineError,
     PlacementError,
     ShardingError,
@@ -168,6 +170,7 @@ __all__ = [
     "NotAllowedError",
     "NotExportableError",
     "NotTakingError",
+    "OuterStateError",
     "PipelineError",
     "PlacementError",
     "PlainTextError",

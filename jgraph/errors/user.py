@@ -69,6 +69,20 @@ class CallbackError(UserError):
     code = "JG-202"
 
 
+class OuterStateError(UserError):
+    """A loss changes state that it did not get as an argument.
+
+    It uses a module from outside, such as the one that was given to the Trainer, and
+    calls it in a way that changes it: BatchNorm counts, dropout draws. A step that runs
+    on other machines has no such object.
+
+    What to do: use what the loss is given, ``def loss(model, batch): model(batch)``;
+    all state of that model is kept, wherever it lives.
+    """
+
+    code = "JG-201"
+
+
 class NotExportableError(UserError):
     """JAX cannot export this function.
 

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias, final
 
 import jax
 import numpy as np
-from flax.errors import FlaxError
+from flax.errors import FlaxError, TraceContextError
 
 from jgraph.cluster.sources import SourceFacts
 from jgraph.coordination.slots import Part, SlotPlan
-from jgraph.errors import DataError, JGError
+from jgraph.errors import DataError, JGError, OuterStateError
 from jgraph.runtime.batches import ArrayReader, Reader
 from jgraph.runtime.data import Array, check_batch_size, check_lengths
 
@@ -235,10 +235,17 @@ def naming_data(dataset: Dataset, batch_size: int) -> Iterator[None]:
     """Describes the batch where a user's loss cannot be traced with it.
 
     Raises:
+      OuterStateError: the loss changes a module that it was not given.
       DataError: the loss raised TypeError, ValueError or one of Flax's errors.
     """
     try:
         yield
+    except TraceContextError as error:
+        what = str(error).partition(" from ")[0].removeprefix("Cannot mutate ")
+        raise OuterStateError(
+            f"the loss changes {what} of a module that it did not get as an argument; "
+            "use the model that it is given: def loss(model, batch): …"
+        ) from error
     except (TypeError, ValueError, FlaxError) as error:
         if isinstance(error, JGError):
             raise
