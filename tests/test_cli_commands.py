@@ -154,3 +154,13 @@ def test_a_task_that_does_not_answer_stands_first(server: Server) -> None:
     lost = replace(status, missing=(task.task,))
     table = Sight.between(lost, lost, 1.0).table()
     assert list(table.columns[1].cells) == ["no answer", "ready"]
+
+
+def test_status_explains_what_is_under_way(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "status", server.target, "--explain")
+    assert (code, out) == (
+        cli.OK,
+        "No step is under way, and all tasks answer.\n",
+    )

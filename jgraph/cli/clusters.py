@@ -129,6 +129,10 @@ def status(
     timeout: Timeout = 10,
     tls_dir: Certificates = None,
     token_file: TokenFile = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Say which steps are under way, and why."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show every task of a cluster, and those that do not answer."""
@@ -137,7 +141,8 @@ def status(
     state = status_of(
         target_of(target, name), timeout_s=timeout, tls=tls_dir, token_file=token_file
     )
-    say(state.to_dict(), str(state), as_json=as_json)
+    text = state.explain() if explain else str(state)
+    say(state.to_dict(), text, as_json=as_json)
     if state.missing:
         raise typer.Exit(FAILURE)
 

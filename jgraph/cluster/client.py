@@ -125,6 +125,10 @@ class Cluster:
         reply = self.call("Master.Status", frame(empty=pb.Empty()), timeout_s=15.0)
         return ClusterStatus.from_message(body_of(reply))
 
+    def explain(self) -> str:
+        """Says which steps are under way, since when, and who waits for whom."""
+        return self.status().explain()
+
     @short_traceback
     def wait_for_tasks(
         self, timeout_s: float = CONNECT_S, *, stop: threading.Event | None = None

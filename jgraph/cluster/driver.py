@@ -201,6 +201,11 @@ class StepDriver:
             done = PartDone(src) if error is None else PartFailed(src, error)
             self._handle(driven, done)
 
+    @property
+    def steps(self) -> Mapping[StepKey, DrivenStep]:
+        """The steps under way that this task drives."""
+        return self._steps
+
     def peer_lost(self, peer: TaskName, error: JGError) -> None:
         """Learns that a task went away."""
         for driven in list(self._steps.values()):

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.waits import wait_of
+from jgraph.coordination.explain import StepWait, explain
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 
@@ -81,6 +83,7 @@ class TaskStatus:
         kinds ``"lookup"``, ``"update"`` and ``"compute"`` (without XLA's own threads),
         ``"rows"`` (ids and rows put in order) and ``"copy"`` (to shared memory).
       hash_tables: the shards that it has.
+      steps: under way, the oldest of each program; see ``ClusterStatus.explain``.
     """
 
     task: TaskName
@@ -100,6 +103,7 @@ class TaskStatus:
     python: str
     busy_s: Mapping[str, float]
     hash_tables: tuple[HashTableStatus, ...]
+    steps: tuple[StepWait, ...] = ()
 
     @classmethod
     def from_message(cls, message: pb.TaskStatus) -> Self:
@@ -122,6 +126,7 @@ class TaskStatus:
             python=message.python,
             busy_s=dict(message.busy_s),
             hash_tables=tuple(map(HashTableStatus.from_message, message.hash_tables)),
+            steps=tuple(map(wait_of, message.steps)),
         )
 
 
@@ -160,6 +165,10 @@ class ClusterStatus:
             "tasks": [asdict(task) for task in self.tasks],
             "missing": list(self.missing),
         }
+
+    def explain(self) -> str:
+        """Returns who waits for whom, since when: of the steps that are under way."""
+        return "\n".join(explain({t.task: t.steps for t in self.tasks}, self.missing))
 
     def __repr__(self) -> str:
         ready = sum(task.state == "ready" for task in self.tasks)

@@ -21,6 +21,7 @@ from jgraph.cluster.requests import check_request
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.table_calls import load_table, read_table, table_statuses
 from jgraph.cluster.task_loops import Method, TaskLoops
+from jgraph.cluster.waits import waits_of
 from jgraph.errors import (
     DeadlineError,
     JGError,
@@ -218,6 +219,7 @@ class TaskService:
                 "process": time.process_time(),
             },
             hash_tables=table_statuses(self.runtime.store),
+            steps=waits_of(self.runtime, self.driver),
         )
 
     async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:

@@ -287,6 +287,11 @@ class TaskRuntime:
         else:
             run.abort(error)
 
+    @property
+    def steps(self) -> Mapping[StepKey, StepRun]:
+        """The steps in flight, in the order in which they came."""
+        return self._steps
+
     def waiting_for(self, step: StepKey) -> list[str]:
         """Returns the keys of the values that the step still waits for here."""
         return self._rendezvous.waiting_for(step)

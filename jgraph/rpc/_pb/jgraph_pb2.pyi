@@ -833,6 +833,7 @@ class TaskStatus(_message.Message):
     COMPILATIONS_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     HASH_TABLES_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
@@ -857,6 +858,10 @@ class TaskStatus(_message.Message):
 
     @_builtins.property
     def hash_tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___HashTableStatus]: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepWait]:
+        """under way, the oldest of each program"""
+
     def __init__(
         self,
         *,
@@ -877,14 +882,69 @@ class TaskStatus(_message.Message):
         compilations: _builtins.int = ...,
         busy_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         hash_tables: _abc.Iterable[Global___HashTableStatus] | None = ...,
+        steps: _abc.Iterable[Global___StepWait] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "compilations", b"compilations", "device_count", b"device_count", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "rss_bytes", b"rss_bytes", "state", b"state", "task", b"task", "variable_bytes", b"variable_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "compilations", b"compilations", "device_count", b"device_count", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "rss_bytes", b"rss_bytes", "state", b"state", "steps", b"steps", "task", b"task", "variable_bytes", b"variable_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TaskStatus: _TypeAlias = TaskStatus  # noqa: Y015
+
+@_typing.final
+class StepWait(_message.Message):
+    """What a task's part of a step waits for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    PROGRAM_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    SENDERS_FIELD_NUMBER: _builtins.int
+    DRIVES_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    handle: _builtins.str
+    step_id: _builtins.int
+    program: _builtins.str
+    """what the user calls it"""
+    age_s: _builtins.float
+    state: _builtins.str
+    """"queued" behind earlier steps, "running" """
+    drives: _builtins.bool
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Values that have not come: their keys, and the tasks that send them."""
+
+    @_builtins.property
+    def senders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the driver: whose parts are not done"""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.str = ...,
+        step_id: _builtins.int = ...,
+        program: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+        state: _builtins.str = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+        senders: _abc.Iterable[_builtins.str] | None = ...,
+        drives: _builtins.bool = ...,
+        pending: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "drives", b"drives", "handle", b"handle", "keys", b"keys", "pending", b"pending", "program", b"program", "senders", b"senders", "state", b"state", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepWait: _TypeAlias = StepWait  # noqa: Y015
 
 @_typing.final
 class HashTableStatus(_message.Message):
