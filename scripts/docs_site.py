@@ -154,10 +154,13 @@ def output_text(output: Any) -> str:
         picture = data["image/png"].strip()
         return f'<img alt="output" src="data:image/png;base64,{picture}">'
     if "text/html" in data:
-        # A frame has a style of its own, and no blank lines that end it.
-        frame = base64.b64encode("".join(data["text/html"]).encode()).decode()
+        text = "".join(data["text/html"])
+        if "<iframe" not in text:
+            return f"<div>{' '.join(text.split())}</div>"
+        # A picture with scripts of its own: in a frame, and without blank lines.
+        frame = base64.b64encode(text.encode()).decode()
         return (
             f'<iframe src="data:text/html;base64,{frame}" loading="lazy" '
-            'style="width: 100%; height: 24em; border: 0"></iframe>'
+            'style="width: 100%; height: 580px; border: 0"></iframe>'
         )
     return f"```text\n{''.join(data.get('text/plain', ''))}\n```" if data else ""

@@ -80,7 +80,8 @@ def up(
             exists=True,
             dir_okay=False,
             help="File of hosts, one a line: start the tasks there over ssh, with "
-            "certificates of their own, and end them when this command ends.",
+            "certificates of their own, and end them when this command ends; nothing "
+            "starts them again.",
         ),
     ] = None,
     port: Annotated[int, typer.Option(help="With --hosts: of the first task.")] = 8470,

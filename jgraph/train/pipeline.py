@@ -1,5 +1,6 @@
 """Pipeline: a model in stages on several tasks, one graph for a whole step."""
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -62,6 +63,9 @@ class Pipeline:
       ...     lambda y, t: ((y - t) ** 2).mean(),
       ...     microbatches=2,
       ... )
+      >>> pipe
+      <Pipeline 1f1b: 2 stages on 2 tasks, 2 microbatches, bubble 33.3%,
+      at most 2 held>
       >>> pipe.devices
       ['/job:worker/task:0', '/job:worker/task:1']
       >>> params = [jnp.ones((3, 4)), jnp.ones((4, 1))]
@@ -223,6 +227,12 @@ class Pipeline:
             table_device=table_device,
             partitioner=partitioner,
         )
+
+    def __repr__(self) -> str:
+        return f"<Pipeline {str(self.schedule).splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self.schedule))}</pre>"
 
     # ------------------------------------------------------------ inside
 
