@@ -10,6 +10,7 @@ A model with Adam trains on real processes, and saves checkpoints. One JSON line
   those of the same run undisturbed.
 """
 
+import argparse
 import tempfile
 import threading
 import time
@@ -25,6 +26,7 @@ import jgraph as jg
 from benchmarks import measure
 
 WORKER, PS = "/job:worker/task:1", "/job:ps/task:1"
+CASES = ("worker", "ps", "goodput")
 
 
 class Model(nnx.Module):
@@ -147,6 +149,7 @@ def kills(
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = measure.parser(__doc__)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--mb", type=float, default=100, help="of state")
     parser.add_argument("--every", type=int, default=50, help="steps per checkpoint")
     parser.add_argument("--seconds", type=float, default=90, help="of goodput")
@@ -156,27 +159,30 @@ def main(args: Sequence[str] | None = None) -> None:
     about = {"mb": a.mb, "ps": 2, "workers": 2, "checkpoint_every": a.every}
     with tempfile.TemporaryDirectory() as root:
         for case, task in (("worker", WORKER), ("ps", PS)):
-            with jg.LocalCluster(ps=2, workers=2, restarts=5) as cluster:
-                bench = Bench(cluster, a.mb, a.every)
-                found = lose(bench, Path(root, case), task)
+            if case in a.cases:
+                with jg.LocalCluster(ps=2, workers=2, restarts=5) as cluster:
+                    found = lose(Bench(cluster, a.mb, a.every), Path(root, case), task)
                 measure.emit("recovery", case=case, **about, **found)
-        with jg.LocalCluster(ps=2, workers=2, restarts=100) as cluster:
-            bench = Bench(cluster, a.mb, a.every)
-            calm = bench.timed(Path(root, "calm"), a.seconds)
-            disturb, killed = kills(cluster, a.kill_every_s, a.seconds, a.seed)
-            rough = bench.timed(Path(root, "rough"), a.seconds, disturb)
-        measure.emit(
-            "recovery",
-            case="goodput",
-            **about,
-            kill_every_s=a.kill_every_s,
-            seed=a.seed,
-            killed=killed,
-            seconds=a.seconds,
-            undisturbed_per_s=round(calm, 2),
-            disturbed_per_s=round(rough, 2),
-            goodput=round(rough / calm, 3),
-        )
+        if "goodput" in a.cases:
+            with jg.LocalCluster(ps=2, workers=2, restarts=100) as cluster:
+                found = goodput(Bench(cluster, a.mb, a.every), Path(root), a)
+            measure.emit("recovery", case="goodput", **about, **found)
+
+
+def goodput(bench: Bench, root: Path, a: argparse.Namespace) -> dict[str, Any]:
+    """Returns what lasted of the work under kills, beside the same run without."""
+    calm = bench.timed(root / "calm", a.seconds)
+    disturb, killed = kills(bench.cluster, a.kill_every_s, a.seconds, a.seed)
+    rough = bench.timed(root / "rough", a.seconds, disturb)
+    return {
+        "kill_every_s": a.kill_every_s,
+        "seed": a.seed,
+        "killed": killed,
+        "seconds": a.seconds,
+        "undisturbed_per_s": round(calm, 2),
+        "disturbed_per_s": round(rough, 2),
+        "goodput": round(rough / calm, 3),
+    }
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def test_whatever_is_killed_and_frozen_the_model_learns_as_it_does_undisturbed(
     there = Trainer(
         NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, tx, cluster=cluster, strategy=strategy
     )
-    nemesis = Nemesis(cluster, fault.path, SEED + 1)
+    nemesis = Nemesis(cluster, fault.path, SEED)
     with nemesis.at_work():
         run = there.fit(
             examples,
