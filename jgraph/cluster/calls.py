@@ -20,4 +20,5 @@ def loop_timeout_s(steps: int, step_timeout_s: float) -> float:
 
     gRPC cannot count 292 years, and then takes no time at all.
     """
-    return min(60.0 + steps * step_timeout_s, _LONGEST_S)
+    limit = 60.0 + steps * step_timeout_s
+    return limit if 0.0 < limit < _LONGEST_S else _LONGEST_S  # also of a NaN

@@ -1,14 +1,15 @@
 """The shell around ``coordination.dispatch``: the data of the runs of one master."""
 
 import asyncio
+import json
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any, Protocol, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.data_feed import deal_of
-from jgraph.cluster.requests import parse_json, parse_plan
+from jgraph.cluster.requests import reading
 from jgraph.coordination.dispatch import (
     Asked,
     Deal,
@@ -23,6 +24,7 @@ from jgraph.coordination.dispatch import (
     WorkerEnded,
     WorkerLost,
 )
+from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import ConfigError, JGError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
@@ -229,17 +231,17 @@ class Dealers:
 
     def open(self, order: pb.OpenDataRun) -> None:
         """Begins to deal for a run."""
-        position: Mapping[str, Any] | None = None
-        if order.position:
-            position = parse_json(order.position, "the position in the data")
-        dispatch = Dispatch(
-            parse_plan(order.plan),
-            budget=order.budget,
-            workers=order.workers,
-            lease_s=order.lease_s,
-            position=position,
-        )
-        self._runs[order.run] = Dealer(dispatch, self._clock, order.lease_s)
+        with reading("the data of a run"):
+            if not order.lease_s > 0:
+                raise ValueError(f"a lease of {order.lease_s} s")
+            dispatch = Dispatch(
+                SlotPlan.from_dict(json.loads(order.plan)),
+                budget=order.budget,
+                workers=order.workers,
+                lease_s=order.lease_s,
+                position=json.loads(order.position) if order.position else None,
+            )
+            self._runs[order.run] = Dealer(dispatch, self._clock, order.lease_s)
 
     def get(self, run: str) -> Dealer:
         """Returns the dealer of a run.

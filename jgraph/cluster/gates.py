@@ -9,7 +9,7 @@ from jgraph.cluster.sync_shard import SyncShard
 from jgraph.coordination.admission import Admission, LetIn, StepAsked, StepEnded
 from jgraph.coordination.aggregation import Contributed
 from jgraph.coordination.sync_gate import Tell
-from jgraph.errors import JGError
+from jgraph.errors import JGError, MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
@@ -47,11 +47,17 @@ class Gates:
     # ------------------------------------------------------------ calls
 
     def open(self, order: pb.OpenGate) -> None:
-        """Opens a gate, in place of an earlier one, if this task is one of its."""
+        """Opens a gate, in place of an earlier one, if this task is one of its.
+
+        Raises:
+          MalformedMessageError: it has no name.
+        """
         shards = [TaskName(shard) for shard in order.shards]
         if self._task not in shards:
             return
         name = order.gate
+        if not name:
+            raise MalformedMessageError("a gate without a name would be that of all")
         self.drop([name])
         self._shards[name] = shards
         if order.synchronous:

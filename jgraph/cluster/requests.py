@@ -1,11 +1,10 @@
 """Which kind of frame each method takes; another kind is refused before it is read."""
 
-import json
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
 
-from jgraph.coordination.slots import SlotPlan
-from jgraph.errors import MalformedMessageError
+from jgraph.errors import JGError, MalformedMessageError
 from jgraph.rpc.frames import kind_of
 from jgraph.rpc.transport import Frame
 
@@ -58,28 +57,16 @@ def check_request(method: str, request: Frame) -> None:
         )
 
 
-def parse_json(text: str, what: str) -> Any:
-    """Returns what a field of a request says.
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Makes what Python raises over a request's own fields one error.
 
     Raises:
-      MalformedMessageError: it is no JSON.
+      MalformedMessageError: says of what.
     """
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MalformedMessageError(f"{what} is no JSON: {error}") from None
-
-
-def parse_plan(text: str) -> SlotPlan:
-    """Returns the plan of the data in a request.
-
-    Raises:
-      MalformedMessageError: it is none.
-    """
-    plain = parse_json(text, "the plan of the data")
-    try:
-        return SlotPlan.from_dict(plain)
-    except (KeyError, TypeError, ValueError) as error:
-        raise MalformedMessageError(
-            f"the plan of the data is none: {error!r:.80}"
-        ) from None
+        yield
+    except JGError:
+        raise
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as bad:
+        raise MalformedMessageError(f"{what} is none: {bad!r:.80}") from None

@@ -13,7 +13,6 @@ from jgraph.cluster.data_feed import deal_of
 from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.loop_reports import LoopReports
-from jgraph.cluster.requests import parse_json, parse_plan
 from jgraph.coordination.aggregation import (
     Applied,
     Arbiter,
@@ -28,7 +27,7 @@ from jgraph.coordination.aggregation import (
     TimeIsUp,
     Void,
 )
-from jgraph.coordination.slots import Lease
+from jgraph.coordination.slots import Lease, SlotPlan
 from jgraph.coordination.sync_data import SyncData
 from jgraph.errors import JGError, RunOverError
 from jgraph.graph.ir import TaskName
@@ -59,9 +58,9 @@ class SyncLoop:
         self._clock = clock
         self._replicas = dict(zip(sync.handles, tasks, strict=True))
         self._data = SyncData(
-            parse_plan(order.data_plan),
+            SlotPlan.from_dict(json.loads(order.data_plan)),
             self._replicas,
-            parse_json(sync.data_position, "the position in the data"),
+            json.loads(sync.data_position),
         )
         self._answer: tuple[Lease, ...] | None = None
         self._machine = Arbiter(

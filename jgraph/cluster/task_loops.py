@@ -1,6 +1,7 @@
 """The loops that run on a task, and the data sets that they read."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TypeAlias, final
 
@@ -11,7 +12,7 @@ from jgraph.cluster.dealer import ANSWER_S, Dealers
 from jgraph.cluster.driver import StepDriver
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.replica import LoopRun
-from jgraph.cluster.requests import parse_json, parse_plan
+from jgraph.cluster.requests import reading
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.sources import source_info
 from jgraph.cluster.sync_loop import SyncLoop
@@ -97,13 +98,15 @@ class TaskLoops:
 
     async def _put_data(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        arrays = dict(zip(body.fields, request.tensors, strict=True))
-        self._data[body.name] = ArrayReader(arrays)
+        with reading("a data set"):
+            arrays = dict(zip(body.fields, request.tensors, strict=True))
+            self._data[body.name] = ArrayReader(arrays)
         yield frame(empty=pb.Empty())
 
     async def _open_source(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        spec = parse_json(body.source, "the data source")
+        with reading("the data source"):
+            spec = dict(json.loads(body.source))
         reader = await self._shell.run(lambda: open_source(spec, self.allow_sources))
         self._data[body.name] = reader
         yield frame(source_info=source_info(reader))
@@ -112,7 +115,8 @@ class TaskLoops:
         order = body_of(request)
         if order.loop in self._loops:
             raise ClusterBusyError(f"loop '{order.loop}' already runs on {self._task}")
-        loop = self._make_loop(order)
+        with reading(f"the order of loop '{order.loop}'"):
+            loop = self._make_loop(order)
         self._loops[order.loop] = loop
         self._none.clear()
         if isinstance(loop, SyncLoop):
@@ -140,7 +144,7 @@ class TaskLoops:
 
     def _feed(self, order: pb.RunLoop, reader: Reader) -> DataFeed:
         if order.data_plan:
-            plan = parse_plan(order.data_plan)
+            plan = SlotPlan.from_dict(json.loads(order.data_plan))
         else:
             plan = SlotPlan(
                 reader.parts, order.batch_size, order.seed, shuffle=reader.shuffle

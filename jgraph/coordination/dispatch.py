@@ -20,6 +20,7 @@ from jgraph.coordination.slots import DEATHS, Lease, SlotPlan
 from jgraph.errors import JGError, TaskLostError
 
 LEASE_S = 120.0
+_MOST = 4096  # batches of one answer, whatever is asked for
 
 
 @final
@@ -330,7 +331,7 @@ class Dispatch:
     def _deal(self, worker: _Worker, batches: int) -> tuple[Lease, ...]:
         # A share of what is left: at the end of a run the pieces become small, so
         # that all workers end together.
-        wanted = min(batches, -(-self._left // self._shares))
+        wanted = min(batches, _MOST, -(-self._left // self._shares))
         dealt: list[Lease] = []
         while wanted > 0:
             lease = self._take(worker, wanted)

@@ -32,6 +32,8 @@ def open_source(spec: Mapping[str, Any], allowed: Sequence[str]) -> Reader:
       SourceError: no such file, a damaged one, or files of different schemas.
       ForbiddenSourceError: an import path that no pattern matches.
     """
+    if missing := [field for field in _fields(spec) if field not in spec]:
+        raise SourceError(f"a data source comes without its '{missing[0]}'")
     match spec["kind"]:
         case "npz":
             return ArrayReader(_npz(str(spec["path"])))
@@ -50,6 +52,17 @@ def open_source(spec: Mapping[str, Any], allowed: Sequence[str]) -> Reader:
             return IndexedReader(_call(path, spec["arguments"], allowed), path)
         case kind:
             raise SourceError(f"'{kind}' is no kind of data source that this task has")
+
+
+def _fields(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = {
+        "npz": ("path",),
+        "parquet": ("path", "columns"),
+        "tfrecord": ("path", "features"),
+        "array_record": ("path", "features"),
+        "grain": ("function", "arguments"),
+    }
+    return ("kind", *kinds.get(str(spec.get("kind")), ()))
 
 
 @final

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 from jgraph.cluster import loop
-from jgraph.cluster.client import Cluster, connect, status_of
+from jgraph.cluster.client import connect, status_of
 from jgraph.cluster.requests import REQUESTS
 from jgraph.cluster.roles import ROLES
 from jgraph.cluster.spec import ClusterSpec
@@ -25,9 +24,6 @@ from jgraph.errors import (
     TaskLostError,
     TaskMissingError,
 )
-from jgraph.graph.device import device
-from jgraph.graph.ir import TaskName
-from jgraph.graph.variable import Variable
 from jgraph.plan.nodes import RecvNode
 from jgraph.rpc import service
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -38,53 +34,10 @@ from jgraph.rpc.token import find_token
 from jgraph.rpc.transport import Frame
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.trainer import Trainer
+from tests.bad_input.conftest import PS, WORKER, Served, X, step
 from tests.cluster.conftest import Servers
 from tests.rpc.test_grpc_bad_inputs import data as encoded, error_in
 from tests.train.models import BATCH, NnxMLP, data, nnx_loss
-
-PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
-X = np.ones((3, 2), np.float32)
-w = Variable("w", jnp.zeros((3, 2)), device=PS)
-
-
-def step(x: Any) -> Any:
-    """Takes 2x off the variable; the difference crosses from the worker to the ps."""
-    with device(WORKER):
-        change = 2 * x + 0 * w[...]
-    w[...] = w[...] - change
-    return change.sum()
-
-
-class Served:
-    """A cluster that has run a step, and must be as it was after what a test does."""
-
-    def __init__(self, servers: Servers, cluster: Cluster) -> None:
-        self.servers = servers
-        self.cluster = cluster
-        self.session = cluster.session()
-        self.session.run(step, X)
-
-    def state(self) -> tuple[Any, ...]:
-        value = self.session.read([w])["w"].tolist()
-        tasks = self.cluster.status().tasks
-        return value, [(t.task, t.state, sorted(t.programs)) for t in tasks]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Served]:
-    servers = Servers(ps=1, worker=1)
-    with connect(servers.server(WORKER).target, timeout_s=20) as cluster:
-        yield Served(servers, cluster)
-    servers.stop()
-
-
-@pytest.fixture
-def served(one: Served) -> Iterator[Served]:
-    """The cluster, whose state a test may not change."""
-    before = one.state()
-    yield one
-    assert one.state() == before
-    assert one.session.run(step, X, timeout_s=20) == 12.0
 
 
 def talk(address: str, chunks: AsyncIterator[bytes] | Iterator[bytes]) -> JGError:
@@ -158,7 +111,7 @@ def test_row_5_a_plan_of_the_data_that_is_none_is_refused(
     served: Served, text: str
 ) -> None:
     order = frame(open_data_run=pb.OpenDataRun(run="r", plan=text))
-    with pytest.raises(MalformedMessageError, match="the plan of the data is no"):
+    with pytest.raises(MalformedMessageError, match="the data of a run is none"):
         served.cluster.call("Master.OpenDataRun", order)
 
 

@@ -304,3 +304,11 @@ def test_skipping_is_as_if_the_batches_had_been_dealt(skip: int) -> None:
     after = Dispatch(plan(13, 3), budget=1, workers=1, position=done.state())
     skipped = Dispatch(plan(13, 3), budget=1, workers=1, skip=skip)
     assert ask(skipped, "a") == ask(after, "a")
+
+
+def test_no_answer_has_more_batches_than_can_be_dealt_in_a_moment() -> None:
+    plan = SlotPlan([Part("data", 8)], batch_size=2, seed=0)
+    dispatch = Dispatch(plan, budget=2**63, workers=1)
+    (deal,) = dispatch.handle(Asked("a", done=0, batches=2**32 - 1), now=0.0)
+    assert isinstance(deal, Deal)
+    assert sum(lease.batches for lease in deal.leases) == 4096
