@@ -68,6 +68,10 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
     assert (again.returncode, again.stderr[:6]) == (1, "JG-501")
     shown = jgraph("status", "--json")
     assert [t["state"] for t in json.loads(shown.stdout)["tasks"]] == ["ready"] * 2
+    told = json.loads(jgraph("logs", "/job:ps/task:0", "--json").stdout)
+    assert any("listens on" in line for line in told["lines"])
+    other = jgraph("logs", "/job:ps/task:7")
+    assert (other.returncode, other.stderr[:6]) == (1, "JG-221")
     top = jgraph.start("top", "--every", "0.2", "--json")
     assert top.stdout is not None
     looks = [json.loads(top.stdout.readline()) for _ in range(2)]

@@ -46,7 +46,7 @@ app = typer.Typer(
 )
 for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
-    *(clusters.up, clusters.down, clusters.status, clusters.top),
+    *(clusters.up, clusters.down, clusters.status, clusters.top, clusters.logs),
     *(looking.show, looking.demo),
 ):
     app.command()(command)

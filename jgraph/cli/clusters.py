@@ -148,6 +148,21 @@ def status(
         raise typer.Exit(FAILURE)
 
 
+def logs(
+    task: Annotated[str, typer.Argument(help="Such as /job:ps/task:0.")],
+    name: Name = "default",
+    tail: Annotated[int, typer.Option(min=1, help="How many of the last lines.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Show the end of the log of a task of this machine."""
+    from jgraph.cluster.keeper import log_of
+
+    path = log_of(name, task)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-tail:]
+    facts = {"task": task, "path": str(path), "lines": lines}
+    say(facts, "\n".join(lines), as_json=as_json)
+
+
 def top(
     target: Target = None,
     name: Name = "default",

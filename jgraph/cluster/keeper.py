@@ -27,6 +27,7 @@ from jgraph.errors import (
     ClusterUnreachableError,
     JGError,
     StartError,
+    UnknownDeviceError,
 )
 from jgraph.rpc.token import home
 
@@ -157,6 +158,27 @@ def down(name: str, timeout_s: float = _END_S) -> KeptCluster:
         raise StartError(f"cluster '{name}': killed processes {pids} did not end")
     _state_file(name).unlink(missing_ok=True)
     return kept
+
+
+def log_of(name: str, task: str) -> Path:
+    """Returns the log of a task of a named cluster that runs.
+
+    Raises:
+      ClusterUnreachableError: no such cluster runs.
+      UnknownDeviceError: it has no such task.
+    """
+    kept = find(name)
+    if kept is None:
+        raise ClusterUnreachableError(
+            f"no cluster '{name}' runs on this machine; start one with `jgraph up`",
+            name=name,
+        )
+    if task not in kept.pids:
+        raise UnknownDeviceError(
+            f"cluster '{name}' has no task '{task}'; it has {', '.join(kept.pids)}"
+        )
+    stem = task.removeprefix("/job:").replace("/task:", "-")
+    return Path(kept.log_dir) / f"{stem}.log"
 
 
 def _wait_ended(
