@@ -118,6 +118,8 @@ def up(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Where its certificates stay if it is killed.
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
 
 
