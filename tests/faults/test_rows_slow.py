@@ -139,7 +139,7 @@ def test_rows_21_and_23_a_link_that_falls_silent_is_noticed_and_done_without(
 
         def silence() -> None:
             link.silence()
-            threading.Timer(20.0, link.heal).start()
+            threading.Timer(6.0, link.heal).start()
 
         run = there.fit(
             IDS,
