@@ -3,7 +3,7 @@
 A model with Adam trains on real processes, and saves checkpoints. One JSON line each:
 
 - ``worker``: one is killed. Until the next report of the others, and until it was there
-  again; a run takes it back when it next recovers, or the next run does.
+  again.
 - ``ps``: one is killed. Until the first step after the run went back to its newest
   checkpoint: noticing, starting the process, tracing and compiling anew, restoring.
 - ``goodput``: a random task is killed every 20 s. Updates per second that lasted, over
