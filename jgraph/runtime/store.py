@@ -190,7 +190,8 @@ class VariableStore:
             try:
                 # Done when this returns: what is acknowledged has been applied.
                 results = list(run(*old, *taken))
-                jax.block_until_ready(results)
+                for result in results:  # JAX's function for all takes twice as long
+                    result.block_until_ready()
             except BaseException as error:
                 self._drop_donated(updates, error)
                 raise
