@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, final
 
 from jgraph.errors import JGError
+from jgraph.runtime.cost import available_cores
 
 State: TypeAlias = Literal["ok", "note", "problem"]
 _MARKS: dict[State, str] = {"ok": "✓", "note": "!", "problem": "✗"}
@@ -147,9 +148,7 @@ def _check_grpc() -> Iterator[Finding]:
 
 
 def _check_cpus() -> Iterator[Finding]:
-    affinity = getattr(os, "sched_getaffinity", None)
-    usable = len(affinity(0)) if affinity else os.cpu_count() or 1
-    yield Finding("cpus", "ok", f"{usable} usable of {os.cpu_count()}")
+    yield Finding("cpus", "ok", f"{available_cores()} usable of {os.cpu_count()}")
 
 
 def _check_loopback() -> Iterator[Finding]:

@@ -1,7 +1,6 @@
 """What a task's executor asks for: threads for its work, a wire for its values."""
 
 import asyncio
-import os
 import threading
 import time
 from collections import defaultdict
@@ -17,7 +16,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Transport
-from jgraph.runtime.cost import Cost, runs_at_once
+from jgraph.runtime.cost import Cost, available_cores, runs_at_once
 from jgraph.runtime.rendezvous import StepKey
 
 T = TypeVar("T")
@@ -41,8 +40,9 @@ class TaskShell:
         self._hand_over = Cost()
         self._counting = threading.Lock()
         self._busy: defaultdict[str, float] = defaultdict(float)
+        self._cores = available_cores()
         self._pool = ThreadPoolExecutor(
-            max_workers=4 + (os.cpu_count() or 1), thread_name_prefix="jgraph-work"
+            max_workers=4 + self._cores, thread_name_prefix="jgraph-work"
         )
 
     def now(self) -> float:
@@ -65,7 +65,7 @@ class TaskShell:
         Work known to take less than handing it to a thread and back runs at once. On
         a busy machine handing over takes longer, as threads wait for a core.
         """
-        if runs_at_once(cost, self._hand_over):
+        if runs_at_once(cost, self._hand_over, self._cores):
             done(self._perform(work, cost))
         else:
             self._pool.submit(self._perform_there, work, done, cost, self._clock.now())

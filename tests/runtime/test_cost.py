@@ -42,5 +42,11 @@ def test_longer_work_runs_at_once_where_threads_wait_for_a_core() -> None:
     assert runs_at_once(Cost(300e-6), Cost(1e-3))
 
 
+def test_with_few_cores_a_thread_is_worth_it_only_for_longer_work() -> None:
+    assert runs_at_once(Cost(400e-6), Cost(100e-6), cores=2)
+    assert not runs_at_once(Cost(700e-6), Cost(100e-6), cores=2)
+    assert not runs_at_once(Cost(1.1e-3), Cost(1.0), cores=2)
+
+
 def test_work_that_would_keep_others_waiting_never_runs_at_once() -> None:
     assert not runs_at_once(Cost(600e-6), Cost(1.0))
