@@ -1,7 +1,9 @@
 """A damaged checkpoint is found and named; never are other numbers restored."""
 
+import errno
 import gc
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ from hypothesis import given, strategies as st
 from jgraph.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointPathError,
     CheckpointSpaceError,
 )
 from jgraph.train import checkpoint, commit
@@ -202,11 +205,19 @@ def test_replacing_a_checkpoint_keeps_the_old_one_until_the_new_is_complete(
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    # Root may write anywhere, but nobody below a file.
+def test_what_the_disk_says_while_it_is_written_to_is_told(tmp_path: Path) -> None:
+    def break_down() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(CheckpointError, match=r"could not be written.*output error"):
+        checkpoint.save(tmp_path / "1", tree(), before_commit=break_down)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     below = tmp_path / "file"
     below.touch()
-    with pytest.raises(CheckpointError, match="could not be written"):
+    with pytest.raises(CheckpointPathError, match="Not a directory"):
         checkpoint.save(below / "1", tree())
 
 
