@@ -57,7 +57,6 @@ class Inbound:
     def __init__(self) -> None:
         self._senders: dict[TaskName, _Sender] = {}
         self.repeats = 0
-        self.resumed = 0
 
     def connect(self, task: TaskName, incarnation: int) -> tuple[InboundStream, bool]:
         """Begins a stream; returns it, and whether it replaces one not given up.
@@ -88,7 +87,6 @@ class Inbound:
                 "the loss reported",
                 task=task,
             )
-        self.resumed += 1
         sender.stream = InboundStream(task, incarnation, may_jump=False)
         sender.is_broken = False
         return sender.stream
