@@ -22,6 +22,7 @@ EXCHANGE_METHOD: Final = "/jgraph.v1.Task/Exchange"
 RESUME_S: Final = 3.0
 """How long a sender tries to reach a task again whose connection broke."""
 RESUME_PAUSE_S: Final = 0.05
+"""Between two tries: that an address answers again shows only by asking."""
 
 
 @final

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, final
 
@@ -29,6 +30,7 @@ ACK_BYTES: Final = 64 << 10
 RETURN_S: Final = 4.0
 """How long a sender whose connection broke may take to resume it."""
 LOOK_EVERY_S: Final = 0.25
+"""How often its address is asked meanwhile: no one tells that a process is gone."""
 _HELLO_S: Final = 1.0
 
 IsGone: TypeAlias = Callable[[TaskName, int], Awaitable[bool]]
@@ -68,6 +70,8 @@ class Receiver:
         self._door = door
         self._is_gone = is_gone
         self._without_memory: set[TaskName] = set()
+        # By sender whose connection broke: set when it is back.
+        self._returned: dict[TaskName, asyncio.Event] = {}
         self._awaited: set[asyncio.Task[None]] = set()
         self._closing = False
         self.inbound = Inbound()
@@ -184,31 +188,36 @@ class Receiver:
         task = _task_name(hello)
         check_caller(task)
         if hello.resumes:
-            return self.inbound.resume(task, hello.incarnation)
-        stream, replaced = self.inbound.connect(task, hello.incarnation)
+            stream, replaced = self.inbound.resume(task, hello.incarnation), False
+        else:
+            stream, replaced = self.inbound.connect(task, hello.incarnation)
+        if task in self._returned:
+            self._returned.pop(task).set()
         if replaced:
             self._report_lost(task, "connected anew")
         return stream
 
     def _over(self, stream: InboundStream, *, broke: bool) -> None:
         if broke and not self._closing and self.inbound.broke(stream):
-            waiting = asyncio.create_task(self._await_return(stream))
+            returned = self._returned[stream.task] = asyncio.Event()
+            waiting = asyncio.create_task(self._await_return(stream, returned))
             self._awaited.add(waiting)
             waiting.add_done_callback(self._awaited.discard)
         elif not broke and self.inbound.disconnect(stream):
             self._report_lost(stream.task, "ended its connection")
 
-    async def _await_return(self, stream: InboundStream) -> None:
+    async def _await_return(
+        self, stream: InboundStream, returned: asyncio.Event
+    ) -> None:
         """Reports a sender whose connection broke, unless it resumes that soon."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(RETURN_S):
-                while self.inbound.is_broken(stream):
-                    if await self._is_gone(stream.task, stream.incarnation):
-                        break
-                    await asyncio.sleep(LOOK_EVERY_S)
-        except TimeoutError:
-            pass
+                while not await self._is_gone(stream.task, stream.incarnation):
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(returned.wait(), LOOK_EVERY_S)
+                        return
         if self.inbound.is_broken(stream) and self.inbound.disconnect(stream):
+            del self._returned[stream.task]
             self._report_lost(stream.task, "ended its connection")
 
     def _report_lost(self, task: TaskName, why: str) -> None:

@@ -92,7 +92,7 @@ class TcpProxy:
     ) -> None:
         try:
             while chunk := await source.read(_CHUNK):
-                if self.delay_s:
+                if self.delay_s:  # it plays a slow network
                     await asyncio.sleep(self.delay_s)
                 await self._passes.wait()
                 sink.write(chunk)
