@@ -158,6 +158,7 @@ class LocalOffer:
         error = ended.exception()
         if error is not None and not self._failed.done():
             self._failed.set_exception(error)
+            self._failed.exception()  # seen: the stream may end first
 
     async def beside(self, reading: Coroutine[None, None, None]) -> None:
         """Waits until a stream, and then the socket, has been read to its end.

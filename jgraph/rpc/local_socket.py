@@ -77,6 +77,7 @@ class LocalSocket(asyncio.BufferedProtocol):
         except Exception as error:  # noqa: BLE001  # whoever waits for the end gets it
             if not self.ended.done():
                 self.ended.set_exception(error)
+                self.ended.exception()  # seen: not everybody asks why it ended
             self.close()
 
     def pause_writing(self) -> None:
