@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 import grpc
 import numpy as np
@@ -22,6 +23,8 @@ from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, Recorder, asked, numbers, step
 from tests.rpc.run_async import run_async
+
+Asks: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 @asynccontextmanager
@@ -102,35 +105,29 @@ def test_server_reads_no_calls_of_one_who_takes_no_replies(
 ) -> None:
     monkeypatch.setattr(outbox, "FULL_BYTES", 4 << 20)
 
-    async def over_the_stream(address: Address) -> int:
-        async with grpc.aio.insecure_channel(
-            address, options=CHANNEL_OPTIONS
-        ) as channel:
-            stream = channel.stream_stream(ASKS_METHOD, None, None)(None, timeout=20)
-            await stream.write(HELLO)
-            return await calls_taken(stream.write)
+    async def over_the_stream(stream: Asks) -> int:
+        return await calls_taken(stream.write)
 
-    async def over_a_socket(address: Address) -> int:
-        async with grpc.aio.insecure_channel(
-            address, options=CHANNEL_OPTIONS
-        ) as channel:
-            stream = channel.stream_stream(ASKS_METHOD, None, None)(None, timeout=20)
-            await stream.write(HELLO)
-            chunk = await stream.read()
-            assert isinstance(chunk, bytes)
-            (welcome,) = Decoder().feed(chunk)
-            offer = body_of(welcome).local_socket
-            socket = await connect(offer, lambda data: None)
-            assert socket is not None
-            socket.pause_reading()
-            sent = await calls_taken(socket.write)
-            socket.close()
-            await socket.ended
-            return sent
+    async def over_a_socket(stream: Asks) -> int:
+        chunk = await stream.read()
+        assert isinstance(chunk, bytes)
+        (welcome,) = Decoder().feed(chunk)
+        socket = await connect(body_of(welcome).local_socket, lambda data: None)
+        assert socket is not None
+        socket.pause_reading()
+        sent = await calls_taken(socket.write)
+        socket.close()
+        await socket.ended
+        return sent
 
     async def main() -> None:
-        async with ps() as address:
-            sent = await (over_a_socket if near else over_the_stream)(address)
+        async with (
+            ps() as address,
+            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel,
+        ):
+            stream = channel.stream_stream(ASKS_METHOD, None, None)(None, timeout=20)
+            await stream.write(HELLO)
+            sent = await (over_a_socket if near else over_the_stream)(stream)
             assert sent < 100  # what fits into the server and the kernel
 
     run_async(main())

@@ -56,6 +56,11 @@ def ignore(data: memoryview) -> None:
     """Takes bytes that do not matter."""
 
 
+async def never_ends() -> None:
+    """A stream that goes on."""
+    await asyncio.Event().wait()
+
+
 async def hung_up(name: str, said: bytes) -> bool:
     """Whether a door ends a connection that says this."""
     loop = asyncio.get_running_loop()
@@ -155,7 +160,7 @@ def test_refused_bytes_end_the_stream_beside_the_socket() -> None:
             assert caller is not None
             caller.write_now(b"nonsense")
             with pytest.raises(MalformedMessageError, match="nonsense"):
-                await offer.beside(asyncio.sleep(20))
+                await offer.beside(never_ends())
             await asyncio.wait_for(caller.ended, 20)
 
     run_async(main())
