@@ -1,7 +1,6 @@
 """The doctor: can this machine run jgraph, and is a cluster there?"""
 
 import contextlib
-import html
 import importlib.metadata
 import os
 import platform
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, final
 
 from jgraph.errors import JGError
+from jgraph.graph import markup
 from jgraph.runtime.cost import available_cores
 
 State: TypeAlias = Literal["ok", "note", "problem"]
@@ -68,7 +68,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return markup.lines(str(self))
 
 
 def doctor(cluster: str | os.PathLike[str] | None = None) -> Report:

@@ -1,6 +1,5 @@
 """``jg.auto``: a session's functions are placed by predicted time and memory."""
 
-import html
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -8,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 from jgraph.cluster.measuring import MEASURE_S, measure
 from jgraph.errors import ConfigError, UnknownDeviceError
+from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
 from jgraph.plan.auto import AutoPlanner, Prediction
 from jgraph.plan.cost_model import CostModel
@@ -53,6 +53,9 @@ class AutoPlacement:
         tasks = ", ".join(self.planner.tasks)
         return f"<automatic placement on {tasks}; report() tells times>"
 
+    def _repr_html_(self) -> str:
+        return markup.lines(f"{self!r}\n{self.report()}")
+
 
 @final
 class AutoReport:
@@ -84,7 +87,7 @@ class AutoReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return markup.lines(str(self))
 
 
 def _row(

@@ -33,6 +33,7 @@ from jgraph.errors import (
     TaskLostError,
 )
 from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.health import HealthServer
@@ -290,6 +291,19 @@ class Server:
     def __repr__(self) -> str:
         where = f"at {self.address}" if self.address else "not started"
         return f"<Server {self.task} {where}>"
+
+    def _facts(self) -> dict[str, object]:
+        state = "ended" if self._stopped.is_set() else "serves"
+        return {
+            "task": self.task,
+            "state": state if self.address else "not started",
+            "address": self.address,
+            "encrypted": "no" if self._tls is None else "TLS",
+            "cluster": ", ".join(self.cluster.tasks()),
+        }
+
+    def _repr_html_(self) -> str:
+        return markup.facts("Server", self._facts())
 
 
 def _check_bind(bind: str) -> None:

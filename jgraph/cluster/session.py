@@ -17,6 +17,7 @@ from jgraph.cluster.variables import VariableDirectory, as_variables
 from jgraph.coordination.run_metadata import RunMetadata
 from jgraph.errors import ConfigError
 from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph import markup
 from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan
@@ -364,6 +365,15 @@ class Session:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._programs)} programs"
         return f"<Session on {self._cluster!r}: {state}>"
+
+    def _repr_html_(self) -> str:
+        told = {
+            "cluster": repr(self._cluster),
+            "container": self.container or "(the common one)",
+            "state": "closed" if self._closed else "open",
+            "programs": len(self._programs),
+        }
+        return markup.facts("Session", told)
 
     # ------------------------------------------------------------ inside
 

@@ -9,7 +9,6 @@ Source: tensorflow/python/training/server_lib.py (ClusterSpec).
 """
 
 import difflib
-import html
 import json
 import os
 import tomllib
@@ -26,6 +25,7 @@ from jgraph.cluster.spec_check import (
     tls_problems,
 )
 from jgraph.errors import ClusterSpecError, UnknownDeviceError
+from jgraph.graph import markup
 from jgraph.graph.device import DeviceSpec, TaskName
 
 ClusterDict: TypeAlias = Mapping[str, Sequence[str] | Mapping[int, str]]
@@ -276,13 +276,12 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()!r})"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{job}</td><td>{index}</td><td>{html.escape(address)}</td></tr>"
+        rows = [
+            (job, index, address)
             for job, tasks in self._jobs.items()
             for index, address in tasks.items()
-        )
-        head = "<tr><th>job</th><th>task</th><th>address</th></tr>"
-        return f"<table>{head}{rows}</table>"
+        ]
+        return markup.table(("job", "task", "address"), rows)
 
 
 @final

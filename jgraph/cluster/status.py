@@ -1,6 +1,5 @@
 """How a cluster's tasks are, as plain data and as a table."""
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self, final
@@ -11,6 +10,7 @@ from rich.table import Table
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.waits import wait_of
 from jgraph.coordination.explain import StepWait, explain
+from jgraph.graph import markup
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 
@@ -187,7 +187,10 @@ class ClusterStatus:
         return capture.get().rstrip()
 
     def _repr_html_(self) -> str:
-        return "".join(_html(*table) for table in self._tables())
+        return "".join(
+            markup.table(columns, rows, title)
+            for title, columns, rows in self._tables()
+        )
 
     def _tables(self) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
         """Yields title, columns and rows; of hash tables only if there are any."""
@@ -224,18 +227,6 @@ class ClusterStatus:
         for name in self.missing:
             address = self.cluster.address(name)
             yield (name, address, "no answer", *[""] * (len(_COLUMNS) - 3))
-
-
-def _html(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return (
-        f"<b>{html.escape(title)}</b>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    )
 
 
 def megabytes(nbytes: int) -> str:

@@ -16,6 +16,7 @@ from jgraph.cluster.variables import VariableDirectory
 from jgraph.coordination.run_metadata import RunMetadata, run_metadata
 from jgraph.errors import ConfigError, FeedError
 from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph import markup
 from jgraph.graph.device import current_device
 from jgraph.graph.function import Function
 from jgraph.graph.ir import Feed, Graph
@@ -139,6 +140,10 @@ class PreparedStep:
 
     def __repr__(self) -> str:
         return f"<callable {self._graph.name}, {self._handle}>"
+
+    def _repr_html_(self) -> str:
+        told = {"function": self._graph.name, "handle": self._handle}
+        return markup.facts("Callable", told) + markup.lines(str(self.plan))
 
 
 @final

@@ -19,6 +19,7 @@ import numpy as np
 
 from jgraph.coordination.timeline import timeline
 from jgraph.errors import ConfigError
+from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import (
     FeedNode,
@@ -172,6 +173,9 @@ class RunMetadata:
             f"<run metadata of {self.name}: {len(self.nodes)} nodes on "
             f"{len(self.tasks)} tasks, {1e3 * self.seconds:.3f} ms; print it>"
         )
+
+    def _repr_html_(self) -> str:
+        return markup.lines(str(self))
 
 
 def _waited(node: NodeTime) -> str:

@@ -1,5 +1,6 @@
 """The roots of the tree of errors, and what they have in common."""
 
+from html import escape
 from typing import Any, ClassVar
 
 _BY_CODE: dict[str, type["JGError"]] = {}
@@ -39,6 +40,10 @@ class JGError(Exception):
 
     def __str__(self) -> str:
         return f"{self.code} {self.message}"
+
+    def _repr_html_(self) -> str:
+        title = escape(f"{self.code} {type(self).__name__}")
+        return f"<b>{title}</b><pre>{escape(self.message)}</pre>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.details)

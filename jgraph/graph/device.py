@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import NewType, final
 
 from jgraph.errors import DeviceSpecError
+from jgraph.graph import markup
 
 TaskName = NewType("TaskName", str)
 """Canonical name of one task, for example ``/job:ps/task:0``."""
@@ -133,6 +134,9 @@ class DeviceSpec:
         if self.beside is not None:
             parts.append(f"/with:{self.beside}")
         return "".join(parts)
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
 
 
 def _parse_field(part: str, text: str) -> dict[str, str]:

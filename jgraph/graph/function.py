@@ -9,6 +9,7 @@ import jax
 import jax.export
 from jax.tree_util import tree_unflatten
 
+from jgraph.graph import markup
 from jgraph.graph.device import current_device
 from jgraph.graph.feeds import named_feeds
 from jgraph.graph.ir import Graph
@@ -98,6 +99,15 @@ class Function:
 
     def __repr__(self) -> str:
         return f"jg.function({self._name}, traced {len(self._traced)} times)"
+
+    def _repr_html_(self) -> str:
+        taken = ", ".join(parameter.name for parameter in self.parameters)
+        told: dict[str, object] = {"called with": taken or "nothing"}
+        for graph, variables in self._traced.values():
+            feeds = ", ".join(str(feed.aval) for feed in graph.feeds) or "nothing"
+            names = ", ".join(variable.name for variable in variables)
+            told[f"traced for {feeds}"] = f"variables {names}" if names else ""
+        return markup.facts(f"jg.function {self._name}", told)
 
 
 @overload

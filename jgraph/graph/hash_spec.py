@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final
 
 from jgraph.errors import ConfigError
+from jgraph.graph import markup
 
 Kind: TypeAlias = Literal["constant", "normal", "uniform"]
 Eviction: TypeAlias = Literal["lru", "lfu", "ttl"]
@@ -39,6 +40,9 @@ class Initial:
                 f"there is no initializer '{self.kind}' for a hash table; use "
                 "'constant', 'normal' or 'uniform'"
             )
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
 
 
 @final
@@ -88,6 +92,9 @@ class Admission:
                 f"admission with probability {self.probability}; give more than 0 and "
                 "at most 1"
             )
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
 
 
 @final

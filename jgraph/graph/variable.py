@@ -1,7 +1,6 @@
 """A variable: a named, placed array on a task; in a traced function, a Ref."""
 
 import contextvars
-import html
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from jgraph.errors import (
     UninitializedError,
     VariableMismatchError,
 )
+from jgraph.graph import markup
 from jgraph.graph.device import (
     DeviceSpec,
     as_spec,
@@ -237,10 +237,7 @@ class Variable:
     def _repr_html_(self) -> str:
         shape = " x ".join(map(str, self.shape)) or "scalar"
         cells = (self.name, str(self.dtype), shape, str(self.device) or "chosen later")
-        titles = ("variable", "dtype", "shape", "device")
-        head = "".join(f"<th>{t}</th>" for t in titles)
-        row = "".join(f"<td>{html.escape(c)}</td>" for c in cells)
-        return f"<table><tr>{head}</tr><tr>{row}</tr></table>"
+        return markup.table(("variable", "dtype", "shape", "device"), [cells])
 
 
 def colocate_with(variable: Variable) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from jgraph.errors import ConfigError
+from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
 from jgraph.plan.work import Work
 
@@ -216,7 +217,7 @@ class CostModel:
         return "\n".join([*lines, f"  client to its master: {_link_text(self.call)}"])
 
     def _repr_html_(self) -> str:
-        return f"<pre>{self}</pre>"
+        return markup.lines(str(self))
 
 
 def _link_text(link: Link) -> str:

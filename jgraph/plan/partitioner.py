@@ -13,10 +13,41 @@ tensorflow/python/distribute/sharded_variable.py.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 from jgraph.errors import ShardingError
+from jgraph.graph import markup
 from jgraph.graph.sharding import Partitioner, array_nbytes
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ShardCounter:
+    """A partitioner that shows how it was made.
+
+    Attributes:
+      call: what made it.
+      axis: which axis is cut.
+      shards: number of shards, given shape and dtype.
+    """
+
+    call: str
+    axis: int
+    shards: Callable[[Sequence[int], Any], int]
+
+    def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
+        """Returns the number of shards per axis."""
+        counts = [1] * len(shape)
+        if self.axis < len(shape) and shape[self.axis] > 0:
+            counts[self.axis] = self.shards(shape, dtype)
+        return counts
+
+    def __repr__(self) -> str:
+        return self.call
+
+    def _repr_html_(self) -> str:
+        return markup.lines(self.call)
 
 
 def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
@@ -36,10 +67,11 @@ def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
     """
     _check(axis, num_shards=num_shards)
 
-    def partitioner(shape: Sequence[int], dtype: Any) -> list[int]:
-        return _along(shape, axis, lambda size: min(num_shards, size))
-
-    return partitioner
+    return ShardCounter(
+        f"fixed_size_partitioner({num_shards}, axis={axis})",
+        axis,
+        lambda shape, _: min(num_shards, shape[axis]),
+    )
 
 
 def variable_axis_size_partitioner(
@@ -67,16 +99,16 @@ def variable_axis_size_partitioner(
     limits = {} if max_shards is None else {"max_shards": max_shards}
     _check(axis, max_shard_bytes=max_shard_bytes, **limits)
 
-    def partitioner(shape: Sequence[int], dtype: Any) -> list[int]:
-        def shards(size: int) -> int:
-            row = array_nbytes(shape, dtype) // size
-            rows = max(1, max_shard_bytes // row) if row else size
-            count = math.ceil(size / rows)
-            return count if max_shards is None else min(max_shards, count)
+    def shards(shape: Sequence[int], dtype: Any) -> int:
+        size = shape[axis]
+        row = array_nbytes(shape, dtype) // size
+        rows = max(1, max_shard_bytes // row) if row else size
+        count = math.ceil(size / rows)
+        return count if max_shards is None else min(max_shards, count)
 
-        return _along(shape, axis, shards)
-
-    return partitioner
+    most = "" if max_shards is None else f", max_shards={max_shards}"
+    call = f"variable_axis_size_partitioner({max_shard_bytes}, axis={axis}{most})"
+    return ShardCounter(call, axis, shards)
 
 
 def min_max_variable_partitioner(
@@ -99,20 +131,12 @@ def min_max_variable_partitioner(
     """
     _check(axis, max_partitions=max_partitions, min_slice_size=min_slice_size)
 
-    def partitioner(shape: Sequence[int], dtype: Any) -> list[int]:
+    def shards(shape: Sequence[int], dtype: Any) -> int:
         wanted = math.ceil(array_nbytes(shape, dtype) / min_slice_size)
-        return _along(
-            shape, axis, lambda size: max(1, min(size, max_partitions, wanted))
-        )
+        return max(1, min(shape[axis], max_partitions, wanted))
 
-    return partitioner
-
-
-def _along(shape: Sequence[int], axis: int, shards: Callable[[int], int]) -> list[int]:
-    counts = [1] * len(shape)
-    if axis < len(shape) and shape[axis] > 0:
-        counts[axis] = shards(shape[axis])
-    return counts
+    call = f"min_max_variable_partitioner({max_partitions}, axis={axis}, min_slice_size"
+    return ShardCounter(f"{call}={min_slice_size})", axis, shards)
 
 
 def _check(axis: int, **numbers: int) -> None:

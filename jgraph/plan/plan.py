@@ -1,12 +1,12 @@
 """Plan: where everything of a graph goes, and the program that does it."""
 
-import html
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
 from jgraph.errors import ConfigError, UnknownDeviceError
+from jgraph.graph import markup
 from jgraph.graph.check import check, check_device
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey
@@ -99,7 +99,7 @@ class Plan:
         return picture
 
     def _repr_html_(self) -> str:
-        return f"{self.show()._repr_html_()}<pre>{html.escape(str(self))}</pre>"
+        return self.show()._repr_html_() + markup.lines(str(self))
 
     def __str__(self) -> str:
         specs = self.graph.variables

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from jgraph.errors import ConfigError
+from jgraph.graph import markup
 from jgraph.graph.ir import TaskName, VariableSpec
 from jgraph.plan.types import value_type
 
@@ -89,6 +90,9 @@ class GreedyLoadBalancing:
             found[name] = task
         return found
 
+    def _repr_html_(self) -> str:
+        return markup.data(self)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,9 @@ class RoundRobin:
     ) -> dict[str, TaskName]:
         """Returns the task of each name."""
         return {name: tasks[n % len(tasks)] for n, name in enumerate(sizes)}
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
 
 
 def spread(

@@ -19,6 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from jgraph.errors import CertificateError, RoleError
+from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.transport import Address
 
@@ -124,6 +125,9 @@ class TLS:
                 cert=str(self.cert),
             )
         return Identity(self, cert, key, ca)
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
 
 
 @final

@@ -17,6 +17,7 @@ from jgraph.cluster.gate_client import open_gate, stale_updates
 from jgraph.cluster.loops import DealtData, LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.errors import ClusterError, ConfigError, JGError
+from jgraph.graph import markup
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.graph.sharding import Partitioner
@@ -106,6 +107,9 @@ class AsyncPS:
             self.partition_strategy,
             tuple(cluster.tasks("ps")),
         )
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
 
 
 @final

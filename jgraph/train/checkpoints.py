@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, final
 
 from jgraph.errors import CheckpointCorruptError, CheckpointError, ConfigError
+from jgraph.graph import markup
 from jgraph.train import checkpoint
 from jgraph.train.manifest import FILE, read_manifest
 from jgraph.train.runner import Position
@@ -74,6 +75,9 @@ class Checkpoints:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
 
 
 @final

@@ -1,5 +1,6 @@
 """An embedding for ids from an unbounded space, as a layer of a Flax model."""
 
+from dataclasses import asdict
 from typing import Any, final
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jgraph.graph import markup
 from jgraph.graph.find_keys import find_keys
 from jgraph.graph.hash_keys import Keys, as_pairs, join_keys, split_keys
 from jgraph.graph.hash_spec import Admission, Eviction, Initial, TableOptions
@@ -133,6 +135,10 @@ class HashTable(nnx.Module):
     def keys(self) -> Keys:
         """Returns int64[n]: the ids of the rows here, from row 1 on."""
         return join_keys(np.asarray(self.known[1:]))
+
+    def _repr_html_(self) -> str:
+        held = {"rows here": len(self.known[...]) - 1}
+        return markup.facts("HashTable", {**asdict(self.options), **held})
 
 
 def nnx_tables(model: nnx.Module) -> list[ModelTable]:

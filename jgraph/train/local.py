@@ -12,6 +12,7 @@ import numpy as np
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.dispatch import Asked, Deal, Dispatch, Progressed
+from jgraph.graph import markup
 from jgraph.graph.ir import Graph, eval_graph
 from jgraph.runtime.batches import LeasedBatches
 from jgraph.train.data import Batch, Dataset
@@ -41,6 +42,9 @@ class Local:
       >>> Local()
       Local()
     """
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
 
 
 @final

@@ -1,6 +1,5 @@
 """Pipeline: a model in stages on several tasks, one graph for a whole step."""
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jgraph.errors import PipelineError
+from jgraph.graph import markup
 from jgraph.graph.device import device
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.schedule import (
@@ -232,7 +232,7 @@ class Pipeline:
         return f"<Pipeline {str(self.schedule).splitlines()[0]}>"
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self.schedule))}</pre>"
+        return markup.lines(str(self.schedule))
 
     # ------------------------------------------------------------ inside
 

@@ -1,11 +1,11 @@
 """Where the time of training steps goes, by part and replica."""
 
-import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from jgraph.graph import markup
 from jgraph.train.runner import Chunk
 
 
@@ -58,12 +58,7 @@ class Profile:
         )
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self._head())
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
-            for row in self._rows()
-        )
-        return f"<table><tr>{head}</tr>{rows}</table>"
+        return markup.table(self._head(), self._rows())
 
     def _head(self) -> list[str]:
         return ["replica", "steps", "ms/step", *self.parts]

@@ -1,6 +1,5 @@
 """A training run: what it measured, what came out, and a way to stop it."""
 
-import html
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, Protocol, TypeAlias, final
 from jgraph.coordination.recovery import Recovery
 from jgraph.errors import DeadlineError
 from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.data import Data
@@ -293,11 +293,7 @@ class Run:
         return f"Run({facts})"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-            for name, value in self._facts().items()
-        )
-        return f"<table><caption>jgraph run</caption>{rows}</table>"
+        return markup.facts("jgraph run", self._facts())
 
 
 Callback: TypeAlias = Callable[[Run, Report], None]

@@ -11,6 +11,7 @@ import numpy as np
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.sources import SourceFacts, open_source_on
 from jgraph.errors import ConfigError, SourceError
+from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.sources import open_source
 from jgraph.train.data import Data, Dataset, as_dataset
@@ -112,6 +113,9 @@ class Source:
                     task=worker,
                 )
         return Dataset(*_shown(found[0]), facts=found[0], source=plain)
+
+    def _repr_html_(self) -> str:
+        return markup.facts("Source", self.spec)
 
 
 def as_source_or_dataset(

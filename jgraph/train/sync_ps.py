@@ -16,6 +16,7 @@ from jgraph.cluster.client import Cluster
 from jgraph.cluster.gate_client import open_gate
 from jgraph.cluster.loops import LoopHandle, LoopRequest, SyncRequest
 from jgraph.errors import ConfigError, JGError
+from jgraph.graph import markup
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.graph.sharding import Partitioner
@@ -137,6 +138,9 @@ class SyncPS:
                 f"cluster has {workers} workers; start more, or ask for less"
             )
         return wanted
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
 
 
 @final

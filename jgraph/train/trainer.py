@@ -13,6 +13,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph import markup
 from jgraph.train import checkpoint as checkpoints
 from jgraph.train.adapters import Metric, Model
 from jgraph.train.arguments import check_arguments
@@ -349,8 +350,24 @@ class Trainer:
         return evaluator.evaluate(step.unflatten(values), dataset, batch_size)
 
     def __repr__(self) -> str:
-        model = type(self._given.model).__name__
+        model = _name(self._given.model)
         return f"Trainer({model}, strategy={self._given.strategy!r})"
+
+    def _repr_html_(self) -> str:
+        given = self._given
+        told: dict[str, object] = {
+            "model": _name(given.model),
+            "loss": _name(given.loss),
+            "strategy": repr(given.strategy),
+            "cluster": "this process" if given.cluster is None else repr(given.cluster),
+            "metrics": ", ".join(given.metrics) or "none",
+            "training now": "yes" if self._busy.locked() else "no",
+        }
+        return markup.facts("Trainer", told)
 
     def _made(self, data: Dataset | None = None) -> Made:
         return self._parts.made(data)
+
+
+def _name(given: object) -> str:
+    return str(getattr(given, "__name__", type(given).__name__))

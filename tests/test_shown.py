@@ -1,0 +1,183 @@
+"""How public objects show themselves: in a sentence, and as HTML with nothing in it."""
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgraph as jg
+from jgraph.errors import FeedError
+from jgraph.graph.ir import TaskName
+from jgraph.plan.cost_model import CostModel, Link, TaskSpeed
+from tests.test_public import PUBLIC
+
+EVIL = "<script>alert(1)</script>"
+X = np.ones((8, 2), np.float32)
+VOID = {"br", "img", "input", "hr", "meta"}
+
+
+class Tags(HTMLParser):
+    """Collects the elements of a page, and those of the pages inside its frames."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.texts: list[str] = []
+        self.frames: list[Tags] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.frames += [Tags(v or "") for name, v in attrs if name == "srcdoc"]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data if self.open[-1:] == ["script"] else "")
+
+    @property
+    def scripts(self) -> str:
+        return "".join([*self.texts, *(frame.scripts for frame in self.frames)])
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[dict[str, Any]]:
+    """What users hold, by the public name that made it; named as badly as it may be."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        return jnp.mean((model(batch) - 1) ** 2)
+
+    loss.__name__ = EVIL
+    table = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    trainer = jg.Trainer(table, loss, optax.sgd(0.1), metrics={EVIL: loss})
+    run = trainer.fit(X, steps=2, batch_size=4, progress=False)
+    variable = jg.Variable(EVIL, jnp.ones(2))
+
+    def step(x: Any) -> Any:
+        variable[...] = variable[...] * x
+        return {EVIL: variable[...].sum()}
+
+    step.__name__ = EVIL
+    function = jg.function(step)
+    graph = function.graph(X[0])
+    mean = lambda y, t: jnp.mean((y - t) ** 2)
+    pipe = jg.Pipeline([jnp.matmul, jnp.matmul], mean, microbatches=2)
+    server = jg.Server({"worker": ["localhost:0"]})
+    cluster = jg.connect(server.target)
+    session = cluster.session(container=EVIL)
+    session.run(lambda x: x, 1.0, trace=True)
+    task = TaskName("/job:worker/task:0")
+    measured = CostModel(
+        {task: TaskSpeed(EVIL, 1e9, 1e9, 1e9, 1e9)}, {}, Link(1e-4, 1e9), {}
+    )
+    yield {
+        "Admission": jg.Admission(sightings=2),
+        "AsyncPS": jg.AsyncPS(variable_partitioner=jg.fixed_size_partitioner(2)),
+        "Checkpoints": jg.Checkpoints(EVIL),
+        "ClusterSpec": jg.ClusterSpec({"ps": ["localhost:1"]}),
+        "CostModel": measured,
+        "DeviceSpec": jg.DeviceSpec.from_string("/job:ps/task:0"),
+        "Graph": graph,
+        "GreedyLoadBalancing": jg.GreedyLoadBalancing(),
+        "HashTable": jg.HashTable(dim=2, capacity_bytes=1 << 20),
+        "Initial": jg.Initial(scale=0.5),
+        "JGError": FeedError(EVIL),
+        "Local": jg.Local(),
+        "Pipeline": pipe,
+        "RoundRobin": jg.RoundRobin(),
+        "Server": server,
+        "Session": session,
+        "Session.make_callable": session.make_callable(lambda x: x, 1.0),
+        "Session.run_metadata": session.run_metadata,
+        "Session.plan": session.plan(function, X[0]),
+        "Source": jg.Source.npz(EVIL),
+        "SyncPS": jg.SyncPS(),
+        "TLS": jg.TLS(Path(EVIL), Path("key"), Path("ca")),
+        "Trainer": trainer,
+        "Trainer.plan": trainer.plan(),
+        "Run.profile": run.profile(),
+        "Run": run,
+        "Variable": variable,
+        "auto": jg.auto(cluster, measured),
+        "connect": cluster,
+        "Cluster.status": cluster.status(),
+        "doctor": jg.doctor(),
+        "fixed_size_partitioner": jg.fixed_size_partitioner(2),
+        "function": function,
+        "min_max_variable_partitioner": jg.min_max_variable_partitioner(2),
+        "variable_axis_size_partitioner": jg.variable_axis_size_partitioner(8),
+    }
+    cluster.close()
+    server.stop()
+
+
+NO_OBJECTS = {
+    "NO_KEY": "a number",
+    "__version__": "a string",
+    "errors": "a module",
+    "check": "returns nothing",
+    "colocate_with": "a block",
+    "device": "a block",
+    "embedding_bag": "an array of JAX",
+    "split_keys": "an array of numpy",
+    "mesh": "an AbstractMesh of JAX",
+    "tap": "what it is given",
+    "towers": "a function",
+    "LocalCluster": "as what connect returns: it has processes beside",
+}
+"""Public names that give nothing of ours to look at, and what they give."""
+SHOWN = [
+    *sorted(set(PUBLIC) - NO_OBJECTS.keys()),
+    *("Session.make_callable", "Session.run_metadata", "Session.plan", "Run"),
+    *("Run.profile", "Trainer.plan", "Cluster.status"),
+]
+
+
+def test_every_public_name_is_shown_here_or_gives_nothing_to_show(
+    made: dict[str, Any],
+) -> None:
+    assert set(SHOWN) == made.keys()
+    assert NO_OBJECTS.keys() < set(PUBLIC)
+    assert "_repr_html_" in dir(jg.LocalCluster)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_public_object_says_what_it_is(name: str, made: dict[str, Any]) -> None:
+    text = repr(made[name])
+    assert not re.search(r"0x[0-9a-f]{6}", text), "an address says nothing"
+    assert 3 < len(text) < 3000
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_public_object_is_html_in_a_notebook_and_runs_nothing(
+    name: str, made: dict[str, Any]
+) -> None:
+    page = Tags(made[name]._repr_html_())
+    assert page.open == [], "elements that nobody closed"
+    assert page.seen
+    assert "alert" not in page.scripts
+
+
+def test_closed_ones_show_that_they_are(made: dict[str, Any]) -> None:
+    server = jg.Server({"ps": ["localhost:0"]})
+    with jg.connect(server.target) as cluster:
+        session = cluster.session()
+    server.stop()
+    assert "closed" in cluster._repr_html_()
+    assert "closed" in session._repr_html_()
+    assert "ended" in server._repr_html_()
