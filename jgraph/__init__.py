@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jgraph.graph.mesh import mesh
     from jgraph.graph.taps import tap
     from jgraph.graph.variable import Variable, colocate_with
+    from jgraph.launch.ray_cluster import RayCluster
     from jgraph.plan.cost_model import CostModel
     from jgraph.plan.partitioner import (
         fixed_size_partitioner,
@@ -73,6 +74,7 @@ _HOMES = {
     "Local": "jgraph.train.local",
     "LocalCluster": "jgraph.cluster.local",
     "Pipeline": "jgraph.train.pipeline",
+    "RayCluster": "jgraph.launch.ray_cluster",
     "RoundRobin": "jgraph.plan.spread",
     "Server": "jgraph.cluster.server",
     "Session": "jgraph.cluster.session",
@@ -116,6 +118,7 @@ __all__ = [
     "Local",
     "LocalCluster",
     "Pipeline",
+    "RayCluster",
     "RoundRobin",
     "Server",
     "Session",

@@ -42,7 +42,10 @@ GROUPS: Final = {
         *("fixed_size_partitioner", "variable_axis_size_partitioner"),
         *("min_max_variable_partitioner", "GreedyLoadBalancing", "RoundRobin"),
     ],
-    "Clusters": ["LocalCluster", "connect", "Session", "ClusterSpec", "Server", "TLS"],
+    "Clusters": [
+        *("LocalCluster", "RayCluster", "connect"),
+        *("Session", "ClusterSpec", "Server", "TLS"),
+    ],
     "Looking": ["Graph", "check", "doctor", "DeviceSpec", "JGError"],
 }
 BESIDE: Final = {

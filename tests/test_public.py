@@ -26,6 +26,7 @@ PUBLIC = [
     "Local",
     "LocalCluster",
     "Pipeline",
+    "RayCluster",
     "RoundRobin",
     "Server",
     "Session",

@@ -1,4 +1,4 @@
-"""Starting servers on other machines: what Slurm and Kubernetes are told.
+"""Starting servers on other machines: over ssh, as actors of Ray, by Slurm, Kubernetes.
 
-Pure: text and plain objects from a few numbers; nothing here talks to either.
+What Slurm and Kubernetes are told is text and plain objects; nothing talks to either.
 """

@@ -1,0 +1,83 @@
+"""Clusters on Ray: a real one on this machine, in a process of its own."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jgraph.errors import ConfigError
+from jgraph.launch.ray_cluster import RayCluster
+
+HERE = Path(__file__).parent
+
+
+def test_without_ray_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jgraph\[ray\]'"):
+        RayCluster(ps=1, workers=1)
+
+
+@pytest.fixture
+def session() -> Iterator["subprocess.Popen[str]"]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray: pip install 'jgraph[ray]'")
+    directory = tempfile.mkdtemp(prefix="ray-")  # short: it has sockets
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "ray_session.py"), directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "TMPDIR": directory,
+            "PYTHONPATH": str(HERE.parents[1]),
+            "RAY_AUTH_MODE": "disabled",  # else a token goes into the user's home
+            "RAY_USAGE_STATS_ENABLED": "0",
+        },
+    ) as process:
+        yield process
+        process.kill()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+def test_a_cluster_on_ray_computes_is_made_again_and_ends_with_its_client(
+    session: "subprocess.Popen[str]",
+) -> None:
+    assert session.stdout is not None
+    found: dict[str, Any] = {}
+    while "pids" not in found:
+        if not (line := session.stdout.readline()):
+            pytest.fail(session.communicate()[1])
+        found |= json.loads(line)
+    assert "4 tasks ask for 4 CPU, Ray has 2" in found["shortage"]
+    assert found["shortage"].startswith("JG-134 ")
+    assert "resources names 'wroker'" in found["no_such_job"]
+
+    assert found["sum"] == found["again"] == pytest.approx(2.2847824)
+    assert found["target"].startswith("jgraphs://")
+    assert found["other"] == ["/job:ps/task:0"]
+    assert not found["same_process"]
+    address = found["log"].rpartition("listens on ")[2]
+    assert address.rpartition(":")[2].isdecimal()
+    assert found["free"] == 0, "a task that is back has its CPU again"
+    assert found["over"].startswith("JG-131 /job:ps/task:0 died. The end of its log:")
+    assert "more restarts" in found["over"]
+
+    actors = [psutil.Process(pid) for pid in found["pids"]]
+    session.kill()
+    _, alive = psutil.wait_procs(actors, timeout=30)
+    assert not alive
