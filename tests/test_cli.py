@@ -1,5 +1,6 @@
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,27 @@ def test_the_command_runs_as_a_module_in_a_process_of_its_own() -> None:
     )
     assert done.returncode == cli.OK, done.stdout + done.stderr
     assert json.loads(done.stdout)["ok"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("st", "status"), ("logs --fo", "--follow")],
+)
+def test_the_shell_completes_commands_and_options(typed: str, offered: str) -> None:
+    words = ["jgraph", *typed.split()]
+    done = subprocess.run(
+        [sys.executable, "-c", "from jgraph.cli import app; app(prog_name='jgraph')"],
+        env={
+            **os.environ,
+            "_JGRAPH_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(words),
+            "COMP_CWORD": str(len(words) - 1),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert offered in done.stdout.split(), done.stderr

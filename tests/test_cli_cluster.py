@@ -72,6 +72,9 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
     assert any("listens on" in line for line in told["lines"])
     other = jgraph("logs", "/job:ps/task:7")
     assert (other.returncode, other.stderr[:6]) == (1, "JG-221")
+    follow = jgraph.start("logs", "/job:ps/task:0", "-f", "--tail", "1")
+    assert follow.stdout is not None
+    assert "/job:ps/task:0 listens on" in follow.stdout.readline()
     top = jgraph.start("top", "--every", "0.2", "--json")
     assert top.stdout is not None
     looks = [json.loads(top.stdout.readline()) for _ in range(2)]
@@ -88,6 +91,13 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
         assert now["/job:ps/task:0"] != facts["pids"]["/job:ps/task:0"]
         assert now["/job:worker/task:0"] == facts["pids"]["/job:worker/task:0"]
 
+    while "/job:ps/task:0 listens on" not in follow.stdout.readline():
+        continue  # its new process writes to the same log
+    follow.send_signal(signal.SIGINT)
+    follow.communicate(timeout=20)
+    assert follow.returncode == 0
+    drained = json.loads(jgraph("drain", "/job:ps/task:0", "--json").stdout)
+    assert drained["ended"]
     ended = jgraph("down")
     assert ended.returncode == 0
     assert "0 processes left" in ended.stdout

@@ -1,6 +1,7 @@
 """What holds for all commands: --json, --timeout, exit codes, sentences of errors."""
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,9 @@ import typer
 
 from jgraph import cli
 from jgraph.cli.top import Sight
-from jgraph.cluster.client import status_of
 from jgraph.cluster.server import Server
 from jgraph.cluster.status import ClusterStatus
+from jgraph.cluster.visit import status_of
 from tests.test_cli import run
 
 
@@ -27,9 +28,14 @@ def walk(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS = dict(walk(typer.main.get_command(cli.app)))
-WAITS = ("doctor", "up", "down", "status", "top")
+WAITS = ("doctor", "up", "down", "status", "top", "logs", "drain")
 """Those that wait for tasks; others read files, train, or serve until they are told."""
-ASKS = (("status",), ("top", "--once"), ("doctor", "--links"))
+TASK = "/job:worker/task:0"
+ASKS = (
+    *(("status",), ("top", "--once"), ("doctor", "--links")),
+    *(("logs", TASK), ("drain", TASK)),
+)
+"""Those that ask a cluster; the address comes after what is given here."""
 
 
 def test_the_commands_that_wait_are_those_with_a_timeout() -> None:
@@ -65,12 +71,16 @@ def test_an_option_that_a_command_does_not_have_exits_two(
     assert run(capsys, *name.split(), "--no-such-option")[0] == cli.USAGE
 
 
+def asked(command: tuple[str, ...], target: str) -> list[str]:
+    words = [word for word in command if not word.startswith("--")]
+    return [*words, target, *command[len(words) :]]
+
+
 @pytest.mark.parametrize("command", ASKS)
 def test_where_nothing_listens_a_command_exits_three(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name, *options = command
-    code, out, err = run(capsys, name, "jgraph://localhost:1", *options, "--json")
+    code, out, err = run(capsys, *asked(command, "jgraph://localhost:1"), "--json")
     assert (code, out) == (cli.UNREACHABLE, "")
     assert err.startswith("JG-101 ")
     assert len(err.splitlines()) == 1
@@ -92,10 +102,8 @@ def test_with_another_token_a_command_exits_four(
 ) -> None:
     other = tmp_path / "token"
     assert run(capsys, "token", "new", str(other), "--json")[0] == cli.OK
-    name, *options = command
-    code, out, err = run(
-        capsys, name, server.target, *options, "--token-file", str(other)
-    )
+    typed = asked(command, server.target)
+    code, out, err = run(capsys, *typed, "--token-file", str(other))
     assert (code, out) == (cli.FORBIDDEN, "")
     assert err.startswith("JG-114 ")
 
@@ -164,3 +172,25 @@ def test_status_explains_what_is_under_way(
         cli.OK,
         "No step is under way, and all tasks answer.\n",
     )
+
+
+def test_logs_come_over_the_network_where_a_task_is_elsewhere(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.getLogger("jgraph.test").warning("a %s line", "telling")
+    code, out, _ = run(capsys, "logs", TASK, server.target, "--tail", "1")
+    assert code == cli.OK
+    assert out.endswith("WARNING jgraph.test: a telling line\n")
+    code, out, err = run(capsys, "logs", "/job:ps/task:3", server.target)
+    assert (code, out, err[:6]) == (cli.FAILURE, "", "JG-221")
+
+
+def test_a_drained_task_ends_and_the_command_waits_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = Server({"worker": ["localhost:0"]})
+    code, out, _ = run(capsys, "drain", TASK, server.target, "--json")
+    assert code == cli.OK
+    assert json.loads(out)["ended"] is True
+    assert server.join(20)
+    assert run(capsys, "drain", TASK, server.target)[0] == cli.UNREACHABLE

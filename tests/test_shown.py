@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
+from jgraph.cluster.client import Cluster
 from jgraph.errors import FeedError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.cost_model import CostModel, Link, TaskSpeed
@@ -139,6 +140,7 @@ NO_OBJECTS = {
     "tap": "what it is given",
     "towers": "a function",
     "LocalCluster": "as what connect returns: it has processes beside",
+    "RayCluster": "as what connect returns: it has actors beside",
 }
 """Public names that give nothing of ours to look at, and what they give."""
 SHOWN = [
@@ -153,7 +155,8 @@ def test_every_public_name_is_shown_here_or_gives_nothing_to_show(
 ) -> None:
     assert set(SHOWN) == made.keys()
     assert NO_OBJECTS.keys() < set(PUBLIC)
-    assert "_repr_html_" in dir(jg.LocalCluster)
+    for cluster in (jg.LocalCluster, jg.RayCluster):
+        assert issubclass(cluster, Cluster)
 
 
 @pytest.mark.parametrize("name", SHOWN)

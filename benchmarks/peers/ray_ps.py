@@ -9,6 +9,7 @@ arrays go through Ray's shared memory and not through the driver. PyTorch comput
 
 import argparse
 import itertools
+import logging
 import os
 import secrets
 import time
@@ -124,7 +125,7 @@ class Cluster:
             num_cpus=1 + a.workers,
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
         )
         server: Any = ray.remote(ParameterServer)
         worker: Any = ray.remote(Worker)

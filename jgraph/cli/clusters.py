@@ -137,7 +137,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show every task of a cluster, and those that do not answer."""
-    from jgraph.cluster.client import status_of
+    from jgraph.cluster.visit import status_of
 
     state = status_of(
         target_of(target, name), timeout_s=timeout, tls=tls_dir, token_file=token_file
@@ -146,21 +146,6 @@ def status(
     say(state.to_dict(), text, as_json=as_json)
     if state.missing:
         raise typer.Exit(FAILURE)
-
-
-def logs(
-    task: Annotated[str, typer.Argument(help="Such as /job:ps/task:0.")],
-    name: Name = "default",
-    tail: Annotated[int, typer.Option(min=1, help="How many of the last lines.")] = 20,
-    as_json: Json = False,
-) -> None:
-    """Show the end of the log of a task of this machine."""
-    from jgraph.cluster.keeper import log_of
-
-    path = log_of(name, task)
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-tail:]
-    facts = {"task": task, "path": str(path), "lines": lines}
-    say(facts, "\n".join(lines), as_json=as_json)
 
 
 def top(
@@ -182,7 +167,7 @@ def top(
     With --json a line for each look.
     """
     from jgraph.cli.top import watch
-    from jgraph.cluster.client import status_of
+    from jgraph.cluster.visit import status_of
 
     where = target_of(target, name)
 

@@ -3,6 +3,9 @@
 CONTROL_S = 5.0
 """For calls that only look or set a flag."""
 
+DRAIN_S = 30.0
+"""What runs on a task has so long when that is told to end."""
+
 COMPILE_S = 300.0
 """For registering a program: XLA may compile for minutes."""
 

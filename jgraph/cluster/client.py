@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 import jax
 
 from jgraph.cluster import loop
-from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.calls import CONTROL_S, DRAIN_S
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.status import ClusterStatus
 from jgraph.cluster.transport_choice import (
@@ -22,14 +22,13 @@ from jgraph.cluster.transport_choice import (
     target_of,
     token_file_in,
 )
-from jgraph.cluster.waiting import connect_request, wait_for_tasks
+from jgraph.cluster.waiting import check_versions, connect_request, wait_for_tasks
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
     JGError,
     TaskLostError,
     UnknownMethodError,
-    VersionError,
 )
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
@@ -124,6 +123,38 @@ class Cluster:
         """Asks every task how it is; names those that do not answer."""
         reply = self.call("Master.Status", frame(empty=pb.Empty()), timeout_s=15.0)
         return ClusterStatus.from_message(body_of(reply))
+
+    @short_traceback
+    def logs(self, task: str, tail: int = 20) -> str:
+        """Returns the last lines of a task's log; the task tells them.
+
+        Raises:
+          UnknownDeviceError: the cluster has no such task.
+          TaskLostError, ClusterUnreachableError: it does not answer.
+        """
+        address = self.spec.address(TaskName(task))
+        query = frame(log_query=pb.LogQuery(limit=tail))
+        reply = self.call("TaskLog", query, to=address)
+        return "\n".join(body_of(reply).lines)
+
+    @short_traceback
+    def drain(self, task: str, grace_s: float = DRAIN_S) -> None:
+        """Tells a task to end as SIGTERM does, and returns once it was told.
+
+        It takes no new work and hands over what it has: a worker's steps in flight end
+        and are told of, and its batches go to the others. What a ps holds is gone with
+        it.
+
+        Args:
+          task: its name.
+          grace_s: what runs has so long.
+
+        Raises:
+          UnknownDeviceError: the cluster has no such task.
+          TaskLostError, ClusterUnreachableError: it does not answer.
+        """
+        address = self.spec.address(TaskName(task))
+        self.call("Shutdown", frame(shutdown=pb.Shutdown(grace_s=grace_s)), to=address)
 
     def explain(self) -> str:
         """Says which steps are under way, since when, and who waits for whom."""
@@ -310,39 +341,6 @@ async def open_cluster(
     return transport, status
 
 
-def status_of(
-    target: str,
-    *,
-    timeout_s: float = 10.0,
-    tls: TLSFiles | None = None,
-    token_file: str | os.PathLike[str] | None = None,
-) -> ClusterStatus:
-    """Asks a cluster how its tasks are, without waiting for those that are missing.
-
-    Raises:
-      ClusterUnreachableError: nothing of ours listens there.
-    """
-    files = as_tls(tls, None)
-    address = address_of(target, files)
-    token = find_token(token_file or token_file_in(target), certificates_of(files))
-
-    async def ask() -> ClusterStatus:
-        transport = GrpcTransport(None, tls=files, token=token)
-        await transport.start(NoHandler())
-        try:
-            reply = await transport.ask(
-                address,
-                "Master.Status",
-                frame(empty=pb.Empty()),
-                timeout_s=timeout_s,
-            )
-        finally:
-            await transport.close()
-        return ClusterStatus.from_message(body_of(reply))
-
-    return loop.run(ask())
-
-
 @final
 class NoHandler:
     """The handler of a client, which nobody calls or posts to."""
@@ -356,26 +354,6 @@ class NoHandler:
     def handle_call(self, method: str, request: Frame) -> AsyncIterator[Frame]:
         """Refuses."""
         raise UnknownMethodError(f"a client has no method '{method}'")
-
-
-def check_versions(status: pb.ClusterStatus, own_jax: str) -> None:
-    """Refuses tasks whose JAX is older than the client's: they may not read our code.
-
-    Raises:
-      VersionError: names every such task.
-    """
-
-    def minor(version: str) -> tuple[int, ...]:
-        return tuple(int(p) for p in version.split(".")[:2] if p.isdecimal())
-
-    older = [t for t in status.tasks if minor(t.jax) < minor(own_jax)]
-    if older:
-        who = ", ".join(f"{t.task} runs jax {t.jax}" for t in older)
-        raise VersionError(
-            f"{who}, and this client jax {own_jax}; a task must run the client's JAX "
-            f"or a newer one. Upgrade there: pip install 'jax=={own_jax}'",
-            tasks=[t.task for t in older],
-        )
 
 
 def unique(prefix: str) -> str:

@@ -23,6 +23,7 @@ REQUESTS: Final[Mapping[str, str]] = {
     "Reset": "reset",
     "PutData": "put_data",
     "OpenSource": "open_source",
+    "TaskLog": "log_query",
     "Shutdown": "shutdown",
     "Master.Connect": "connect",
     "Master.Status": "empty",

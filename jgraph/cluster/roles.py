@@ -29,6 +29,7 @@ ROLES: Final[Roles] = {
     "RunStep": _CLIENT,
     "PutData": _CLIENT,
     "OpenSource": _CLIENT,
+    "TaskLog": _CLIENT,
     "Shutdown": _CLIENT,
     # What a client asks of its master.
     "Master.Connect": _CLIENT,

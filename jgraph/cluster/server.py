@@ -12,6 +12,7 @@ import jax
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.here import add_service, remove_service
+from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.master import Master
 from jgraph.cluster.roles import ROLES
 from jgraph.cluster.spec import ClusterSpec
@@ -102,6 +103,7 @@ class TaskServer:
           PortInUseError: the address is taken.
           StartError: JAX cannot open its devices.
         """
+        kept_log()
         _open_devices(self.task)
         self.address = await self._transport.start(self.service)
         self.service.address = self.address

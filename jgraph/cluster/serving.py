@@ -6,19 +6,18 @@ import threading
 from collections.abc import Callable
 from typing import TextIO
 
+from jgraph.cluster.calls import DRAIN_S
+from jgraph.cluster.kept_log import FORMAT
 from jgraph.cluster.server import Server
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import ClusterSpecError
 
 _LOG = logging.getLogger("jgraph.server")
-DRAIN_S = 30.0
 
 
 def configure_logging(level: int = logging.INFO) -> None:
     """Logs to standard error, a line an event."""
-    logging.basicConfig(
-        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=level, format=FORMAT)
     # JAX tells at INFO of every accelerator that a host does not have.
     logging.getLogger("jax").setLevel(max(level, logging.WARNING))
 

@@ -17,6 +17,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
+from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.requests import check_request
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.table_calls import load_table, read_table, table_statuses
@@ -95,6 +96,7 @@ class TaskService:
             "ReadTable": self._read_table,
             "LoadTable": self._load_table,
             "Reset": self._reset,
+            "TaskLog": self._task_log,
             "Shutdown": self._shut_down,
         }
 
@@ -331,6 +333,11 @@ class TaskService:
         if not containers:
             self.loops.forget_data()
         yield frame(empty=pb.Empty())
+
+    async def _task_log(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        last, lines = kept_log().after(body.after, body.limit)
+        yield frame(log_lines=pb.LogLines(last=last, lines=lines))
 
     async def _shut_down(self, request: Frame) -> AsyncIterator[Frame]:
         yield frame(empty=pb.Empty())

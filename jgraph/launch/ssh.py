@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Final, Self, final
 
 from jgraph.clock import Clock, SystemClock
-from jgraph.cluster.client import status_of
+from jgraph.cluster.visit import status_of
 from jgraph.errors import ClusterUnreachableError, StartError, TaskMissingError
 from jgraph.launch.hosts import (
     Host,

@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 
 from jgraph.cluster import loop
-from jgraph.cluster.client import connect, status_of
+from jgraph.cluster.client import connect
 from jgraph.cluster.requests import REQUESTS
 from jgraph.cluster.roles import ROLES
 from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.visit import status_of
 from jgraph.errors import (
     CheckpointPathError,
     JGError,

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.client import check_versions, connect
+from jgraph.cluster.client import connect
 from jgraph.cluster.server import Server
 from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.waiting import check_versions
 from jgraph.errors import (
     AddressError,
     CallbackError,

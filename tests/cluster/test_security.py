@@ -10,11 +10,12 @@ import pytest
 
 from jgraph.cli import exit_code, main
 from jgraph.cluster import loop
-from jgraph.cluster.client import NoHandler, connect, status_of
+from jgraph.cluster.client import NoHandler, connect
 from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.roles import ROLES
 from jgraph.cluster.server import Server
 from jgraph.cluster.transport_choice import is_loopback, token_file_in
+from jgraph.cluster.visit import status_of
 from jgraph.errors import InsecureError, NotAllowedError, TokenError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb

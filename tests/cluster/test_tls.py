@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jgraph.cli import exit_code, main
-from jgraph.cluster.client import connect, status_of
+from jgraph.cluster.client import connect
 from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.server import Server
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import address_of, as_tls, tls_directory_in
+from jgraph.cluster.visit import status_of
 from jgraph.errors import (
     CertificateError,
     ClusterSpecError,

@@ -166,6 +166,8 @@ class Frame(_message.Message):
     DATA_POSITION_FIELD_NUMBER: _builtins.int
     OPEN_SOURCE_FIELD_NUMBER: _builtins.int
     SOURCE_INFO_FIELD_NUMBER: _builtins.int
+    LOG_QUERY_FIELD_NUMBER: _builtins.int
+    LOG_LINES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
@@ -254,6 +256,10 @@ class Frame(_message.Message):
     def open_source(self) -> Global___OpenSource: ...
     @_builtins.property
     def source_info(self) -> Global___SourceInfo: ...
+    @_builtins.property
+    def log_query(self) -> Global___LogQuery: ...
+    @_builtins.property
+    def log_lines(self) -> Global___LogLines: ...
     def __init__(
         self,
         *,
@@ -299,12 +305,14 @@ class Frame(_message.Message):
         data_position: Global___DataPosition | None = ...,
         open_source: Global___OpenSource | None = ...,
         source_info: Global___SourceInfo | None = ...,
+        log_query: Global___LogQuery | None = ...,
+        log_lines: Global___LogLines | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "step_trace", "abandon", "goodbye", "ack", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "step_trace", "abandon", "goodbye", "ack", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1728,6 +1736,56 @@ class Shutdown(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
+
+@_typing.final
+class LogQuery(_message.Message):
+    """"TaskLog": the newest lines of the log of the task's process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """lines up to this number are known; 0: none"""
+    limit: _builtins.int
+    """how many of the newest to send"""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogQuery: _TypeAlias = LogQuery  # noqa: Y015
+
+@_typing.final
+class LogLines(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    last: _builtins.int
+    """number of the newest line, counted since the process started"""
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        last: _builtins.int = ...,
+        lines: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "lines", b"lines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLines: _TypeAlias = LogLines  # noqa: Y015
 
 @_typing.final
 class ConnectRequest(_message.Message):

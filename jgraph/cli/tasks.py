@@ -1,0 +1,135 @@
+"""Single tasks: their logs, and their end."""
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jgraph.cli.options import (
+    FAILURE,
+    Certificates,
+    Json,
+    Name,
+    Target,
+    Timeout,
+    TokenFile,
+    say,
+    target_of,
+)
+
+if TYPE_CHECKING:
+    from jgraph.cluster.visit import Visit
+
+_LOOK_EVERY_S = 0.2
+
+Task = Annotated[str, typer.Argument(help="Such as /job:ps/task:0.")]
+
+
+def logs(
+    task: Task,
+    target: Target = None,
+    name: Name = "default",
+    tail: Annotated[int, typer.Option(min=1, help="How many of the last lines.")] = 20,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C."),
+    ] = False,
+    timeout: Timeout = 10,
+    tls_dir: Certificates = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show the end of the log of a task; with an address, of one on another machine.
+
+    With --follow and --json a line of JSON for each line.
+    """
+    if target is not None:
+        from jgraph.cluster.visit import visiting
+
+        files = {"tls": tls_dir, "token_file": token_file}
+        with visiting(target, timeout_s=timeout, **files) as visit:
+            _show(task, target, _told(visit, task, tail, follow), follow, as_json)
+        return
+    from jgraph.cluster.keeper import log_of
+
+    path = log_of(name, task)
+    _show(task, str(path), _written(path, tail, follow), follow, as_json)
+
+
+def _told(visit: "Visit", task: str, tail: int, follow: bool) -> Iterator[str]:
+    log, stop = visit.logs(task, tail), threading.Event()
+    if not follow:
+        stop.set()
+    return (line for _, line in log.follow(_LOOK_EVERY_S, stop))
+
+
+def _written(path: Path, tail: int, follow: bool) -> Iterator[str]:
+    """Yields the last lines of a file, and those that are written from then on."""
+    pause = threading.Event()
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from (line.rstrip("\n") for line in file.readlines()[-tail:])
+        begun = ""
+        while follow:
+            *whole, begun = (begun + file.read()).split("\n")
+            yield from whole
+            pause.wait(_LOOK_EVERY_S)
+
+
+def _show(
+    task: str, where: str, lines: Iterable[str], follow: bool, as_json: bool
+) -> None:
+    if not follow:
+        found = list(lines)
+        facts = {"task": task, "path": where, "lines": found}
+        say(facts, "\n".join(found), as_json=as_json)
+        return
+    try:
+        for line in lines:
+            typer.echo(json.dumps({"task": task, "line": line}) if as_json else line)
+    except KeyboardInterrupt:
+        pass  # that is how one ends it
+
+
+def drain(
+    task: Task,
+    target: Target = None,
+    name: Name = "default",
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that what runs there may take.")
+    ] = 30,
+    timeout: Timeout = 60,
+    tls_dir: Certificates = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """End one task as SIGTERM does, and wait until it is gone.
+
+    It takes no new work; a worker's batches go to the others. What a ps holds is gone
+    with it: a run goes back to its newest checkpoint when it is started again.
+    """
+    from jgraph.clock import SystemClock
+    from jgraph.cluster.visit import visiting
+
+    where, clock, pause = target_of(target, name), SystemClock(), threading.Event()
+    files = {"tls": tls_dir, "token_file": token_file}
+    with visiting(where, timeout_s=min(10.0, timeout), **files) as visit:
+        began = clock.now()
+        gone = visit.drain(task, grace)
+        while not gone() and clock.now() - began < timeout:
+            pause.wait(_LOOK_EVERY_S)
+        seconds, ended = round(clock.now() - began, 3), gone()
+    facts = {"task": task, "ended": ended, "seconds": seconds}
+    text = (
+        f"{task} ended after {seconds:.1f} s"
+        if ended
+        else (
+            f"{task} takes no new work, and what runs there has not ended after "
+            f"{timeout:g} s; `jgraph status --explain` says what it waits for"
+        )
+    )
+    say(facts, text, as_json=as_json)
+    if not ended:
+        raise typer.Exit(FAILURE)

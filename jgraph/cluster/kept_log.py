@@ -1,0 +1,63 @@
+"""The newest lines of this process's log, kept for those who ask from elsewhere."""
+
+import functools
+import logging
+from collections import deque
+from itertools import islice
+from typing import Final, final
+
+FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""How tasks write their logs."""
+
+_LINES: Final = 1000
+_LETTERS: Final = 2000
+
+
+@final
+class KeptLog(logging.Handler):
+    """Keeps the newest lines, and numbers them from 1 on.
+
+    Example:
+      >>> kept = KeptLog()
+      >>> for text in ("one", "two", "three"):
+      ...     kept.handle(logging.makeLogRecord({"msg": text, "levelname": "INFO"}))
+      True
+      True
+      True
+      >>> [line.split(": ")[1] for line in kept.after(1, limit=10)[1]]
+      ['two', 'three']
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(FORMAT))
+        self._count = 0
+        self._lines: deque[str] = deque(maxlen=_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a record; ``handle`` holds the lock."""
+        self._lines.append(self.format(record)[:_LETTERS])
+        self._count += 1
+
+    def after(self, number: int, limit: int) -> tuple[int, list[str]]:
+        """Returns the number of the newest line, and lines after ``number``.
+
+        Args:
+          number: of the last line that is known. One that is not there yet is of
+            another process: then all lines are news.
+          limit: how many of the newest.
+        """
+        assert self.lock is not None  # logging makes it
+        with self.lock:
+            new = self._count - (number if number <= self._count else 0)
+            wanted = min(new, limit, len(self._lines))
+            first = len(self._lines) - wanted
+            return self._count, list(islice(self._lines, first, None))
+
+
+@functools.cache
+def kept_log() -> KeptLog:
+    """Returns the log of this process, kept from the first call on."""
+    kept = KeptLog()
+    logging.getLogger().addHandler(kept)
+    return kept
