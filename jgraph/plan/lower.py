@@ -20,7 +20,7 @@ from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
 from jgraph.errors import NotExportableError
 from jgraph.graph.mesh import mesh_of
 from jgraph.graph.sizes import symbols_of
-from jgraph.plan import by_count, on_mesh
+from jgraph.plan import by_count, on_mesh, ref_rows
 from jgraph.plan.flow import Flow, Op
 from jgraph.plan.program import SegmentCode
 from jgraph.plan.row_access import RowAccess, RowValues, row_accesses
@@ -272,7 +272,7 @@ def _code(flow: Flow, segment: Segment) -> _Code:
         if counts:
             results = by_count.run(jaxpr, counts, flat)
         else:
-            results = jax.core.eval_jaxpr(jaxpr, (), *flat)
+            results = ref_rows.run(jaxpr, flat)
         stored = iter(results[:num_direct])
         new = [
             jax.freeze(made[v]) if v in made else next(stored) for v in segment.updates
