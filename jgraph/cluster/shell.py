@@ -66,22 +66,26 @@ class TaskShell:
         a busy machine handing over takes longer, as threads wait for a core.
         """
         if runs_at_once(cost, self._hand_over, self._cores):
-            done(self._perform(work, cost))
+            result, seconds, _ = self._perform(work, cost)
+            cost.learn(seconds)
+            done(result)
         else:
             self._pool.submit(self._perform_there, work, done, cost, self._clock.now())
 
-    def _perform(self, work: Callable[[], T], cost: Cost) -> T | BaseException:
+    def _perform(
+        self, work: Callable[[], T], cost: Cost
+    ) -> tuple[T | BaseException, float, float]:
+        """Returns what came of it, the seconds it took, and those on a core."""
         result: T | BaseException
         began, used = self._clock.now(), time.thread_time()
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001  # becomes the step's outcome
             result = error
-        cost.learn(self._clock.now() - began)
-        used = time.thread_time() - used
+        seconds, used = self._clock.now() - began, time.thread_time() - used
         with self._counting:
             self._busy[cost.kind] += used
-        return result
+        return result, seconds, used
 
     def _perform_there(
         self,
@@ -91,10 +95,11 @@ class TaskShell:
         asked: float,
     ) -> None:
         came = self._clock.now() - asked
-        result = self._perform(work, cost)
+        result, seconds, used = self._perform(work, cost)
         ended = self._clock.now()
 
         def back() -> None:
+            cost.learn_in_thread(seconds, used)
             self._hand_over.learn(came + self._clock.now() - ended)
             done(result)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 _LONG_S: Final = 0.02
+_SHRINKS: Final = 0.98
 ALWAYS_AT_ONCE_S: Final = 150e-6
 """Work known to take less never goes to a thread."""
 _NEVER_AT_ONCE_S: Final = 500e-6
@@ -33,17 +34,32 @@ class Cost:
     kind: str = "other"
 
     def learn(self, seconds: float) -> None:
-        """Takes a new measurement: slower counts soon, faster by and by.
+        """Takes the time of a run; most runs count, not single ones.
 
-        One slow run among fast ones is the machine's doing, not the work's: it counts
-        a quarter more than before. What took long by any measure counts at once.
+        A slow run among fast ones is the machine's doing, not the work's: it counts a
+        quarter more than before, and a fast one takes that back. What took long by any
+        measure counts at once.
         """
         if self.seconds is None or seconds > _LONG_S:
             self.seconds = seconds
-        elif seconds > self.seconds:
-            self.seconds = min(seconds, 1.25 * self.seconds)
         else:
-            self.seconds += (seconds - self.seconds) / 8
+            least, most = self.seconds / 1.25, self.seconds * 1.25
+            self.seconds = min(max(seconds, least), most)
+
+    def learn_in_thread(self, seconds: float, used: float) -> None:
+        """Takes the time of a run in a thread, which also waited for other threads.
+
+        Short work that was once taken for long would stay so on a busy machine: its
+        time shrinks by and by towards what it used, until it is tried without.
+
+        Args:
+          seconds: from its beginning to its end.
+          used: of them on a core, by this thread.
+        """
+        if self.seconds is None or seconds > _LONG_S:
+            self.seconds = seconds
+        else:
+            self.seconds = max(used, min(seconds, self.seconds * _SHRINKS))
 
 
 def runs_at_once(work: Cost, hand_over: Cost, cores: int = FEW_CORES + 1) -> bool:

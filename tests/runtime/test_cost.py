@@ -26,6 +26,31 @@ def test_work_that_has_become_slow_is_known_as_such_within_a_few_runs() -> None:
     assert cost.seconds > 200e-6
 
 
+def test_short_work_stays_so_where_less_than_half_of_its_runs_are_held_up() -> None:
+    cost = Cost(200e-6)
+    for _ in range(50):
+        for seconds in (200e-6, 5e-3, 200e-6, 5e-3, 200e-6):
+            cost.learn(seconds)
+    assert cost.seconds == pytest.approx(200e-6, rel=0.6)
+
+
+def test_short_work_that_waits_in_threads_is_tried_without_one_again() -> None:
+    cost, runs = Cost(5e-3), 0
+    while not runs_at_once(cost, Cost(1e-4), cores=2):
+        cost.learn_in_thread(5e-3, used=100e-6)  # 4.9 ms of it for a core
+        runs += 1
+    assert 50 < runs < 200
+
+
+def test_work_that_uses_its_time_or_takes_long_stays_in_threads() -> None:
+    cost, slow = Cost(5e-3), Cost(1.0)
+    for _ in range(1000):
+        cost.learn_in_thread(5e-3, used=4e-3)
+        slow.learn_in_thread(1.0, used=0.0)  # XLA's own threads compute
+    assert cost.seconds == pytest.approx(4e-3)
+    assert slow.seconds == 1.0
+
+
 def test_what_takes_long_counts_at_once() -> None:
     cost = Cost(100e-6)
     cost.learn(0.5)
