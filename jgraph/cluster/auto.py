@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
 from jgraph.cluster.measuring import MEASURE_S, measure
+from jgraph.cluster.patience import saying
 from jgraph.errors import ConfigError, UnknownDeviceError
 from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
@@ -156,7 +157,8 @@ def auto(
     limits = _limits(cluster, memory_limit, chosen)
     if cost_model is None:
         if cluster not in _measured:
-            _measured[cluster] = measure(cluster, timeout_s=timeout_s)
+            with saying("measuring the tasks and the links between them"):
+                _measured[cluster] = measure(cluster, timeout_s=timeout_s)
         cost_model = _measured[cluster]
     elif not isinstance(cost_model, CostModel):
         raise ConfigError(

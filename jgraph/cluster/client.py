@@ -12,6 +12,7 @@ import jax
 
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S, DRAIN_S
+from jgraph.cluster.patience import saying
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.status import ClusterStatus
 from jgraph.cluster.transport_choice import (
@@ -314,7 +315,8 @@ def connect(
     address = address_of(target, files)
     named = token_file or token_file_in(target)
     token = find_token(named, certificates_of(files))
-    transport, reply = loop.run(open_cluster(address, timeout_s, token, files))
+    with saying(f"connecting to {address} and all its tasks"):
+        transport, reply = loop.run(open_cluster(address, timeout_s, token, files))
     kept = token.path if named else None
     return ConnectedCluster(address, transport, reply, files, kept)
 

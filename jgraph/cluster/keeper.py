@@ -20,6 +20,7 @@ from typing import Any, final
 import psutil
 
 from jgraph.clock import SystemClock
+from jgraph.cluster.patience import saying
 from jgraph.cluster.processes import TaskProcesses, check_counts, hand_over_stdout
 from jgraph.cluster.restarting import check_restarts
 from jgraph.errors import (
@@ -113,7 +114,8 @@ def up(
     assert keeper.stdout is not None  # a pipe
     timer = threading.Timer(timeout_s, keeper.kill)
     timer.start()
-    told = keeper.stdout.readline()
+    with saying(f"starting {ps + workers} tasks"):
+        told = keeper.stdout.readline()
     timer.cancel()
     keeper.stdout.close()
     kept = find(name) if told else None
@@ -149,7 +151,8 @@ def down(name: str, timeout_s: float = _END_S) -> KeptCluster:
             processes.append(psutil.Process(pid))
     with suppress(ProcessLookupError):
         os.kill(kept.keeper, signal.SIGTERM)
-    left = _wait_ended(processes, timeout_s)
+    with saying(f"ending {len(kept.pids)} tasks"):
+        left = _wait_ended(processes, timeout_s)
     for process in left:
         process.kill()
     left = _wait_ended(left, 5.0)

@@ -11,6 +11,7 @@ from typing import final
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.client import Cluster, open_cluster
+from jgraph.cluster.patience import saying
 from jgraph.cluster.processes import (
     START_S,
     TaskProcesses,
@@ -99,13 +100,14 @@ class LocalCluster(Cluster):
                 make_certificates(self._certificates, tasks_of(counts))
             token = Token.make(Path(self._secrets) / NAME)
             environment = {**(env or {}), TOKEN_FILE: str(token.path)}
-            self._processes = TaskProcesses(
-                *(counts, self._directory, environment, transport, timeout_s),
-                tls_directory=self._certificates,
-                allow_sources=allow_sources,
-                restarts=restarts,
-                clock=clock,
-            )
+            with saying(f"starting {sum(counts.values())} tasks"):
+                self._processes = TaskProcesses(
+                    *(counts, self._directory, environment, transport, timeout_s),
+                    tls_directory=self._certificates,
+                    allow_sources=allow_sources,
+                    restarts=restarts,
+                    clock=clock,
+                )
         except BaseException:
             self._forget_files()
             raise

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from jgraph.cluster.patience import QUIET_S, saying
+
 T = TypeVar("T")
 
 _lock = threading.Lock()
@@ -44,7 +46,13 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """
     future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
     try:
-        return future.result()
+        try:
+            return future.result(QUIET_S)
+        except TimeoutError:  # of this wait, or the coroutine's own
+            if future.done():
+                return future.result()
+        with saying("waiting for the cluster"):
+            return future.result()
     except BaseException:
         if not future.done():
             future.cancel()

@@ -10,6 +10,7 @@ import jax
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.feeding import as_result, leaf_arrays
+from jgraph.cluster.patience import saying
 from jgraph.cluster.programs import STEP_S, Programs
 from jgraph.cluster.values import VariableValues
 from jgraph.cluster.variables import VariableDirectory
@@ -222,11 +223,12 @@ class Steps:
         key = function, tree, kinds, asked, current_device(), x64
         step = self._prepared.get(key)
         if step is None:
-            graph, variables = self._traced(function, args, kwargs)
-            again = function, id(graph), asked
-            if again not in self._by_graph:
-                chosen = _chosen(graph, fetches, asked[1], names)
-                self._by_graph[again] = self._register(chosen, variables, tree)
+            with saying(f"tracing, placing and compiling '{function.name}'"):
+                graph, variables = self._traced(function, args, kwargs)
+                again = function, id(graph), asked
+                if again not in self._by_graph:
+                    chosen = _chosen(graph, fetches, asked[1], names)
+                    self._by_graph[again] = self._register(chosen, variables, tree)
             step = self._prepared[key] = self._by_graph[again]
         return step, leaves
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import TypeAlias, TypeVar, final
 
 from jgraph.errors import JGError
 
@@ -21,6 +21,8 @@ class Evaluation:
     step: int
     values: Mapping[str, float]
 
+
+T = TypeVar("T")
 
 Here: TypeAlias = Callable[[], Mapping[str, float]]
 SideCar: TypeAlias = Callable[[], Evaluation]
@@ -62,7 +64,7 @@ class Evaluations:
         if self._side_car is None:
             self._evaluate_here(step)
         elif self._under_way is None:
-            self._under_way = _in_thread(self._side_car)
+            self._under_way = in_thread(self._side_car, "jgraph-evaluate")
         else:
             self._again = True
 
@@ -119,8 +121,9 @@ class Evaluations:
             self._over.append(Evaluation(step, self._here()))
 
 
-def _in_thread(fn: SideCar) -> Future[Evaluation]:
-    future: Future[Evaluation] = Future()
+def in_thread(fn: Callable[[], T], name: str) -> Future[T]:
+    """Calls a function in a thread that does not keep the process from ending."""
+    future: Future[T] = Future()
 
     def work() -> None:
         try:
@@ -129,7 +132,5 @@ def _in_thread(fn: SideCar) -> Future[Evaluation]:
             future.set_exception(error)
 
     context = contextvars.copy_context()
-    threading.Thread(
-        target=context.run, args=(work,), name="jgraph-evaluate", daemon=True
-    ).start()
+    threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
     return future

@@ -14,11 +14,12 @@ from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.train.attempt import Attempt
 from jgraph.train.history import History
 from jgraph.train.large import KEPT_BYTES
-from jgraph.train.progress import Display, Report, make_display
+from jgraph.train.progress import Display, Report
 from jgraph.train.recover import Recover
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Position
 from jgraph.train.saving import Saving
+from jgraph.train.standing import Standings
 from jgraph.train.watch import Watch, check_finite, check_ids
 
 
@@ -34,7 +35,8 @@ class Fit:
       saving: saves checkpoints; None: never.
       recover: makes the next attempt after tasks were lost; None: that ends the run.
       callbacks: called with each report.
-      progress: show a live line.
+      display: shows reports; entered, and left by whoever made it.
+      workers: names of the replicas; empty if nobody looks at them.
       clock: measures rates.
     """
 
@@ -44,7 +46,8 @@ class Fit:
     saving: Saving | None
     recover: Recover | None
     callbacks: Sequence[Callback]
-    progress: bool
+    display: Display
+    workers: Sequence[str]
     clock: Clock
 
     def start(self, release: Callable[[], None]) -> None:
@@ -103,6 +106,7 @@ class Fit:
 
     def _next(self, failure: JGError, began: float) -> Attempt:
         assert self.recover is not None  # _failure asks for it
+        self.display.say(f"tasks were lost, waiting for all to be back: {failure}")
         attempt, recovery = self.recover(failure)
         self.history.go_back(recovery.back_to, self.clock.now() - began)
         self.run.recovered(recovery)
@@ -111,6 +115,7 @@ class Fit:
     def _follow(self, attempt: Attempt, total: int, began: float) -> None:
         if attempt.evaluations is not None and attempt.evaluations.are_here:
             attempt.runner.check_model()  # rather than after the training
+        ask = attempt.runner.staleness if self.workers else None
         watch = Watch(
             self.history,
             total,
@@ -119,31 +124,35 @@ class Fit:
             evaluations=attempt.evaluations,
             every=attempt.order.eval_every,
             events=attempt.runner.events,
+            standings=Standings(self.workers, ask),
             began=began,
         )
-        with make_display(show=self.progress) as display:
-            if attempt.order.steps:
-                self._train(attempt, watch, display)
-            report = watch.finish()
-            if report is not None:
-                self._tell(report, display)
-            if self.saving is not None:
-                self.saving.finish()
+        if attempt.order.steps:
+            self._train(attempt, watch)
+        if attempt.evaluations is not None:
+            self.display.say("evaluating")
+        report = watch.finish()
+        if report is not None:
+            self._tell(report)
+        if self.saving is not None:
+            self.display.say("saving the last checkpoint")
+            self.saving.finish()
 
-    def _train(self, attempt: Attempt, watch: Watch, display: Display) -> None:
+    def _train(self, attempt: Attempt, watch: Watch) -> None:
+        self.display.say("compiling on the tasks" if self.workers else "compiling")
         # Closed here, whatever happens: nothing trains on behind an error.
         with contextlib.closing(attempt.runner.run(attempt.order)) as chunks:
             for chunk in chunks:
                 check_ids(chunk, attempt.lookups)
                 if attempt.checked is not None:
                     check_finite(chunk, attempt.checked)
-                self._tell(watch.take(chunk), display)
+                self._tell(watch.take(chunk))
                 if self.saving is not None:
                     self.saving.note(self.history.steps)
 
-    def _tell(self, report: Report, display: Display) -> None:
+    def _tell(self, report: Report) -> None:
         self.run.report(report)
-        display(report)
+        self.display(report)
         for callback in self.callbacks:
             callback(self.run, report)
 
@@ -174,7 +183,7 @@ def check_evaluation(eval_data: object, eval_every: int | None) -> None:
         )
 
 
-def wait_or_stop(run: Run) -> Run:
+def wait_or_stop(run: Run, display: Display) -> Run:
     """Waits for the end of a run; an interrupt ends it after the current step.
 
     A second interrupt is raised, and the run ends by itself.
@@ -183,4 +192,8 @@ def wait_or_stop(run: Run) -> Run:
         return run.wait()
     except KeyboardInterrupt:
         run.stop()
+        display.notice(
+            "interrupted: ends after this step, and saves if it has checkpoints; "
+            "interrupt again to leave it to that (trainer.run)"
+        )
         return run.wait()

@@ -7,6 +7,7 @@ from typing import final
 
 from jgraph.graph import markup
 from jgraph.train.runner import Chunk
+from jgraph.train.standing import PARTS
 
 
 @final
@@ -86,9 +87,6 @@ def make_profile(chunks: Sequence[Chunk]) -> Profile:
         times = seconds.setdefault(chunk.replica, {})
         for part, value in chunk.times.items():
             times[part] = times.get(part, 0.0) + value
-    order = [p for p in _ORDER if p in parts] + [p for p in parts if p not in _ORDER]
+    order = [p for p in PARTS if p in parts] + [p for p in parts if p not in PARTS]
     rows = [ReplicaTimes(r, steps[r], dict(seconds[r])) for r in sorted(seconds)]
     return Profile(tuple(order), rows)
-
-
-_ORDER = ("wait", "input", "pull", "compute", "push", "other")

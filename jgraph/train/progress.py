@@ -1,10 +1,9 @@
-"""One live line while training: in a terminal, in a notebook, or as plain lines."""
+"""What a run shows while it trains: in a terminal, in a notebook, or as plain lines."""
 
-import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol, Self, final
+from typing import Protocol, Self, final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,12 +12,16 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
 from rich.text import Text
 
+from jgraph.cluster.client import Cluster
+from jgraph.cluster.logs import LogTail
 from jgraph.graph.ir import TaskName
+from jgraph.train.standing import WorkerStanding, bars
 
 # Where nothing can be redrawn, a line every few seconds is enough.
 _PLAIN_EVERY_S = 5.0
@@ -31,7 +34,9 @@ class Report:
 
     ``metrics`` are means over the steps since the last report; ``evaluation`` is set
     when the model was just evaluated. Rates are over the same time. ``dropped`` counts
-    the gradients of workers that came too late so far; see ``Run.dropped``.
+    the gradients of workers that came too late so far; see ``Run.dropped``. ``curve``
+    has the losses from the beginning, in at most 60 points, and ``workers`` how each
+    stands that has reported.
     """
 
     step: int
@@ -42,6 +47,8 @@ class Report:
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] | None = None
     dropped: Mapping[TaskName, int] = field(default_factory=dict)
+    curve: Sequence[float] = ()
+    workers: Sequence[WorkerStanding] = ()
 
     def __str__(self) -> str:
         parts = [f"step {self.step}/{self.steps}", *self.facts()]
@@ -72,6 +79,12 @@ class Display(Protocol):
     def __call__(self, report: Report) -> None:
         """Shows a report."""
 
+    def say(self, what: str) -> None:
+        """Shows what the run does, until its next report."""
+
+    def notice(self, what: str) -> None:
+        """Shows something beside, until the end."""
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -82,32 +95,39 @@ class Display(Protocol):
 
 
 def make_display(
-    *, show: bool, title: str = "training", console: Console | None = None
+    *,
+    show: bool,
+    title: str = "training",
+    console: Console | None = None,
+    logs: Callable[[], Sequence[tuple[str, str]]] | None = None,
 ) -> Display:
-    """Returns the display that fits where the output goes."""
+    """Returns the display that fits where the output goes.
+
+    Args:
+      show: False shows nothing.
+      title: of a line in a terminal.
+      console: where to; the standard output if unset.
+      logs: new lines of tasks' logs, for a notebook.
+    """
     console = console or Console()
     if not show:
         return LineDisplay(lambda text: None)
     if console.is_jupyter:
-        return CellDisplay(_in_cell())
+        from jgraph.train.cell import CellDisplay, in_cell
+
+        return CellDisplay(in_cell(), logs)
     if console.is_terminal:
         return LiveDisplay(console, title)
     write = lambda text: console.print(text, highlight=False, soft_wrap=True)
     return LineDisplay(write)
 
 
-def _in_cell() -> "Callable[[CellBar], None]":
-    """Returns what shows a bar in the running cell, in place of the one before."""
-    from IPython.display import DisplayHandle
-
-    handle: Any = DisplayHandle()  # type: ignore[no-untyped-call]
-    shown: list[CellBar] = []
-
-    def show(bar: CellBar) -> None:
-        (handle.update if shown else handle.display)(bar)
-        shown[:] = [bar]
-
-    return show
+def display_of(cluster: Cluster | None, *, show: bool) -> Display:
+    """Returns the display of a run; in a notebook with the logs of its tasks."""
+    if cluster is None or not show:
+        return make_display(show=show)
+    tail = LogTail(cluster.transport, cluster.spec)
+    return make_display(show=show, logs=tail.new)
 
 
 @final
@@ -120,16 +140,18 @@ class LiveDisplay:
             BarColumn(bar_width=16),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[rates]}", table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(),
             TimeRemainingColumn(compact=True),
             console=console,
         )
-        self._line = self._bar.add_task("", total=None, rates="compiling")
+        self._line = self._bar.add_task("", total=None, rates="starting")
         # A line of its own: metrics would push the rates off a narrow terminal.
         self._metrics = Text()
         self._live = Live(
             Group(self._bar, self._metrics), console=console, refresh_per_second=4
         )
         self._evaluation: Mapping[str, float] | None = None
+        self._noticed = ""
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -139,13 +161,24 @@ class LiveDisplay:
         """See ``Display``."""
         self._evaluation = report.evaluation or self._evaluation
         report = replace(report, evaluation=self._evaluation)
-        self._metrics.plain = "  ".join(report.values())
+        lines = ["  ".join([*report.values(), bars(report.curve)])]
+        lines += [str(worker) for worker in report.workers]
+        self._metrics.plain = "\n".join([*lines, *filter(None, [self._noticed])])
         self._bar.update(
             self._line,
             completed=report.step,
             total=report.steps,
             rates="  ".join(report.rates()),
         )
+
+    def say(self, what: str) -> None:
+        """See ``Display``."""
+        self._bar.update(self._line, rates=what)
+
+    def notice(self, what: str) -> None:
+        """See ``Display``."""
+        self._noticed = what
+        self._metrics.append(f"\n{what}")
 
     def __exit__(
         self,
@@ -155,50 +188,6 @@ class LiveDisplay:
     ) -> None:
         self._live.refresh()
         self._live.stop()
-
-
-@final
-class CellDisplay:
-    """A bar in a notebook's cell, updated in place; needs no widgets."""
-
-    def __init__(self, show: "Callable[[CellBar], None]") -> None:
-        self._show = show
-        self._evaluation: Mapping[str, float] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __call__(self, report: Report) -> None:
-        """See ``Display``."""
-        self._evaluation = report.evaluation or self._evaluation
-        self._show(CellBar(replace(report, evaluation=self._evaluation)))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class CellBar:
-    """A report as a notebook shows it."""
-
-    report: Report
-
-    def __repr__(self) -> str:
-        return str(self.report)
-
-    def _repr_html_(self) -> str:
-        report = self.report
-        facts = html.escape("  ".join(report.facts()))
-        return (
-            f'<progress value="{report.step}" max="{report.steps}"></progress> '
-            f"<code>{report.step}/{report.steps}  {facts}</code>"
-        )
 
 
 @final
@@ -219,6 +208,13 @@ class LineDisplay:
         since = report.seconds - (self._written.seconds if self._written else 0.0)
         if report.evaluation or since >= _PLAIN_EVERY_S:
             self._flush()
+
+    def say(self, what: str) -> None:
+        """Says nothing: a log is read afterwards."""
+
+    def notice(self, what: str) -> None:
+        """See ``Display``."""
+        self._write(what)
 
     def __exit__(
         self,

@@ -79,3 +79,12 @@ def make_runner(
     if isinstance(strategy, SyncPS):
         return SyncRunner(step, cluster, strategy)
     return AsyncRunner(step, cluster, strategy)
+
+
+def replica_names(cluster: Cluster | None, strategy: Strategy) -> list[str]:
+    """Returns whom the replicas of a run stand for; nobody else in this process."""
+    if cluster is None or isinstance(strategy, Local):
+        return []
+    if isinstance(strategy, SyncPS):
+        return ["all workers, in step"]
+    return list(cluster.tasks("worker"))

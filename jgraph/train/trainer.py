@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -11,6 +12,7 @@ from flax import nnx
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.patience import saying, unsaid
 from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph import markup
@@ -24,13 +26,14 @@ from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.losses import Loss
 from jgraph.train.parts import Given, Made, Parts
+from jgraph.train.progress import display_of
 from jgraph.train.recover import make_recover
 from jgraph.train.row_step import Sparse
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Events, Position, Staleness
 from jgraph.train.saving import Saving
 from jgraph.train.source import Source, as_source_or_dataset
-from jgraph.train.strategies import Strategy, choose_strategy
+from jgraph.train.strategies import Strategy, choose_strategy, replica_names
 from jgraph.train.trees import Tree
 
 
@@ -124,6 +127,8 @@ class Trainer:
         )
         self._parts = Parts(self._given)
         self._busy = threading.Lock()
+        self.run: Run | None = None
+        """The newest run; None before the first ``fit``."""
 
     @short_traceback
     def fit(
@@ -142,7 +147,9 @@ class Trainer:
         """Trains for ``steps`` more updates, and returns the run.
 
         An interrupt (Ctrl-C, a stopped notebook cell) ends a blocking run after the
-        current step; the run is then ``stopped`` and has what was trained.
+        current step, and saves it if it has checkpoints; the run is then ``stopped``
+        and has what was trained. A second interrupt does not wait for that: it is
+        raised, the run ends in the background, and ``trainer.run`` is that run.
 
         Args:
           data: arrays with examples along axis 0: ``(x, y)``, a dict, or one array; or
@@ -158,7 +165,8 @@ class Trainer:
             it, a run that loses a ps, or all workers, waits until all tasks answer
             again, for 60 s at most, and goes on from the newest good step by itself;
             see ``Run.recoveries``.
-          progress: show a live line.
+          progress: show live how the run and its workers stand; in a notebook also what
+            tasks write to their logs.
           block: wait for the end; else train in the background, see ``Run.wait``.
 
         Raises:
@@ -177,23 +185,24 @@ class Trainer:
         wanted = Wanted(
             *(data, steps, batch_size, eval_data, eval_every, self.evaluate)
         )
-        attempts = Attempts(self._parts, given, wanted)
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(
                 "this Trainer is already training; wait for that run (run.wait()) or "
                 "end it (run.stop()) first"
             )
-        try:
+        with unsaid(), ExitStack() as stack:
+            stack.callback(self._busy.release)
+            display = stack.enter_context(display_of(given.cluster, show=progress))
+            display.say("tracing and placing")
+            attempts = Attempts(self._parts, given, wanted)
             attempt = attempts.first()
             history = History(attempt.first)
             saving = recover = None
             if checkpoint is not None:
                 saving = Saving(checkpoint, attempt.take, attempt.first)
                 recover = make_recover(given.cluster, saving, history, attempts)
-        except BaseException:
-            self._busy.release()
-            raise
-        run = Run(self, history, wanted.stop)
+            at_end = stack.pop_all()
+        self.run = run = Run(self, history, wanted.stop)
         Fit(
             attempt=attempt,
             run=run,
@@ -201,10 +210,11 @@ class Trainer:
             saving=saving,
             recover=recover,
             callbacks=callbacks,
-            progress=progress,
+            display=display,
+            workers=replica_names(given.cluster, given.strategy) if progress else (),
             clock=given.clock,
-        ).start(self._busy.release)
-        return wait_or_stop(run) if block else run
+        ).start(at_end.close)
+        return wait_or_stop(run, display) if block else run
 
     @short_traceback
     def plan(self, data: Data | None = None, batch_size: int = 128) -> Any:
@@ -218,7 +228,8 @@ class Trainer:
           ConfigError: no data was given, now or before.
         """
         if data is not None:
-            self._parts.prepare(as_dataset(data), batch_size)
+            with saying("tracing and placing"):
+                self._parts.prepare(as_dataset(data), batch_size)
         if not self._parts.are_made:
             raise ConfigError(
                 "the plan depends on the shapes of a batch; give the data: "
@@ -254,8 +265,9 @@ class Trainer:
         """
         data = as_dataset(x, "x")
         step, runner, evaluator = self._made(data)
-        tree = step.unflatten(runner.values(model_only=True))
-        return evaluator.predict(tree, data, batch_size, fn)
+        with saying("predicting"):
+            tree = step.unflatten(runner.values(model_only=True))
+            return evaluator.predict(tree, data, batch_size, fn)
 
     @short_traceback
     def model(self) -> Any:
@@ -284,10 +296,11 @@ class Trainer:
           CheckpointCorruptError: it is not what was written; names the leaf.
         """
         path = checkpoints.absolute(path)
-        if self._parts.restarted() and not self._busy.locked():
-            self._parts.renew(partial(fill_from, path=path))
-        else:
-            fill_from(self._made(), path)
+        with saying(f"restoring {path}"):
+            if self._parts.restarted() and not self._busy.locked():
+                self._parts.renew(partial(fill_from, path=path))
+            else:
+                fill_from(self._made(), path)
         return self
 
     def close(self) -> None:
@@ -333,7 +346,8 @@ class Trainer:
     ) -> Path:
         """Writes a checkpoint of these values. Called by ``Run``."""
         tree = self._made()[0].unflatten(values)
-        return checkpoints.save(path, tree, position, overwrite=overwrite)
+        with saying(f"saving {path}"):
+            return checkpoints.save(path, tree, position, overwrite=overwrite)
 
     def evaluate_values(
         self,
@@ -345,9 +359,10 @@ class Trainer:
         dataset = as_source_or_dataset(data)
         self._parts.check_alike(dataset)
         step, runner, evaluator = self._made(dataset)
-        if values is None:
-            values = runner.values(model_only=True)
-        return evaluator.evaluate(step.unflatten(values), dataset, batch_size)
+        with saying("evaluating"):
+            if values is None:
+                values = runner.values(model_only=True)
+            return evaluator.evaluate(step.unflatten(values), dataset, batch_size)
 
     def __repr__(self) -> str:
         model = _name(self._given.model)

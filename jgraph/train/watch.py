@@ -15,6 +15,7 @@ from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.history import History
 from jgraph.train.progress import Report
 from jgraph.train.runner import Chunk, Events
+from jgraph.train.standing import Standings
 
 _EVENTS_EVERY_S = 1.0
 
@@ -31,6 +32,7 @@ class Watch:
       evaluations: evaluate the model; None: never.
       every: steps between evaluations; None: only at the end.
       events: says how hash tables stand; asked once a second, and at the end.
+      standings: sums up how workers stand.
       began: when the run began, by the clock; now if unset.
     """
 
@@ -44,6 +46,7 @@ class Watch:
         evaluations: Evaluations | None = None,
         every: int | None = None,
         events: Callable[[], Events] = tuple,
+        standings: Standings | None = None,
         began: float | None = None,
     ) -> None:
         self._history = history
@@ -54,6 +57,7 @@ class Watch:
         self._every = every
         self._last: Report | None = None
         self._events = events
+        self._standings = standings or Standings()
         self._asked = clock.now()
         self._began = self._asked if began is None else began
         self._rates: dict[int, float] = {}
@@ -68,6 +72,7 @@ class Watch:
         """Keeps a chunk and returns how the run stands; lets evaluate when due."""
         before = self._history.steps
         self._history.add(chunk)
+        self._standings.add(chunk)
         steps, every = self._history.steps, self._every
         due = every is not None and before // every != steps // every
         rate = self._rate(chunk)
@@ -79,6 +84,8 @@ class Watch:
             examples_per_s=rate * self._batch_size,
             metrics=_means(chunk.metrics),
             dropped=self._history.dropped(),
+            curve=self._standings.curve,
+            workers=self._standings.workers(self._rates),
         )
         if self._clock.now() - self._asked >= _EVENTS_EVERY_S:
             self._note_events()
@@ -105,6 +112,7 @@ class Watch:
 
     def _note_events(self) -> None:
         self._asked = self._clock.now()
+        self._standings.read_staleness()
         self._history.add_events(self.seconds, self._events())
 
     def _rate(self, chunk: Chunk) -> float:

@@ -11,13 +11,12 @@ from rich.console import Console
 from jgraph.clock import Clock
 from jgraph.errors import NonFiniteError
 from jgraph.graph.ir import TaskName
+from jgraph.train.cell import CellDisplay, CellView
 from jgraph.train.checks import FINITE
 from jgraph.train.evaluations import Evaluations
 from jgraph.train.hash_state import TableEvent
 from jgraph.train.history import History
 from jgraph.train.progress import (
-    CellBar,
-    CellDisplay,
     LineDisplay,
     Report,
     make_display,
@@ -137,14 +136,14 @@ def test_plain_lines_come_now_and_then_and_at_the_end() -> None:
 
 
 def test_notebook_shows_a_bar_with_the_last_evaluation() -> None:
-    bars: list[CellBar] = []
-    with CellDisplay(bars.append) as display:
+    views: list[CellView] = []
+    with CellDisplay(views.append) as display:
         display(report(30, 1.0, evaluation={"loss": 0.5}))
         display(report(60, 2.0))
-    page = bars[1]._repr_html_()
+    page = views[1]._repr_html_()
     assert 'value="60" max="100"' in page
     assert "eval_loss 0.5000" in page
-    assert repr(bars[1]).startswith("step 60/100")
+    assert repr(views[1]).startswith("step 60/100")
 
 
 def test_output_of_a_notebook_is_a_cell() -> None:
