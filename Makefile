@@ -38,6 +38,7 @@ check: .venv/dev.stamp
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/pip check
 
 # The pages as a site, build/site/index.html; runs the notebooks for their pictures.

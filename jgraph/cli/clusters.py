@@ -80,8 +80,7 @@ def up(
             exists=True,
             dir_okay=False,
             help="File of hosts, one a line: start the tasks there over ssh, with "
-            "certificates of their own, and end them when this command ends; nothing "
-            "starts them again.",
+            "certificates of their own, and end them when this command ends.",
         ),
     ] = None,
     port: Annotated[int, typer.Option(help="With --hosts: of the first task.")] = 8470,
@@ -99,7 +98,8 @@ def up(
         from jgraph.cli.hosts_up import run_on_hosts
 
         counts = {"ps": ps, "worker": workers}
-        run_on_hosts(hosts, counts, port, remote, ssh, timeout, as_json=as_json)
+        options = (port, remote, ssh, timeout, restarts)
+        run_on_hosts(hosts, counts, *options, as_json=as_json)
         return
     from jgraph.cluster.keeper import describe, up as start
 

@@ -21,15 +21,16 @@ def run_on_hosts(
     remote: str,
     ssh: str,
     timeout_s: float,
+    restarts: int,
     *,
     as_json: bool,
 ) -> None:
     """Starts tasks, says how to connect, and ends them on SIGINT or SIGTERM.
 
-    Logs of the tasks go to standard error.
+    Logs of the tasks go to standard error, and that one died too often.
 
     Raises:
-      TaskLostError: a task ended by itself; the others are ended too.
+      TaskLostError: none is left.
     """
     check_counts(counts)
     told = threading.Event()
@@ -41,6 +42,7 @@ def run_on_hosts(
         port=port,
         jgraph=remote,
         ssh=ssh,
+        restarts=restarts,
         say=lambda line: typer.echo(line, err=True),
     ) as cluster:
         cluster.wait(timeout_s)
@@ -53,9 +55,10 @@ def run_on_hosts(
             "  its end:    Ctrl-C here",
             as_json=as_json,
         )
-        while not told.wait(1.0):
-            if cluster.ended():
-                raise TaskLostError("a task ended on its host; its log above says why")
+        while not told.wait(1.0) and not cluster.over():
+            continue
+        if cluster.over() and (gone := cluster.gone()):
+            raise TaskLostError(f"no task is left; {'; '.join(gone.values())}")
     say(
         {"ended": True},
         f"{len(cluster.spec.tasks())} tasks ended, nothing is left on the hosts",

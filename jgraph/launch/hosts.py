@@ -13,10 +13,19 @@ from jgraph.graph.device import TaskName
 
 # Waits for its files on standard input, which then stays open: its end is the server's.
 _REMOTE: Final = (
-    "umask 077; dir=$(mktemp -d) || exit 1; trap 'rm -rf \"$dir\"' EXIT; "
+    'umask 077; dir=$(mktemp -d "${{TMPDIR:-/tmp}}/{run}.XXXXXX") || exit 1; '
+    "trap 'rm -rf \"$dir\"' EXIT; "
     'head -c {nbytes} | tar -x -C "$dir" || exit 1; '
     '{jgraph} server --job {job} --task {task} --cluster "$dir/cluster.toml" '
     '--tls-dir "$dir" --bind 0.0.0.0 --end-with-input'
+)
+
+# Processes whose command names the cluster, as this one does not, literally. What a
+# shell that was killed could not remove is removed.
+_LOOK: Final = (
+    "if [ -d /proc/self ]; then grep -ls '[{first}]{rest}' /proc/[0-9]*/cmdline "
+    "| cut -d/ -f3; else pgrep -f '[{first}]{rest}'; fi; "
+    'rm -rf "${{TMPDIR:-/tmp}}/{first}"{rest}.*'
 )
 
 
@@ -119,14 +128,24 @@ def packed(files: Mapping[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-def remote_command(task: RemoteTask, nbytes: int, jgraph: str) -> str:
+def remote_command(task: RemoteTask, nbytes: int, run: str, jgraph: str) -> str:
     """Returns what a shell on the host runs.
 
     Args:
       task: which.
       nbytes: size of the archive that it reads first.
+      run: in the command line of each process of this cluster.
       jgraph: the command there, with its arguments.
     """
     job, _, index = task.task.removeprefix("/job:").partition("/task:")
     words = " ".join(map(shlex.quote, shlex.split(jgraph)))
-    return _REMOTE.format(nbytes=nbytes, job=job, task=index, jgraph=words)
+    return _REMOTE.format(nbytes=nbytes, job=job, task=index, run=run, jgraph=words)
+
+
+def look_command(run: str) -> str:
+    """Returns what a shell runs to tell the processes of a cluster that are left.
+
+    Args:
+      run: as ``remote_command`` got it.
+    """
+    return _LOOK.format(first=run[0], rest=run[1:])

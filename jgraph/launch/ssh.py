@@ -4,48 +4,38 @@ Each task is one ``ssh`` whose standard input stays open: when this process ends
 however it ends, the input ends there, and with it the server. Nothing is left there.
 """
 
+import logging
+import secrets
 import shlex
 import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Final, Self, final
+from typing import Final, Self, final
 
 from jgraph.clock import Clock, SystemClock
+from jgraph.cluster.restarting import Restarter, check_restarts
 from jgraph.cluster.visit import status_of
 from jgraph.errors import ClusterUnreachableError, StartError, TaskMissingError
+from jgraph.graph.device import TaskName
 from jgraph.launch.hosts import (
     Host,
     RemoteTask,
     cluster_file,
     deal,
+    look_command,
     packed,
-    remote_command,
 )
+from jgraph.launch.remote import RemoteProcess, ssh_to
 from jgraph.rpc.certificates import make_certificates
 
+_LOG = logging.getLogger("jgraph.launch")
 _LOOK_S: Final = 0.5
+_START_S: Final = 90.0
 _END_S: Final = 40.0
-_LINES: Final = 20
-
-
-@final
-@dataclass(slots=True)
-class _Remote:
-    """An ssh, and what it says; the last lines are kept for errors."""
-
-    task: RemoteTask
-    process: "subprocess.Popen[bytes]"
-    lines: list[str] = field(default_factory=list)
-
-    def follow(self, stream: IO[bytes], say: Callable[[str], None]) -> None:
-        for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
-            self.lines[:] = [*self.lines[1 - _LINES :], line]
-            say(f"[{self.task.stem}] {line}")
+_CHECK_S: Final = 20.0
 
 
 @final
@@ -58,8 +48,9 @@ class HostsCluster:
       port: of the first task.
       jgraph: the command on the hosts.
       ssh: the command here, with its options.
+      restarts: how often a task that died is started again within a minute.
       say: takes each line that a server logs.
-      clock: of the wait.
+      clock: of the wait, and of deaths.
 
     Attributes:
       spec: the cluster.
@@ -75,20 +66,29 @@ class HostsCluster:
         port: int = 8470,
         jgraph: str = "jgraph",
         ssh: str = "ssh",
+        restarts: int = 2,
         say: Callable[[str], None] = print,
         clock: Clock | None = None,
     ) -> None:
+        check_restarts(restarts)
         tasks, self.spec = deal(hosts, counts, port)
         first = self.spec.address(self.spec.tasks()[0])
         self.target = f"jgraphs://{first}"
         self._secrets = tempfile.TemporaryDirectory(prefix="jgraph-certs-")
         self.certificates = Path(self._secrets.name)
         self._clock = clock or SystemClock()
+        self._restarts = restarts
+        self._restarter: Restarter | None = None
+        self._run = f"jgraph-{secrets.token_hex(6)}"
+        self._ssh = shlex.split(ssh)
         make_certificates(self.certificates, self.spec.tasks())
-        self._remotes = [_start(t, self._files(t), jgraph, ssh, say) for t in tasks]
+        self._remotes = [
+            RemoteProcess(t, self._files(t), self._run, jgraph, self._ssh, say)
+            for t in tasks
+        ]
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until all tasks answer.
+        """Waits until all tasks answer; those that die later are started again.
 
         Raises:
           StartError: an ssh ended; shows the end of what it said.
@@ -109,49 +109,75 @@ class HostsCluster:
                 status = status_of(self.target, tls=self.certificates)
                 missing = [str(task) for task in status.missing]
             pause.wait(_LOOK_S if missing else 0)
+        self._restarter = Restarter(
+            self._remotes,
+            self.spec,
+            self._restarts,
+            start_s=_START_S,
+            clock=self._clock,
+            told=lambda: None,
+        )
 
-    def ended(self) -> bool:
-        """Whether a task is gone."""
-        return any(remote.process.poll() is not None for remote in self._remotes)
+    def gone(self) -> dict[TaskName, str]:
+        """Returns why, by task, for those that died and are not started again."""
+        return dict(self._restarter.left) if self._restarter is not None else {}
+
+    def over(self) -> bool:
+        """Whether no task runs any more, or will."""
+        gone = self.gone()
+        return all(one.code == 0 or one.task in gone for one in self._remotes)
 
     def close(self) -> None:
-        """Ends all tasks, and waits until they have ended on their hosts.
+        """Ends all tasks, and looks on every host whether something is left.
 
         Raises:
-          StartError: a host did not say so; it is named.
+          StartError: something is, or a host cannot be asked; it is named.
         """
+        if self._restarter is not None:
+            self._restarter.close()
         for remote in self._remotes:
-            assert remote.process.stdin is not None  # a pipe
-            with suppress(BrokenPipeError):
-                remote.process.stdin.close()
-        deadline, left = self._clock.now() + _END_S, []
+            remote.end()
+        deadline = self._clock.now() + _END_S
         for remote in self._remotes:
-            try:
-                remote.process.wait(max(0.1, deadline - self._clock.now()))
-            except subprocess.TimeoutExpired:
-                remote.process.kill()
-                left.append(f"{remote.task.task} on {remote.task.host.login}")
+            remote.wait_ended(max(0.1, deadline - self._clock.now()))
+        if self._restarter is not None:
+            self._restarter.join()
         self._secrets.cleanup()
-        if left:
-            raise StartError(f"these did not end in {_END_S:g} s: {', '.join(left)}")
+        hosts = {remote.host.login: remote.host for remote in self._remotes}
+        looks = [(host, self._look(host)) for host in hosts.values()]
+        if found := [said for host, look in looks if (said := _left(host, look))]:
+            raise StartError(f"the cluster ended, but {'; '.join(found)}")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        try:
+            self.close()
+        except StartError as error:
+            if kind is None:
+                raise
+            _LOG.error("%s", error)  # the first error says why
 
     def _check_alive(self) -> None:
         for remote in self._remotes:
-            code = remote.process.poll()
-            if code is not None:
-                said = "\n".join(remote.lines)
+            if remote.code is not None:
+                code = remote.wait_dead()
                 raise StartError(
-                    f"{remote.task.task} on {remote.task.host.login} ended with exit "
-                    f"code {code}; try: ssh {remote.task.host.login} jgraph version. "
-                    f"The end of what it said:\n{said}",
-                    task=remote.task.task,
+                    f"{remote.task} on {remote.host.login} ended with exit code "
+                    f"{code}; try: ssh {remote.host.login} jgraph version. "
+                    f"The end of what it said:\n{remote.tail()}",
+                    task=remote.task,
                 )
+
+    def _look(self, host: Host) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*ssh_to(self._ssh, host), look_command(self._run)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def _files(self, task: RemoteTask) -> bytes:
         names = ("ca.crt", "token", f"{task.stem}.crt", f"{task.stem}.key")
@@ -159,25 +185,16 @@ class HostsCluster:
         return packed({"cluster.toml": cluster_file(self.spec), **files})
 
 
-def _start(
-    task: RemoteTask, files: bytes, jgraph: str, ssh: str, say: Callable[[str], None]
-) -> _Remote:
-    options = ["-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10"]
-    command = remote_command(task, len(files), jgraph)
-    process = subprocess.Popen(
-        [*shlex.split(ssh), *options, "--", task.host.login, command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C is for this process, which ends them in order
-    )
-    assert process.stdin is not None  # pipes
-    assert process.stdout is not None
-    remote = _Remote(task, process)
-    threading.Thread(
-        target=remote.follow, args=(process.stdout, say), daemon=True
-    ).start()
-    with suppress(BrokenPipeError):
-        process.stdin.write(files)
-        process.stdin.flush()
-    return remote
+def _left(host: Host, look: "subprocess.Popen[str]") -> str:
+    """Returns what is left on a host, in words; nothing if nothing is."""
+    try:
+        out, err = look.communicate(timeout=_CHECK_S)
+    except subprocess.TimeoutExpired:
+        look.kill()
+        out, err = look.communicate()
+        return f"{host.login} did not say within {_CHECK_S:g} s whether its tasks did"
+    if look.returncode:
+        why = (err.strip().splitlines() or [f"exit code {look.returncode}"])[-1]
+        return f"{host.login} cannot be asked whether its tasks did: {why}"
+    pids = " ".join(out.split())
+    return f"{host.login} still runs processes of it: kill {pids}" if pids else ""

@@ -12,6 +12,7 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from jgraph.launch.hosts import (
     RemoteTask,
     cluster_file,
     deal,
+    look_command,
     packed,
     read_hosts,
     remote_command,
@@ -57,7 +59,7 @@ def test_packed_files_are_for_their_owner_alone() -> None:
 def test_words_of_the_remote_command_are_quoted() -> None:
     (task,), _ = deal([Host("a", "a")], {"ps": 1}, 1)
     assert "'my venv/bin/jgraph' server --job ps --task 0 " in remote_command(
-        task, 5, "'my venv/bin/jgraph'"
+        task, 5, "jgraph-1", "'my venv/bin/jgraph'"
     )
     assert RemoteTask(task.task, task.host).stem == "ps-0"
 
@@ -123,33 +125,86 @@ def up(
     )
 
 
+def started(running: "subprocess.Popen[str]") -> dict[str, Any]:
+    """What the command says of its cluster, once it serves."""
+    assert running.stdout is not None
+    if not (line := running.stdout.readline()):
+        pytest.fail(running.communicate()[1])
+    return dict(json.loads(line))
+
+
 @pytest.mark.slow
 @pytest.mark.procs
-@pytest.mark.parametrize(
-    "end",
-    [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)],
-    ids=["Ctrl-C", "killed"],
-)
-def test_a_cluster_on_hosts_serves_and_ends_with_its_command(
-    ssh: str, tmp_path: Path, end: signal.Signals
+def test_a_task_on_a_host_is_started_again_until_it_dies_too_often(
+    ssh: str, tmp_path: Path
 ) -> None:
-    with up(tmp_path, ssh, "--ps", "1", "--workers", "1", "--json") as running:
-        assert running.stdout is not None
-        line = running.stdout.readline()
-        if not line:
-            pytest.fail(running.communicate()[1])
-        facts = json.loads(line)
+    options = ("--ps", "1", "--workers", "1", "--restarts", "1", "--json")
+    with up(tmp_path, ssh, *options) as running:
+        facts = started(running)
         with connect(facts["target"], tls=facts["tls"], timeout_s=30) as cluster:
             assert cluster.session().run(lambda x: x + 1, 1.0) == 2.0
-            pids = [task.pid for task in cluster.status().tasks]
-        servers = [psutil.Process(pid) for pid in pids]
-        assert len(servers) == 2
-        running.send_signal(end)
+            ps, worker = cluster.status().tasks
+            psutil.Process(worker.pid).kill()
+            errors = logged_until(running, "worker:0 serves again, without what it")
+            assert "worker:0 died (exit code 137); starting it" in errors
+            same, again = cluster.status().tasks
+            assert same.incarnation == ps.incarnation
+            assert again.incarnation != worker.incarnation
+            psutil.Process(again.pid).kill()
+            logged_until(running, "worker:0 died 2 times in 60 s, at last by exit")
+            logged_until(running, "worker:0 listens on")  # the end of its log
+            assert [str(t) for t in cluster.status().missing] == [again.task]
+        running.send_signal(signal.SIGINT)
         out, _ = running.communicate(timeout=60)
+    assert (running.returncode, json.loads(out)) == (0, {"ended": True})
+    assert not psutil.pid_exists(ps.pid)
+    assert not list(tmp_path.glob("jgraph-*")), "nor are certificates left"
+
+
+def logged_until(running: "subprocess.Popen[str]", end: str) -> str:
+    assert running.stderr is not None
+    lines = []
+    for line in running.stderr:
+        lines.append(line)
+        if end.replace("worker:0", "/job:worker/task:0") in line:
+            return "".join(lines).replace("/job:worker/task:0", "worker:0")
+    return pytest.fail("".join(lines))
+
+
+@pytest.mark.nightly
+@pytest.mark.procs
+def test_tasks_on_hosts_end_when_their_command_is_killed(
+    ssh: str, tmp_path: Path
+) -> None:
+    with up(tmp_path, ssh, "--ps", "1", "--workers", "1", "--json") as running:
+        facts = started(running)
+        with connect(facts["target"], tls=facts["tls"], timeout_s=30) as cluster:
+            servers = [psutil.Process(task.pid) for task in cluster.status().tasks]
+        running.kill()
     _, alive = psutil.wait_procs(servers, timeout=30)
-    assert not alive
-    if end == signal.SIGINT:
-        assert (running.returncode, json.loads(out)) == (0, {"ended": True})
+    assert (len(servers), alive) == (2, [])
+
+
+def test_a_process_that_is_left_on_a_host_is_told(tmp_path: Path) -> None:
+    (tmp_path / "jgraph-1.abc").mkdir()
+    left = [sys.executable, "-c", "input()", "jgraph-1.abc/cluster.toml"]
+    with subprocess.Popen(left, stdin=subprocess.PIPE) as process:
+        out = look(tmp_path, "jgraph-1")
+        assert process.stdin is not None
+        process.stdin.close()
+    assert out.split() == [str(process.pid)]
+    assert not list(tmp_path.iterdir())
+    assert not look(tmp_path, "jgraph-1")
+
+
+def look(directory: Path, run: str) -> str:
+    return subprocess.run(
+        ["sh", "-c", look_command(run)],
+        env={"PATH": os.environ["PATH"], "TMPDIR": str(directory)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
 
 
 @pytest.mark.procs
