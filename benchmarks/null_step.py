@@ -23,7 +23,7 @@ from benchmarks import measure, null_graphs as graphs
 from benchmarks.null_graphs import LOOKUPS, WIDTH, Kind
 from benchmarks.on_cluster import OnCluster
 from jgraph.cluster.gate_client import open_gate
-from jgraph.cluster.loops import LoopReport, LoopRequest, SyncRequest
+from jgraph.cluster.loop_orders import LoopReport, LoopRequest, SyncRequest
 from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName

@@ -10,7 +10,7 @@ COMPILE_S = 300.0
 """For registering a program: XLA may compile for minutes."""
 
 _SLOWEST_BYTES_PER_S = 20e6
-_LONGEST_S = 1e8
+_MOST_S = 1e8  # gRPC cannot count 292 years, and then takes no time at all
 
 
 def bulk_timeout_s(nbytes: int) -> float:
@@ -18,10 +18,11 @@ def bulk_timeout_s(nbytes: int) -> float:
     return 30.0 + nbytes / _SLOWEST_BYTES_PER_S
 
 
-def loop_timeout_s(steps: int, step_timeout_s: float) -> float:
-    """Returns the time limit of a call that runs so many steps.
+def bounded_s(limit_s: float) -> float:
+    """Returns a time limit that everybody can count: of no bound or a NaN, the most."""
+    return limit_s if 0.0 < limit_s < _MOST_S else _MOST_S
 
-    gRPC cannot count 292 years, and then takes no time at all.
-    """
-    limit = 60.0 + steps * step_timeout_s
-    return limit if 0.0 < limit < _LONGEST_S else _LONGEST_S  # also of a NaN
+
+def loop_timeout_s(steps: int, step_timeout_s: float) -> float:
+    """Returns the time limit of a call that runs so many steps."""
+    return bounded_s(60.0 + steps * step_timeout_s)

@@ -219,6 +219,10 @@ class Cluster:
                 **{**error.details, "tasks": names},
             ) from error
 
+    def move_to(self, task: TaskName) -> None:
+        """Makes another server the master of this client."""
+        self.address, self.master = self.spec.address(task), task
+
     @property
     def transport(self) -> GrpcTransport:
         """The client's transport, for streams of replies."""

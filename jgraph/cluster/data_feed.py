@@ -6,7 +6,7 @@ held, while the step before is still computed.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -80,6 +80,8 @@ class DataFeed:
         self._enough, self._asked_at, self._taken_then = _AHEAD, clock.now(), 0
         self._taken = 0
         self._acknowledged: set[int] = set()  # later than the oldest that is not
+        self._told = 0  # of those that are done
+        self._dealt: deque[Lease] = deque()  # and not told as done
         self.done = 0
         """Batches whose steps are done, in the order in which they were dealt."""
 
@@ -96,6 +98,17 @@ class DataFeed:
             self.done += 1
         if self._waiting is not None:
             self._go_on()
+
+    def take_done(self) -> list[Lease]:
+        """Returns which batches are done of those that it has not returned before."""
+        done: list[Lease] = []
+        while self._told < self.done:
+            ready, rest = self._dealt.popleft().cut(self.done - self._told)
+            self._told += ready.batches
+            done.append(ready)
+            if rest is not None:
+                self._dealt.appendleft(rest)
+        return done
 
     def close(self) -> None:
         """Asks and reads no more."""
@@ -177,9 +190,10 @@ class DataFeed:
             return
         self._asking = None
         self._over = self._over or deal.over
-        leases = [Lease(d.epoch, d.slot, d.first, d.batches) for d in deal.leases]
+        leases = leases_of(deal.leases)
         self._dry = not leases  # asking again at once would give nothing either
         self._leases.extend(leases)
+        self._dealt.extend(leases)
         self._held += sum(lease.batches for lease in leases)
         self._go_on()
 
@@ -202,10 +216,19 @@ def deal_of(leases: tuple[Lease, ...] | None) -> pb.DataDeal:
     """Returns an answer: leases, or None when all is over."""
     if leases is None:
         return pb.DataDeal(over=True)
-    rows = [
+    return pb.DataDeal(leases=rows_of(leases))
+
+
+def rows_of(leases: Iterable[Lease]) -> list[pb.DataLease]:
+    """Returns leases as they travel."""
+    return [
         pb.DataLease(
             epoch=lease.epoch, slot=lease.slot, first=lease.first, batches=lease.batches
         )
         for lease in leases
     ]
-    return pb.DataDeal(leases=rows)
+
+
+def leases_of(rows: Iterable[pb.DataLease]) -> list[Lease]:
+    """Returns leases that came."""
+    return [Lease(d.epoch, d.slot, d.first, d.batches) for d in rows]

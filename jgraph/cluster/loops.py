@@ -6,19 +6,32 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
-import numpy as np
-
+from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S, loop_timeout_s
 from jgraph.cluster.client import unique
-from jgraph.coordination.dispatch import LEASE_S
-from jgraph.coordination.slots import SlotPlan
-from jgraph.errors import DeadlineError, JGError, TaskLostError
+from jgraph.cluster.failover import Ledger, accounts_of, drop_programs, take_over
+from jgraph.cluster.loop_orders import (
+    DealtData,
+    LoopReport,
+    LoopRequest,
+    lost_report,
+    order_of,
+    plain,
+    report_of,
+)
+from jgraph.errors import (
+    ClusterError,
+    ClusterUnreachableError,
+    DeadlineError,
+    JGError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -27,130 +40,33 @@ if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
 
 _LOG = logging.getLogger("jgraph.loops")
+_LOOK_S: Final = 0.2
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class DealtData:
-    """Data that the master deals out to all loops of a run.
+class _MasterLost:
+    """A loop's reports ended with the connection to the master."""
 
-    Attributes:
-      plan: its slots; every worker has the data under the same name.
-      batches: how many to deal, all loops together.
-      position: where to begin; see ``Dispatch``.
-      lease_s: a worker that holds data and is silent for so long is lost.
-    """
-
-    plan: SlotPlan
-    batches: int
-    position: Mapping[str, Any] | None = None
-    lease_s: float = LEASE_S
+    epoch: int
+    error: JGError
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class SyncRequest:
-    """What the ps that decides in synchronous training must know.
+@dataclass(eq=False, slots=True)
+class _Loop:
+    """A loop under way."""
 
-    Attributes:
-      gate: name of the gates.
-      version: updates applied so far.
-      wanted: contributions of an update.
-      replicas: worker of each replica, by the handle of its program.
-      shards: the tasks with gates; the first one decides.
-      plan: slots of the data that it deals out to the replicas.
-      position: where in the data to begin; see ``Dispatch``.
-    """
-
-    gate: str
-    version: int
-    wanted: int
-    replicas: Mapping[str, TaskName]
-    shards: Sequence[TaskName]
-    plan: SlotPlan
-    position: Mapping[str, Any] | None = None
+    request: LoopRequest
+    name: str
+    began_s: float
+    """Since the run began."""
+    next_step: int
+    seen: int = 0
+    """Number of its last report."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class LoopRequest:
-    """Run ``steps`` steps of a program on the worker that drives it.
-
-    Attributes:
-      task: the worker; the driver of the program.
-      handle: the registered program.
-      data: name of a data set put on that worker; its fields are feeds.
-      data_feeds: where its fields have other names: the feeds, in the order of those.
-      steps: how many steps; at most, where data is dealt.
-      batch_size: examples per step.
-      seed: decides the order of the examples.
-      replica: number of this replica.
-      first_step: number of the first step.
-      step_feed: int32 feed that gets the number of the step; empty: none.
-      replica_feed: int32 feed that gets the number of the replica; empty: none.
-      batch_feed: int32 feed that gets the number of the batch; empty: none.
-      step_timeout_s: limit for one step.
-      report_every_s: least time between reports.
-      sync: set: decide and apply updates of synchronous training; ``handle`` applies.
-      compute_wait_s: for benchmarks: emulated computing in each step.
-      plan: the slots, where the task has data of its own and all of it once, in order,
-        is not shuffled by ``seed``.
-      attempt: how many loops of the replica were lost before in this run.
-    """
-
-    task: TaskName
-    handle: str
-    data: str
-    steps: int
-    batch_size: int
-    seed: int = 0
-    replica: int = 0
-    first_step: int = 0
-    step_feed: str = ""
-    replica_feed: str = ""
-    batch_feed: str = ""
-    step_timeout_s: float = 60.0
-    report_every_s: float = 0.25
-    sync: SyncRequest | None = None
-    compute_wait_s: float = 0.0
-    data_feeds: tuple[str, ...] = ()
-    plan: SlotPlan | None = None
-    attempt: int = 0
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LoopReport:
-    """What one replica has done since its last report.
-
-    Attributes:
-      replica: number of the replica.
-      task: its worker.
-      state: "running", "done", "stopped", or "lost": its worker is gone, and others go
-        on with its data.
-      steps: numbers of the steps, int64[n].
-      seconds: when each was computed, since the loop began, float64[n].
-      fetches: per fetch of the program, its values stacked over the n steps.
-      times: seconds by part, summed over the n steps: ``wait`` (for acknowledgements
-        of earlier steps), ``input``, ``pull``, ``compute``, ``push``, ``other``.
-      dropped: gradients that came too late so far, by worker: contributions that
-        did not count, or steps that were refused and computed anew.
-      position: of synchronous training: where in the data it is; see ``Dispatch``.
-    """
-
-    replica: int
-    task: TaskName
-    state: str
-    steps: np.ndarray[Any, Any]
-    seconds: np.ndarray[Any, Any]
-    fetches: tuple[np.ndarray[Any, Any], ...]
-    times: Mapping[str, float]
-    error: JGError | None = None
-    dropped: Mapping[TaskName, int] = field(default_factory=dict)
-    position: Mapping[str, Any] | None = None
-
-
-_Item: TypeAlias = LoopReport | LoopRequest | JGError
+_Item: TypeAlias = tuple[_Loop, LoopReport] | LoopRequest | JGError | _MasterLost
 
 
 @final
@@ -158,7 +74,9 @@ class LoopHandle:
     """Loops under way: iterate for their reports until all have ended.
 
     Iterating raises the first error of any loop, after asking the others to stop. Where
-    data is dealt out, the loss of a worker is no error while another one goes on.
+    data is dealt out, the loss of a worker is no error while another one goes on, or
+    takes part again in time. Where ``DealtData.updates`` is set, neither is the loss of
+    the master: another server becomes it, and deals out what is not known to be done.
     """
 
     def __init__(
@@ -168,43 +86,53 @@ class LoopHandle:
         data: DealtData | None = None,
     ) -> None:
         self._cluster = cluster
-        self._name = unique("loop")
-        self._requests = list(requests)
+        self._clock = SystemClock()
+        self._began = self._clock.now()
+        self._run = self._name = unique("loop")
+        self._epoch = 1
         self._data = data
         self._arbiter = next((r for r in requests if r.sync is not None), None)
         self._plan = ""
+        self._ledger: Ledger | None = None
         if data is not None:
-            self._plan = _plain(data.plan)
+            self._plan = plain(data.plan)
             self._open(data)
+            if data.updates is not None:
+                self._ledger = Ledger(data, data.updates, self.position())
         elif self._arbiter is not None and self._arbiter.sync is not None:
-            self._plan = _plain(self._arbiter.sync.plan)
+            self._plan = plain(self._arbiter.sync.plan)
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._left = len(self._requests)
         self._stopped = threading.Event()
         self._telling: set[asyncio.Future[None]] = set()
         # A worker reports at least once per step; silence beyond that is an error.
         self._silence_s = 30.0 + max(
             (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
         )
-        self._following = [self._start(request) for request in requests]
+        self._loops: set[_Loop] = set()
+        self._lost: JGError | None = None  # how the last one ended, if it was lost
+        self._following: list[concurrent.futures.Future[None]] = []
+        for request in requests:
+            self._start(request, began_s=0.0)
 
     def __iter__(self) -> Iterator[LoopReport]:
         try:
-            while self._left:
-                item = self._next()
-                if isinstance(item, JGError):
-                    raise item
-                if isinstance(item, LoopRequest):
-                    self._begin(item)
-                    continue
-                if item.state != "running":
-                    self._left -= 1
-                yield item
-                if item.error is not None and not self._left:
-                    raise item.error  # nobody is left to go on
+            while self._loops or self._is_one_back():
+                yield from self._taken(self._next())
         finally:
-            if self._left:
+            if self._loops:
                 self.stop()
+
+    def _taken(self, item: _Item) -> Iterator[LoopReport]:
+        match item:
+            case _MasterLost(epoch, error):  # of each loop; the first one counts
+                if epoch == self._epoch:
+                    yield from self._fail_over(error)
+            case JGError():
+                raise item
+            case LoopRequest():
+                self._begin(item)
+            case (loop, report):
+                yield self._noted(loop, report)
 
     def add(self, request: LoopRequest) -> None:
         """Sets a loop going in place of one that was lost; from any thread.
@@ -215,13 +143,60 @@ class LoopHandle:
 
     def _begin(self, request: LoopRequest) -> None:
         if not self._stopped.is_set():
-            self._left += 1
-            self._requests.append(request)
-            self._following.append(self._start(request))
+            self._start(request, self._clock.now() - self._began)
 
-    def _start(self, request: LoopRequest) -> "concurrent.futures.Future[None]":
-        following = self._follow(request)
-        return asyncio.run_coroutine_threadsafe(following, loop.event_loop())
+    def _start(self, request: LoopRequest, began_s: float) -> None:
+        again = f"-{request.attempt}" if request.attempt else ""
+        name = f"{self._name}-{request.replica}{again}"
+        one = _Loop(request, name, began_s, request.first_step)
+        self._loops.add(one)
+        following = self._follow(one, self._cluster.master, self._epoch)
+        self._following.append(
+            asyncio.run_coroutine_threadsafe(following, loop.event_loop())
+        )
+
+    def _noted(self, one: _Loop, report: LoopReport) -> LoopReport:
+        """Takes note of a report; returns it with times since the run began."""
+        one.seen = max(one.seen, report.number)
+        if len(report.steps):
+            one.next_step = int(report.steps[-1]) + 1
+        if self._ledger is not None:
+            self._ledger.add(report.done)
+        if report.state != "running":
+            self._loops.discard(one)
+            self._lost = report.error
+        return replace(report, seconds=report.seconds + one.began_s)
+
+    def _is_one_back(self) -> bool:
+        """Waits for a worker that takes part again, if the last one was lost.
+
+        Raises:
+          JGError: none came back in time.
+        """
+        lost, data = self._lost, self._data
+        if lost is None:
+            return False
+        deadline = self._clock.now() + (0.0 if data is None else data.wait_s)
+        if data is not None and data.wait_s:
+            _LOG.warning(
+                "no worker is left; the run waits up to %g s for one", data.wait_s
+            )
+        while data is not None and self._clock.now() < deadline:
+            try:
+                self._cluster.check_startable()
+                item = self._items.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if self._stopped.is_set() or data.stop.is_set():
+                    return False
+                continue
+            except ClusterError:  # nobody starts it again
+                break
+            if isinstance(item, LoopRequest):
+                self._begin(item)
+                return bool(self._loops)
+        raise lost
+
+    # ------------------------------------------------------------ data
 
     def position(self) -> dict[str, Any]:
         """Returns where in the data the run is, as plain data for a checkpoint."""
@@ -233,7 +208,12 @@ class LoopHandle:
 
     def _ask_position(self, method: str) -> dict[str, Any]:
         request = frame(data_run=pb.DataRun(run=self._name))
-        reply = body_of(self._cluster.call(method, request))
+        try:
+            reply = body_of(self._cluster.call(method, request))
+        except JGError:
+            if self._ledger is None:
+                raise
+            return self._ledger.position()  # the master is lost
         position: dict[str, Any] = json.loads(reply.position)
         return position
 
@@ -242,19 +222,97 @@ class LoopHandle:
             run=self._name,
             plan=self._plan,
             budget=data.batches,
-            workers=len(self._requests),
+            workers=data.workers,
             position="" if data.position is None else json.dumps(data.position),
             lease_s=data.lease_s,
         )
         self._cluster.call("Master.OpenDataRun", frame(open_data_run=order))
+
+    # ------------------------------------------------------------ another master
+
+    def _fail_over(self, error: JGError) -> Iterator[LoopReport]:
+        """Goes on with another master from what is known to be done.
+
+        Raises:
+          JGError: there is none.
+        """
+        assert self._ledger is not None  # else its loss is an error
+        old = self._cluster.master
+        if not take_over(self._cluster, error):
+            raise self._named(error, old)
+        self._epoch += 1
+        yield from self._come_so_far()
+        loops, self._loops = list(self._loops), set()
+        orders = [self._stop_order(one) for one in loops]
+        accounts = accounts_of(self._cluster, orders, old)
+        goes_on = []
+        for one, account in zip(loops, accounts, strict=True):
+            if isinstance(account, JGError):
+                continue
+            goes_on.append(one)
+            state = "stopped" if self._stopped.is_set() else "running"
+            yield self._noted(
+                one, replace(report_of(one.request, account), state=state)
+            )
+        lost = [one for one in loops if one not in goes_on]
+        # Nothing that is still under way there changes anything from here on.
+        drop_programs(self._cluster, [one.request.handle for one in lost])
+        if not self._stopped.is_set():
+            self._name = unique("loop")
+            self._open(self._ledger.left())
+            for one in goes_on:
+                again = replace(
+                    one.request,
+                    first_step=one.next_step,
+                    attempt=one.request.attempt + 1,
+                )
+                self._begin(again)
+        for one in lost:
+            _LOG.warning("%s was lost; the other workers go on", one.request.task)
+            yield self._noted(one, lost_report(one.request, self._named(error, old)))
+
+    def _come_so_far(self) -> Iterator[LoopReport]:
+        """Yields what had come before the connection to the old master ended."""
+        concurrent.futures.wait(self._following, timeout=CONTROL_S)
+        for following in self._following:
+            following.cancel()
+        self._following = []
+        added: list[LoopRequest] = []
+        with suppress(queue.Empty):
+            while True:
+                item = self._items.get_nowait()
+                if isinstance(item, LoopRequest):
+                    added.append(item)
+                else:
+                    yield from self._taken(item)
+        for request in added:
+            self._items.put(request)
+
+    def _stop_order(self, one: _Loop) -> pb.StopLoop:
+        return pb.StopLoop(
+            loop=one.name,
+            task=one.request.task,
+            account=True,
+            after=one.seen,
+            timeout_s=one.request.step_timeout_s,
+            run=self._run,
+            epoch=self._epoch,
+        )
+
+    # ------------------------------------------------------------ orders and reports
 
     def stop(self) -> None:
         """Asks all loops to end after their steps in flight; returns at once."""
         if self._stopped.is_set():
             return
         self._stopped.set()
-        for request in self._requests:
-            order = pb.StopLoop(loop=self._loop_name(request), task=request.task)
+        for one in list(self._loops):
+            order = pb.StopLoop(
+                loop=one.name,
+                task=one.request.task,
+                run=self._run,
+                epoch=self._epoch,
+            )
             with suppress(JGError):
                 self._cluster.call("Master.StopLoop", frame(stop_loop=order))
 
@@ -267,39 +325,16 @@ class LoopHandle:
                 "the tasks with cluster.status()"
             ) from None
 
-    @property
-    def _data_run(self) -> str:
+    async def _follow(self, one: _Loop, master: TaskName, epoch: int) -> None:
+        request = one.request
+        order = order_of(request)
+        order.loop, order.run, order.epoch = one.name, self._run, epoch
         if self._arbiter is not None:
-            return self._loop_name(self._arbiter)
-        return "" if self._data is None else self._name
-
-    def _loop_name(self, request: LoopRequest) -> str:
-        again = f"-{request.attempt}" if request.attempt else ""
-        return f"{self._name}-{request.replica}{again}"
-
-    async def _follow(self, request: LoopRequest) -> None:
-        order = pb.RunLoop(
-            handle=request.handle,
-            data=request.data,
-            steps=request.steps,
-            batch_size=request.batch_size,
-            seed=request.seed,
-            replica=request.replica,
-            step_timeout_s=request.step_timeout_s,
-            report_every_s=request.report_every_s,
-            loop=self._loop_name(request),
-            task=request.task,
-            first_step=request.first_step,
-            step_feed=request.step_feed,
-            replica_feed=request.replica_feed,
-            batch_feed=request.batch_feed,
-            data_run=self._data_run,
-            dealer="" if self._arbiter is None else self._arbiter.task,
-            data_plan=self._plan if request.plan is None else _plain(request.plan),
-            compute_wait_s=request.compute_wait_s,
-            sync=_sync_order(request.sync),
-            data_feeds=request.data_feeds,
-        )
+            arbiter = f"{self._name}-{self._arbiter.replica}"
+            order.data_run, order.dealer = arbiter, self._arbiter.task
+        elif self._data is not None:
+            order.data_run = self._name
+        order.data_plan = order.data_plan or self._plan
         try:
             replies = self._cluster.transport.call(
                 self._cluster.address,
@@ -308,89 +343,57 @@ class LoopHandle:
                 timeout_s=loop_timeout_s(request.steps, request.step_timeout_s),
             )
             async for reply in replies:
-                body = body_of(reply)
-                steps, seconds, *fetches = reply.tensors
-                self._items.put(
-                    LoopReport(
-                        request.replica,
-                        request.task,
-                        body.state,
-                        steps,
-                        seconds,
-                        tuple(fetches),
-                        dict(body.times),
-                        dropped={TaskName(t): n for t, n in body.dropped.items()},
-                        position=json.loads(body.data_position or "null"),
-                    )
-                )
+                self._items.put((one, report_of(request, reply)))
         except JGError as error:
-            self._items.put(self._lost(request, error) or self._named(error))
+            self._items.put(self._judged(one, error, master, epoch))
 
-    def _named(self, error: JGError) -> JGError:
-        """Returns the error; of a lost master it says that it is one."""
-        master = self._cluster.master
-        lost = error.details.get("task", master)
-        if not isinstance(error, TaskLostError) or lost != master:
-            return error
+    def _judged(
+        self, one: _Loop, error: JGError, master: TaskName, epoch: int
+    ) -> _Item:
+        """Returns what the end of a loop's reports means."""
+        lost = TaskName(str(error.details.get("task", master)))
+        if isinstance(error, TaskLostError | ClusterUnreachableError):
+            if lost == master:
+                if self._ledger is not None:
+                    return _MasterLost(epoch, error)
+                return self._named(error, master)
+            if lost == one.request.task and self._can_do_without(one.request):
+                _LOG.warning(
+                    "%s was lost; the other workers go on: %s",
+                    one.request.task,
+                    error.message,
+                )
+                return one, lost_report(one.request, error)
+        return error
+
+    def _can_do_without(self, request: LoopRequest) -> bool:
+        if self._arbiter is not None and request is not self._arbiter:
+            self._leave(self._arbiter, request.task)
+            return True
+        return self._data is not None
+
+    def _named(self, error: JGError, master: TaskName) -> JGError:
+        """Returns the error of a lost master, which says that it is one."""
         return TaskLostError(
             f"{master}, the master of this run, was lost: {error.message.rstrip('.')}. "
             "A client that is connected to a ps may lose any worker",
             **{**error.details, "task": master},
         )
 
-    def _lost(self, request: LoopRequest, error: JGError) -> LoopReport | None:
-        """Returns what to tell of a worker that others can do without."""
-        of_worker = isinstance(error, TaskLostError) and (
-            error.details.get("task") == request.task
-        )
-        is_shared = self._data_run and request is not self._arbiter
-        if not (is_shared and of_worker) or request.task == self._cluster.master:
-            return None
-        if self._arbiter is not None:
-            self._leave(self._arbiter, request.task)
-        _LOG.warning(
-            "%s was lost; the other workers go on: %s",
-            request.task,
-            error.message,
-        )
-        none = np.empty(0)
-        return LoopReport(
-            request.replica, request.task, "lost", none, none, (), {}, error
-        )
-
     def _leave(self, arbiter: LoopRequest, lost: TaskName) -> None:
         """Tells who decides in synchronous training that a worker is gone."""
-        order = pb.StopLoop(loop=self._loop_name(arbiter), task=arbiter.task, lost=lost)
+        name = f"{self._name}-{arbiter.replica}"
+        order = pb.StopLoop(loop=name, task=arbiter.task, lost=lost)
 
         async def tell() -> None:
-            replies = self._cluster.transport.call(
-                self._cluster.address,
-                "Master.StopLoop",
-                frame(stop_loop=order),
-                timeout_s=CONTROL_S,
-            )
             with suppress(JGError):
-                async for _ in replies:
-                    continue
+                await self._cluster.transport.ask(
+                    self._cluster.address,
+                    "Master.StopLoop",
+                    frame(stop_loop=order),
+                    timeout_s=CONTROL_S,
+                )
 
         telling = asyncio.ensure_future(tell())
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
-
-
-def _plain(plan: SlotPlan) -> str:
-    return json.dumps(plan.to_dict())
-
-
-def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
-    if request is None:
-        return None
-    return pb.SyncOrder(
-        gate=request.gate,
-        version=request.version,
-        wanted=request.wanted,
-        handles=list(request.replicas),
-        tasks=list(request.replicas.values()),
-        shards=request.shards,
-        data_position=json.dumps(request.position),
-    )

@@ -16,6 +16,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.calls import (
     COMPILE_S,
     CONTROL_S,
+    bounded_s,
     bulk_timeout_s,
     loop_timeout_s,
 )
@@ -267,7 +268,11 @@ class Master:
         yield _position(self.dealers.close(body_of(request).run))
 
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
-        yield await self._call(TaskName(body_of(request).task), "StopLoop", request)
+        order = body_of(request)
+        # Until the steps under way have ended, if an account of them is wanted.
+        limit_s = CONTROL_S + (bounded_s(order.timeout_s) if order.account else 0.0)
+        task = TaskName(order.task)
+        yield await self._call(task, "StopLoop", request, timeout_s=limit_s)
 
     async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
         shards = map(TaskName, body_of(request).shards)

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.cluster.data_feed import DataFeed, NumberedBatch
+from jgraph.cluster.data_feed import DataFeed, NumberedBatch, rows_of
 from jgraph.cluster.driver import Fetches, StepDriver, as_error
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.coordination.replica_loop import (
@@ -42,6 +42,9 @@ class LoopRun:
       feed: gives the batches.
       driver: drives the steps.
       clock: time for reports.
+
+    Attributes:
+      told: what it tells.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class LoopRun:
         )
         self._events: deque[Event] = deque()
         self._turn_used = False
-        self._reports = LoopReports(clock)
+        self.told = LoopReports(clock)
         # Where the time goes: seconds by part since the last report.
         self._wanted_at = self._started_at = self._computed_at = clock.now()
         self._times: dict[str, float] = defaultdict(float)
@@ -92,7 +95,7 @@ class LoopRun:
         """
         self._take(LoopStarted())
         try:
-            async for report in self._reports.stream():
+            async for report in self.told.stream():
                 yield report
         finally:
             self.stop()  # the watcher may be gone
@@ -181,7 +184,7 @@ class LoopRun:
         for name, seconds in parts.items():
             self._times[name] += seconds
         self._computed_at = now
-        self._reports.add(step, fetches)
+        self.told.add(step, fetches)
         self._take(StepComputed(step))
 
     def _over(self, step: int, error: JGError | None) -> None:
@@ -203,13 +206,17 @@ class LoopRun:
         self._feed.close()
         if error is None:
             self._report(state)
-        self._reports.end(error)
+        self.told.end(error)
 
     def _report(self, state: str) -> None:
         times, self._times = self._times, defaultdict(float)
         dropped = {self._order.task: self._refused} if self._refused else {}
-        self._reports.send(
+        self.told.send(
             pb.LoopReport(
-                state=state, times=times, data_done=self._feed.done, dropped=dropped
+                state=state,
+                times=times,
+                data_done=self._feed.done,
+                dropped=dropped,
+                done=rows_of(self._feed.take_done()),
             )
         )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Self, final
 import numpy as np
 
 from jgraph.cluster.calls import bulk_timeout_s
-from jgraph.cluster.loops import DealtData, LoopHandle, LoopRequest
+from jgraph.cluster.loop_orders import DealtData, LoopRequest
+from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.options import check_options, check_platforms
 from jgraph.cluster.programs import STEP_S, Programs
 from jgraph.cluster.snapshots import Snapshots

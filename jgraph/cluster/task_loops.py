@@ -2,23 +2,26 @@
 
 import asyncio
 import json
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.calls import CONTROL_S, bounded_s
 from jgraph.cluster.data_feed import Ask, DataFeed, deal_alone
 from jgraph.cluster.dealer import ANSWER_S, Dealers
 from jgraph.cluster.driver import StepDriver
 from jgraph.cluster.gates import Gates
+from jgraph.cluster.loop_reports import LoopReports
 from jgraph.cluster.replica import LoopRun
 from jgraph.cluster.requests import reading
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.sources import source_info
 from jgraph.cluster.sync_loop import SyncLoop
 from jgraph.coordination.dispatch import Dispatch
+from jgraph.coordination.epochs import Epochs
 from jgraph.coordination.slots import SlotPlan
-from jgraph.errors import ClusterBusyError, DataError
+from jgraph.errors import ClusterBusyError, DataError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -28,6 +31,8 @@ from jgraph.runtime.sources import open_source
 
 Method: TypeAlias = Callable[[Frame], AsyncIterator[Frame]]
 """Answers a call."""
+
+_KEPT: Final = 16
 
 
 @final
@@ -68,6 +73,9 @@ class TaskLoops:
         self._dealers = dealers
         self._data: dict[str, Reader] = {}
         self._loops: dict[str, LoopRun | SyncLoop] = {}
+        # The last that ended: a new master asks what they did.
+        self._ended: OrderedDict[str, LoopReports] = OrderedDict()
+        self._epochs = Epochs()
         self._none = asyncio.Event()
         self._none.set()
         self.methods: Mapping[str, Method] = {
@@ -113,6 +121,7 @@ class TaskLoops:
 
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
+        self._epochs.check(order.run, order.epoch)
         if order.loop in self._loops:
             raise ClusterBusyError(f"loop '{order.loop}' already runs on {self._task}")
         with reading(f"the order of loop '{order.loop}'"):
@@ -126,10 +135,17 @@ class TaskLoops:
                 yield report
         finally:
             del self._loops[order.loop]
+            self._keep(order.loop, loop)
             if not self._loops:
                 self._none.set()
             if isinstance(loop, SyncLoop):
                 self._dealers.loop_ends(order.loop)
+
+    def _keep(self, name: str, loop: LoopRun | SyncLoop) -> None:
+        if isinstance(loop, LoopRun):
+            self._ended[name] = loop.told
+            if len(self._ended) > _KEPT:
+                self._ended.popitem(last=False)
 
     def _make_loop(self, order: pb.RunLoop) -> LoopRun | SyncLoop:
         if order.HasField("sync"):
@@ -184,9 +200,26 @@ class TaskLoops:
 
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
+        self._epochs.check(body.run, body.epoch)
+        if body.account:
+            yield await self._account(body)
+            return
         loop = self._loops.get(body.loop)
         if isinstance(loop, SyncLoop) and body.lost:
             loop.peer_lost(TaskName(body.lost))
         elif loop is not None:
             loop.stop()
         yield frame(empty=pb.Empty())
+
+    async def _account(self, order: pb.StopLoop) -> Frame:
+        loop, told = self._loops.get(order.loop), self._ended.get(order.loop)
+        if isinstance(loop, LoopRun):
+            loop.stop()
+            told = loop.told
+        if told is None:
+            raise TaskLostError(
+                f"{self._task} knows of no loop '{order.loop}' any more: it was "
+                "started again since, or ended it many loops ago",
+                task=self._task,
+            )
+        return await told.account(order.after, bounded_s(order.timeout_s))

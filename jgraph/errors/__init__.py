@@ -46,6 +46,7 @@
     │   ├── TaskLostError             JG-132  a task went away while it was needed
     │   │   └── NotTakingError        JG-138  a task that does not take what is sent
     │   ├── DeadlineError             JG-133  a named wait passed its deadline
+    │   ├── FencedError               JG-139  who says this was replaced
     │   ├── StartError                JG-134  a task's process ended while starting
     │   ├── VersionError              JG-141  versions that cannot talk to each other
     │   ├── CancelledStepError        JG-135  the step was stopped from outside
@@ -77,6 +78,7 @@ from jgraph.errors.cluster import (
     CertificateError,
     ClusterUnreachableError,
     DeadlineError,
+    FencedError,
     InsecureError,
     NotAllowedError,
     NotTakingError,
@@ -155,6 +157,7 @@ __all__ = [
     "DeviceCountError",
     "DeviceSpecError",
     "FeedError",
+    "FencedError",
     "FetchError",
     "ForbiddenProgramError",
     "ForbiddenSourceError",

@@ -215,6 +215,19 @@ class StaleGradientError(ClusterError):
     code = "JG-137"
 
 
+class FencedError(ClusterError, PermissionError):
+    """Who says this was replaced: another has taken over.
+
+    A master that was frozen or cut off gives orders after a new one took over its run,
+    or a process does after its task was started again. Nothing of it is carried out.
+
+    What to do: nothing, the run goes on with the new one; a process that was replaced
+    ends by itself with exit code 75.
+    """
+
+    code = "JG-139"
+
+
 class VersionError(ClusterError):
     """Versions that cannot talk to each other.
 

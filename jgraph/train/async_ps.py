@@ -14,7 +14,8 @@ from typing import Any, final
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.gate_client import open_gate, stale_updates
-from jgraph.cluster.loops import DealtData, LoopHandle
+from jgraph.cluster.loop_orders import DealtData
+from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph import markup
@@ -33,7 +34,7 @@ from jgraph.train.data import Dataset
 from jgraph.train.hash_state import NO_KEYS, TableRows
 from jgraph.train.large import KEPT_BYTES, check_sizes, total_nbytes
 from jgraph.train.placing import Placement
-from jgraph.train.rejoin import Rejoin
+from jgraph.train.rejoin import WAIT_S, Rejoin
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 from jgraph.train.workers import Workers, chunk_of
@@ -261,7 +262,15 @@ class AsyncRunner:
     def _dealt(self, order: Order) -> DealtData:
         plan = order.dataset.plan(order.batch_size, order.seed)
         position = position_in(plan, self._position, sum(self.workers.done))
-        return DealtData(plan, order.steps, position)
+        return DealtData(
+            plan,
+            order.steps,
+            len(self.workers.tasks),
+            position,
+            updates=self.global_step,
+            wait_s=WAIT_S,
+            stop=order.stop,
+        )
 
     def global_step(self) -> int:
         """See ``Runner.global_step``."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeAlias, final
 
-from jgraph.errors import CheckpointError, CheckpointWriterError
+from jgraph.errors import CheckpointError, CheckpointWriterError, ClusterError
 from jgraph.train.checkpoints import Checkpoints, CheckpointWriter, steps_in
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
@@ -78,7 +78,10 @@ class Saving:
         if self._under_way is not None and self._under_way.done():
             self._settle(self._under_way)
         if self._under_way is None and step - self._last >= self._given.every:
-            self._begin()
+            try:
+                self._begin()
+            except ClusterError as error:  # the run finds out by itself what was lost
+                _LOG.warning("not saved at step %d, but soon: %s", step, error)
 
     @property
     def directory(self) -> Path:

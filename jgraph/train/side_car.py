@@ -18,7 +18,7 @@ from typing import Any, final
 
 from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.loops import LoopRequest
+from jgraph.cluster.loop_orders import LoopRequest
 from jgraph.cluster.session import Session
 from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import ClusterError

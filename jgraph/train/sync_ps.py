@@ -14,7 +14,8 @@ from typing import Any, final
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.gate_client import open_gate
-from jgraph.cluster.loops import LoopHandle, LoopRequest, SyncRequest
+from jgraph.cluster.loop_orders import LoopRequest, SyncRequest
+from jgraph.cluster.loops import LoopHandle
 from jgraph.errors import ConfigError, JGError
 from jgraph.graph import markup
 from jgraph.graph.device import DeviceSpec

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import final
 
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.loops import LoopReport, LoopRequest
+from jgraph.cluster.loop_orders import LoopReport, LoopRequest
 from jgraph.cluster.session import Session
 from jgraph.cluster.sources import open_source_on
 from jgraph.graph.ir import Graph, TaskName

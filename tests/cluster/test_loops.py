@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.loops import LoopReport, LoopRequest
+from jgraph.cluster.loop_orders import LoopReport, LoopRequest, report_of
 from jgraph.cluster.session import Session
 from jgraph.errors import ClusterBusyError, DataError, FeedError, JGError
 from jgraph.graph.device import DeviceSpec, device
@@ -17,6 +17,8 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import plan
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
 
 WORKERS = [TaskName("/job:worker/task:0"), TaskName("/job:worker/task:1")]
 BATCH = 4
@@ -97,6 +99,28 @@ def test_every_update_of_two_concurrent_loops_counts_exactly_once(
         assert set().union(*(r.times for r in own)) == parts
         total = sum(sum(r.times.values()) for r in own)
         assert total <= own[-1].seconds[-1] if own[-1].seconds.size else total > 0
+
+
+def test_loop_that_ended_can_be_asked_for_what_was_on_its_way(
+    session: Session, cluster: Cluster
+) -> None:
+    orders = requests(session, cluster, steps=20)
+    loops = session.run_loops(orders)
+    told = [report for report in loops if report.replica == 0]
+
+    def account(after: int) -> LoopReport:
+        order = pb.StopLoop(
+            loop=f"{loops._name}-0", task=WORKERS[0], account=True, after=after
+        )
+        reply = cluster.call("Master.StopLoop", frame(stop_loop=order))
+        return report_of(orders[0], reply)
+
+    assert account(after=0).steps.tolist() == list(range(20))
+    last = account(after=told[-1].number - 1)
+    assert last.number == told[-1].number
+    assert last.steps.tolist() == told[-1].steps.tolist()
+    assert sum(lease.batches for lease in account(after=0).done) == 20
+    assert account(after=told[-1].number).steps.size == 0
 
 
 def test_each_epoch_shows_every_example_of_the_worker_once(

@@ -9,7 +9,7 @@ import pytest
 
 import jgraph as jg
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.loops import LoopRequest
+from jgraph.cluster.loop_orders import LoopRequest
 from jgraph.cluster.session import Session
 from jgraph.errors import RowIdError
 from jgraph.graph.device import DeviceSpec

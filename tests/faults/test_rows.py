@@ -5,6 +5,7 @@ import random
 import signal
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -44,6 +45,32 @@ def test_rows_1_to_3_a_killed_worker_loses_no_update_and_is_taken_back(
     ledger.add(run)
     ledger.check(there, lost=2)
     fault.names += [f"{WORKER} was lost; the other workers go on", "SIGKILL"]
+    there.close()
+
+
+def test_row_19_a_run_whose_master_is_killed_goes_on_from_where_it_was(
+    fault: Fault,
+) -> None:
+    """Without a checkpoint: the ps keep the state, and one of them is the master."""
+    cluster = fault.cluster(ps=2, workers=2)
+    there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
+    run = there.fit(
+        IDS,
+        steps=600,
+        batch_size=BATCH,
+        callbacks=[after(100, lambda: cluster.kill(MASTER))],
+        progress=False,
+    )
+    assert run.state == "done"
+    assert clock.seconds < 30
+    assert run.recoveries() == []
+    assert cluster.master.startswith("/job:ps/")
+    ledger.add(run)
+    ledger.check(there, lost=1)
+    loss = run.metrics("loss")
+    assert len(np.unique(loss["step"])) == len(loss["step"])
+    assert (np.diff(loss["seconds"]) >= 0).all()
+    fault.names += [f"{MASTER}, the master, was lost", "is the master from here on"]
     there.close()
 
 

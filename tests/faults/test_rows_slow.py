@@ -38,12 +38,11 @@ PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1
     [
         (AsyncPS(), (PS,)),
         (SyncPS(), (PS,)),
-        (AsyncPS(), (MASTER,)),
-        (AsyncPS(), (MASTER, WORKER)),
+        (SyncPS(), (MASTER,)),
     ],
-    ids=["row 12: async", "row 12: sync", "row 19: master", "row 9: all workers"],
+    ids=["row 12: async", "row 12: sync", "row 19: sync"],
 )
-def test_rows_9_12_and_19_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
+def test_rows_12_and_19_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
     fault: Fault, strategy: Any, lost: tuple[str, ...]
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
@@ -68,6 +67,63 @@ def test_rows_9_12_and_19_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
     assert recovery.lost == lost
     check_recovered(there, run, share=2 if isinstance(strategy, SyncPS) else 1)
     fault.names += [f"{lost[0]}", "lost at step", "SIGKILL", "goes back to step"]
+    there.close()
+
+
+@pytest.mark.parametrize("lost", [(MASTER,), (WORKER, MASTER)], ids=["19", "9"])
+def test_rows_9_and_19_lost_workers_are_back_in_the_same_run_also_of_a_new_master(
+    fault: Fault, lost: tuple[str, ...]
+) -> None:
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
+
+    def kill() -> None:
+        for task in lost:
+            cluster.kill(task)
+
+    run = there.fit(
+        IDS,
+        steps=20_000 if len(lost) == 1 else 1000,
+        batch_size=BATCH,
+        checkpoint=Checkpoints(fault.path, every=50),
+        callbacks=[after(200, kill)],
+        progress=False,
+    )
+    assert run.state == "done"
+    assert clock.seconds < 90
+    assert run.recoveries() == []
+    ledger.add(run)
+    ledger.check(there, lost=len(lost))
+    assert set(run.metrics("loss")["replica"][-200:]) == {0, 1}
+    fault.names += [f"{MASTER}, the master, was lost", f"{MASTER} answers again"]
+    there.close()
+
+
+def test_row_20_a_master_that_was_frozen_and_replaced_changes_nothing_when_it_wakes(
+    fault: Fault,
+) -> None:
+    cluster = fault.cluster(ps=2, workers=2)
+    there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
+    pid = cluster.pid(MASTER)
+    run = there.fit(
+        IDS,
+        steps=600,
+        batch_size=BATCH,
+        callbacks=[after(100, lambda: os.kill(pid, signal.SIGSTOP))],
+        progress=False,
+    )
+    assert run.state == "done"
+    assert clock.seconds < 60
+    assert cluster.master != MASTER
+    ledger.add(run)
+    ledger.check(there, lost=1)
+    before = counted(there)
+    os.kill(pid, signal.SIGCONT)
+    assert cluster.wait_for_tasks(30)
+    for _ in range(20):
+        cluster.session().run(lambda x: x + 1, 1.0)
+    assert [c.tolist() for c in counted(there)] == [c.tolist() for c in before]
+    fault.names += [f"{MASTER}, the master, was lost"]
     there.close()
 
 

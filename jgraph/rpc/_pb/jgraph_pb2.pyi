@@ -1149,6 +1149,8 @@ class RunLoop(_message.Message):
     DEALER_FIELD_NUMBER: _builtins.int
     DEALER_ADDRESS_FIELD_NUMBER: _builtins.int
     DATA_FEEDS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -1184,6 +1186,11 @@ class RunLoop(_message.Message):
     """task that deals; empty: the master that passes this on"""
     dealer_address: _builtins.str
     """where it listens"""
+    run: _builtins.str
+    """Which run this is part of, and which of its masters says so: a task that was told so
+    by a later one refuses. Empty: nobody takes over.
+    """
+    epoch: _builtins.int
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
     @_builtins.property
@@ -1214,10 +1221,12 @@ class RunLoop(_message.Message):
         dealer: _builtins.str = ...,
         dealer_address: _builtins.str = ...,
         data_feeds: _abc.Iterable[_builtins.str] | None = ...,
+        run: _builtins.str = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1274,6 +1283,8 @@ class LoopReport(_message.Message):
     DATA_DONE_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     DATA_POSITION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped" """
     steps_done: _builtins.int
@@ -1282,6 +1293,8 @@ class LoopReport(_message.Message):
     """batches done since the loop began, in the order dealt"""
     data_position: _builtins.str
     """synchronous training: where in the data it is, as JSON"""
+    number: _builtins.int
+    """of this report of the loop: 1, 2, …"""
     @_builtins.property
     def times(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Tensors: steps (int64[n]), seconds since the loop began (float64[n]), then each
@@ -1294,6 +1307,10 @@ class LoopReport(_message.Message):
     def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Synchronous training: contributions that came too late so far, by task."""
 
+    @_builtins.property
+    def done(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataLease]:
+        """which batches were done since the last report"""
+
     def __init__(
         self,
         *,
@@ -1304,10 +1321,12 @@ class LoopReport(_message.Message):
         data_done: _builtins.int = ...,
         dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         data_position: _builtins.str = ...,
+        number: _builtins.int = ...,
+        done: _abc.Iterable[Global___DataLease] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "dropped", b"dropped", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "number", b"number", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1482,27 +1501,46 @@ Global___StalenessRow: _TypeAlias = StalenessRow  # noqa: Y015
 
 @_typing.final
 class StopLoop(_message.Message):
-    """"StopLoop": ask a loop to stop after its current step."""
+    """"StopLoop": ask a loop to stop after its current step. With `account` the answer comes
+    when it has ended, and is a LoopReport: all reports after number `after` as one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LOOP_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    ACCOUNT_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     loop: _builtins.str
     task: _builtins.str
     lost: _builtins.str
     """set: only tell the loop that this task went away"""
+    account: _builtins.bool
+    after: _builtins.int
+    timeout_s: _builtins.float
+    """limit for that"""
+    run: _builtins.str
+    """as in RunLoop"""
+    epoch: _builtins.int
     def __init__(
         self,
         *,
         loop: _builtins.str = ...,
         task: _builtins.str = ...,
         lost: _builtins.str = ...,
+        account: _builtins.bool = ...,
+        after: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
+        run: _builtins.str = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loop", b"loop", "lost", b"lost", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "epoch", b"epoch", "loop", b"loop", "lost", b"lost", "run", b"run", "task", b"task", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,144 @@
+"""A run goes on with another master when its own is lost."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, final
+
+from jgraph.cluster import loop
+from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.loop_orders import DealtData
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.coordination.batch_ledger import BatchLedger
+from jgraph.coordination.slots import Lease
+from jgraph.errors import ClusterError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+
+if TYPE_CHECKING:
+    from jgraph.cluster.client import Cluster
+
+_LOG = logging.getLogger("jgraph.loops")
+_OF_THE_LOST_S: Final = 1.0
+
+
+@final
+class Ledger:
+    """What a client knows of the data of a run; from any thread.
+
+    Args:
+      data: what is dealt.
+      updates: says how many updates are applied to the model.
+      position: where the run begins.
+    """
+
+    def __init__(
+        self,
+        data: DealtData,
+        updates: Callable[[], int],
+        position: Mapping[str, Any],
+    ) -> None:
+        self._data = data
+        self._updates = updates
+        self._applied = updates()
+        self._batches = BatchLedger(data.plan, position, self._applied)
+        self._end = self._batches.done + data.batches
+        self._lock = threading.Lock()
+
+    def add(self, leases: Iterable[Lease]) -> None:
+        """Takes batches that are done."""
+        with self._lock:
+            self._batches.add(leases)
+
+    def position(self) -> dict[str, Any]:
+        """Returns where in the data the run is, as far as is known."""
+        with self._lock:
+            return self._batches.position(self._applied)
+
+    def left(self) -> DealtData:
+        """Returns what another master deals out, when nothing is under way."""
+        self._applied = self._updates()
+        left = self._end - self._batches.done
+        return replace(self._data, batches=left, position=self.position())
+
+
+def take_over(cluster: "Cluster", error: JGError) -> bool:
+    """Makes another server the master of a client; returns whether there is one.
+
+    A ps rather than a worker: a run needs all of them anyway.
+
+    Args:
+      cluster: the client.
+      error: why its master is thought to be lost.
+    """
+    old = cluster.master
+    others = [task for task in cluster.tasks() if task != old]
+    for task in [*sorted(others, key=_is_no_ps), old]:
+        if _may_be_master(cluster, task):
+            cluster.move_to(task)
+            _LOG.warning(
+                "%s, the master, was lost: %s. %s is the master from here on",
+                *(old, error.message.rstrip("."), task),
+            )
+            return True
+    return False
+
+
+def _is_no_ps(task: TaskName) -> bool:
+    return not task.startswith("/job:ps/")
+
+
+def _may_be_master(cluster: "Cluster", task: TaskName) -> bool:
+    """Whether it answers, and knows the same cluster."""
+    with suppress(JGError):
+        reply = cluster.call(
+            "Master.Status",
+            frame(empty=pb.Empty()),
+            timeout_s=2 * CONTROL_S,
+            to=cluster.spec.address(task),
+        )
+        return ClusterSpec.from_json(body_of(reply).cluster_json) == cluster.spec
+    return False
+
+
+def accounts_of(
+    cluster: "Cluster", orders: Sequence[pb.StopLoop], lost: TaskName
+) -> list[Frame | JGError]:
+    """Ends loops, and returns what they did; an error of one that does not say.
+
+    Args:
+      cluster: with another master.
+      orders: one for each.
+      lost: the old master, which is given little time.
+    """
+
+    async def account(order: pb.StopLoop) -> Frame | JGError:
+        if order.task == lost:
+            order.timeout_s = _OF_THE_LOST_S
+        try:
+            return await cluster.transport.ask(
+                cluster.address,
+                "Master.StopLoop",
+                frame(stop_loop=order),
+                timeout_s=order.timeout_s + 2 * CONTROL_S,
+            )
+        except JGError as error:
+            return error
+
+    async def all_accounts() -> list[Frame | JGError]:
+        return await asyncio.gather(*map(account, orders))
+
+    return loop.run(all_accounts())
+
+
+def drop_programs(cluster: "Cluster", handles: Iterable[str]) -> None:
+    """Makes all tasks refuse steps of these programs."""
+    for handle in handles:
+        order = frame(program_handle=pb.ProgramHandle(handle=handle))
+        with suppress(ClusterError):
+            cluster.call("Master.UnregisterProgram", order)

@@ -1,0 +1,219 @@
+"""What replica loops are told, and what they tell: plain data, and how it travels."""
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+
+from jgraph.cluster.data_feed import leases_of
+from jgraph.coordination.dispatch import LEASE_S
+from jgraph.coordination.slots import Lease, SlotPlan
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of
+from jgraph.rpc.transport import Frame
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DealtData:
+    """Data that the master deals out to all loops of a run.
+
+    Attributes:
+      plan: its slots; every worker has the data under the same name.
+      batches: how many to deal, all loops together.
+      workers: how many loops there are.
+      position: where to begin; see ``Dispatch``.
+      lease_s: a worker that holds data and is silent for so long is lost.
+      updates: says how many updates are applied to the model; set: the run goes on
+        without a master that was lost.
+      wait_s: where all workers are lost, how long to wait until one takes part again.
+      stop: set from another thread: wait no longer.
+    """
+
+    plan: SlotPlan
+    batches: int
+    workers: int
+    position: Mapping[str, Any] | None = None
+    lease_s: float = LEASE_S
+    updates: Callable[[], int] | None = None
+    wait_s: float = 0.0
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SyncRequest:
+    """What the ps that decides in synchronous training must know.
+
+    Attributes:
+      gate: name of the gates.
+      version: updates applied so far.
+      wanted: contributions of an update.
+      replicas: worker of each replica, by the handle of its program.
+      shards: the tasks with gates; the first one decides.
+      plan: slots of the data that it deals out to the replicas.
+      position: where in the data to begin; see ``Dispatch``.
+    """
+
+    gate: str
+    version: int
+    wanted: int
+    replicas: Mapping[str, TaskName]
+    shards: Sequence[TaskName]
+    plan: SlotPlan
+    position: Mapping[str, Any] | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoopRequest:
+    """Run ``steps`` steps of a program on the worker that drives it.
+
+    Attributes:
+      task: the worker; the driver of the program.
+      handle: the registered program.
+      data: name of a data set put on that worker; its fields are feeds.
+      data_feeds: where its fields have other names: the feeds, in the order of those.
+      steps: how many steps; at most, where data is dealt.
+      batch_size: examples per step.
+      seed: decides the order of the examples.
+      replica: number of this replica.
+      first_step: number of the first step.
+      step_feed: int32 feed that gets the number of the step; empty: none.
+      replica_feed: int32 feed that gets the number of the replica; empty: none.
+      batch_feed: int32 feed that gets the number of the batch; empty: none.
+      step_timeout_s: limit for one step.
+      report_every_s: least time between reports.
+      sync: set: decide and apply updates of synchronous training; ``handle`` applies.
+      compute_wait_s: for benchmarks: emulated computing in each step.
+      plan: the slots, where the task has data of its own and all of it once, in order,
+        is not shuffled by ``seed``.
+      attempt: how many loops of the replica were lost before in this run.
+    """
+
+    task: TaskName
+    handle: str
+    data: str
+    steps: int
+    batch_size: int
+    seed: int = 0
+    replica: int = 0
+    first_step: int = 0
+    step_feed: str = ""
+    replica_feed: str = ""
+    batch_feed: str = ""
+    step_timeout_s: float = 60.0
+    report_every_s: float = 0.25
+    sync: SyncRequest | None = None
+    compute_wait_s: float = 0.0
+    data_feeds: tuple[str, ...] = ()
+    plan: SlotPlan | None = None
+    attempt: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoopReport:
+    """What one replica has done since its last report.
+
+    Attributes:
+      replica: number of the replica.
+      task: its worker.
+      state: "running", "done", "stopped", or "lost": its worker is gone, and others go
+        on with its data.
+      steps: numbers of the steps, int64[n].
+      seconds: when each was computed, since the loop began, float64[n].
+      fetches: per fetch of the program, its values stacked over the n steps.
+      times: seconds by part, summed over the n steps: ``wait`` (for acknowledgements
+        of earlier steps), ``input``, ``pull``, ``compute``, ``push``, ``other``.
+      dropped: gradients that came too late so far, by worker: contributions that
+        did not count, or steps that were refused and computed anew.
+      position: of synchronous training: where in the data it is; see ``Dispatch``.
+      done: where data is dealt: batches that are done since the last report.
+      number: of this report of its loop, from 1.
+    """
+
+    replica: int
+    task: TaskName
+    state: str
+    steps: np.ndarray[Any, Any]
+    seconds: np.ndarray[Any, Any]
+    fetches: tuple[np.ndarray[Any, Any], ...]
+    times: Mapping[str, float]
+    error: JGError | None = None
+    dropped: Mapping[TaskName, int] = field(default_factory=dict)
+    position: Mapping[str, Any] | None = None
+    done: tuple[Lease, ...] = ()
+    number: int = 0
+
+
+def report_of(request: LoopRequest, message: Frame) -> LoopReport:
+    """Returns a report as it came."""
+    body = body_of(message)
+    steps, seconds, *fetches = message.tensors
+    return LoopReport(
+        request.replica,
+        request.task,
+        body.state,
+        steps,
+        seconds,
+        tuple(fetches),
+        dict(body.times),
+        dropped={TaskName(task): count for task, count in body.dropped.items()},
+        position=json.loads(body.data_position or "null"),
+        done=tuple(leases_of(body.done)),
+        number=body.number,
+    )
+
+
+def lost_report(request: LoopRequest, error: JGError) -> LoopReport:
+    """Returns what to tell of a worker that is lost."""
+    none = np.empty(0)
+    return LoopReport(request.replica, request.task, "lost", none, none, (), {}, error)
+
+
+def order_of(request: LoopRequest) -> pb.RunLoop:
+    """Returns a request as it travels, without what its run says of it."""
+    return pb.RunLoop(
+        handle=request.handle,
+        data=request.data,
+        steps=request.steps,
+        batch_size=request.batch_size,
+        seed=request.seed,
+        replica=request.replica,
+        step_timeout_s=request.step_timeout_s,
+        report_every_s=request.report_every_s,
+        task=request.task,
+        first_step=request.first_step,
+        step_feed=request.step_feed,
+        replica_feed=request.replica_feed,
+        batch_feed=request.batch_feed,
+        data_plan="" if request.plan is None else plain(request.plan),
+        compute_wait_s=request.compute_wait_s,
+        sync=_sync_order(request.sync),
+        data_feeds=request.data_feeds,
+    )
+
+
+def plain(plan: SlotPlan) -> str:
+    """Returns a plan as it travels."""
+    return json.dumps(plan.to_dict())
+
+
+def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
+    if request is None:
+        return None
+    return pb.SyncOrder(
+        gate=request.gate,
+        version=request.version,
+        wanted=request.wanted,
+        handles=list(request.replicas),
+        tasks=list(request.replicas.values()),
+        shards=request.shards,
+        data_position=json.dumps(request.position),
+    )
