@@ -78,11 +78,23 @@ class DrivenStep:
 
 @final
 class StepDriver:
-    """Starts steps on all their tasks, and ends them together."""
+    """Starts steps on all their tasks, and ends them together.
 
-    def __init__(self, runtime: TaskRuntime, transport: Transport) -> None:
+    Args:
+      runtime: the task's own.
+      transport: to the other tasks.
+      orders: where values of a step that leave at once find the order to begin it.
+    """
+
+    def __init__(
+        self,
+        runtime: TaskRuntime,
+        transport: Transport,
+        orders: dict[tuple[TaskName, StepKey], pb.StartStep],
+    ) -> None:
         self._runtime = runtime
         self._transport = transport
+        self._orders = orders
         self._steps: dict[StepKey, DrivenStep] = {}
         self._ids = itertools.count(1)
 
@@ -134,17 +146,25 @@ class StepDriver:
         driven.timer = asyncio.get_running_loop().call_later(
             timeout_s, self._late, driven, timeout_s
         )
+        soon = self._runtime.fed(handle)
         for task in tasks:
-            if task != self._runtime.task:
+            if task in soon:
+                self._orders[task, step] = order
+            elif task != self._runtime.task:
                 self._transport.post(task, frame(start_step=order))
-        self._runtime.start_step(
-            step,
-            lambda outcome, times: self._own_part_over(driven, outcome, times),
-            feeds=feeds,
-            ordered=ordered,
-            compute_wait_s=compute_wait_s,
-            trace=trace,
-        )
+        try:
+            self._runtime.start_step(
+                step,
+                lambda outcome, times: self._own_part_over(driven, outcome, times),
+                feeds=feeds,
+                ordered=ordered,
+                compute_wait_s=compute_wait_s,
+                trace=trace,
+            )
+        finally:
+            for task in soon:  # where this task's own part waits for its turn
+                if self._orders.pop((task, step), None) is not None:
+                    self._transport.post(task, frame(start_step=order))
         return driven
 
     async def run(

@@ -31,6 +31,10 @@ class TaskShell:
 
     XLA releases the GIL and uses its own threads; these only wait for it, so there are
     a few more of them than cores.
+
+    Attributes:
+      orders: to begin a step, for tasks that values of it go to at once: they travel
+        with these, as a frame costs more than what is in it.
     """
 
     def __init__(self, transport: Transport, clock: Clock) -> None:
@@ -41,6 +45,7 @@ class TaskShell:
         self._counting = threading.Lock()
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._cores = available_cores()
+        self.orders: dict[tuple[TaskName, StepKey], pb.StartStep] = {}
         self._pool = ThreadPoolExecutor(
             max_workers=4 + self._cores, thread_name_prefix="jgraph-work"
         )
@@ -117,13 +122,19 @@ class TaskShell:
         values: Sequence[np.ndarray[Any, Any]],
     ) -> None:
         """Posts values of a step to another task."""
-        if sum(value.nbytes for value in values) >= _LARGE_BYTES:
+        nbytes = sum(value.nbytes for value in values)
+        if nbytes >= _LARGE_BYTES:
             # What they were computed from goes back to its sender: it is the memory
             # for the answer. XLA lets go of some of it a little later.
             _compat.release_arguments()
             for later_s in _LATER_S:
                 self._loop.call_later(later_s, _compat.release_arguments)
         header = pb.Values(handle=step[0], step_id=step[1], key=key)
+        if self.orders and (order := self.orders.pop((dst, step), None)) is not None:
+            if nbytes < _LARGE_BYTES:
+                header.start.CopyFrom(order)
+            else:
+                self._transport.post(dst, frame(start_step=order))
         self._transport.post(dst, frame(values=header, tensors=tuple(values)))
 
     def withdraw(self, step: StepKey) -> None:

@@ -74,7 +74,7 @@ class TaskService:
         self.shell = TaskShell(transport, clock)
         self.runtime = TaskRuntime(task, self.shell)
         self.runtime.max_early_bytes = default_queue_limit()
-        self.driver = StepDriver(self.runtime, transport)
+        self.driver = StepDriver(self.runtime, transport, self.shell.orders)
         self.gates = Gates(task, transport, self.runtime.gates)
         self.dealers = Dealers(clock)
         self._transport = transport
@@ -107,12 +107,13 @@ class TaskService:
         body = body_of(received)
         match kind_of(received):
             case "values":
+                if body.HasField("start"):
+                    self._start_part(src, body.start)
                 step = body.handle, body.step_id
                 self.runtime.deliver(step, body.key, received.tensors)
             case "gate_event":
                 self.gates.received(src, body)
             case "start_step":
-                self.gates.step_started(src, body.handle)
                 self._start_part(src, body)
             case "step_done":
                 error = from_status(body.status) if body.HasField("status") else None
@@ -133,6 +134,7 @@ class TaskService:
         self.loops.peer_lost(peer)
 
     def _start_part(self, driver: TaskName, order: pb.StartStep) -> None:
+        self.gates.step_started(driver, order.handle)
         step = order.handle, order.step_id
 
         def over(outcome: Outcome, times: StepTimes) -> None:

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import final
 
 from jgraph.errors import InvalidProgramError
+from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import (
     AggregateNode,
+    ConstNode,
+    FeedNode,
     LookupNode,
     Node,
     ReadNode,
     SegmentNode,
+    SendNode,
     ValueId,
     ValueType,
     WriteNode,
@@ -39,6 +43,7 @@ class LoadedPartition:
       followers: per node, the nodes that name it in ``after``.
       costs: per node, what running it has cost so far.
       owned: values that a segment makes for one use only.
+      fed: tasks that are sent what is there when a step begins.
     """
 
     partition: Partition
@@ -50,6 +55,7 @@ class LoadedPartition:
     followers: tuple[tuple[int, ...], ...]
     costs: tuple[Cost, ...]
     owned: frozenset[ValueId]
+    fed: frozenset[TaskName]
 
 
 def load_partition(
@@ -92,6 +98,18 @@ def load_partition(
             for value in node.outs
             if uses[value] == 1
         ),
+        _fed(partition),
+    )
+
+
+def _fed(partition: Partition) -> frozenset[TaskName]:
+    known = {
+        node.out for node in partition.nodes if isinstance(node, FeedNode | ConstNode)
+    }
+    return frozenset(
+        node.dst
+        for node in partition.nodes
+        if isinstance(node, SendNode) and known.issuperset(node.values)
     )
 
 

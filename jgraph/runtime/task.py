@@ -149,6 +149,10 @@ class TaskRuntime:
         """Returns every task with a part in the steps of ``handle``."""
         return self._registered(handle).participants
 
+    def fed(self, handle: str) -> frozenset[TaskName]:
+        """Returns the tasks that feeds and constants of ``handle`` go to at once."""
+        return self._registered(handle).loaded.fed
+
     def check_feeds(self, handle: str, feeds: Mapping[str, Any]) -> None:
         """Refuses feeds that are not those of the program.
 
@@ -356,10 +360,10 @@ class TaskRuntime:
         if not isinstance(outcome, list):
             self._shell.withdraw(step)
         self._tell_gate(registered, step, done=isinstance(outcome, list))
-        on_done(outcome, run.times)
         if registered.running is run:
-            registered.running = None
-            self._advance(registered)
+            registered.running = None  # a step that on_done starts begins at once
+        on_done(outcome, run.times)
+        self._advance(registered)
         if not self._steps:
             waiting, self._when_idle = self._when_idle, []
             for callback in waiting:

@@ -1,7 +1,7 @@
 """Whole training steps through services, executors and the in-process transport."""
 
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -16,14 +16,17 @@ from jgraph.cluster.client import NoHandler
 from jgraph.cluster.master import Master
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import TaskService
-from jgraph.graph.device import DeviceSpec
+from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.ir import TaskName
+from jgraph.graph.trace import trace
+from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.types import from_plain, to_plain
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
+from jgraph.rpc.frames import frame, kind_of
 from jgraph.rpc.inprocess import InProcessNetwork, InProcessTransport
 from jgraph.rpc.program_codec import encode_program
+from jgraph.rpc.transport import Frame
 from tests.plan.support import Values, reference
 from tests.plan.test_plan import scattered, traced
 from tests.programs import EXAMPLES
@@ -79,12 +82,21 @@ async def one_step(
 
 
 async def steps(
-    planned: Plan, tasks: Sequence[TaskName], values: Values, args: Any, count: int
+    planned: Plan,
+    tasks: Sequence[TaskName],
+    values: Values,
+    args: Any,
+    count: int,
+    watch: Callable[[TaskService], None] = lambda service: None,
 ) -> list[tuple[list[Any], Values]]:
-    """Returns (fetches, new values of the variables) of each step of a new cluster."""
+    """Returns (fetches, new values of the variables) of each step of a new cluster.
+
+    ``watch`` is shown the service of the last task.
+    """
     program = planned.program
     leaves = [np.asarray(to_plain(jnp.asarray(x))) for x in jax.tree.leaves(args)]
     async with cluster_of(tasks) as (client, services):
+        watch(services[tasks[-1]])
         for partition in program.partitions:
             stored = partition.variables
             plain = [np.asarray(to_plain(jnp.asarray(values[v.name]))) for v in stored]
@@ -171,3 +183,34 @@ def test_a_step_over_the_transport_computes_what_one_jit_computes(
     planned = plan(stamped, tasks=tasks, driver=tasks[0], variable_tasks=homes)
     got = run_async(one_step(planned, tasks, values, example.args), timeout_s=100)
     assert_close(got, wanted(name))
+
+
+@pytest.mark.parametrize(
+    ("size", "kinds"), [(4, ["values"]), (1 << 18, ["start_step", "values"])]
+)
+def test_order_to_begin_a_step_travels_with_small_values(
+    size: int, kinds: list[str]
+) -> None:
+    driver, ps = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
+    total = Variable("total", jnp.zeros(()), device=ps)
+
+    def add(x: Any) -> None:
+        with device(ps):
+            total[...] = total[...] + x.sum()
+
+    x = np.ones(size, np.float32)
+    graph, _ = trace(add, x, variables=[total])
+    planned = plan(graph, tasks=[driver, ps], driver=driver)
+    got: list[str] = []
+
+    def watch(service: TaskService) -> None:
+        take = service.frame_received
+
+        def received(src: TaskName, received: Frame) -> None:
+            got.append(kind_of(received))
+            take(src, received)
+
+        service.frame_received = received  # type: ignore[method-assign]
+
+    run_async(steps(planned, [driver, ps], {"total": 0.0}, x, 2, watch=watch))
+    assert got == kinds * 2

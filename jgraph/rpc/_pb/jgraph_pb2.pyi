@@ -585,19 +585,25 @@ class Values(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     STEP_ID_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     step_id: _builtins.int
     key: _builtins.str
+    @_builtins.property
+    def start(self) -> Global___StartStep:
+        """Of the same step: first the receiver begins its part, then it takes the values."""
+
     def __init__(
         self,
         *,
         handle: _builtins.str = ...,
         step_id: _builtins.int = ...,
         key: _builtins.str = ...,
+        start: Global___StartStep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "key", b"key", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "key", b"key", "start", b"start", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
