@@ -94,7 +94,7 @@ def test_the_cluster_files_of_the_page_are_cluster_files(tmp_path: Path) -> None
     for text in found:
         path.write_text(text, encoding="utf-8")
         assert ClusterSpec.from_toml(path)
-    assert len(found) == 4
+    assert len(found) == 3
 
 
 def test_the_tf_config_of_the_page_is_one() -> None:

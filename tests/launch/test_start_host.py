@@ -17,6 +17,7 @@ from jgraph.rpc.certificates import make_certificates
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/start_host.py"
 HOSTS = ("127.0.0.1", "localhost")
+ENVIRON = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
 def test_the_readme_shows_the_script_as_it_is() -> None:
@@ -45,7 +46,7 @@ def cluster_file(directory: Path) -> Path:
 def start(file: Path, host: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), str(file), host],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env=ENVIRON,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -90,3 +91,37 @@ def test_a_host_that_the_file_does_not_name_is_told(tmp_path: Path) -> None:
     done = start(cluster_file(tmp_path), "nodeX")
     said = done.communicate(timeout=60)[1]
     assert (done.returncode, "no task on 'nodeX'" in said) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+def test_the_commands_of_the_guide_for_several_hosts_start_servers(
+    tmp_path: Path,
+) -> None:
+    guide = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    part = guide.partition("## On several hosts")[2]
+    file, commands = (
+        re.findall(rf"^```{language}\n(.*?)^```", part, re.DOTALL | re.MULTILINE)[0]
+        for language in ("toml", "bash")
+    )
+    path = cluster_file(tmp_path)
+    ports = re.findall(r":(\d+)", path.read_text(encoding="utf-8"))
+    path.write_text(
+        file.replace("nodeA:8470", f"127.0.0.1:{ports[0]}").replace(
+            "nodeD:8470", f"localhost:{ports[1]}"
+        )
+    )
+    make, *starts = (line.partition("#")[0].split() for line in commands.splitlines())
+    subprocess.run([sys.executable, "-m", *make], cwd=tmp_path, env=ENVIRON, check=True)
+    for start_one in starts:
+        with subprocess.Popen(
+            [sys.executable, "-m", *start_one],
+            cwd=tmp_path,
+            env=ENVIRON,
+            stdout=subprocess.PIPE,
+        ) as server:
+            assert server.stdout is not None
+            said = server.stdout.readline().decode()
+            server.kill()
+        job, task = start_one[3], start_one[5]
+        assert said.startswith(f"/job:{job}/task:{task} serves at jgraphs://")
