@@ -1,17 +1,17 @@
-"""The serving half of Asks: calls with one reply, over a stream that stays open."""
+"""The serving half of Asks: calls over a stream that stays open, and is resumed."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import aclosing, suppress
 from typing import Any, Final, final
 
 import grpc
 
 from jgraph.errors import ClusterBusyError, JGError, MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.codec import Buffer, Prepared, encode, prepare
+from jgraph.rpc.ask_stream import Conversation
+from jgraph.rpc.codec import Buffer, Prepared, encode, pack, prepare
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.exchange_stream import check_protocol
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.local_door import LocalDoor, LocalOffer
 from jgraph.rpc.local_socket import LAST_WORDS_S, LocalSocket
@@ -28,66 +28,110 @@ END: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # stubs lack it
 
 @final
 class Answers:
-    """Answers what comes in over one stream, each call as soon as it is done.
+    """Answers one line of a caller, each call as soon as it is done.
 
     Args:
       handler: what the task does with calls.
       hello: who answers.
-      check: refuses methods that the caller may not call.
-      context: gRPC's, of the stream.
-      decoder: turns its chunks into frames.
       counters: where calls are counted.
       max_frame_bytes: larger replies become errors.
-      door: where callers of this machine may connect; None: nowhere.
+
+    Attributes:
+      turn: how many streams it has had.
+      may_return: the last stream broke; another may go on where it ended.
     """
 
     def __init__(
         self,
         handler: Handler,
         hello: pb.Hello,
-        check: Callable[[str], None],
-        context: Any,
-        decoder: Decoder,
         counters: Counters,
         max_frame_bytes: int,
-        door: LocalDoor | None,
     ) -> None:
+        self.turn = 0
+        self.may_return = False
         self._handler = handler
         self._hello = hello
-        self._check = check
-        self._context = context
-        self._decoder = decoder
         self._counters = counters
         self._max_frame_bytes = max_frame_bytes
-        self._offer = LocalOffer(door, self._feed, self._move) if door else None
-        self._outbox = Outbox()
+        self._talk = Conversation()
+        self._answering: dict[int, asyncio.Task[None]] = {}
+        self._is_over = False
+        # Of the stream that there is now.
+        self._serving: asyncio.Task[Any] | None = None
+        self._check: Callable[[str], None] | None = None
         self._socket: LocalSocket | None = None
         self._beside: set[asyncio.Task[None]] = set()
-        self._do(self._outbox.run(context.write))
-        self._answering: dict[int, asyncio.Task[None]] = {}
 
-    async def run(self) -> None:
-        """Answers until the caller ends the stream; then nobody waits any more.
+    async def serve(
+        self,
+        context: Any,
+        decoder: Decoder,
+        first: list[Frame],
+        check: Callable[[str], None],
+        door: LocalDoor | None,
+    ) -> None:
+        """Answers until the stream ends; takes over from one that is still there.
+
+        Args:
+          context: gRPC's, of the stream.
+          decoder: turns its chunks into frames.
+          first: the Hello of the caller, and what came with it.
+          check: refuses methods that the caller may not call.
+          door: where callers of this machine may connect; None: nowhere.
 
         Raises:
           MalformedMessageError: the stream is not one of calls.
         """
-        streamed = self._outbox
+        hello, *early = first
+        await self._take_over()
+        self._check, self.may_return = check, False
+
+        def feed(chunk: Buffer) -> None:
+            self._feed(decoder.feed(chunk), len(chunk))
+
+        offer = LocalOffer(door, feed, self._move) if door and self.turn == 1 else None
+        streamed = self._talk.outbox
         try:
-            if self._offer is None:
-                await self._read()
-            else:
-                await self._offer.beside(self._read())
-            self._decoder.finish()
-            await _flush(streamed)
+            await self._greet(context, offer)
+            self._do(streamed.run(context.write, body_of(hello).received))
+            for asked in early:
+                self._take(asked)
+            reading = self._read(context, feed)
+            await (reading if offer is None else offer.beside(reading))
+            self.may_return = self._resumable(body_of(hello), offer)
+            if not self.may_return:
+                decoder.finish()
+                await _flush(streamed)
+        except asyncio.CancelledError:  # so gRPC tells of a connection that broke
+            self.may_return = self._resumable(body_of(hello), offer)
+            raise
         except JGError:
             await _flush(streamed)
             raise
         finally:
-            left = [*self._beside, *self._answering.values()]
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await _end(self._beside)
+
+    def _resumable(self, hello: pb.Hello, offer: LocalOffer | None) -> bool:
+        return (
+            bool(hello.line) and not self._is_over and not (offer and offer.was_taken)
+        )
+
+    async def _take_over(self) -> None:
+        before, self._serving = self._serving, asyncio.current_task()
+        if before is not None and not before.done():
+            before.cancel()
+            await asyncio.wait([before])
+        self.turn += 1
+
+    def stop(self) -> None:
+        """Stops what is being answered: nobody waits for it any more."""
+        for answering in self._answering.values():
+            answering.cancel()
+
+    async def end(self) -> None:
+        """Stops what is being answered, and waits until it has."""
+        await _end(self._answering.values())
 
     def _do(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -99,77 +143,116 @@ class Answers:
         if not task.cancelled():
             task.exception()  # a connection that broke; who reads it learns it
 
-    async def _read(self) -> None:
-        while (chunk := await self._context.read()) is not END:
-            self._feed(chunk)
-            await self._outbox.room()  # or who takes no replies would fill our memory
+    async def _greet(self, context: Any, offer: LocalOffer | None) -> None:
+        reply = pb.Hello(received=self._talk.received)
+        reply.MergeFrom(self._hello)
+        if offer is not None:
+            reply.local_socket.CopyFrom(offer.message)
+        for chunk in pack(encode(frame(hello=reply)).pieces):
+            await context.write(chunk)
 
-    def _feed(self, chunk: Buffer) -> None:
-        for asked in self._decoder.feed(chunk):
+    async def _read(self, context: Any, feed: Callable[[Buffer], None]) -> None:
+        while not self._is_over and (chunk := await context.read()) is not END:
+            feed(chunk)
+            # Or who takes no replies would fill our memory.
+            await self._talk.outbox.room()
+
+    def _feed(self, received: list[Frame], nbytes: int) -> None:
+        for asked in received:
             self._take(asked)
-        if self._socket is not None and self._outbox.is_full:
+        if self._socket is None:
+            self._talk.took(nbytes)
+        elif self._talk.outbox.is_full:
             self._socket.pause_reading()
             self._do(self._read_again(self._socket))
 
     async def _read_again(self, socket: LocalSocket) -> None:
-        await self._outbox.room()
+        await self._talk.outbox.room()
         socket.resume_reading()
 
     def _move(self, socket: LocalSocket) -> None:
         """Sends replies over a socket from now on."""
-        self._outbox, self._socket = Outbox(), socket
-        self._do(self._outbox.run_over(socket))
-
-    def _greet(self) -> None:
-        reply = pb.Hello()
-        reply.CopyFrom(self._hello)
-        if self._offer is not None:
-            reply.local_socket.CopyFrom(self._offer.message)
-        self._outbox.put(encode(frame(hello=reply)))
+        self._talk.outbox, self._socket = Outbox(), socket
+        self._do(self._talk.outbox.run_over(socket))
 
     def _take(self, asked: Frame) -> None:
         number, method = asked.header.sequence, asked.header.method
-        if kind_of(asked) == "hello" and not number:
-            check_protocol(self._hello, body_of(asked), "the caller")
-            self._greet()
+        kind = kind_of(asked)
+        if kind == "ack":
+            self._talk.outbox.acknowledge(body_of(asked).received)
             return
-        if kind_of(asked) == "abandon":
+        self._talk.received += 1
+        if kind == "goodbye":
+            self._is_over = True
+        elif kind == "abandon":
             if number in self._answering:
                 self._answering[number].cancel()
-            return
-        if not number or not method:
+        elif not number or not method:
             raise MalformedMessageError(
-                f"a call has a number and a method; '{kind_of(asked)}' came with "
+                f"a call has a number and a method; '{kind}' came with "
                 f"number {number} and method '{method[:80]}'"
             )
-        if number in self._answering:
+        elif number in self._answering:
             raise MalformedMessageError(f"call {number} was made twice")
+        else:
+            self._begin(number, method, asked)
+
+    def _begin(self, number: int, method: str, asked: Frame) -> None:
         self._counters.calls_served += 1
-        asked.header.ClearField("sequence")
-        asked.header.ClearField("method")
-        answering = asyncio.create_task(self._answer(number, method, asked))
+        work = self._answer_each if asked.header.every_reply else self._answer
+        for name in ("sequence", "method", "every_reply"):
+            asked.header.ClearField(name)
+        answering = asyncio.create_task(work(number, method, asked))
         self._answering[number] = answering
 
     async def _answer(self, number: int, method: str, request: Frame) -> None:
         try:
-            reply = await self._reply(method, request)
-            self._outbox.put(reply.encoded(sequence=number))
+            try:
+                self._may_answer(method)
+                replies = answer(self._handler, self._hello, method, request)
+                reply = await only_reply(replies, method, self._hello.task)
+                self._put(number, self._prepared(reply))
+            except JGError as error:
+                self._put(number, prepare(frame(status=to_status(error))))
         finally:
             del self._answering[number]
 
-    async def _reply(self, method: str, request: Frame) -> Prepared:
+    async def _answer_each(self, number: int, method: str, request: Frame) -> None:
         try:
-            if len(self._answering) > MAX_UNANSWERED:
-                raise ClusterBusyError(
-                    f"{self._hello.task} answers {MAX_UNANSWERED} calls of yours "
-                    f"already and refused '{method}'; wait for some of them"
-                )
-            self._check(method)
-            replies = answer(self._handler, self._hello, method, request)
-            reply = await only_reply(replies, method, self._hello.task)
-            return prepare(reply, max_frame_bytes=self._max_frame_bytes)
-        except JGError as error:
-            return prepare(frame(status=to_status(error)))
+            try:
+                self._may_answer(method)
+                replies = answer(self._handler, self._hello, method, request)
+                async with aclosing(replies):
+                    async for reply in replies:
+                        self._put(number, self._prepared(reply))
+                        await self._talk.outbox.room()
+                self._put(number, prepare(frame(goodbye=pb.Empty())))
+            except JGError as error:
+                self._put(number, prepare(frame(status=to_status(error))))
+        finally:
+            del self._answering[number]
+
+    def _may_answer(self, method: str) -> None:
+        if len(self._answering) > MAX_UNANSWERED:
+            raise ClusterBusyError(
+                f"{self._hello.task} answers {MAX_UNANSWERED} calls of yours "
+                f"already and refused '{method}'; wait for some of them"
+            )
+        assert self._check is not None  # something was read
+        self._check(method)
+
+    def _prepared(self, reply: Frame) -> Prepared:
+        return prepare(reply, max_frame_bytes=self._max_frame_bytes)
+
+    def _put(self, number: int, reply: Prepared) -> None:
+        self._talk.outbox.put(reply.encoded(sequence=number))
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    left = list(tasks)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 async def _flush(outbox: Outbox) -> None:

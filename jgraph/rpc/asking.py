@@ -1,24 +1,22 @@
-"""The calling half of Asks: calls with one reply, over a stream that stays open.
+"""The calling half of Asks: calls over a stream that stays open, and is resumed.
 
 Opening a stream for each call costs several times what the call itself does.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from typing import Final, final
 
-import grpc
-
-from jgraph.errors import JGError
+from jgraph.errors import ClusterUnreachableError, JGError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.codec import Buffer, Prepared, encode, pack
+from jgraph.rpc.ask_stream import AskStream, Conversation, Ended, Stream
+from jgraph.rpc.codec import Prepared, encode
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.dial import call_error, deadline_error, is_cancelled, lost_call
+from jgraph.rpc.dial import call_error, deadline_error, is_refused, lost_call
+from jgraph.rpc.exchange import RESUME_PAUSE_S, RESUME_S
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.local_socket import connect, end_late
-from jgraph.rpc.outbox import Outbox
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 
@@ -29,44 +27,47 @@ MAX_ASK_BYTES: Final = 1 << 20
 
 @final
 class AskLine:
-    """Asks one server any number of things at a time.
+    """Asks one server any number of things at a time, each of them once.
+
+    A connection that breaks is made again, and what had not arrived is sent again, in
+    both directions; not if nobody listens at the address any more, or another
+    incarnation of the task does, or the server gave the line up.
 
     Args:
       address: where the server is.
       stream: of the method Asks, just opened.
-      decoder: turns its chunks into frames.
-      hello: who we are.
+      dial: opens another one.
+      make_decoder: gives what turns the chunks of a stream into frames.
+      hello: who we are, and which of our lines this is.
       near: take a socket that the server offers to callers of its machine.
 
     Attributes:
-      is_broken: the stream ended; nothing can be asked any more.
+      is_broken: nothing can be asked any more.
     """
 
     def __init__(
         self,
         address: Address,
-        stream: "grpc.aio.StreamStreamCall[bytes, bytes]",
-        decoder: Decoder,
+        stream: Stream,
+        dial: Callable[[], Awaitable[Stream]],
+        make_decoder: Callable[[], Decoder],
         hello: pb.Hello,
         *,
         near: bool,
     ) -> None:
         self.is_broken = False
         self._address = address
-        self._stream = stream
-        self._decoder = decoder
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Frame]] = {}
-        self._closing = False
-        self._outbox = Outbox()
+        self._dial = dial
+        self._make_decoder = make_decoder
         self._hello = hello
         self._near = near
-        self._welcome: asyncio.Future[pb.Hello] = (
-            asyncio.get_running_loop().create_future()
-        )
-        self._refused: BaseException | None = None
-        self._sending = asyncio.create_task(self._send())
-        self._reading = asyncio.create_task(self._read())
+        self._numbers = itertools.count(1)
+        self._talk = Conversation()
+        self._waiting: dict[int, Callable[[Frame | Ended], None]] = {}
+        self._closing = False
+        self._now = asyncio.get_running_loop().time
+        self._stream = self._over(stream, incarnation=0)
+        self._running = asyncio.create_task(self._run())
 
     async def ask(self, method: str, request: Prepared, timeout_s: float) -> Frame:
         """Returns the reply.
@@ -76,108 +77,139 @@ class AskLine:
           TaskLostError: the server went away before it.
           JGError: whatever the other side raised.
         """
+        waiting: asyncio.Future[Frame | Ended]
+        waiting = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._outbox.put(request.encoded(sequence=number, method=method))
+        self._waiting[number] = partial(_answer, waiting)
+        self._talk.outbox.put(request.encoded(sequence=number, method=method))
         try:
             async with asyncio.timeout(timeout_s):
-                reply: Frame = await waiting
-        except TimeoutError:
+                return self._checked(method, await waiting)
+        except TimeoutError as error:
+            if isinstance(error, JGError):
+                raise
             raise deadline_error(method, self._address, timeout_s) from None
-        except _Ended as ended:
-            raise ended.error_of(method) from ended.__cause__
         finally:
-            # Not there any more: it was answered, or there is nobody to tell.
-            if self._waiting.pop(number, None) is not None:
-                self._outbox.put(encode(frame(abandon=pb.Empty()), sequence=number))
+            was_answered = waiting.done() and not waiting.cancelled()
+            self._forget(number, was_answered=was_answered)
+
+    async def call(
+        self, method: str, request: Prepared, timeout_s: float
+    ) -> AsyncGenerator[Frame, None]:
+        """Yields all replies.
+
+        Raises: as ``ask``.
+        """
+        replies: asyncio.Queue[Frame | Ended] = asyncio.Queue()
+        number = next(self._numbers)
+        self._waiting[number] = replies.put_nowait
+        self._talk.outbox.put(
+            request.encoded(sequence=number, method=method, every_reply=True)
+        )
+        end = self._now() + timeout_s
+        is_over = False
+        try:
+            while True:
+                async with asyncio.timeout_at(end):
+                    reply = await replies.get()
+                is_over = isinstance(reply, Ended) or kind_of(reply) in _LAST
+                checked = self._checked(method, reply)
+                if is_over:
+                    return
+                yield checked
+        except TimeoutError as error:
+            if isinstance(error, JGError):
+                raise
+            raise deadline_error(method, self._address, timeout_s) from None
+        finally:
+            self._forget(number, was_answered=is_over)
+
+    def _checked(self, method: str, reply: Frame | Ended) -> Frame:
+        """Returns a reply, unless it is an error."""
+        if isinstance(reply, Ended):
+            raise self._error(method, reply)
         if kind_of(reply) == "status":
             raise from_status(body_of(reply))
         return reply
 
-    async def close(self) -> None:
-        """Ends the stream; what is asked fails."""
-        self._closing = True
-        self._reading.cancel()
-        await asyncio.wait([self._reading])
-
-    async def _send(self) -> None:
-        # Why the stream failed is told by reading it.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            for chunk in pack(encode(frame(hello=self._hello)).pieces):
-                await self._stream.write(chunk)
-            theirs = await self._welcome
-            socket = None
-            if self._near and theirs.HasField("local_socket"):
-                socket = await connect(theirs.local_socket, self._feed)
-            if socket is None:
-                await self._outbox.run(self._stream.write)
-                return
-            socket.ended.add_done_callback(self._socket_ended)
-            try:
-                await self._outbox.run_over(socket)
-            finally:
-                socket.close()
-
-    def _socket_ended(self, ended: "asyncio.Future[None]") -> None:
-        self.is_broken = True  # also while the stream has not said why
-        self._refused = ended.exception()
-        end_late(self._stream, ended)
-
-    async def _read(self) -> None:
-        ended = _Ended(self._lost)
-        try:
-            async for chunk in self._stream:
-                self._feed(chunk)
-        except grpc.aio.AioRpcError as error:
-            code = error.code()
-            ended = _Ended(lambda method: self._failed(code, method))
-            ended.__cause__ = error
-        except JGError as error:
-            told = error
-            ended = _Ended(lambda _: told)
-        except asyncio.CancelledError:
-            # gRPC raises it as well when the other side cancels, i.e. shuts down.
-            if is_cancelled() and not self._closing:
-                raise
-            if isinstance(self._refused, JGError):
-                refused = self._refused
-                ended = _Ended(lambda _: refused)
-        finally:
-            self.is_broken = True
-            self._stream.cancel()
-            self._sending.cancel()
-            for waiting in self._waiting.values():
-                if not waiting.done():
-                    waiting.set_exception(ended)
-            self._waiting.clear()
-            await asyncio.wait([self._sending])
-
-    def _feed(self, chunk: Buffer) -> None:
-        for reply in self._decoder.feed(chunk):
-            self._take(reply)
-
-    def _take(self, reply: Frame) -> None:
-        if kind_of(reply) == "hello" and not self._welcome.done():
-            self._welcome.set_result(body_of(reply))
-            return
-        number = reply.header.sequence
-        if number == 0 and kind_of(reply) == "status":
-            raise from_status(body_of(reply))
-        reply.header.ClearField("sequence")
-        waiting = self._waiting.pop(number, None)
-        if waiting is not None and not waiting.done():  # else it was given up
-            waiting.set_result(reply)
-
-    def _lost(self, method: str) -> JGError:
+    def _error(self, method: str, ended: Ended) -> JGError:
+        if ended.error is not None:
+            return ended.error
+        if ended.code is not None:
+            return call_error(ended.code, method, self._address, 0.0)
         return lost_call(method, self._address, self._closing)
 
-    def _failed(self, code: grpc.StatusCode, method: str) -> JGError:
-        return call_error(code, method, self._address, 0.0)
+    def _forget(self, number: int, *, was_answered: bool) -> None:
+        if self._waiting.pop(number, None) is not None and not was_answered:
+            self._talk.outbox.put(encode(frame(abandon=pb.Empty()), sequence=number))
+
+    async def close(self) -> None:
+        """Says goodbye; what is asked fails."""
+        if not self.is_broken:
+            self._closing = self.is_broken = True
+            self._talk.outbox.put(encode(frame(goodbye=pb.Empty())))
+            await self._stream.finish()
+        self._running.cancel()
+        await asyncio.wait([self._running])
+
+    def _over(self, stream: Stream, incarnation: int) -> AskStream:
+        return AskStream(
+            self._address,
+            stream,
+            self._make_decoder(),
+            self._hello,
+            self._talk,
+            self._take,
+            self._set_broken,
+            incarnation=incarnation,
+            near=self._near,
+        )
+
+    async def _run(self) -> None:
+        ended, until = Ended(), self._now() + RESUME_S
+        try:
+            while True:
+                ended = Ended()
+                ended = await self._stream.run()
+                if self._stream.was_accepted:
+                    until = self._now() + RESUME_S
+                # Without a question there is nothing to go on with.
+                if not ended.may_resume or self._closing or not self._waiting:
+                    return
+                if not await self._again(until):
+                    return
+        finally:
+            self.is_broken = True
+            for take in list(self._waiting.values()):
+                take(ended)
+
+    async def _again(self, until: float) -> bool:
+        """Opens another stream; returns whether it could."""
+        while self._now() < until and not await is_refused(self._address):
+            await asyncio.sleep(RESUME_PAUSE_S)
+            try:
+                stream = await self._dial()
+            except ClusterUnreachableError:
+                continue
+            except JGError:
+                return False
+            self._stream = self._over(stream, self._stream.incarnation)
+            return True
+        return False
+
+    def _set_broken(self) -> None:
+        self.is_broken = True
+
+    def _take(self, reply: Frame) -> None:
+        take = self._waiting.get(reply.header.sequence)
+        reply.header.ClearField("sequence")
+        if take is not None:  # else it was given up
+            take(reply)
 
 
-class _Ended(Exception):  # noqa: N818  # what happened, not yet whose error it is
-    """The stream ended; each method that waits has an error of its own."""
+_LAST: Final = frozenset({"goodbye", "status"})
 
-    def __init__(self, error_of: Callable[[str], JGError]) -> None:
-        super().__init__()
-        self.error_of = error_of
+
+def _answer(waiting: "asyncio.Future[Frame | Ended]", reply: Frame | Ended) -> None:
+    if not waiting.done():
+        waiting.set_result(reply)

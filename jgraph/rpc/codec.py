@@ -85,6 +85,7 @@ class Prepared(NamedTuple):
         *,
         sequence: int = 0,
         method: str = "",
+        every_reply: bool = False,
     ) -> Encoded:
         """Returns the bytes for the stream.
 
@@ -92,11 +93,12 @@ class Prepared(NamedTuple):
           shared: where the tensors are that do not go there, by their index.
           sequence: number of the frame on its stream; 0 for none.
           method: what is called, on a stream of calls.
+          every_reply: all replies are wanted there, not only the last.
         """
         types = _placed(self.types, shared) if shared else self.types
         # Serialized messages of one type, put together, parse as their union.
-        number = pb.Frame(sequence=sequence, method=method).SerializeToString()
-        text = self.header + types + number
+        envelope = pb.Frame(sequence=sequence, method=method, every_reply=every_reply)
+        text = self.header + types + envelope.SerializeToString()
         head = LENGTH.pack(len(text)) + text
         views = [
             flat_bytes(a).data
@@ -131,10 +133,10 @@ def prepare(frame: Frame, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> Prepared
     arrays = tuple([_sendable(i, t) for i, t in enumerate(frame.tensors)])
     types = _types_of(tuple([(a.dtype, a.shape) for a in arrays]))
     header = frame.header
-    if header.tensors or header.sequence or header.method:
+    if header.tensors or header.sequence or header.method or header.every_reply:
         header = pb.Frame()
         header.CopyFrom(frame.header)
-        for field in ("tensors", "sequence", "method"):
+        for field in ("tensors", "sequence", "method", "every_reply"):
             header.ClearField(field)
     text = header.SerializeToString()
     header_bytes = len(text) + len(types) + NUMBER_BYTES

@@ -1,10 +1,11 @@
 """The transport of real clusters: gRPC on asyncio, one stream per pair of tasks."""
 
 import asyncio
+import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Final, Literal, final
 
@@ -13,23 +14,21 @@ import grpc
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.ask_stream import Stream
 from jgraph.rpc.asking import ASKS_METHOD, MAX_ASK_BYTES, AskLine
 from jgraph.rpc.auth import Roles, TokenGate
 from jgraph.rpc.backlog import default_queue_limit
-from jgraph.rpc.codec import MAX_FRAME_BYTES, Prepared, encode, pack, prepare
+from jgraph.rpc.codec import MAX_FRAME_BYTES, Prepared, prepare
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import (
     CONNECT_TIMEOUT_S,
     SERVER_OPTIONS,
     bind_error,
-    call_error,
-    is_cancelled,
-    lost_call,
     open_channel,
     split_address,
 )
 from jgraph.rpc.exchange import ExchangeLink
-from jgraph.rpc.frames import PROTOCOL, frame, hello
+from jgraph.rpc.frames import PROTOCOL, hello
 from jgraph.rpc.kept_buffers import KeptBuffers
 from jgraph.rpc.links import Links
 from jgraph.rpc.local_door import LocalDoor
@@ -37,14 +36,12 @@ from jgraph.rpc.memory_blocks import Budget
 from jgraph.rpc.memory_files import is_supported
 from jgraph.rpc.receiving import is_gone
 from jgraph.rpc.service import Service
-from jgraph.rpc.serving import only_reply, results
 from jgraph.rpc.shared_memory import SendMemory, default_limit
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.tls import TLS
 from jgraph.rpc.token import Token
 from jgraph.rpc.transport import Address, Frame, Handler
 
-CALL_METHOD: Final = "/jgraph.v1.Task/Call"
 STOP_GRACE_S: Final = 1.0
 """How long ``close`` waits for streams that it ended to be over."""
 MAX_CONCURRENT_STREAMS: Final = 4096
@@ -147,6 +144,9 @@ class GrpcTransport:
         self._links: Links[Prepared] = Links(self._make_link)
         self._channels: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
         self._lines: dict[Address, AskLine] = {}
+        self._line_numbers = itertools.count(1)
+        self._own_lines: set[AskLine] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def start(self, handler: Handler) -> Address:
@@ -273,30 +273,13 @@ class GrpcTransport:
           TokenError: the server is of a cluster with another token.
           JGError: whatever the other side raised.
         """
-        self._counters.calls_made += 1
-        loop = asyncio.get_running_loop()
-        end = loop.time() + timeout_s
-        header = encode(frame(call=pb.Call(method=method, timeout_s=timeout_s)))
-        body = encode(request, max_frame_bytes=self._max_frame_bytes)
-        channel = await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s))
-        stream = channel.stream_stream(CALL_METHOD, None, None)(
-            pack([*header.pieces, *body.pieces]),
-            timeout=max(end - loop.time(), 1e-3),
-            metadata=self._metadata,
-        )
-        try:
-            async with aclosing(results(self._replies(stream))) as replies:
-                async for reply in replies:
-                    yield reply
-        except grpc.aio.AioRpcError as error:
-            raise call_error(error.code(), method, dst, timeout_s) from error
-        except asyncio.CancelledError:
-            # gRPC raises it as well when the other side cancels, i.e. shuts down.
-            if is_cancelled():
-                raise
-            raise lost_call(method, dst, self._closed) from None
-        finally:
-            stream.cancel()
+        prepared = prepare(request, max_frame_bytes=self._max_frame_bytes)
+        async with (
+            self._own_line(dst, timeout_s) as (line, left_s),
+            aclosing(line.call(method, prepared, left_s)) as replies,
+        ):
+            async for reply in replies:
+                yield reply
 
     async def ask(
         self, dst: Address, method: str, request: Frame, *, timeout_s: float
@@ -309,37 +292,51 @@ class GrpcTransport:
         """
         prepared = prepare(request, max_frame_bytes=self._max_frame_bytes)
         if prepared.nbytes > MAX_ASK_BYTES:
-            replies = self.call(dst, method, request, timeout_s=timeout_s)
-            return await only_reply(replies, method, dst)
+            async with self._own_line(dst, timeout_s) as (line, left_s):
+                return await line.ask(method, prepared, left_s)
         self._counters.calls_made += 1
-        line = self._lines.get(dst)
-        if line is None or line.is_broken:
-            line = await self._line(dst, min(CONNECT_TIMEOUT_S, timeout_s))
-        return await line.ask(method, prepared, timeout_s)
+        shared = self._lines.get(dst)
+        if shared is None or shared.is_broken:
+            stream = await self._dial(dst, timeout_s)
+            shared = self._lines.get(dst)  # perhaps another caller opened one meanwhile
+            if shared is None or shared.is_broken:
+                shared = self._lines[dst] = self._line(dst, stream)
+            else:
+                stream.cancel()
+        return await shared.ask(method, prepared, timeout_s)
 
-    async def _line(self, dst: Address, timeout_s: float) -> AskLine:
-        channel = await self._channel(dst, timeout_s)
-        line = self._lines.get(dst)  # perhaps another caller opened one meanwhile
-        if line is None or line.is_broken:
-            stream = channel.stream_stream(ASKS_METHOD, None, None)(
-                None, metadata=self._metadata
-            )
-            line = self._lines[dst] = AskLine(
-                dst, stream, self._decoder(), self._hello, near=self._is_near
-            )
-        return line
+    @asynccontextmanager
+    async def _own_line(
+        self, dst: Address, timeout_s: float
+    ) -> AsyncIterator[tuple[AskLine, float]]:
+        """Gives a line for one call, and how much of its time is left."""
+        self._counters.calls_made += 1
+        now = asyncio.get_running_loop().time
+        end = now() + timeout_s
+        line = self._line(dst, await self._dial(dst, timeout_s))
+        self._own_lines.add(line)
+        try:
+            yield line, max(end - now(), 1e-3)
+        finally:
+            self._own_lines.discard(line)
+            closing = asyncio.create_task(line.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _dial(self, dst: Address, timeout_s: float = CONNECT_TIMEOUT_S) -> Stream:
+        channel = await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s))
+        return channel.stream_stream(ASKS_METHOD, None, None)(
+            None, metadata=self._metadata
+        )
+
+    def _line(self, dst: Address, stream: Stream) -> AskLine:
+        hello = pb.Hello(line=next(self._line_numbers))
+        hello.MergeFrom(self._hello)
+        dial = partial(self._dial, dst)
+        return AskLine(dst, stream, dial, self._decoder, hello, near=self._is_near)
 
     def _decoder(self) -> Decoder:
         return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)
-
-    async def _replies(
-        self, stream: "grpc.aio.StreamStreamCall[bytes, bytes]"
-    ) -> AsyncGenerator[Frame, None]:
-        decoder = self._decoder()
-        async for chunk in stream:
-            for reply in decoder.feed(chunk):
-                yield reply
-        decoder.finish()
 
     async def _channel(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
         """Returns the connected channel to ``dst``, shared by all calls to it."""
@@ -390,8 +387,8 @@ class GrpcTransport:
             await self._server.stop(STOP_GRACE_S)
         if self._door is not None:
             self._door.close()
-        for line in self._lines.values():
-            await line.close()
+        lines = [*self._lines.values(), *self._own_lines]
+        await asyncio.gather(*(line.close() for line in lines), *self._closing)
         for opening in list(self._channels.values()):
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)

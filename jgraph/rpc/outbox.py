@@ -1,14 +1,22 @@
-"""Frames of several writers, sent one after the other over one stream."""
+"""Frames of several writers, sent one after the other over a stream that is resumed."""
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final, final
 
-from jgraph.rpc.codec import Encoded, Packer
+from jgraph.errors import NotTakingError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.codec import Encoded, Packer, encode, pack
+from jgraph.rpc.frames import frame
 from jgraph.rpc.local_socket import AT_ONCE_BYTES, LocalSocket
+from jgraph.rpc.unacknowledged import Unacknowledged
 
 FULL_BYTES: Final = 64 << 20
+UNTOLD_BYTES: Final = 1 << 30
+"""More than this, and the frame that left last, is acknowledged by whoever reads."""
+FRAME_BYTES: Final = 512
+"""What a frame costs that is kept, beside its own bytes."""
 
 
 @final
@@ -16,7 +24,8 @@ class Outbox:
     """Sends what is put in, in order; small frames share a chunk.
 
     A writer that gives up leaves no half of a frame behind, as it could by writing
-    itself.
+    itself. What left over a stream of gRPC is kept until it is acknowledged, and sent
+    again over the next stream; what left over a socket is not.
 
     Example:
       >>> from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -38,6 +47,9 @@ class Outbox:
         self._idle_socket: LocalSocket | None = None
         self._frames: deque[Encoded] = deque()
         self._nbytes = 0
+        self._kept = Unacknowledged[Encoded]()
+        self._number = 0
+        self._received = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._has_room = asyncio.Event()
@@ -71,36 +83,72 @@ class Outbox:
         """Waits until all has left."""
         await self._is_empty.wait()
 
-    async def run(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+    def acknowledge(self, received: int) -> None:
+        """Forgets the frames that the other side has."""
+        self._kept.acknowledge(received)
+
+    def tell(self, received: int) -> None:
+        """Acknowledges the frames of the other side, before all that waits."""
+        self._received = received
+        self._wake.set()
+
+    async def run(
+        self, write: Callable[[bytes], Awaitable[None]], received: int = 0
+    ) -> None:
         """Sends until it is cancelled, or the stream fails.
 
         Args:
           write: sends a chunk.
+          received: how many frames the other side has of earlier streams; those after
+            them are sent again first.
+
+        Raises:
+          NotTakingError: the other side acknowledges nothing.
         """
+        self.acknowledge(received)
+        for _, encoded in list(self._kept):
+            for chunk in pack(encoded.pieces):
+                await write(chunk)
         while True:
+            await self._empty(write, keep=True)
             await self._wake.wait()
-            await self._empty(write)
 
     async def run_over(self, socket: LocalSocket) -> None:
         """Sends over a socket until it is cancelled."""
         while True:
-            await self._empty(socket.write)
+            await self._empty(socket.write, keep=False)
             if not self._frames:  # or it would overtake what came during the last write
                 self._idle_socket = socket
             await self._wake.wait()
 
-    async def _empty(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _empty(
+        self, write: Callable[[bytes], Awaitable[None]], *, keep: bool
+    ) -> None:
         packer = Packer()
         self._wake.clear()
-        while self._frames:
-            encoded = self._frames.popleft()
+        while self._frames or self._received:
+            encoded = self._next(keep)
             for piece in encoded.pieces:
                 for chunk in packer.add(piece):
                     await write(chunk)
-            self._nbytes -= encoded.nbytes
-            if self._nbytes <= FULL_BYTES:
-                self._has_room.set()
         if rest := packer.rest():
             await write(rest)
         if not self._frames:
             self._is_empty.set()
+
+    def _next(self, keep: bool) -> Encoded:
+        """Takes out what is to be sent next."""
+        if self._received:
+            told = pb.Ack(received=self._received)
+            self._received = 0
+            return encode(frame(ack=told))
+        encoded = self._frames.popleft()
+        self._nbytes -= encoded.nbytes
+        if self._nbytes <= FULL_BYTES:
+            self._has_room.set()
+        if keep:
+            if self._kept.nbytes - self._kept.last_nbytes > UNTOLD_BYTES:
+                raise NotTakingError("a caller of this task acknowledges no frames")
+            self._number += 1
+            self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)
+        return encoded

@@ -96,7 +96,7 @@ class Receiver:
         reply.CopyFrom(self._hello)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first, *early = await _first_frames(context, decoder)
+                first, *early = await first_frames(context, decoder)
             stream = self._introduce(first, check_caller)
         except (JGError, TimeoutError):
             await write_frame(context, frame(hello=reply))
@@ -265,19 +265,19 @@ async def write_frame(
         await context.write(chunk)
 
 
-async def _first_frames(context: Any, decoder: Decoder) -> list[Frame]:
+async def first_frames(context: Any, decoder: Decoder) -> list[Frame]:
+    """Returns what the first chunks of a stream of gRPC bring; one frame at least.
+
+    Raises:
+      MalformedMessageError: it ended before.
+    """
     received: list[Frame] = []
     while not received:
         chunk = await context.read()
         if chunk is END:
-            raise ended_early()
+            raise MalformedMessageError("the stream ended before its first frames")
         received = decoder.feed(chunk)
     return received
-
-
-def ended_early() -> JGError:
-    """Returns the error of a stream without its first frames."""
-    return MalformedMessageError("the stream ended before its first frames")
 
 
 def _task_name(hello: pb.Hello) -> TaskName:

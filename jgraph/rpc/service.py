@@ -2,16 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterable,
-)
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import grpc
 
@@ -20,21 +13,19 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.answering import Answers
 from jgraph.rpc.auth import Roles, check_role
+from jgraph.rpc.callers import Callers
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import SHUTTING_DOWN
 from jgraph.rpc.exchange_stream import HELLO_TIMEOUT_S
 from jgraph.rpc.frames import frame
 from jgraph.rpc.kept_buffers import KeptBuffers
 from jgraph.rpc.local_door import LocalDoor
-from jgraph.rpc.receiving import IsGone, Receiver, ended_early, write_frame
-from jgraph.rpc.serving import HELLO_METHOD, answer, expect_call
+from jgraph.rpc.receiving import IsGone, Receiver, first_frames, write_frame
+from jgraph.rpc.serving import HELLO_METHOD
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
 from jgraph.rpc.tls import check_caller
-from jgraph.rpc.transport import Frame, Handler
-
-REQUEST_TIMEOUT_S: Final = 600.0
-"""How long the request of one call may take to arrive."""
+from jgraph.rpc.transport import Handler
 
 _logger = logging.getLogger(__name__)
 
@@ -79,6 +70,7 @@ class Service:
         self._roles = roles
         self._closing = False
         self._running: set[asyncio.Task[Any]] = set()
+        self._callers = Callers(hello, self._make_answers)
         self._receiver = Receiver(
             handler,
             hello,
@@ -93,7 +85,6 @@ class Service:
         """Returns the gRPC handlers; messages stay bytes."""
         methods = {
             "Exchange": grpc.stream_stream_rpc_method_handler(self._exchange),
-            "Call": grpc.stream_stream_rpc_method_handler(self._call),
             "Asks": grpc.stream_stream_rpc_method_handler(self._asks),
         }
         return grpc.method_handlers_generic_handler("jgraph.v1.Task", methods)
@@ -110,6 +101,7 @@ class Service:
         """
         self._closing = True
         self._receiver.stop()
+        self._callers.stop()
         for task in self._running:
             task.cancel()
 
@@ -117,10 +109,6 @@ class Service:
         del requests  # a generator around ``context.read``, slower than that
         reading = self._receiver.receive(context, partial(self._check_caller, context))
         await self._guard(reading, context)
-
-    async def _call(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        self._counters.calls_served += 1
-        await self._guard(self._answer(requests, context), context)
 
     async def _asks(self, requests: AsyncIterator[bytes], context: Any) -> None:
         del requests  # as above
@@ -173,47 +161,16 @@ class Service:
 
         return check
 
-    async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        self._check_caller(context)
-        decoder = self._decoder()
-        async with (
-            asyncio.timeout(REQUEST_TIMEOUT_S),
-            aclosing(_frames(requests, decoder)) as frames,
-        ):
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                method = expect_call(await _next(frames))
-            self._may_call(context)(method)
-            request = await _next(frames)
-        replies = answer(self._handler, self._hello, method, request)
-        async with aclosing(replies):
-            async for reply in replies:
-                await write_frame(context, reply, self._max_frame_bytes)
-
     async def _answer_all(self, context: Any) -> None:
         self._check_caller(context)
-        answers = Answers(
-            self._handler,
-            self._hello,
-            self._may_call(context),
-            context,
-            self._decoder(),
-            self._counters,
-            self._max_frame_bytes,
-            self._door,
+        decoder = self._decoder()
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            first = await first_frames(context, decoder)
+        names = self._names(context) if self._checks_certificates else ()
+        may_call = self._may_call(context)
+        await self._callers.serve(context, decoder, first, may_call, names, self._door)
+
+    def _make_answers(self) -> Answers:
+        return Answers(
+            self._handler, self._hello, self._counters, self._max_frame_bytes
         )
-        await answers.run()
-
-
-async def _frames(
-    requests: AsyncIterator[bytes], decoder: Decoder
-) -> AsyncGenerator[Frame, None]:
-    async for chunk in requests:
-        for received in decoder.feed(chunk):
-            yield received
-    decoder.finish()
-
-
-async def _next(frames: AsyncGenerator[Frame, None]) -> Frame:
-    async for received in frames:
-        return received
-    raise ended_early()

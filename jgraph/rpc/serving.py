@@ -4,7 +4,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-from jgraph.errors import InternalError, JGError, MalformedMessageError
+from jgraph.errors import InternalError, JGError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.status import from_status, to_status
@@ -68,19 +68,6 @@ async def only_reply(replies: AsyncIterator[Frame], method: str, where: str) -> 
     if last is None:
         raise InternalError(f"{where} answered '{method}' with nothing")
     return last
-
-
-def expect_call(first: Frame) -> str:
-    """Returns the method named by the first frame of a call.
-
-    Raises:
-      MalformedMessageError: the frame is of another kind.
-    """
-    if kind_of(first) != "call":
-        raise MalformedMessageError(
-            f"a call begins with a Call frame; '{kind_of(first)}' was sent"
-        )
-    return str(body_of(first).method)
 
 
 @asynccontextmanager

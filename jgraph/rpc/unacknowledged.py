@@ -35,6 +35,11 @@ class Unacknowledged(Generic[_Item]):
         """Whether the receiver must say something before more is sent."""
         return len(self._frames) >= WINDOW_FRAMES or self.nbytes >= WINDOW_BYTES
 
+    @property
+    def last_nbytes(self) -> int:
+        """Size of the frame that left last; 0 if that arrived."""
+        return self._frames[-1][2] if self._frames else 0
+
     def add(self, number: int, item: _Item, nbytes: int) -> None:
         """Keeps a frame that leaves now; numbers rise."""
         self._frames.append((number, item, nbytes))

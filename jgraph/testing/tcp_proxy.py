@@ -21,6 +21,7 @@ class TcpProxy:
       cut_after_bytes: once this many have passed towards the target, all connections
         are reset, and the number is forgotten.
       delay_s: what arrives is passed on so much later.
+      held: set when something arrived that is not passed on, because it is silent.
 
     Example:
       >>> async def main():
@@ -39,6 +40,7 @@ class TcpProxy:
         self.passed_bytes = 0
         self.cut_after_bytes: int | None = None
         self.delay_s = 0.0
+        self.held = asyncio.Event()
         self._passes = asyncio.Event()
         self._passes.set()
 
@@ -66,6 +68,7 @@ class TcpProxy:
 
     def silence(self) -> None:
         """Passes nothing on, and closes nothing: half-open connections."""
+        self.held.clear()
         self._passes.clear()
 
     def heal(self) -> None:
@@ -94,7 +97,9 @@ class TcpProxy:
             while chunk := await source.read(_CHUNK):
                 if self.delay_s:  # it plays a slow network
                     await asyncio.sleep(self.delay_s)
-                await self._passes.wait()
+                if not self._passes.is_set():
+                    self.held.set()
+                    await self._passes.wait()
                 sink.write(chunk)
                 await sink.drain()
                 if counts:

@@ -28,9 +28,9 @@ from jgraph.errors import (
 from jgraph.plan.nodes import RecvNode
 from jgraph.rpc import service
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.asking import ASKS_METHOD
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.frames import frame
-from jgraph.rpc.grpc_transport import CALL_METHOD
+from jgraph.rpc.frames import frame, hello
 from jgraph.rpc.token import find_token
 from jgraph.rpc.transport import Frame
 from jgraph.train.checkpoints import Checkpoints
@@ -46,7 +46,7 @@ def talk(address: str, chunks: AsyncIterator[bytes] | Iterator[bytes]) -> JGErro
 
     async def send() -> list[Frame]:
         async with grpc.aio.insecure_channel(address) as channel:
-            dial = channel.stream_stream(CALL_METHOD, None, None)
+            dial = channel.stream_stream(ASKS_METHOD, None, None)
             stream = dial(chunks, timeout=20, metadata=find_token().metadata)
             decoder = Decoder()
             return [f async for chunk in stream for f in decoder.feed(chunk)]
@@ -73,7 +73,7 @@ def test_row_3_a_task_of_another_cluster_at_an_address_is_named(
     other.stop()
 
 
-CALL = frame(call=pb.Call(method="RunStep", timeout_s=10))
+HELLO = frame(hello=hello(None, incarnation=5))
 RUN = frame(run_step=pb.RunStep(handle="h", timeout_s=5.0), tensors=[X])
 MALFORMED = {
     "row 5: random bytes": (b"\x07random bytes", "not a jgraph message"),
@@ -92,7 +92,7 @@ MALFORMED = {
 @pytest.mark.parametrize("case", MALFORMED)
 def test_rows_5_to_8_malformed_bytes_are_refused(served: Served, case: str) -> None:
     sent, said = MALFORMED[case]
-    error = talk(served.servers.server(WORKER).address, iter([encoded(CALL) + sent]))
+    error = talk(served.servers.server(WORKER).address, iter([encoded(HELLO) + sent]))
     assert error.code == "JG-401"
     assert said in error.message
 
@@ -173,7 +173,7 @@ def test_row_17_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
     monkeypatch.setattr(service, "HELLO_TIMEOUT_S", 0.2)
 
     async def drip() -> AsyncIterator[bytes]:
-        yield encoded(CALL)[:1]
+        yield encoded(HELLO)[:1]
         await asyncio.Event().wait()
 
     error = talk(served.servers.server(WORKER).address, drip())

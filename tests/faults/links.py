@@ -5,9 +5,12 @@ from contextlib import contextmanager
 from typing import final
 
 from jgraph.cluster import loop
+from jgraph.cluster.server import Server
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.testing.tcp_proxy import TcpProxy
 from tests.cluster.conftest import Servers
+
+CLIENT = "client"
 
 
 @final
@@ -22,6 +25,10 @@ class Link:
     def cut(self) -> None:
         """Resets its connections; new ones are taken."""
         self._call(self._proxy.cut)
+
+    def cut_after(self, nbytes: int) -> None:
+        """Resets its connections when so many bytes have passed towards the task."""
+        self._proxy.cut_after_bytes = self._proxy.passed_bytes + nbytes
 
     def silence(self) -> None:
         """Passes nothing on, and closes nothing."""
@@ -43,24 +50,48 @@ class Link:
         loop.event_loop().call_soon_threadsafe(act)
 
 
+@final
+class ProxiedServers:
+    """Servers of a cluster in which some links pass proxies."""
+
+    def __init__(self, servers: Servers, from_client: dict[str, str]) -> None:
+        self._servers = servers
+        self._from_client = from_client
+
+    def server(self, task: str) -> Server:
+        return self._servers.server(task)
+
+    def target(self, task: str) -> str:
+        """Returns what a client connects to; through a proxy if that is a link."""
+        return self._from_client.get(task, self.server(task).target)
+
+
 @contextmanager
-def through_proxies(*links: tuple[str, str]) -> Iterator[tuple[Servers, list[Link]]]:
-    """A cluster in which these links, from a task to another, pass proxies."""
+def through_proxies(
+    *links: tuple[str, str],
+) -> Iterator[tuple[ProxiedServers, list[Link]]]:
+    """A cluster in which these links, from a task or client to a task, pass proxies."""
     servers = Servers(transport="grpc", ps=2, worker=2)
-    spec, made = servers.spec, list[Link]()
-    for src in {src for src, _ in links}:
-        addresses = {str(task): spec.address(task) for task in spec.tasks()}
-        for dst in (dst for s, dst in links if s == src):
-            made.append(Link(addresses[dst]))
-            addresses[dst] = made[-1].address
+    spec = servers.spec
+    by_ends = {(src, dst): Link(spec.address(dst)) for src, dst in links}
+    for server in servers.servers:
+        addresses = {
+            str(task): by_ends[server.task, task].address
+            if (server.task, task) in by_ends
+            else spec.address(task)
+            for task in spec.tasks()
+        }
         jobs = {
             job: [a for task, a in addresses.items() if task.startswith(f"/job:{job}/")]
             for job in ("ps", "worker")
         }
-        servers.server(src).set_cluster(ClusterSpec(jobs))
+        server.set_cluster(ClusterSpec(jobs))
+    from_client = {
+        dst: link.address for (src, dst), link in by_ends.items() if src == CLIENT
+    }
     try:
-        yield servers, made
+        yield ProxiedServers(servers, from_client), list(by_ends.values())
     finally:
-        for link in made:
+        for link in by_ends.values():
             link.close()
         servers.stop()

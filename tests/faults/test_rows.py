@@ -10,14 +10,17 @@ import psutil
 import pytest
 
 from jgraph.cluster.client import connect
+from jgraph.graph.function import function
+from jgraph.graph.variable import Variable
 from jgraph.train.async_ps import AsyncPS
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import BATCH, IDS, Ledger, after, trainer
-from tests.faults.links import through_proxies
+from tests.faults.links import CLIENT, through_proxies
 
 pytestmark = pytest.mark.procs
 
-PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
+PS0, PS = "/job:ps/task:0", "/job:ps/task:1"
+MASTER, WORKER = "/job:worker/task:0", "/job:worker/task:1"
 
 
 def test_rows_1_to_3_a_killed_worker_loses_no_update_and_is_taken_back(
@@ -99,12 +102,12 @@ def test_rows_4_5_and_7_connections_that_are_cut_lose_nothing_and_bring_nothing_
     fault: Fault,
 ) -> None:
     """What was on its way, there or back, is sent again; no step knows of it."""
-    ps0 = "/job:ps/task:0"
-    links = [(WORKER, ps0), (ps0, WORKER), (WORKER, PS), (PS, WORKER)]
+    links = [(WORKER, PS0), (PS0, WORKER), (WORKER, PS), (PS, WORKER)]
+    links += [(CLIENT, MASTER), (MASTER, WORKER), (WORKER, MASTER)]
     chance, cuts = random.Random(0), [0]
     with (
         through_proxies(*links) as (servers, cut),
-        connect(servers.server(MASTER).target, timeout_s=20) as cluster,
+        connect(servers.target(MASTER), timeout_s=20) as cluster,
     ):
         there, ledger = trainer(cluster, AsyncPS()), Ledger()
 
@@ -125,3 +128,24 @@ def test_rows_4_5_and_7_connections_that_are_cut_lose_nothing_and_bring_nothing_
         assert ledger.check(there) == 0
         assert set(run.metrics("loss")["replica"]) == {0, 1}
         there.close()
+
+
+def test_rows_4_to_7_steps_of_a_session_are_made_once_over_a_line_that_is_cut() -> None:
+    chance = random.Random(0)
+    with (
+        through_proxies((CLIENT, MASTER)) as (servers, (link,)),
+        connect(servers.target(MASTER), timeout_s=20) as cluster,
+    ):
+        count = Variable("count", np.zeros((), np.int32), device=PS)
+
+        @function
+        def step(x: Any) -> Any:
+            count[...] = count[...] + 1
+            return count[...] + 0 * x.sum().astype(np.int32)
+
+        session = cluster.session()
+        for done in range(60):
+            if done % 6 == 3:
+                link.cut_after(chance.randrange(1 << chance.randrange(1, 22)))
+            x = np.zeros((3 << 20) if done % 10 == 3 else 1, np.uint8)
+            assert session.run(step, x) == done + 1

@@ -17,10 +17,11 @@ from jgraph.errors import (
     TokenError,
     UnknownMethodError,
 )
+from jgraph.rpc.asking import ASKS_METHOD
 from jgraph.rpc.auth import Roles, check_role
 from jgraph.rpc.certificates import make_certificates
 from jgraph.rpc.exchange import EXCHANGE_METHOD
-from jgraph.rpc.grpc_transport import CALL_METHOD, GrpcTransport
+from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.tls import TLS
 from jgraph.rpc.token import TOKEN_FILE, Token, find_token
 from jgraph.rpc.transport import Address
@@ -99,7 +100,7 @@ def test_a_task_with_another_token_delivers_nothing(tmp_path: Path) -> None:
     run_async(scenario())
 
 
-@pytest.mark.parametrize("method", [EXCHANGE_METHOD, CALL_METHOD, "/x.Y/Z"])
+@pytest.mark.parametrize("method", [EXCHANGE_METHOD, ASKS_METHOD, "/x.Y/Z"])
 def test_nothing_is_read_of_a_stream_without_the_token(
     tmp_path: Path, method: str
 ) -> None:
@@ -128,7 +129,7 @@ def test_a_thousand_strangers_do_not_keep_a_member_waiting(tmp_path: Path) -> No
         right = token(tmp_path)
         async with serving(right) as (address, _):
             channel = grpc.aio.insecure_channel(address)
-            knocking = channel.stream_stream(CALL_METHOD, None, None)
+            knocking = channel.stream_stream(ASKS_METHOD, None, None)
             streams = [knocking(None) for _ in range(1000)]
             codes = await asyncio.gather(*(stream.code() for stream in streams))
             assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}

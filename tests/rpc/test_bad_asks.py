@@ -16,7 +16,7 @@ from jgraph.rpc.asking import ASKS_METHOD
 from jgraph.rpc.codec import encode, pack, prepare
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import CHANNEL_OPTIONS
-from jgraph.rpc.frames import body_of, frame, hello, kind_of
+from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello, kind_of
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.local_socket import connect
 from jgraph.rpc.status import from_status
@@ -67,6 +67,17 @@ def error_in(frames: list[Frame]) -> JGError:
 HELLO = told(frame(hello=hello(None, incarnation=5)))
 BAD = {
     "random bytes": ([b"\x00\x01random bytes instead"], "not a jgraph message"),
+    "nothing": ([], "ended before its first frames"),
+    "no Hello": ([ask(1)], "begin with a Hello frame; 'start_step'"),
+    "a second Hello": ([HELLO, HELLO], "'hello' came with number 0"),
+    "bad type": (
+        [HELLO, ask(1, request=step(1, np.ones(2))).replace(b"float64", b"object_")],
+        "dtype 'object_', which is not allowed",
+    ),
+    "nothing to resume": (
+        [told(frame(hello=pb.Hello(protocol=PROTOCOL, line=3, resumes=True)))],
+        "cannot be resumed",
+    ),
     "no number": ([HELLO, ask(0)], "came with number 0"),
     "no method": ([HELLO, ask(1, "")], "and method ''"),
     "a number twice": ([HELLO, ask(1, "Hang") + ask(1)], "call 1 was made twice"),

@@ -3,7 +3,7 @@
 isort:skip_file
 The wire contract of jgraph.
 
-Three gRPC methods carry everything, all as streams of raw byte chunks (identity
+Two gRPC methods carry everything, all as streams of raw byte chunks (identity
 serializer, at most 1 MiB each). The concatenated chunks of one direction are a
 sequence of frames:
 
@@ -16,14 +16,14 @@ frame may span chunks and a chunk may hold several frames.
   /jgraph.v1.Task/Exchange   long-lived, one per ordered pair of tasks. The first frame
                              is a Hello; then one-way frames (StartStep, Values, …);
                              the last is a Goodbye. A broken one may be resumed.
-  /jgraph.v1.Task/Call       one call: the first request frame is a Call naming the
-                             method; replies are frames; an error is a last frame
-                             with `status` set.
-  /jgraph.v1.Task/Asks       long-lived, one per caller and callee: calls with one
-                             reply, any number at a time. The first frame is a Hello,
-                             and so is the first reply. A request has `method` and a
-                             `sequence` of its own, the reply has the same `sequence`;
-                             a status with none ends the stream.
+  /jgraph.v1.Task/Asks       long-lived: calls of one caller, any number at a time. The
+                             first frame is a Hello, and so is the first reply. A
+                             request has `method` and a `sequence` of its own, a reply
+                             the same `sequence`. There is one reply; with
+                             `every_reply` any number, and a Goodbye of that `sequence`
+                             or a status is the end. A Goodbye without a `sequence`
+                             ends the stream, and so does a status without one. A
+                             broken one may be resumed if its `Hello.line` is set.
 
 Compatibility: `Hello.protocol` must be equal on both sides. Fields are only added.
 """
@@ -127,6 +127,7 @@ class Frame(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     METHOD_FIELD_NUMBER: _builtins.int
+    EVERY_REPLY_FIELD_NUMBER: _builtins.int
     HELLO_FIELD_NUMBER: _builtins.int
     START_STEP_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
@@ -172,6 +173,8 @@ class Frame(_message.Message):
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
     """Asks: what is called."""
+    every_reply: _builtins.bool
+    """Asks: the caller wants all replies, not only the last one."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorType]: ...
     @_builtins.property
@@ -230,7 +233,7 @@ class Frame(_message.Message):
 
     @_builtins.property
     def goodbye(self) -> Global___Empty:
-        """Exchange: the last frame; a stream that ends without it broke"""
+        """the last frame; a stream that ends without it broke"""
 
     @_builtins.property
     def ack(self) -> Global___Ack: ...
@@ -266,6 +269,7 @@ class Frame(_message.Message):
         tensors: _abc.Iterable[Global___TensorType] | None = ...,
         sequence: _builtins.int = ...,
         method: _builtins.str = ...,
+        every_reply: _builtins.bool = ...,
         hello: Global___Hello | None = ...,
         start_step: Global___StartStep | None = ...,
         values: Global___Values | None = ...,
@@ -310,7 +314,7 @@ class Frame(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "every_reply", b"every_reply", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "step_trace", "abandon", "goodbye", "ack", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -349,6 +353,7 @@ class Hello(_message.Message):
     LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     task: _builtins.str
     """"/job:ps/task:0"; empty for a client"""
@@ -360,11 +365,15 @@ class Hello(_message.Message):
     shares_memory: _builtins.bool
     """From the accepting side: it could map that memory and takes SharedBlocks."""
     resumes: _builtins.bool
-    """From the dialing side of an Exchange: the last stream broke; frames follow that were
-    not acknowledged. Refused with a status where their sender was given up as lost.
+    """From the dialing side: the last stream broke; frames follow that were not
+    acknowledged. Refused with a status where their sender was given up as lost.
     """
     received: _builtins.int
-    """The answer to that: the number of the last frame that arrived."""
+    """The answer to that: the number of the last frame that arrived. On Asks both sides say
+    it, and frames are counted: all but Hello and Ack, from 1 in each direction.
+    """
+    line: _builtins.int
+    """From the dialing side of Asks: which of its lines to this task; 0: never resumed."""
     @_builtins.property
     def shared_memory(self) -> Global___SharedMemory:
         """From the dialing side of an Exchange: the memory that it offers to share."""
@@ -388,10 +397,11 @@ class Hello(_message.Message):
         local_socket: Global___LocalSocket | None = ...,
         resumes: _builtins.bool = ...,
         received: _builtins.int = ...,
+        line: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["local_socket", b"local_socket", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "local_socket", b"local_socket", "protocol", b"protocol", "received", b"received", "resumes", b"resumes", "shared_memory", b"shared_memory", "shares_memory", b"shares_memory", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "line", b"line", "local_socket", b"local_socket", "protocol", b"protocol", "received", b"received", "resumes", b"resumes", "shared_memory", b"shared_memory", "shares_memory", b"shares_memory", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,8 +409,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
-    """From the accepting side of an Exchange, now and then: what arrived so far. Frames up to
-    this number are not asked for again.
+    """Now and then, from the accepting side of an Exchange and from both of Asks: what arrived
+    so far. Frames up to this number are not asked for again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -517,22 +527,20 @@ Global___Status: _TypeAlias = Status  # noqa: Y015
 
 @_typing.final
 class Call(_message.Message):
+    """The request of "Hello"."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     METHOD_FIELD_NUMBER: _builtins.int
-    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     method: _builtins.str
-    timeout_s: _builtins.float
-    """the caller gives up then; the callee may stop"""
     def __init__(
         self,
         *,
         method: _builtins.str = ...,
-        timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

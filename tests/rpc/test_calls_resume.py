@@ -1,0 +1,306 @@
+"""Calls over connections of gRPC that break: each is made once and answered once."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+
+from jgraph.errors import JGError, NotTakingError, TaskLostError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc import asking, callers, outbox, receiving
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.codec import encode
+from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.outbox import Outbox
+from jgraph.rpc.transport import Frame
+from jgraph.testing.tcp_proxy import TcpProxy
+from jgraph.testing.transport_harness import PS, WAIT_S, asked, call, numbers, step
+from tests.rpc.run_async import run_async
+
+Remote = partial(GrpcTransport, same_machine="off")
+
+
+class Counting:
+    """A handler that keeps which calls it was asked, and answers when it may.
+
+    ``Echo`` gives the request back, ``Count`` as many frames as its number says.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.stopped = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self._changed = asyncio.Event()
+
+    def frame_received(self, src: TaskName, frame: Frame) -> None: ...
+
+    def peer_lost(self, peer: TaskName, error: JGError) -> None: ...
+
+    async def handle_call(self, method: str, request: Frame) -> AsyncIterator[Frame]:
+        self.asked.append(body_of(request).step_id)
+        self._changed.set()
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.stopped += 1
+            self._changed.set()
+            raise
+        if method == "Echo":
+            yield request
+        else:
+            for i in range(body_of(request).step_id):
+                yield step(i, np.full(5000, i, np.int32))
+
+    async def wait(self, done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not done():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@dataclass
+class Pair:
+    """A client that reaches a ps through a proxy."""
+
+    proxy: TcpProxy
+    at_ps: Counting
+    client: GrpcTransport
+
+    async def ask(self, number: int, nbytes: int = 0) -> int:
+        request = step(number, np.zeros(nbytes, np.uint8))
+        reply = await asked(self.client, self.proxy.address, "Echo", request)
+        assert reply[0].tensors[0].nbytes == nbytes
+        return numbers(reply)[0]
+
+    def asking(self, number: int) -> "asyncio.Task[int]":
+        return asyncio.create_task(self.ask(number))
+
+
+@asynccontextmanager
+async def paired() -> AsyncIterator[Pair]:
+    ps, at_ps, client = Remote(PS), Counting(), Remote(None)
+    async with TcpProxy(await ps.start(at_ps)) as proxy:
+        try:
+            pair = Pair(proxy, at_ps, client)
+            await pair.ask(0)
+            yield pair
+        finally:
+            await client.close()
+            await ps.close()
+
+
+async def request_lost(pair: Pair) -> "asyncio.Task[int]":
+    pair.proxy.silence()
+    asking = pair.asking(1)
+    async with asyncio.timeout(WAIT_S):
+        await pair.proxy.held.wait()
+    return asking
+
+
+async def in_progress(pair: Pair) -> "asyncio.Task[int]":
+    pair.at_ps.may_answer.clear()
+    asking = pair.asking(1)
+    await pair.at_ps.wait(lambda: pair.at_ps.asked == [0, 1])
+    return asking
+
+
+async def response_lost(pair: Pair) -> "asyncio.Task[int]":
+    asking = await in_progress(pair)
+    pair.proxy.silence()
+    pair.at_ps.may_answer.set()
+    async with asyncio.timeout(WAIT_S):
+        await pair.proxy.held.wait()
+    return asking
+
+
+@pytest.mark.parametrize("moment", [request_lost, in_progress, response_lost])
+def test_rows_4_to_7_a_call_is_made_once_whatever_of_it_was_lost(
+    moment: Callable[[Pair], Awaitable["asyncio.Task[int]"]],
+) -> None:
+    async def main() -> None:
+        async with paired() as pair:
+            asking = await moment(pair)
+            pair.proxy.cut()
+            pair.proxy.heal()
+            await pair.ask(2) if pair.at_ps.may_answer.is_set() else None
+            pair.at_ps.may_answer.set()
+            assert await asking == 1
+            assert sorted(pair.at_ps.asked) in ([0, 1], [0, 1, 2])
+            assert not pair.at_ps.stopped
+
+    run_async(main())
+
+
+def test_rows_4_to_7_calls_are_made_once_however_often_the_connection_is_cut() -> None:
+    chance = random.Random(0)
+
+    async def main() -> None:
+        async with paired() as pair:
+            for first in range(1, 200, 20):
+                batch = range(first, first + 20)
+                sizes = [chance.choice([0, 3000, 300_000, 3 << 20]) for _ in batch]
+                room = chance.randrange(1, 4 << 20)
+                pair.proxy.cut_after_bytes = pair.proxy.passed_bytes + room
+                calls = [pair.ask(i, n) for i, n in zip(batch, sizes, strict=True)]
+                assert await asyncio.gather(*calls) == list(batch)
+                pair.proxy.cut()
+            assert sorted(pair.at_ps.asked) == list(range(201))
+
+    run_async(main())
+
+
+def test_replies_follow_in_order_however_often_the_connection_is_cut() -> None:
+    async def main() -> None:
+        async with paired() as pair:
+            replies = pair.client.call(
+                pair.proxy.address, "Count", step(300), timeout_s=WAIT_S
+            )
+            got = []
+            async for reply in replies:
+                (number,) = numbers([reply])
+                assert (reply.tensors[0] == number).all()
+                got.append(number)
+                if number % 50 == 20:
+                    pair.proxy.cut()
+            assert got == list(range(300))
+            assert pair.at_ps.asked == [0, 300]
+
+    run_async(main())
+
+
+def test_server_that_was_started_again_is_not_asked_what_the_old_one_was() -> None:
+    async def main() -> None:
+        async with paired() as pair:
+            again, at_again = Remote(PS), Counting()
+            asking = await in_progress(pair)
+            pair.proxy.lead_to(await again.start(at_again))
+            pair.proxy.cut()
+            with pytest.raises(TaskLostError, match="gave it up or was started again"):
+                await asking
+            assert not at_again.asked
+            assert await pair.ask(2) == 2
+            await again.close()
+
+    run_async(main())
+
+
+def test_calls_stop_when_their_caller_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(callers, "RETURN_S", 0.1)
+
+    async def main() -> None:
+        async with paired() as pair:
+            asking = await in_progress(pair)
+            pair.proxy.lead_to("127.0.0.1:1")
+            monkeypatch.setattr(asking_module, "RESUME_S", 0.3)
+            pair.proxy.cut()
+            with pytest.raises(TaskLostError, match="connection lost"):
+                await asking
+            await pair.at_ps.wait(lambda: pair.at_ps.stopped == 1)
+
+    asking_module = asking
+    run_async(main())
+
+
+def test_caller_that_comes_back_too_late_learns_that_its_call_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(callers, "RETURN_S", 0.0)
+    monkeypatch.setattr(asking, "RESUME_PAUSE_S", 0.3)
+
+    async def main() -> None:
+        async with paired() as pair:
+            waiting = await in_progress(pair)
+            pair.proxy.cut()
+            with pytest.raises(TaskLostError, match="gave it up or was started again"):
+                await waiting
+            pair.at_ps.may_answer.set()
+            assert await pair.ask(2) == 2
+
+    run_async(main())
+
+
+def test_call_with_many_replies_ends_on_the_server_when_its_caller_stops() -> None:
+    async def main() -> None:
+        async with paired() as pair:
+            pair.at_ps.may_answer.clear()
+            address = pair.proxy.address
+            calling = asyncio.create_task(
+                call(pair.client, address, "Count", step(3), timeout_s=WAIT_S)
+            )
+            await pair.at_ps.wait(lambda: pair.at_ps.asked == [0, 3])
+            calling.cancel()
+            async with asyncio.timeout(receiving.RETURN_S / 2):
+                await pair.at_ps.wait(lambda: pair.at_ps.stopped == 1)
+
+    run_async(main())
+
+
+class BrokenError(Exception):
+    """A stream that fails."""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_frames_of_an_outbox_arrive_once_over_streams_that_fail(seed: int) -> None:
+    chance = random.Random(seed)
+    got: list[int] = []
+
+    async def over_one_stream(box: Outbox) -> None:
+        decoder, left = Decoder(), chance.randrange(1, 12)
+
+        async def write(chunk: bytes) -> None:
+            nonlocal left
+            part = chunk if left else chunk[: chance.randrange(len(chunk))]
+            got.extend(numbers(decoder.feed(part)))
+            await asyncio.sleep(0)
+            left -= 1
+            if left < 0:
+                raise BrokenError
+
+        # Sometimes it tells what it has, always at the next stream.
+        if chance.random() < 0.5:
+            box.acknowledge(len(got))
+        await box.run(write, len(got))
+
+    async def main() -> None:
+        box, sent = Outbox(), 0
+        while len(got) < 60:
+            for _ in range(chance.randrange(8)):
+                sent += 1
+                box.put(encode(step(sent, np.zeros(chance.randrange(700_000), "u1"))))
+            try:
+                async with asyncio.timeout(0.02):
+                    await over_one_stream(box)
+            except (BrokenError, TimeoutError):
+                continue
+        assert got == list(range(1, len(got) + 1))
+
+    asyncio.run(main())
+
+
+def test_one_who_acknowledges_nothing_does_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "UNTOLD_BYTES", 1 << 20)
+
+    async def main() -> None:
+        box = Outbox()
+        for _ in range(20):
+            box.put(encode(frame(empty=pb.Empty(), tensors=[np.zeros(100_000)])))
+        with pytest.raises(NotTakingError, match="acknowledges no frames"):
+            await box.run(_ignore)
+
+    asyncio.run(main())
+
+
+async def _ignore(chunk: bytes) -> None:
+    """Takes it."""
