@@ -26,7 +26,7 @@ nightly: fuzz
 
 # Tasks killed and frozen, links cut, by a seed that is printed: CHAOS_SEED=7 make chaos
 chaos: .venv/dev.stamp
-	$(BIN)/python -m pytest -n 0 -s -m chaos -o faulthandler_timeout=0 tests/faults
+	$(BIN)/python -m pytest -n 0 -s -m chaos -o faulthandler_timeout=0 tests/faults tests/train/test_failpoints.py
 
 # Random programs on clusters of any shape against JAX alone; an hour or so.
 fuzz: .venv/dev.stamp

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, final
 
 from jgraph.errors import CheckpointCorruptError, CheckpointError, ConfigError
+from jgraph.failpoints import failpoint
 from jgraph.graph import markup
 from jgraph.train import checkpoint
 from jgraph.train.manifest import FILE, read_manifest
@@ -154,7 +155,9 @@ class CheckpointWriter:
             # Renamed first: a step that is there is whole.
             path = self.directory / f"{step}{_GOING}"
             (self.directory / str(step)).rename(path)
+            failpoint("prune.renamed")
             _remove(path)
+            failpoint("prune.removed")
         return going
 
 

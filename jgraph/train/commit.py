@@ -19,6 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jgraph.errors import CheckpointError, CheckpointSpaceError, JGError
+from jgraph.failpoints import failpoint
 from jgraph.train.manifest import FILE, Manifest, damaged
 from jgraph.train.trees import Tree
 
@@ -38,11 +39,14 @@ class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]  # Orbax is untyped
 
     def save(self, directory: Any, args: "_Save") -> None:
         """Writes the arrays."""
+        failpoint("checkpoint.begun")
         self._trees.save(directory, args=ocp.args.StandardSave(args.layout))
+        failpoint("checkpoint.arrays_written")
         with open(Path(directory) / FILE, "w", encoding="utf-8") as file:
             file.write(args.manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
+        failpoint("checkpoint.manifest_written")
         self._before_commit = args.before_commit
 
     def restore(self, directory: Any, args: "_Restore") -> Any:
@@ -58,6 +62,7 @@ class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]  # Orbax is untyped
     def finalize(self, directory: Any) -> None:
         """Is called when everything is on disk; the rename follows."""
         self._trees.finalize(directory)
+        failpoint("checkpoint.on_disk")
         self._before_commit()
 
     def close(self) -> None:
@@ -106,6 +111,7 @@ def write(
         target.parent.mkdir(parents=True, exist_ok=True)
         with ocp.Checkpointer(_Handler()) as checkpointer:
             checkpointer.save(path, args=_Save(layout, manifest, before_commit))
+        failpoint("checkpoint.committed")
         if path != target:
             _replace(path, target)
     except BaseException as error:
@@ -120,7 +126,9 @@ def _replace(new: Path, target: Path) -> None:
     """Puts a complete checkpoint in the place of another, which goes last."""
     old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
     target.rename(old)
+    failpoint("checkpoint.old_put_away")
     new.rename(target)
+    failpoint("checkpoint.replaced")
     if old.is_dir() and not old.is_symlink():
         shutil.rmtree(old, ignore_errors=True)
     else:

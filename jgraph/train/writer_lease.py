@@ -20,6 +20,7 @@ import psutil
 
 from jgraph.clock import Clock, WallClock
 from jgraph.errors import CheckpointWriterError
+from jgraph.failpoints import failpoint
 
 LEASE_S: Final = 60.0
 """A writer on another host is gone when it has not renewed for so long."""
@@ -120,6 +121,7 @@ class WriterLease:
         )
         if not self._create(mine):
             raise _refused(self._directory, newest(self._directory), now)
+        failpoint("lease.file_created")
         for number in _generations(self._directory):
             if number < mine.generation:
                 _file(self._directory, number).unlink(missing_ok=True)
@@ -151,6 +153,7 @@ class WriterLease:
             held, self._held = self._held, None
             if held is not None and newest(self._directory) == held:
                 self._write(replace(held, released=True))
+                failpoint("lease.released")
 
     def _renew_on(self) -> None:
         while not self._released.wait(self._lease_s / 3):

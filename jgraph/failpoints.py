@@ -1,0 +1,116 @@
+"""Named points before and after what makes things last, at which tests break a process.
+
+``failpoint("checkpoint.begun")`` does nothing unless that point is armed: by a test of
+the same process (``armed``), or for a whole process by the environment variable
+``JGRAPH_FAILPOINTS``. There ``checkpoint.begun=crash@2`` ends the process without any
+cleaning up, the second time that it is there; ``raise`` raises an ``OSError``.
+"""
+
+import errno
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, NoReturn
+
+from jgraph.errors import ConfigError
+
+VARIABLE: Final = "JGRAPH_FAILPOINTS"
+CRASHED: Final = 86
+"""How a process exits that was told to crash."""
+POINTS: Final = (
+    "lease.file_created",
+    "lease.released",
+    "checkpoint.begun",
+    "checkpoint.arrays_written",
+    "checkpoint.manifest_written",
+    "checkpoint.on_disk",
+    "checkpoint.committed",
+    "checkpoint.old_put_away",
+    "checkpoint.replaced",
+    "prune.renamed",
+    "prune.removed",
+)
+"""Every point that there is."""
+
+_armed: dict[str, Callable[[], object]] = {}
+
+
+def failpoint(name: str) -> None:
+    """Does what a test has armed this point with; else nothing.
+
+    Example:
+      >>> failpoint("checkpoint.begun")
+    """
+    if _armed and name in _armed:
+        _armed[name]()
+
+
+@contextmanager
+def armed(name: str, act: Callable[[], object]) -> Iterator[None]:
+    """Calls ``act`` at a point until the end of the block.
+
+    Raises:
+      ConfigError: there is no such point.
+
+    Example:
+      >>> with armed("checkpoint.begun", lambda: print("here")):
+      ...     failpoint("checkpoint.begun")
+      here
+    """
+    _check(name)
+    _armed[name] = act
+    try:
+        yield
+    finally:
+        del _armed[name]
+
+
+def fail() -> NoReturn:
+    """Raises the error of a disk that fails."""
+    raise OSError(errno.EIO, "a failpoint")
+
+
+def arm(text: str) -> None:
+    """Arms the points of a value of ``JGRAPH_FAILPOINTS``.
+
+    Raises:
+      ConfigError: it names no point, or nothing to do there.
+    """
+    for one in filter(None, text.split(",")):
+        name, _, what = one.partition("=")
+        action, _, time = what.partition("@")
+        _check(name)
+        if action not in _ACTIONS or not (time or "1").isdecimal():
+            raise ConfigError(
+                f"{VARIABLE} has '{one}'; write {name}=crash, {name}=raise, or "
+                f"{name}=crash@2 for the second time"
+            )
+        _armed[name] = _nth(_ACTIONS[action], int(time or 1))
+
+
+def _check(name: str) -> None:
+    if name not in POINTS:
+        raise ConfigError(
+            f"there is no failpoint '{name}'; there are {', '.join(POINTS)}"
+        )
+
+
+def _crash() -> NoReturn:
+    os._exit(CRASHED)
+
+
+_ACTIONS: Final[dict[str, Callable[[], NoReturn]]] = {"crash": _crash, "raise": fail}
+
+
+def _nth(act: Callable[[], object], time: int) -> Callable[[], None]:
+    times = itertools.count(1)
+
+    def act_then() -> None:
+        if next(times) == time:
+            act()
+
+    return act_then
+
+
+arm(os.environ.get(VARIABLE, ""))

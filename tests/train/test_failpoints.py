@@ -1,0 +1,115 @@
+"""Row 25: a save that ends, or fails, at each of its steps loses nothing saved."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jgraph.errors import CheckpointError
+from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
+from jgraph.train import checkpoint
+from jgraph.train.checkpoints import CheckpointWriter, newest_good, steps_in
+from jgraph.train.commit import TEMPORARY
+from jgraph.train.trees import Tree
+
+REPLACING = ("checkpoint.old_put_away", "checkpoint.replaced")
+OF_STEPS = [name for name in POINTS if name not in REPLACING]
+SAVES = """
+import json, sys
+from pathlib import Path
+from tests.train.test_failpoints import tree
+from jgraph.train.checkpoints import CheckpointWriter
+
+for first in (1, 6):
+    with CheckpointWriter(Path(sys.argv[1]), keep=2) as writer:
+        for step in range(first, first + 5):
+            writer.save(step, tree(step))
+            print(json.dumps(step), flush=True)
+"""
+
+
+def tree(step: int) -> Tree:
+    w = np.full((64, 64), step, np.float32)
+    return {"params": {"w": w}, "opt": (), "state": {}, "global_step": np.int32(step)}
+
+
+def newest_step(directory: Path) -> int:
+    """Returns the step that a run would go back to; its arrays are right."""
+    step, restored = newest_good(
+        directory, lambda path: checkpoint.restore(path, tree(0))
+    )
+    np.testing.assert_array_equal(restored["params"]["w"], tree(step)["params"]["w"])
+    return step
+
+
+def check_goes_on(directory: Path, step: int) -> None:
+    """A new writer has the directory at once, and finds nothing half done in it."""
+    with CheckpointWriter(directory, keep=2) as writer:
+        names = [path.name for path in directory.iterdir()]
+        assert not [n for n in names if TEMPORARY in n or "going" in n]
+        writer.save(step, tree(step))
+    assert newest_step(directory) == step
+    assert not list(directory.glob("*.corrupt"))
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(name, marks=() if name in OF_STEPS[4:6] else pytest.mark.chaos)
+        for name in OF_STEPS
+    ],
+)
+def test_row_25_a_writer_that_crashes_at_a_step_of_a_save_loses_no_saved_step(
+    tmp_path: Path, point: str
+) -> None:
+    time = 1 if point == "lease.released" else 2
+    child = subprocess.run(
+        [sys.executable, "-c", SAVES, str(tmp_path)],
+        env={**os.environ, VARIABLE: f"{point}=crash@{time}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == CRASHED, child.stderr
+    told = max(map(json.loads, child.stdout.splitlines()))
+    assert newest_step(tmp_path) in (told, told + 1)
+    check_goes_on(tmp_path, 20)
+
+
+@pytest.mark.parametrize("point", [n for n in OF_STEPS if not n.startswith("lease")])
+def test_row_26_a_disk_that_fails_at_a_step_of_a_save_loses_no_saved_step(
+    tmp_path: Path, point: str
+) -> None:
+    with CheckpointWriter(tmp_path, keep=2) as writer:
+        for step in (1, 2):
+            writer.save(step, tree(step))
+        with armed(point, fail), pytest.raises((CheckpointError, OSError)):
+            writer.save(3, tree(3))
+        assert newest_step(tmp_path) in (2, 3)
+        writer.save(4, tree(4))
+        assert newest_step(tmp_path) == 4
+    assert steps_in(tmp_path)[-1] == 4
+    check_goes_on(tmp_path, 5)
+
+
+@pytest.mark.parametrize("point", REPLACING)
+def test_a_checkpoint_that_is_replaced_is_there_before_and_after(
+    tmp_path: Path, point: str
+) -> None:
+    target, there = tmp_path / "model", list[int]()
+
+    def look() -> None:
+        steps = [checkpoint.restore(p, tree(0)) for p in tmp_path.iterdir()]
+        there.extend(int(step["global_step"]) for step in steps)
+
+    checkpoint.save(target, tree(1))
+    with armed(point, look):
+        checkpoint.save(target, tree(2), overwrite=True)
+    assert sorted(there) == [1, 2]  # whole, for who is killed here
+    assert checkpoint.restore(target, tree(0))["global_step"] == 2
