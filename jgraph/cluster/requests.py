@@ -20,6 +20,8 @@ REQUESTS: Final[Mapping[str, str]] = {
     "Variables": "variable_query",
     "ReadTable": "hash_table_call",
     "LoadTable": "hash_table_call",
+    "SaveShards": "shard_files",
+    "LoadShards": "shard_files",
     "Reset": "reset",
     "PutData": "put_data",
     "OpenSource": "open_source",

@@ -25,11 +25,14 @@ ROLES: Final[Roles] = {
     "ReadTable": _TASK,
     "LoadTable": _TASK,
     "Reset": _TASK,
-    # What a client asks of a task: training data does not pass through the master.
+    # What a client asks of a task: neither training data nor checkpoints pass through
+    # the master.
     "RunStep": _CLIENT,
     "PutData": _CLIENT,
     "OpenSource": _CLIENT,
     "TaskLog": _CLIENT,
+    "SaveShards": _CLIENT,
+    "LoadShards": _CLIENT,
     "Shutdown": _CLIENT,
     # What a client asks of its master.
     "Master.Connect": _CLIENT,

@@ -88,7 +88,7 @@ class Session:
         )
         self._programs = Programs(cluster)
         self._values = VariableValues(self._variables, self._programs)
-        self._snapshots = Snapshots(cluster, self._variables, self._values)
+        self.snapshots = Snapshots(cluster, self._variables, self._values)
         self._steps = Steps(
             self._variables,
             self._programs,
@@ -265,7 +265,9 @@ class Session:
           ConfigError: two of them have one name, in different containers.
         """
         self._check_open()
-        return self._snapshots.take(self._own(variables, "snapshot"))
+        own = self._own(variables, "snapshot")
+        with self.snapshots.take(own) as held:
+            return held.read(own)
 
     @short_traceback
     def write(self, values: Mapping[Variable, Any]) -> None:

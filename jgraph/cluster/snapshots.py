@@ -2,15 +2,16 @@
 
 One step copies what a task holds to variables beside it: a read of several variables is
 of one moment, and no update waits for more than that. The copies are then read piece by
-piece, and dropped.
+piece, or written to files by their tasks, and dropped.
 """
 
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
-from jgraph.cluster.values import VariableValues, joined
+from jgraph.cluster.held import Held
+from jgraph.cluster.values import VariableValues
 from jgraph.cluster.variables import VariableDirectory, shards_of
 from jgraph.graph.variable import Variable
 
@@ -32,21 +33,34 @@ class Snapshots:
         self._variables = variables
         self._values = values
 
-    def take(self, variables: Sequence[Variable]) -> dict[str, Any]:
-        """Returns the values of variables by name, those of a task at one moment."""
+    def live(self, variables: Sequence[Variable]) -> Held:
+        """Returns variables as they are when they are read, or where they will be."""
+        self._variables.look_up(v.spec for v in variables)
+        shards = {shard.spec.key: shard for shard in shards_of(variables)}
+        tasks = self._variables.choose([v.spec for v in variables])
+        return Held(self._values, shards, tasks, release=lambda: None)
+
+    def take(self, variables: Sequence[Variable]) -> Held:
+        """Copies variables, those of a task at one moment."""
         self._variables.look_up(v.spec for v in variables)
         container = f"snapshot-{uuid.uuid4().hex[:12]}"
         shards = shards_of(variables)
         copies = [self._copy(shard, container) for shard in shards]
-        try:
-            self._values.run_once("snapshot", partial(_copied, shards, copies), shards)
-            found = self._values.read(copies)
-        finally:
+
+        def release() -> None:
             self._cluster.reset(container)
             for copy in copies:
                 self._variables.tasks.pop(copy.spec.key, None)
-        values = {shard.spec.key: found[shard.name] for shard in shards}
-        return {v.name: joined(v, values) for v in variables}
+
+        try:
+            self._values.run_once("snapshot", partial(_copied, shards, copies), shards)
+        except BaseException:
+            release()
+            raise
+        keys = [shard.spec.key for shard in shards]
+        tasks = {key: self._variables.tasks[key] for key in keys}
+        by_key = dict(zip(keys, copies, strict=True))
+        return Held(self._values, by_key, tasks, release)
 
     def _copy(self, shard: Variable, container: str) -> Variable:
         # Never initialised: the snapshot is what writes it first.

@@ -19,6 +19,7 @@ from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.requests import check_request
+from jgraph.cluster.shard_calls import load_shards, save_shards
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.table_calls import load_table, read_table, table_statuses
 from jgraph.cluster.task_loops import Method, TaskLoops
@@ -95,6 +96,8 @@ class TaskService:
             "Variables": self._variables,
             "ReadTable": self._read_table,
             "LoadTable": self._load_table,
+            "SaveShards": self._save_shards,
+            "LoadShards": self._load_shards,
             "Reset": self._reset,
             "TaskLog": self._task_log,
             "Shutdown": self._shut_down,
@@ -327,6 +330,14 @@ class TaskService:
 
     async def _load_table(self, request: Frame) -> AsyncIterator[Frame]:
         yield await self.shell.run(lambda: load_table(self.runtime.store, request))
+
+    async def _save_shards(self, request: Frame) -> AsyncIterator[Frame]:
+        store = self.runtime.store
+        yield await self.shell.run(lambda: save_shards(self.task, store, request))
+
+    async def _load_shards(self, request: Frame) -> AsyncIterator[Frame]:
+        store = self.runtime.store
+        yield await self.shell.run(lambda: load_shards(self.task, store, request))
 
     async def _reset(self, request: Frame) -> AsyncIterator[Frame]:
         containers = list(body_of(request).containers)

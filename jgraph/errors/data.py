@@ -148,9 +148,11 @@ class CheckpointSpaceError(CheckpointError):
 class CheckpointPathError(CheckpointError, ValueError):
     """A path that cannot be a directory of checkpoints.
 
-    It is the address of an object store (``gs://…``), empty, below a file, or no path.
+    It is the address of an object store (``gs://…``), empty, below a file, or no path;
+    or a server was given one that it does not share with the client.
 
-    What to do: give a directory of this machine; mount a store as one.
+    What to do: give a directory of this machine; mount a store as one. Servers need not
+    share it: the client then writes for them.
     """
 
     code = "JG-305"

@@ -33,11 +33,18 @@ from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_repli
 from jgraph.train.data import Dataset
 from jgraph.train.hash_state import NO_KEYS, TableRows
 from jgraph.train.large import KEPT_BYTES, check_sizes, total_nbytes
+from jgraph.train.on_tasks import (
+    Kept,
+    KeptArray,
+    arrays_of,
+    places_of,
+    releasing_after_an_error,
+)
 from jgraph.train.placing import Placement
 from jgraph.train.rejoin import WAIT_S, Rejoin
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
-from jgraph.train.workers import Workers, chunk_of
+from jgraph.train.workers import Workers, chunk_of, end_loops, shares
 
 
 @final
@@ -296,6 +303,26 @@ class AsyncRunner:
                 values |= self._tables.read(table)
         return [values.get(name) for name in self._step.names]
 
+    def keep(self) -> Kept:
+        """See ``Runner.keep``; rows of tables come, they are sorted by key."""
+        plain = [v for v in self._step.variables if v.spec.table is None]
+        with self.lock:
+            self.initialize()
+            # A large model has no room for another of itself.
+            at_once = self.is_training and total_nbytes(plain) <= KEPT_BYTES
+            snapshots = self.session.snapshots
+            held = snapshots.take(plain) if at_once else snapshots.live(plain)
+            with releasing_after_an_error(held):
+                found = arrays_of(self._cluster, held, plain)
+                for table in self._step.tables:
+                    found |= self._tables.read(table)
+        return Kept([found.get(name) for name in self._step.names], held.release)
+
+    def places(self) -> Sequence[Any]:
+        """See ``Runner.places``."""
+        with self.lock:
+            return places_of(self._cluster, self.session, self._step)
+
     def nbytes(self) -> int:
         """See ``Runner.nbytes``."""
         held = sum(event.nbytes for event in self.events())
@@ -316,13 +343,14 @@ class AsyncRunner:
             for table in self._step.tables:
                 self._tables.load(table, named)
             known = {table.known for table in self._step.tables}
+            left = [v for v in self._step.plain if not isinstance(new[v], KeptArray)]
             self.session.write(
-                {v: NO_KEYS if v.name in known else new[v] for v in self._step.plain}
+                {v: NO_KEYS if v.name in known else new[v] for v in left}
             )
             self._initialized = True
             self._position = position
             steps = int(self._step.unflatten(values)["global_step"])
-            self.workers.done = _shares(steps, len(self.workers.tasks))
+            self.workers.done = shares(steps, len(self.workers.tasks))
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
@@ -370,16 +398,3 @@ class AsyncRunner:
                 replicas = range(self.replicas)
             used = [v for replica in replicas for v in of(replica, graph)]
             self.session.initialize(used, again=True)
-
-
-def _shares(steps: int, count: int) -> list[int]:
-    """Cuts ``steps`` into ``count`` parts that differ by one at most."""
-    return [steps // count + (i < steps % count) for i in range(count)]
-
-
-def end_loops(loops: LoopHandle) -> None:
-    """Stops loops and waits for their end: no step of them comes later."""
-    loops.stop()
-    with contextlib.suppress(Exception):
-        for _ in loops:
-            continue

@@ -101,7 +101,7 @@ class Attempts:
           CheckpointError: no step there is good.
         """
         dataset, evaluated = self._open()  # a worker may have been started anew
-        fill = partial(fill_from, path=directory)
+        fill = partial(fill_from, path=directory, check_first=False)
         made = self._parts.renew(fill, dataset, self._wanted.batch_size)
         return self._attempt(made, dataset, evaluated)
 
@@ -123,8 +123,9 @@ class Attempts:
             # The position first: what is trained meanwhile comes again, none is left
             # out.
             position = runner.position()
-            tree = step.unflatten(runner.values())
-            return Snapshot(int(tree["global_step"]), tree, position)
+            kept = runner.keep()
+            tree = step.unflatten(kept.values)
+            return Snapshot(int(tree["global_step"]), tree, position, kept.release)
 
         return Attempt(
             runner=runner,
@@ -146,23 +147,24 @@ class Attempts:
         )
 
 
-def fill_from(made: Made, path: Path) -> None:
+def fill_from(made: Made, path: Path, *, check_first: bool = True) -> None:
     """Gives variables and position the values of a checkpoint.
 
     Args:
       made: of these.
       path: a checkpoint, or a directory of which the newest good step is taken.
+      check_first: a checkpoint that turns out to be damaged changes nothing.
 
     Raises:
       CheckpointError: no checkpoint there, or one of another model; names the leaf.
       CheckpointCorruptError: it is not what was written; names the leaf.
     """
     step, runner, _ = made
-    like = step.unflatten(step.initial_values)
+    like = step.unflatten(runner.places())
     growing = [name for table in step.tables for name in table.names]
 
     def read(path: Path) -> tuple[Tree, Position]:
-        tree = checkpoint.restore(path, like, growing)
+        tree = checkpoint.restore(path, like, growing, check_first=check_first)
         return tree, checkpoint.restore_position(path)
 
     tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]

@@ -24,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CheckpointError, CheckpointPathError
-from jgraph.train.manifest import Leaf, Manifest, damaged, describe, read_manifest
+from jgraph.train.array_files import load_arrays, read_arrays
+from jgraph.train.manifest import Leaf, Manifest, damaged, read_manifest
+from jgraph.train.on_tasks import KeptArray
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
 
@@ -42,7 +44,8 @@ def save(
 
     Args:
       path: the directory; ``~`` and relative paths are fine.
-      tree: ``{"params", "opt", "state", "global_step"}``.
+      tree: ``{"params", "opt", "state", "global_step"}``, of arrays; those that tasks
+        have (``KeptArray``) are written by them.
       position: where in the data the training is.
       overwrite: replace what is there, once the new one is complete.
       generation: of the writer's lease; 0 without one.
@@ -51,6 +54,7 @@ def save(
     Raises:
       CheckpointError: the directory exists, or cannot be written.
       CheckpointSpaceError: there is no room for it.
+      ClusterError: a task that has an array is lost.
     """
     from jgraph.train import commit
 
@@ -60,11 +64,11 @@ def save(
             f"{target} exists; choose another path, or save(…, overwrite=True)",
             path=str(target),
         )
-    layout = jax.tree.map(np.asarray, _layout(tree))
-    commit.check_room(target, sum(leaf.nbytes for leaf in jax.tree.leaves(layout)))
+    layout = jax.tree.map(_here, _layout(tree))
+    commit.check_room(target, commit.nbytes_of(layout))
     manifest = Manifest(
         step=int(layout["global_step"]),
-        leaves=describe(commit.names_of(layout)),
+        leaves={},
         position=position,
         generation=generation,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -76,30 +80,59 @@ def save(
 
 
 def restore(
-    path: str | Path, like: Tree, growing: Collection[str] = frozenset()
+    path: str | Path,
+    like: Tree,
+    growing: Collection[str] = frozenset(),
+    *,
+    check_first: bool = True,
 ) -> Tree:
     """Reads a state tree from a checkpoint, and compares it with its checksums.
 
     Args:
       path: a directory that ``save`` wrote.
-      like: a tree of the same model; every leaf must agree in shape and dtype.
+      like: a tree of the same model; every leaf must agree in shape and dtype. Those
+        on tasks (``KeptArray``) are read and stored by them, and stay as they are in
+        what is returned.
       growing: names of leaves, ``params/ads/rows``, that have any number of rows.
+      check_first: read what tasks take twice, so that a damaged checkpoint changes
+        nothing; else what they have after an error is undefined.
 
     Raises:
       CheckpointError: no checkpoint there, or one of another model; names the first
         leaf that differs.
       CheckpointCorruptError: it is not what was written.
+      ClusterError: a task that takes an array is lost.
     """
     from jgraph.train import commit
 
     target = absolute(path)
     manifest = read_manifest(target)
-    wanted = _resized(_layout(like), manifest.leaves, growing)
-    _check(manifest.leaves, commit.names_of(wanted), str(target))
+    layout = _layout(like)
+    wanted = commit.names_of(_resized(layout, manifest.leaves, growing))
+    _check(manifest.leaves, wanted, str(target))
     _check_types(manifest, target)
-    restored = commit.read(target, wanted)
-    manifest.check(commit.names_of(restored), target)
-    return _from_layout(restored, like)
+    found = _read(target, manifest, wanted, check_first=check_first)
+    leaves = [found.get(name, leaf) for name, leaf in wanted.items()]
+    return _from_layout(jax.tree.unflatten(jax.tree.structure(layout), leaves), like)
+
+
+def _read(
+    target: Path, manifest: Manifest, wanted: Mapping[str, Any], *, check_first: bool
+) -> dict[str, Any]:
+    """Returns the arrays that come here; those of tasks are there then."""
+    from jgraph.train.commit import reading
+
+    kept = {n: a for n, a in wanted.items() if isinstance(a, KeptArray)}
+    with reading(target):
+        loaded = load_arrays(target, manifest.leaves, kept, check_only=check_first)
+        manifest.compare(loaded, loaded, target)
+        left = {n: manifest.leaves[n] for n in wanted if n not in loaded}
+        arrays, described = read_arrays(target, left)
+        manifest.compare(left, described, target)
+        if check_first:
+            loaded = load_arrays(target, manifest.leaves, kept)
+            manifest.compare(loaded, loaded, target)
+    return arrays
 
 
 def verify(path: str | Path) -> Manifest:
@@ -174,6 +207,8 @@ def _resized(
 
     def resize(path: tuple[Any, ...], leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if isinstance(leaf, KeptArray):
+            return leaf
         shape = leaf.shape
         if name in names and name in stored and stored[name].shape:
             shape = (stored[name].shape[0], *shape[1:])
@@ -210,6 +245,10 @@ def _from_layout(stored: Tree, like: Tree) -> Tree:
         "global_step": stored["global_step"],
     }
     return jax.tree.map(_as_like, named, like)
+
+
+def _here(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, KeptArray) else np.asarray(leaf)
 
 
 def _plain(leaf: Any) -> Any:

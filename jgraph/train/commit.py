@@ -9,9 +9,9 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -20,7 +20,8 @@ import orbax.checkpoint as ocp
 
 from jgraph.errors import CheckpointError, CheckpointSpaceError, JGError
 from jgraph.failpoints import failpoint
-from jgraph.train.manifest import FILE, Manifest, damaged
+from jgraph.train.array_files import directory_of, write_arrays
+from jgraph.train.manifest import FILE, Leaf, Manifest, damaged
 from jgraph.train.trees import Tree
 
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
@@ -30,7 +31,45 @@ _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @final
-class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]  # Orbax is untyped
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """A leaf of the tree that is saved: an array, and its path."""
+
+    name: str
+    array: Any
+
+
+@final
+class _Arrays(ocp.type_handlers.TypeHandler):  # type: ignore[misc]  # Orbax is untyped
+    """Writes all arrays of a tree at once; Orbax describes the tree."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Leaf] = {}
+
+    def typestr(self) -> str:
+        """Returns what Orbax restores them as."""
+        return "np.ndarray"
+
+    async def serialize(
+        self, values: Sequence[_Array], infos: Sequence[Any], args: Any = None
+    ) -> list[Any]:
+        """Writes them."""
+        arrays = {value.name: value.array for value in values}
+        assert [directory_of(name) for name in arrays] == [info.name for info in infos]
+        self.leaves = write_arrays(Path(infos[0].parent_dir), arrays)
+        return []
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        """Is Orbax's own handler's."""
+        raise NotImplementedError
+
+    async def metadata(self, infos: Any) -> Any:
+        """Is Orbax's own handler's."""
+        raise NotImplementedError
+
+
+@final
+class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]
     """Orbax's handler of trees, and the manifest beside its files."""
 
     def __init__(self) -> None:
@@ -40,10 +79,20 @@ class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]  # Orbax is untyped
     def save(self, directory: Any, args: "_Save") -> None:
         """Writes the arrays."""
         failpoint("checkpoint.begun")
-        self._trees.save(directory, args=ocp.args.StandardSave(args.layout))
+        arrays = _Arrays()
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False,
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (_Array, arrays),
+                # None is there; without its handler Orbax warns of that.
+                (jax.Array, ocp.type_handlers.ArrayHandler()),
+            ),
+        )
+        handler.save(directory, args=ocp.args.PyTreeSave(_named(args.layout)))
         failpoint("checkpoint.arrays_written")
+        manifest = replace(args.manifest, leaves=arrays.leaves)
         with open(Path(directory) / FILE, "w", encoding="utf-8") as file:
-            file.write(args.manifest.to_json())
+            file.write(manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
         failpoint("checkpoint.manifest_written")
@@ -51,9 +100,7 @@ class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]  # Orbax is untyped
 
     def restore(self, directory: Any, args: "_Restore") -> Any:
         """Reads the arrays."""
-        return self._trees.restore(
-            directory, args=ocp.args.StandardRestore(args.target)
-        )
+        return self._trees.restore(directory, args=ocp.args.StandardRestore())
 
     def metadata(self, directory: Any) -> Any:
         """Returns the types of the arrays."""
@@ -61,7 +108,6 @@ class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]  # Orbax is untyped
 
     def finalize(self, directory: Any) -> None:
         """Is called when everything is on disk; the rename follows."""
-        self._trees.finalize(directory)
         failpoint("checkpoint.on_disk")
         self._before_commit()
 
@@ -81,7 +127,7 @@ class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(_Handler, for_restore=True)
 @dataclass
 class _Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    target: Any = None
+    pass
 
 
 def write(
@@ -96,8 +142,8 @@ def write(
 
     Args:
       target: its directory.
-      layout: nested dicts, lists and tuples of arrays.
-      manifest: describes them.
+      layout: nested dicts, lists and tuples of arrays, NumPy's or on tasks.
+      manifest: of the checkpoint, without its leaves.
       overwrite: replace what is there, once the new one is complete.
       before_commit: called when everything is on disk; what it raises stops the save.
 
@@ -117,9 +163,11 @@ def write(
     except BaseException as error:
         for unfinished in target.parent.glob(f"{path.name}{TEMPORARY}*"):
             shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, CheckpointSpaceError):  # of a task
+            raise _no_room(target, nbytes_of(layout), error.message) from error
         if isinstance(error, JGError) or not isinstance(error, Exception):
             raise
-        raise _why_not(error, target, manifest.nbytes) from error
+        raise _why_not(error, target, nbytes_of(layout)) from error
 
 
 def _replace(new: Path, target: Path) -> None:
@@ -167,30 +215,25 @@ def _why_not(error: Exception, target: Path, nbytes: int) -> CheckpointError:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Whatever a library raises over damaged files is one error."""
+def reading(path: Path) -> Iterator[None]:
+    """Whatever a library or the disk raises over damaged files is one error."""
     try:
         yield
-    except CheckpointError:
+    except JGError:
         raise
     except Exception as error:
-        what = f"Orbax cannot read it ({type(error).__name__}: {str(error)[:200]})"
+        what = f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
         raise damaged(path, what, []) from error
 
 
-def read(path: Path, target: Tree = None) -> Tree:
-    """Reads the arrays of a checkpoint, unchecked.
-
-    Args:
-      path: its directory.
-      target: arrays of these types, in the structure that is wanted; if unset, nested
-        dicts and lists.
+def read(path: Path) -> Tree:
+    """Reads a checkpoint as Orbax does, unchecked: nested dicts and lists.
 
     Raises:
       CheckpointCorruptError: Orbax cannot read it.
     """
-    with _reading(path), ocp.Checkpointer(_Handler()) as checkpointer:
-        return checkpointer.restore(path, args=_Restore(target))
+    with reading(path), ocp.Checkpointer(_Handler()) as checkpointer:
+        return checkpointer.restore(path, args=_Restore())
 
 
 def read_types(path: Path) -> Tree:
@@ -199,7 +242,7 @@ def read_types(path: Path) -> Tree:
     Raises:
       CheckpointCorruptError: Orbax cannot read it.
     """
-    with _reading(path), ocp.Checkpointer(_Handler()) as checkpointer:
+    with reading(path), ocp.Checkpointer(_Handler()) as checkpointer:
         return checkpointer.metadata(path).item_metadata.tree
 
 
@@ -213,3 +256,17 @@ def names_of(tree: Tree) -> Mapping[str, Any]:
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         if getattr(leaf, "shape", None) is not None
     }
+
+
+def nbytes_of(layout: Tree) -> int:
+    """Returns the bytes of all arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(layout))
+
+
+def _named(layout: Tree) -> Tree:
+    """Returns the tree with arrays that know their paths."""
+
+    def name(path: tuple[Any, ...], leaf: Any) -> _Array:
+        return _Array(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+
+    return jax.tree_util.tree_map_with_path(name, layout)

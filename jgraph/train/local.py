@@ -16,6 +16,7 @@ from jgraph.graph import markup
 from jgraph.graph.ir import Graph, eval_graph
 from jgraph.runtime.batches import LeasedBatches
 from jgraph.train.data import Batch, Dataset
+from jgraph.train.on_tasks import Kept
 from jgraph.train.runner import (
     Chunk,
     Events,
@@ -166,6 +167,14 @@ class LocalRunner:
                 else jnp.array(value, copy=True)
                 for name, value in zip(self._step.names, self._values, strict=True)
             ]
+
+    def keep(self) -> Kept:
+        """See ``Runner.keep``; here are no tasks."""
+        return Kept(self.values())
+
+    def places(self) -> Sequence[Any]:
+        """See ``Runner.places``; here are no tasks."""
+        return self._step.initial_values
 
     def nbytes(self) -> int:
         """See ``Runner.nbytes``; they are here."""

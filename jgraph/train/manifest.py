@@ -8,7 +8,7 @@ compares.
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,11 @@ import numpy as np
 
 from jgraph import __version__
 from jgraph.errors import CheckpointCorruptError, CheckpointError
+from jgraph.plan.nodes import ValueType
+from jgraph.runtime.blocks import Blocks, as_rows
 
 FILE: Final = "jgraph_manifest.json"
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 @final
@@ -31,33 +33,43 @@ class Leaf:
     Attributes:
       shape: its shape.
       dtype: its dtype's name.
-      crc32: checksum of its bytes in C order.
+      block_rows: rows of each of its blocks; the last may have fewer.
+      crc32: checksum of each block, of its bytes in C order.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    crc32: int
+    block_rows: int
+    crc32: tuple[int, ...]
 
     @classmethod
-    def of(cls, array: Any) -> "Leaf":
+    def of(cls, array: Any, block_rows: int = 0) -> "Leaf":
         """Returns the description of an array.
+
+        Args:
+          array: with at least one element.
+          block_rows: rows of each block; as many as are written together if unset.
 
         Example:
           >>> Leaf.of(np.zeros((2, 3), np.float32)).shape
           (2, 3)
         """
-        data = np.ascontiguousarray(array)
         shape = tuple(np.shape(array))
+        blocks = Blocks.of(shape, array.dtype.itemsize, block_rows)
         # CRC-32 finds every single flipped bit, whatever the length, and is as fast as
         # reading; SHA-256 takes three times as long. Neither is a signature.
-        checksum = zlib.crc32(data.reshape(-1).view(np.uint8).data) if data.size else 0
-        return cls(shape, data.dtype.name, checksum)
+        sums = blocks.sums(0, 1, as_rows(array))
+        return cls(shape, array.dtype.name, blocks.block_rows, tuple(sums.values()))
+
+    @property
+    def type(self) -> ValueType:
+        """Its type."""
+        return ValueType(self.shape, self.dtype)
 
     @property
     def nbytes(self) -> int:
         """Size of the array."""
-        itemsize: int = np.dtype(self.dtype).itemsize
-        return int(np.prod(self.shape, dtype=np.int64)) * itemsize
+        return self.type.nbytes
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -99,7 +111,12 @@ class Manifest:
             "step": self.step,
             "position": self.position,
             "leaves": {
-                name: {"shape": leaf.shape, "dtype": leaf.dtype, "crc32": leaf.crc32}
+                name: {
+                    "shape": leaf.shape,
+                    "dtype": leaf.dtype,
+                    "block_rows": leaf.block_rows,
+                    "crc32": leaf.crc32,
+                }
                 for name, leaf in self.leaves.items()
             },
         }
@@ -116,9 +133,14 @@ class Manifest:
         if body.pop("crc32") != _checksum(body):
             raise ValueError("its checksum is of other content")
         if body.pop("format") != FORMAT:
-            raise ValueError("it is of another format; upgrade jgraph")
+            raise ValueError("it is of the format of another version of jgraph")
         leaves = {
-            name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["crc32"])
+            name: Leaf(
+                tuple(leaf["shape"]),
+                leaf["dtype"],
+                leaf["block_rows"],
+                tuple(leaf["crc32"]),
+            )
             for name, leaf in body.pop("leaves").items()
         }
         return cls(leaves=leaves, **body)
@@ -129,20 +151,27 @@ class Manifest:
         Raises:
           CheckpointCorruptError: names the leaves that differ.
         """
-        found = describe(arrays)
+        rows = [self.leaves[n].block_rows if n in self.leaves else 0 for n in arrays]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            leaves = pool.map(Leaf.of, arrays.values(), rows)
+            found = dict(zip(arrays, leaves, strict=True))
+        self.compare(self.leaves, found, where)
+
+    def compare(
+        self, wanted: Iterable[str], found: Mapping[str, Leaf], where: Path
+    ) -> None:
+        """Compares what was found of some leaves with what was written.
+
+        Raises:
+          CheckpointCorruptError: names the leaves that differ.
+        """
         wrong = sorted(
             name
-            for name in self.leaves.keys() | found.keys()
+            for name in {*wanted, *found}
             if self.leaves.get(name) != found.get(name)
         )
         if wrong:
             raise damaged(where, f"leaf '{wrong[0]}' is not what was written", wrong)
-
-
-def describe(arrays: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Returns the description of each array; several at a time."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(arrays, pool.map(Leaf.of, arrays.values()), strict=True))
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -29,12 +29,12 @@ class Result(Protocol):
     def save_values(
         self,
         path: str | Path,
-        values: Sequence[Any],
+        values: Sequence[Any] | None,
         position: Position,
         *,
         overwrite: bool,
     ) -> Path:
-        """Writes a checkpoint of these variable values and position in the data."""
+        """Writes a checkpoint of these variable values; None: those of now."""
 
     def current_staleness(self) -> Staleness:
         """Returns how old the gradients of the run have been."""
@@ -52,9 +52,6 @@ class Result(Protocol):
         batch_size: int,
     ) -> dict[str, float]:
         """Evaluates the model of these variable values; None: those of now."""
-
-    def current_values(self) -> Sequence[Any]:
-        """Returns the variable values as they are now."""
 
 
 @final
@@ -217,9 +214,8 @@ class Run:
         # The position first: what is trained meanwhile comes again, none is left out.
         ended = self._outcome.values is not None
         position = self._outcome.position if ended else self._result.current_position()
-        return self._result.save_values(
-            path, self._values(), position, overwrite=overwrite
-        )
+        values = self._outcome.values
+        return self._result.save_values(path, values, position, overwrite=overwrite)
 
     @short_traceback
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
@@ -265,10 +261,6 @@ class Run:
         report = self._outcome.report
         self._outcome = _Outcome(state, values, position, error, report)
         self._done.set()
-
-    def _values(self) -> Sequence[Any]:
-        values = self._outcome.values
-        return self._result.current_values() if values is None else values
 
     def _facts(self) -> dict[str, str]:
         facts = {"state": self.state, "step": str(self.steps)}

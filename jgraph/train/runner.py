@@ -13,6 +13,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.data import Dataset
 from jgraph.train.hash_state import TableEvent
+from jgraph.train.on_tasks import Kept
 
 Position: TypeAlias = Mapping[str, Any] | None
 """Plain data; see ``Dispatch.state``. None: as the number of updates says."""
@@ -88,6 +89,18 @@ class Runner(Protocol):
           TooLargeError: with ``model_only``: a variable is too large to come here.
         """
 
+    def keep(self) -> Kept:
+        """Returns the state as it is now; what tasks have stays there meanwhile.
+
+        Of a run that goes on, what one task has is of one moment, up to a limit.
+        """
+
+    def places(self) -> Sequence[Any]:
+        """Returns arrays of the types of the state; those of tasks by where they are.
+
+        Such may be filled there, before ``load`` is given them as they are.
+        """
+
     def nbytes(self) -> int:
         """Returns how many bytes ``values`` would bring to this process."""
 
@@ -99,6 +112,8 @@ class Runner(Protocol):
 
     def load(self, values: Sequence[Any], position: Position = None) -> None:
         """Replaces the value of every variable, and the position in the data.
+
+        Values that ``places`` returned have been replaced already.
 
         Without a position it is that of training from the beginning for as many steps.
         """

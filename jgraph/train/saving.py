@@ -3,12 +3,17 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeAlias, final
 
-from jgraph.errors import CheckpointError, CheckpointWriterError, ClusterError
+from jgraph.errors import (
+    CheckpointError,
+    CheckpointWriterError,
+    ClusterError,
+    JGError,
+)
 from jgraph.train.checkpoints import Checkpoints, CheckpointWriter, steps_in
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
@@ -21,11 +26,12 @@ _LOUD = 2
 @final
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a run at one moment."""
+    """The state of a run at one moment; ``release`` when it is written."""
 
     step: int
     tree: Tree
     position: Position
+    release: Callable[[], None] = lambda: None
 
 
 Take: TypeAlias = Callable[[], Snapshot]
@@ -116,10 +122,18 @@ class Saving:
         snapshot = self._take()
         due = snapshot.step not in steps_in(self._writer.directory)
         self._last = snapshot.step - snapshot.step % self._given.every
-        self._under_way = self._thread.submit(self._save, snapshot) if due else None
+        if due:
+            self._under_way = self._thread.submit(self._save, snapshot)
+        else:
+            self._under_way = None
+            snapshot.release()
 
     def _save(self, snapshot: Snapshot) -> None:
-        self._writer.save(snapshot.step, snapshot.tree, snapshot.position)
+        try:
+            self._writer.save(snapshot.step, snapshot.tree, snapshot.position)
+        finally:
+            with suppress(ClusterError):  # a task that is gone holds nothing
+                snapshot.release()
 
     def _settle(self, saved: Future[None]) -> None:
         self._under_way = None
@@ -127,7 +141,8 @@ class Saving:
             saved.result()
         except CheckpointWriterError:
             raise
-        except CheckpointError as error:
+        except JGError as error:
+            # That a task was lost is told where it ends a step, too.
             self._failed += 1
             tell = _LOG.error if self._failed >= _LOUD else _LOG.warning
             tell("%s. Training goes on; %d saves failed.", error, self._failed)

@@ -27,14 +27,15 @@ from jgraph.plan.program import Program
 from jgraph.plan.spread import PlacementFunction
 from jgraph.train.arguments import is_count
 from jgraph.train.arrange import Arrangement
-from jgraph.train.async_ps import AsyncPS, AsyncRunner, end_loops
+from jgraph.train.async_ps import AsyncPS, AsyncRunner
 from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
 from jgraph.train.data import Dataset
+from jgraph.train.on_tasks import Kept
 from jgraph.train.placing import Placement
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_step import SyncStep
-from jgraph.train.workers import chunk_of
+from jgraph.train.workers import chunk_of, end_loops
 
 CONTRIBUTIONS = "contributions"
 """Metric of a step: how many contributions its update is the mean of (int32)."""
@@ -242,6 +243,14 @@ class SyncRunner:
     def values(self, *, model_only: bool = False) -> Sequence[Any]:
         """See ``Runner.values``."""
         return self._state.values(model_only=model_only)
+
+    def keep(self) -> Kept:
+        """See ``Runner.keep``."""
+        return self._state.keep()
+
+    def places(self) -> Sequence[Any]:
+        """See ``Runner.places``."""
+        return self._state.places()
 
     def nbytes(self) -> int:
         """See ``Runner.nbytes``."""

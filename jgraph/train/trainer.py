@@ -26,6 +26,7 @@ from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.losses import Loss
 from jgraph.train.observed import Metrics, split_metrics
+from jgraph.train.on_tasks import Kept
 from jgraph.train.parts import Given, Made, Parts
 from jgraph.train.progress import display_of
 from jgraph.train.recover import make_recover
@@ -282,7 +283,7 @@ class Trainer:
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint of the state as it is now; see ``Run.save``."""
         where = self.current_position()
-        return self.save_values(path, self.current_values(), where, overwrite=overwrite)
+        return self.save_values(path, None, where, overwrite=overwrite)
 
     @short_traceback
     def restore(self, path: str | Path) -> "Trainer":
@@ -302,7 +303,7 @@ class Trainer:
         path = checkpoints.absolute(path)
         with saying(f"restoring {path}"):
             if self._parts.restarted() and not self._busy.locked():
-                self._parts.renew(partial(fill_from, path=path))
+                self._parts.renew(partial(fill_from, path=path, check_first=False))
             else:
                 fill_from(self._made(), path)
         return self
@@ -343,15 +344,20 @@ class Trainer:
     def save_values(
         self,
         path: str | Path,
-        values: Sequence[Any],
+        values: Sequence[Any] | None,
         position: Position,
         *,
         overwrite: bool,
     ) -> Path:
-        """Writes a checkpoint of these values. Called by ``Run``."""
-        tree = self._made()[0].unflatten(values)
-        with saying(f"saving {path}"):
-            return checkpoints.save(path, tree, position, overwrite=overwrite)
+        """Writes a checkpoint of these values, or of those now. Called by ``Run``."""
+        step, runner, _ = self._made()
+        kept = runner.keep() if values is None else Kept(values)
+        try:
+            tree = step.unflatten(kept.values)
+            with saying(f"saving {path}"):
+                return checkpoints.save(path, tree, position, overwrite=overwrite)
+        finally:
+            kept.release()
 
     def evaluate_values(
         self,

@@ -1,10 +1,12 @@
 """What the workers of a training run have, and what each is told to run."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import final
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest
+from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.cluster.sources import open_source_on
 from jgraph.graph.ir import Graph, TaskName
@@ -120,3 +122,21 @@ def chunk_of(report: LoopReport, names: Sequence[str], replica: int) -> Chunk:
 def _fields(graph: Graph, dataset: Dataset) -> tuple[str, ...]:
     """Returns the feeds of the data, in the order of its fields."""
     return tuple(feed.name for feed in graph.feeds[: len(dataset.fields)])
+
+
+def shares(steps: int, count: int) -> list[int]:
+    """Cuts ``steps`` into ``count`` parts that differ by one at most.
+
+    Example:
+      >>> shares(7, 3)
+      [3, 2, 2]
+    """
+    return [steps // count + (i < steps % count) for i in range(count)]
+
+
+def end_loops(loops: LoopHandle) -> None:
+    """Stops loops and waits for their end: no step of them comes later."""
+    loops.stop()
+    with contextlib.suppress(Exception):
+        for _ in loops:
+            continue
