@@ -66,7 +66,8 @@ def read_table(path: Path) -> Table:
     except FileNotFoundError:
         raise DataError(
             f"{path} is not there; give --data the directory with adult.data and "
-            "adult.test of the census income data"
+            "adult.test of the census income data, which are at "
+            "https://archive.ics.uci.edu/dataset/2/adult"
         ) from None
     rows = [
         _fields(line, f"{path}:{number}")

@@ -16,9 +16,8 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Data = Annotated[
-    Path, typer.Option(exists=True, file_okay=False, help="Directory with the data.")
-]
+Census = Annotated[Path, typer.Option(help="Directory with adult.data and adult.test.")]
+Text = Annotated[Path, typer.Option(help="Directory with input.txt.")]
 Ps = Annotated[int, typer.Option(min=1, help="Parameter servers.")]
 Workers = Annotated[int, typer.Option(min=1, help="Workers.")]
 Steps = Annotated[int, typer.Option(min=1, help="Updates, all workers together.")]
@@ -30,7 +29,7 @@ Json = Annotated[
 
 @app.command()
 def wide_deep(
-    data: Data,
+    data: Census,
     ps: Ps = 2,
     workers: Workers = 2,
     steps: Steps = 3000,
@@ -46,7 +45,7 @@ def wide_deep(
 
 @app.command()
 def lm(
-    data: Data,
+    data: Text,
     ps: Ps = 2,
     workers: Workers = 2,
     steps: Steps = 1000,
@@ -88,7 +87,7 @@ def dlrm(
 
 @app.command()
 def pipeline(
-    data: Data,
+    data: Text,
     workers: Annotated[int, typer.Option(min=1, help="Workers, a stage each.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Updates.")] = 500,
     microbatches: Annotated[int, typer.Option(help="Parts of a batch of 32.")] = 8,

@@ -67,7 +67,8 @@ def read_corpus(path: Path, vocabulary: int) -> Corpus:
         found = split_words(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         raise DataError(
-            f"{path} is not there; give --data the directory with the text {path.name}"
+            f"{path} is not there; give --data the directory with {path.name}; a text "
+            "is in data/tinyshakespeare of https://github.com/karpathy/char-rnn"
         ) from None
     cut = int(len(found) * (1 - _TEST_PART))
     if not cut:

@@ -6,10 +6,14 @@ A process of its own: Ray leaves threads, sockets and handlers of signals in a d
 import json
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+import optax
 import ray
+from flax import nnx
 
 import jgraph as jg
 
@@ -43,6 +47,35 @@ def come_back(cluster: jg.RayCluster, before: dict[str, str]) -> dict[str, str]:
     return before
 
 
+def fit(directory: str) -> None:
+    """Trains while the only ps is killed, once there is a checkpoint."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Linear(2, 1, rngs=rngs)
+    x = np.ones((512, 2), np.float32)
+
+    def loss(model: nnx.Linear, batch: Any) -> Any:
+        return jnp.mean((model(batch) - 3) ** 2)
+
+    where, over = Path(directory), threading.Event()
+
+    def kill(cluster: jg.RayCluster) -> None:
+        while not over.wait(0.1) and not list(where.glob("[0-9]*")):
+            continue
+        if not over.is_set():
+            cluster.kill(PS)
+
+    with jg.RayCluster(ps=1, workers=1) as cluster:
+        trainer = jg.Trainer(model, loss, optax.sgd(0.01), cluster=cluster)
+        threading.Thread(target=kill, args=(cluster,)).start()
+        try:
+            saved = jg.Checkpoints(directory, every=100)
+            run = trainer.fit(x, steps=5000, batch_size=64, checkpoint=saved)
+        finally:
+            over.set()
+        lost = [list(one.lost) for one in run.recoveries()]
+        tell(lost=lost, result=float(run.model()(x[:1])[0, 0]))
+
+
 def main() -> None:
     ray.init(
         num_cpus=2,
@@ -51,6 +84,9 @@ def main() -> None:
         configure_logging=False,
         _temp_dir=sys.argv[1],
     )
+    if sys.argv[2:]:
+        fit(sys.argv[2])
+        return
     w = jg.Variable("w", jnp.zeros(3), device=PS)
 
     @jg.function

@@ -29,12 +29,18 @@ def test_without_ray_the_message_says_what_to_install(
 
 
 @pytest.fixture
-def session() -> Iterator["subprocess.Popen[str]"]:
+def directory() -> Iterator[str]:
+    """For the files of Ray; short, since sockets are among them."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray: pip install 'jgraph[ray]'")
-    directory = tempfile.mkdtemp(prefix="ray-")  # short: it has sockets
-    with subprocess.Popen(
-        [sys.executable, str(HERE / "ray_session.py"), directory],
+    made = tempfile.mkdtemp(prefix="ray-")
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def start(directory: str, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "ray_session.py"), directory, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -46,10 +52,27 @@ def session() -> Iterator["subprocess.Popen[str]"]:
             "RAY_AUTH_MODE": "disabled",  # else a token goes into the user's home
             "RAY_USAGE_STATS_ENABLED": "0",
         },
-    ) as process:
+    )
+
+
+@pytest.fixture
+def session(directory: str) -> Iterator["subprocess.Popen[str]"]:
+    with start(directory) as process:
         yield process
         process.kill()
-    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.procs
+def test_a_run_goes_on_when_ray_has_made_its_ps_again(
+    directory: str, tmp_path: Path
+) -> None:
+    with start(directory, str(tmp_path / "run")) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    found = json.loads(out.splitlines()[-1])
+    assert found["lost"] == [["/job:ps/task:0"]]
+    assert found["result"] == pytest.approx(3, abs=0.01)
 
 
 @pytest.mark.slow
