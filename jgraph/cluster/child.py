@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from jgraph.cluster.allocator import keep_memory
+from jgraph.cluster.own_process import settle_process
 from jgraph.cluster.processes import hand_over_stdout
 from jgraph.cluster.server import Server
 from jgraph.cluster.serving import configure_logging, serve
@@ -30,7 +30,7 @@ def main(
     allow_sources: Sequence[str],
 ) -> None:
     """Serves one task on loopback."""
-    keep_memory()
+    settle_process()
     configure_logging()
     parent = hand_over_stdout()
     server = Server(

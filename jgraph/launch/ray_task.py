@@ -85,10 +85,10 @@ def _serving(order: RayOrder) -> "Server":
 
     if order.cpu_only:
         jax.config.update("jax_platforms", "cpu")
-    from jgraph.cluster.allocator import keep_memory
+    from jgraph.cluster.own_process import settle_process
     from jgraph.cluster.server import Server
 
-    keep_memory()
+    settle_process()
     spec = ClusterSpec.from_json(order.cluster)
     listed, here = spec.address(order.task).rpartition(":")[0], own_host()
     if listed != here:
