@@ -9,7 +9,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
-.PHONY: demo test nightly chaos fuzz check docs bench peers clean
+.PHONY: demo test nightly chaos sim fuzz check docs bench peers clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -26,7 +26,13 @@ nightly: fuzz
 
 # Tasks killed and frozen, links cut, by a seed that is printed: CHAOS_SEED=7 make chaos
 chaos: .venv/dev.stamp
-	$(BIN)/python -m pytest -n 0 -s -m chaos -o faulthandler_timeout=0 tests/faults tests/train/test_failpoints.py
+	$(BIN)/python -m pytest -n 0 -s -m chaos -o faulthandler_timeout=0 tests/faults \
+		tests/train/test_failpoints.py tests/planted
+
+# Thousands of runs in virtual time; JGRAPH_SIMULATION=7 JGRAPH_SIMULATIONS=1 repeats one.
+sim: .venv/dev.stamp
+	JGRAPH_SIMULATIONS=$${JGRAPH_SIMULATIONS:-5000} $(BIN)/python -m pytest -n 0 \
+		-o faulthandler_timeout=0 tests/simulation
 
 # Random programs on clusters of any shape against JAX alone; an hour or so.
 fuzz: .venv/dev.stamp

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jgraph.errors import CheckpointError
+from jgraph.errors import CheckpointError, CheckpointWriterError
 from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
 from jgraph.train import checkpoint
 from jgraph.train.checkpoints import CheckpointWriter, newest_good, steps_in
@@ -96,6 +96,22 @@ def test_row_26_a_disk_that_fails_at_a_step_of_a_save_loses_no_saved_step(
         assert newest_step(tmp_path) == 4
     assert steps_in(tmp_path)[-1] == 4
     check_goes_on(tmp_path, 5)
+
+
+def test_row_20_a_writer_that_is_replaced_during_a_save_commits_nothing(
+    tmp_path: Path,
+) -> None:
+    def take_over() -> None:
+        (tmp_path / "jgraph_writer.9.json").write_text("{}")
+
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, tree(1))
+        with (
+            armed("checkpoint.manifest_written", take_over),
+            pytest.raises(CheckpointWriterError, match="must not"),
+        ):
+            writer.save(2, tree(2))
+        assert steps_in(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("point", REPLACING)

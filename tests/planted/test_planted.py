@@ -1,0 +1,181 @@
+"""Bugs that are put in on purpose: for each there is a test that turns red.
+
+A bug is a change of one place in a copy of the package, and only the test that should
+find it runs: so the tests that guard against lost and repeated updates are tested too.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import jgraph
+
+ROOT: Final = Path(__file__).parents[2]
+SIMULATION: Final = "tests/simulation/test_simulation.py::test_no_batch_is_left_out"
+INBOUND: Final = "tests/rpc/test_inbound.py::"
+CALLS: Final = "tests/rpc/test_calls_resume.py::"
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """A bug.
+
+    Attributes:
+      file: where it is, in the package.
+      right: the code as it is; at one place.
+      wrong: what is there instead.
+      found_by: the test that finds it, or how its name begins.
+    """
+
+    file: str
+    right: str
+    wrong: str
+    found_by: str
+
+
+BUGS: Final = {
+    "a frame that comes twice is taken twice": Bug(
+        "rpc/inbound.py",
+        "if sequence <= sender.last:",
+        "if sequence < sender.last:",
+        f"{SIMULATION}_and_no_update_lost_or_applied_twice",
+    ),
+    "an older process of a task is taken for the newer": Bug(
+        "rpc/inbound.py",
+        "if incarnation in sender.retired:",
+        "if incarnation == 0:",
+        f"{INBOUND}test_new_incarnation_starts_anew_and_retires_the_old",
+    ),
+    "a frame that is missing is not noticed": Bug(
+        "rpc/inbound.py",
+        "if sequence != sender.last + 1 and not stream.may_jump:",
+        "if sequence != sender.last + 1 and sequence == 0:",
+        f"{INBOUND}test_resumed_stream_may_not_jump",
+    ),
+    "the batches of a lost worker are forgotten": Bug(
+        "coordination/dispatch.py",
+        "self._returned.extendleft(reversed(worker.held))",
+        "worker.held.clear()",
+        f"{SIMULATION}_and_no_update_lost_or_applied_twice",
+    ),
+    "what was told twice counts twice": Bug(
+        "coordination/dispatch.py",
+        "new = min(done - worker.done, worker.batches)",
+        "new = min(done, worker.batches)",
+        f"{SIMULATION}_and_no_update_lost_or_applied_twice",
+    ),
+    "a position has no holes": Bug(
+        "coordination/dispatch.py",
+        "for lease in [*held, *self._returned]",
+        "for lease in self._returned",
+        f"{SIMULATION}_and_no_update_lost_or_applied_twice",
+    ),
+    "a contribution read at two versions counts": Bug(
+        "coordination/aggregation.py",
+        "if len(set(versions.values())) > 1:",
+        "if not versions:",
+        "tests/coordination/test_aggregation.py::"
+        "test_contribution_read_at_two_versions_is_void",
+    ),
+    "orders of a master that was replaced are carried out": Bug(
+        "coordination/epochs.py",
+        "if epoch < newest:",
+        "if epoch < 0:",
+        "tests/coordination/test_epochs.py::"
+        "test_row_20_orders_of_a_master_that_was_replaced_are_refused",
+    ),
+    "what is on its way is not kept": Bug(
+        "rpc/outbox.py",
+        "self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)",
+        "pass",
+        f"{CALLS}test_frames_of_an_outbox_arrive_once_over_streams_that_fail[0]",
+    ),
+    "more is taken as acknowledged than is": Bug(
+        "rpc/outbox.py",
+        "        self.acknowledge(received)\n",
+        "        self.acknowledge(received + 1)\n",
+        f"{CALLS}test_frames_of_an_outbox_arrive_once_over_streams_that_fail[0]",
+    ),
+    "a caller that comes back is taken for a new one": Bug(
+        "rpc/callers.py",
+        "            return self._lines[key]\n",
+        "            return self._make()\n",
+        f"{CALLS}test_rows_4_to_7_a_call_is_made_once_whatever_of_it_was_lost",
+    ),
+    "checksums are not compared": Bug(
+        "train/manifest.py",
+        "if self.leaves.get(name) != found.get(name)",
+        "if name not in self.leaves",
+        "tests/train/test_checkpoint_damage.py::"
+        "test_row_27_a_flipped_bit_of_an_array_names_the_leaf",
+    ),
+    "a writer that was replaced commits": Bug(
+        "train/checkpoints.py",
+        "before_commit=self._lease.check,",
+        "before_commit=lambda: None,",
+        "tests/train/test_failpoints.py::"
+        "test_row_20_a_writer_that_is_replaced_during_a_save_commits_nothing",
+    ),
+}
+QUICK: Final = (
+    "the batches of a lost worker are forgotten",
+    "what is on its way is not kept",
+)
+
+
+def run_with(bug: Bug, where: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the test that should find a bug on a package that has it."""
+    package = Path(jgraph.__file__).parent
+    shutil.copytree(package, where / "jgraph", ignore=shutil.ignore_patterns("*.pyc"))
+    for name in ("tests", "pyproject.toml", "protos"):
+        (where / name).symlink_to(ROOT / name)
+    file = where / "jgraph" / bug.file
+    code = file.read_text(encoding="utf-8")
+    assert code.count(bug.right) == 1, f"{bug.file} has changed; write the bug anew"
+    file.write_text(code.replace(bug.right, bug.wrong), encoding="utf-8")
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n0",
+            "-pno:cacheprovider",
+            bug.found_by,
+        ],
+        cwd=where,
+        env={**os.environ, "PYTHONPATH": str(where)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.chaos) for n in BUGS],
+)
+def test_a_planted_bug_turns_its_test_red(name: str, tmp_path: Path) -> None:
+    bug = BUGS[name]
+    ended = run_with(bug, tmp_path)
+    assert ended.returncode == 1, ended.stdout[-2000:] + ended.stderr[-2000:]
+    assert "1 failed" in ended.stdout or "3 failed" in ended.stdout, ended.stdout
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_still_has_its_place(name: str) -> None:
+    bug = BUGS[name]
+    code = (Path(jgraph.__file__).parent / bug.file).read_text(encoding="utf-8")
+    assert code.count(bug.right) == 1
+    test, _, function = bug.found_by.partition("::")
+    function = function.partition("[")[0]
+    assert f"def {function}(" in (ROOT / test).read_text(encoding="utf-8")

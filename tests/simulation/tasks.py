@@ -1,0 +1,212 @@
+"""Simulated tasks: shards that count, and workers whose loops the machines drive."""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from jgraph.coordination.replica_loop import (
+    End,
+    Event,
+    LoopStarted,
+    ReplicaLoop,
+    Report,
+    StartStep,
+    StepAcknowledged,
+    StepComputed,
+    StepFailed,
+    StepNotStarted,
+    StopAsked,
+)
+from jgraph.coordination.slots import Lease
+from jgraph.errors import TaskLostError
+from jgraph.graph.ir import TaskName
+from tests.simulation.network import Message, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+MASTER: Final = TaskName("/job:master/task:0")
+_AHEAD: Final = 2
+
+
+class Shard:
+    """A ps: how often each batch was applied to the variables that it holds.
+
+    Attributes:
+      life: of the variables; what is older writes to ones that nobody reads.
+    """
+
+    def __init__(self, world: "World", task: TaskName) -> None:
+        self.world = world
+        self.task = task
+        self.counts: Counter[int] = Counter()
+        self.life = -1
+        self.applied: set[tuple[str, int]] = set()
+        self.process = world.net.start(task, self.receive, lambda _: None)
+
+    def receive(self, src: TaskName, message: Message) -> None:
+        kind, loop, life, step, *rest = message
+        if kind == "read":
+            self.world.net.send(self.process, src, ("value", loop, life, step))
+        elif kind == "push":
+            if life == self.life:
+                assert (loop, step) not in self.applied, f"applied twice: {message}"
+                self.applied.add((loop, step))
+                self.counts[rest[0]] += 1
+            self.world.net.send(self.process, src, ("done", loop, life, step))
+
+
+@dataclass(eq=False)
+class Step:
+    """A step under way on a worker."""
+
+    batch: int
+    values: int = 0
+    done: int = 0
+
+
+class Loop:
+    """The loop of one replica, as ``LoopRun`` and ``DataFeed`` make it of machines."""
+
+    def __init__(self, worker: "Worker", name: str, life: int) -> None:
+        self.worker = worker
+        self.name = name
+        self.life = life
+        self.world = worker.world
+        self.machine = ReplicaLoop(first_step=0, steps=10**6, report_every_s=0.05)
+        self.leases: deque[Lease] = deque()
+        self.steps: dict[int, Step] = {}
+        self.waiting: int | None = None
+        self.acknowledged: set[int] = set()
+        self.taken = self.done = self.asked = 0
+        self.asking = self.is_over = self.is_dry = self.has_ended = False
+
+    def take(self, event: Event) -> None:
+        for instruction in self.machine.handle(event, self.world.sim.now):
+            match instruction:
+                case StartStep(step):
+                    self.waiting = step
+                    self.go_on()
+                case Report():
+                    self.report("running")
+                case End(state, error):
+                    self.has_ended = True
+                    self.worker.loops.pop(self.name, None)
+                    lost = "" if error is None else str(error.details["task"])
+                    self.report(state, lost)
+
+    def report(self, state: str, lost: str = "") -> None:
+        self.send_master(("report", self.name, self.done, state, lost))
+
+    def send_master(self, message: Message) -> None:
+        self.world.net.send(self.worker.process, MASTER, message)
+
+    def go_on(self) -> None:
+        if self.waiting is not None and self.leases:
+            self.begin(self.waiting)
+        elif self.waiting is not None and self.is_over:
+            self.waiting = None
+            self.take(StepNotStarted(over=True))
+        held = sum(lease.batches for lease in self.leases)
+        idle = not held and self.done == self.taken
+        wants = idle or (not self.is_dry and held < _AHEAD)
+        if wants and not (self.asking or self.is_over or self.has_ended):
+            self.asking = True
+            self.asked += 1
+            want = self.world.sim.chance.randint(1, 4)
+            self.send_master(("ask", self.name, self.done, want, idle, self.asked))
+
+    def begin(self, step: int) -> None:
+        self.waiting = None
+        lease, rest = self.leases.popleft().cut(1)
+        if rest is not None:
+            self.leases.appendleft(rest)
+        number = self.world.plan.number(lease.epoch, lease.slot, lease.first)
+        self.steps[step] = Step(number)
+        self.taken += 1
+        for shard in self.world.shards:
+            self.send(shard, ("read", self.name, self.life, step))
+
+    def send(self, shard: TaskName, message: Message) -> None:
+        self.world.net.send(self.worker.process, shard, message)
+
+    def dealt(self, leases: tuple[Lease, ...] | None) -> None:
+        self.asking = False
+        self.is_over = self.is_over or leases is None
+        self.is_dry = not leases
+        self.leases.extend(leases or ())
+        self.go_on()
+
+    def value(self, number: int) -> None:
+        step = self.steps[number]
+        step.values += 1
+        if step.values == len(self.world.shards):
+            seconds = self.world.sim.chance.random() * 0.05
+            self.world.sim.later(seconds, partial(self.computed, number))
+
+    def computed(self, number: int) -> None:
+        if self.has_ended or not self.worker.process.alive:
+            return
+        for shard in self.world.shards:
+            batch = self.steps[number].batch
+            self.send(shard, ("push", self.name, self.life, number, batch))
+        self.take(StepComputed(number))
+
+    def part_done(self, number: int) -> None:
+        step = self.steps[number]
+        step.done += 1
+        if step.done < len(self.world.shards):
+            return
+        self.acknowledged.add(number)
+        while self.done in self.acknowledged:
+            self.acknowledged.remove(self.done)
+            self.done += 1
+        self.world.acknowledge(step.batch, self.life)
+        self.take(StepAcknowledged(number))
+        self.go_on()
+
+    def fail(self, task: TaskName) -> None:
+        self.take(StepFailed(0, TaskLostError(f"{task} is gone", task=task)))
+
+    def stop(self) -> None:
+        self.take(StopAsked())
+        if self.waiting is not None:
+            self.waiting = None
+            self.take(StepNotStarted(over=False))
+        self.is_over = True
+
+
+class Worker:
+    """A worker: its loops."""
+
+    def __init__(self, world: "World", task: TaskName) -> None:
+        self.world = world
+        self.task = task
+        self.loops: dict[str, Loop] = {}
+        self.process: Process = world.net.start(task, self.receive, self.lost)
+
+    def receive(self, src: TaskName, message: Message) -> None:
+        kind, name, *rest = message
+        if kind == "run":
+            loop = self.loops[name] = Loop(self, name, rest[0])
+            loop.take(LoopStarted())
+            return
+        loop_ = self.loops.get(name)
+        if loop_ is None:
+            return
+        match kind:
+            case "deal":
+                if rest[0] == loop_.asked:
+                    loop_.dealt(rest[1])
+            case "value":
+                loop_.value(rest[1])
+            case "done":
+                loop_.part_done(rest[1])
+            case "stop":
+                loop_.stop()
+
+    def lost(self, task: TaskName) -> None:
+        for loop in list(self.loops.values()):
+            if task == MASTER or task in self.world.shards:
+                loop.fail(task)

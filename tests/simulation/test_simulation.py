@@ -1,0 +1,59 @@
+"""Thousands of runs on a cluster that goes wrong, each decided by its number.
+
+``make sim`` runs thousands. A run that fails is repeated by its number alone.
+"""
+
+import os
+from functools import partial
+
+import pytest
+
+from tests.simulation.tasks import MASTER
+from tests.simulation.world import World
+
+RUNS = int(os.environ.get("JGRAPH_SIMULATIONS", "200"))
+FIRST = int(os.environ.get("JGRAPH_SIMULATION", "0"))
+
+
+def simulated(seed: int) -> World:
+    """Runs one cluster, with the faults that the seed chooses, to its end."""
+    size = {"shards": 1 + seed % 3, "workers": 1 + seed % 4}
+    world = World(seed, **size, batches=40, delay_s=0.02)
+    chance, faults = world.sim.chance, 2 + seed % 7
+    tasks = [*world.workers, *world.shards]
+    world.net.duplicates = chance.choice([0.0, 0.1])
+    for _ in range(faults):
+        at = chance.random() * chance.choice([0.3, 3.0])
+        src, dst = chance.sample([*tasks, MASTER], 2)
+        acts = [
+            partial(world.kill, chance.choice(list(world.workers))),
+            partial(world.net.cut, src, dst),
+            partial(world.net.silence, src, dst, chance.choice([0.5, 5.0, 20.0])),
+        ]
+        if seed % 2:
+            acts.append(partial(world.kill, chance.choice(list(world.shards))))
+        world.sim.later(at, chance.choice(acts))
+    world.sim.later(0.0, world.save)
+    for i in range(4):
+        world.sim.later(chance.random() * (i + 1), world.save)
+    world.sim.run(lambda: world.state != "running", until=600.0)
+    return world
+
+
+def test_no_batch_is_left_out_and_no_update_lost_or_applied_twice() -> None:
+    for seed in range(FIRST, FIRST + RUNS):
+        world = simulated(seed)
+        try:
+            world.check()
+        except AssertionError as error:
+            end = "\n".join(world.sim.trace[-30:])
+            error.add_note(f"JGRAPH_SIMULATION={seed} repeats it; its end:\n{end}")
+            raise
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_same_seed_is_the_same_run(seed: int) -> None:
+    first, second = simulated(seed), simulated(seed)
+    assert first.sim.trace == second.sim.trace
+    assert len(first.sim.trace) > 100
+    assert simulated(seed + 8).sim.trace != first.sim.trace
