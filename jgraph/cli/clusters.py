@@ -98,7 +98,7 @@ def up(
         from jgraph.cli.hosts_up import run_on_hosts
 
         counts = {"ps": ps, "worker": workers}
-        options = (port, remote, ssh, timeout, restarts)
+        options = (port, remote, ssh, timeout, restarts, name)
         run_on_hosts(hosts, counts, *options, as_json=as_json)
         return
     from jgraph.cluster.keeper import describe, up as start

@@ -12,6 +12,7 @@ from jgraph.cluster.processes import check_counts
 from jgraph.errors import TaskLostError
 from jgraph.launch.hosts import read_hosts
 from jgraph.launch.ssh import HostsCluster
+from jgraph.rpc.token import home
 
 
 def run_on_hosts(
@@ -22,12 +23,13 @@ def run_on_hosts(
     ssh: str,
     timeout_s: float,
     restarts: int,
+    name: str,
     *,
     as_json: bool,
 ) -> None:
     """Starts tasks, says how to connect, and ends them on SIGINT or SIGTERM.
 
-    Logs of the tasks go to standard error, and that one died too often.
+    Logs of the tasks go to standard error and to files, and that one died too often.
 
     Raises:
       TaskLostError: none is left.
@@ -36,9 +38,12 @@ def run_on_hosts(
     told = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told.set())
+    log_dir = home() / "logs" / f"hosts-{Path(name).name}"
+    log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with HostsCluster(
         read_hosts(file.read_text(encoding="utf-8"), str(file)),
         counts,
+        log_dir,
         port=port,
         jgraph=remote,
         ssh=ssh,
@@ -48,8 +53,8 @@ def run_on_hosts(
         cluster.wait(timeout_s)
         where = {"target": cluster.target, "tls": str(cluster.certificates)}
         say(
-            {**where, "cluster": cluster.spec.as_dict()},
-            f"serves at {cluster.target}\n\n"
+            {**where, "cluster": cluster.spec.as_dict(), "log_dir": str(log_dir)},
+            f"serves at {cluster.target}\nlogs: {log_dir}\n\n"
             f"  in Python:  jg.connect({cluster.target!r}, tls={where['tls']!r})\n"
             f"  its state:  jgraph status {cluster.target} --tls-dir {where['tls']}\n"
             "  its end:    Ctrl-C here",

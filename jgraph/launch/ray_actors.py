@@ -181,8 +181,8 @@ class RayActors:
         ray = self._ray
         if not ray.is_initialized():  # the user has ended Ray, and all with it
             return
-        asks = [actor.stop.remote(_GRACE_S) for actor in self._actors.values()]
-        ray.wait(asks, num_returns=len(asks), timeout=_ANSWER_S) if asks else None
+        if asks := [actor.stop.remote(_GRACE_S) for actor in self._actors.values()]:
+            ray.wait(asks, num_returns=len(asks), timeout=_ANSWER_S)
         for actor in self._actors.values():
             ray.kill(actor)
         with suppress(StartError, ray.exceptions.RayError):

@@ -1,5 +1,6 @@
 """A cluster whose servers are actors of Ray, for those who have Ray running already."""
 
+import atexit
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,6 +114,7 @@ class RayCluster(Cluster):
         except BaseException:
             self._end()
             raise
+        atexit.register(self._end)  # before Ray's own end, which leaves the logs
         super().__init__(address, client, reply, files, token.path)
 
     def logs(self, task: str, tail: int = 20) -> str:
@@ -154,6 +156,7 @@ class RayCluster(Cluster):
         return TaskName(task)
 
     def _end(self) -> None:
+        atexit.unregister(self._end)
         self._actors.end()
         self._secrets.cleanup()
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Final, final
 
 from jgraph.cluster.spec import ClusterSpec
@@ -40,7 +41,8 @@ class RemoteProcess:
       run: names what is of this cluster on a host.
       jgraph: the command there.
       ssh: the command here.
-      say: takes each line that it logs.
+      log_dir: where a file here keeps what it logs.
+      say: takes each line of that.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RemoteProcess:
         run: str,
         jgraph: str,
         ssh: Sequence[str],
+        log_dir: Path,
         say: Callable[[str], None],
     ) -> None:
         self.task = task.task
@@ -60,6 +63,8 @@ class RemoteProcess:
             *ssh_to(ssh, task.host),
             remote_command(task, len(files), run, jgraph),
         ]
+        self._log = log_dir / f"{task.stem}.log"
+        self._log.unlink(missing_ok=True)
         self._say = say
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._ssh = self._started()
@@ -136,13 +141,15 @@ class RemoteProcess:
         return ssh
 
     def _follow(self, ssh: _Ssh, stream: IO[bytes]) -> None:
-        for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
-            self._lines.append(line)
-            self._say(f"[{self._stem}] {line}")
-            if line.startswith(f"{self.task} serves at "):
-                ssh.serves = True
-                ssh.told.set()
+        with self._log.open("a", encoding="utf-8", buffering=1) as kept:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip()
+                self._lines.append(line)
+                kept.write(f"{line}\n")
+                self._say(f"[{self._stem}] {line}")
+                if line.startswith(f"{self.task} serves at "):
+                    ssh.serves = True
+                    ssh.told.set()
         ssh.told.set()
 
 

@@ -45,6 +45,7 @@ class HostsCluster:
     Args:
       hosts: where; tasks are dealt to them in turn.
       counts: tasks of each job.
+      log_dir: an existing directory here for the logs of the tasks.
       port: of the first task.
       jgraph: the command on the hosts.
       ssh: the command here, with its options.
@@ -62,6 +63,7 @@ class HostsCluster:
         self,
         hosts: Sequence[Host],
         counts: Mapping[str, int],
+        log_dir: Path,
         *,
         port: int = 8470,
         jgraph: str = "jgraph",
@@ -83,8 +85,10 @@ class HostsCluster:
         self._ssh = shlex.split(ssh)
         make_certificates(self.certificates, self.spec.tasks())
         self._remotes = [
-            RemoteProcess(t, self._files(t), self._run, jgraph, self._ssh, say)
-            for t in tasks
+            RemoteProcess(
+                *(task, self._files(task), self._run, jgraph, self._ssh, log_dir, say)
+            )
+            for task in tasks
         ]
 
     def wait(self, timeout_s: float) -> None:

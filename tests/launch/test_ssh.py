@@ -158,6 +158,8 @@ def test_a_task_on_a_host_is_started_again_until_it_dies_too_often(
         out, _ = running.communicate(timeout=60)
     assert (running.returncode, json.loads(out)) == (0, {"ended": True})
     assert not psutil.pid_exists(ps.pid)
+    log = Path(facts["log_dir"], "worker-0.log").read_text(encoding="utf-8")
+    assert log.count("/job:worker/task:0 serves at ") == 2
     assert not list(tmp_path.glob("jgraph-*")), "nor are certificates left"
 
 
