@@ -11,10 +11,12 @@ A model with Adam trains on real processes, and saves checkpoints. One JSON line
 """
 
 import argparse
+import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from flax import nnx
 
 import jgraph as jg
 from benchmarks import measure
+from jgraph.train.checkpoints import steps_in
 
 WORKER, PS = "/job:worker/task:1", "/job:ps/task:1"
 CASES = ("worker", "ps", "goodput")
@@ -94,6 +97,23 @@ class Bench:
         return (last[0][1] - first[0][1]) / (last[0][0] - first[0][0])
 
 
+@contextmanager
+def told_by_the_run() -> Iterator[list[float]]:
+    """Gives the times of what the log says of a recovery."""
+
+    class Times(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(time.perf_counter())
+
+    found: list[float] = []
+    log, handler = logging.getLogger("jgraph.recover"), Times(logging.WARNING)
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+
+
 def lose(bench: Bench, directory: Path, task: str) -> dict[str, Any]:
     """Kills a task when there is a checkpoint; returns what followed."""
     killed: list[float] = []
@@ -109,7 +129,7 @@ def lose(bench: Bench, directory: Path, task: str) -> dict[str, Any]:
 
     def watch(run: Any, report: Any) -> None:
         now = time.perf_counter()
-        if not killed and any(directory.glob("[0-9]*")):
+        if not killed and steps_in(directory):
             bench.cluster.kill(task)
             killed.append(time.perf_counter())
             waiting.start()
@@ -121,10 +141,13 @@ def lose(bench: Bench, directory: Path, task: str) -> dict[str, Any]:
         elif went_on and back and report.step > seen[0] + 20:
             run.stop()
 
-    run = bench.fit(directory, watch)
+    with told_by_the_run() as told:
+        run = bench.fit(directory, watch)
     waiting.join()
     return {
         "task": task,
+        # Of a ps: until the loss was noticed, and until all was restored.
+        "parts_s": [round(at - killed[0], 2) for at in told],
         "went_on_s": round(went_on[0] - killed[0], 2),
         "process_back_s": round(back[0] - killed[0], 2),
         "steps_again": sum(r.again for r in run.recoveries()),

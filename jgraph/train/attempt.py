@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from jgraph.train import checkpoint
 from jgraph.train.checkpoints import is_checkpoint, newest_good
 from jgraph.train.data import Data, Dataset
 from jgraph.train.evaluations import Evaluations
-from jgraph.train.parts import Given, Made, Parts
+from jgraph.train.parts import Given, Made, Parts, Remade
 from jgraph.train.runner import Order, Position, Runner
 from jgraph.train.saving import Snapshot, Take
 from jgraph.train.side_car import as_evaluated, make_evaluations
@@ -92,17 +93,25 @@ class Attempts:
         self._total = made[1].global_step() + self._wanted.steps
         return self._attempt(made, dataset, evaluated)
 
-    def again(self, directory: Path) -> Attempt:
+    def remake(self) -> Remade:
+        """Makes the parts of another attempt, without asking any task."""
+        return self._parts.remake(self._opened[0], self._wanted.batch_size)
+
+    def again(self, directory: Path, remade: Future[Remade]) -> Attempt:
         """Returns what does the steps that are missing in the newest good checkpoint.
 
         All variables are made anew from there.
+
+        Args:
+          directory: of the checkpoints.
+          remade: what ``remake`` returned, or will.
 
         Raises:
           CheckpointError: no step there is good.
         """
         dataset, evaluated = self._open()  # a worker may have been started anew
         fill = partial(fill_from, path=directory, check_first=False)
-        made = self._parts.renew(fill, dataset, self._wanted.batch_size)
+        made = self._parts.renew(fill, dataset, self._wanted.batch_size, remade)
         return self._attempt(made, dataset, evaluated)
 
     def _open(self) -> _Opened:

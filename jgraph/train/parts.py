@@ -1,6 +1,7 @@
 """What a Trainer works with, made when the shapes of its model are known."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -33,6 +34,7 @@ from jgraph.train.strategies import (
 from jgraph.train.trees import Tree
 
 Made: TypeAlias = tuple[TrainStep, Runner, Evaluator]
+Remade: TypeAlias = tuple[Made, SideCar | None]
 
 
 @final
@@ -89,7 +91,7 @@ class Parts:
             return made
         return self._made
 
-    def _make(self, data: Dataset | None) -> tuple[Made, SideCar | None]:
+    def _make(self, data: Dataset | None) -> Remade:
         given = self._given
         is_linen = isinstance(given.model, nn.Module)
         if is_linen and given.variables is None and data is None:
@@ -164,11 +166,19 @@ class Parts:
             ) from error
         self.renew(lambda made: made[1].load(values, position))
 
+    def remake(self, dataset: Dataset, batch_size: int) -> Remade:
+        """Makes all anew for ``renew``, traced and planned; asks no task."""
+        made, side_car = self._make(dataset)
+        with naming_data(dataset, batch_size):
+            made[1].prepare(dataset, batch_size)
+        return made, side_car
+
     def renew(
         self,
         fill: Callable[[Made], None],
         dataset: Dataset | None = None,
         batch_size: int = 0,
+        remade: Future[Remade] | None = None,
     ) -> Made:
         """Makes all anew, after tasks were lost: in a container of its own.
 
@@ -179,9 +189,14 @@ class Parts:
           fill: gives the variables their values.
           dataset: to train on; the next ``prepare`` tells if unset.
           batch_size: examples per step.
+          remade: what ``remake`` returned, or will.
         """
         self._drop(self._made, self.side_car)
-        made, side_car = self._make(dataset or self._trained_on)
+        made, side_car = (
+            self._make(dataset or self._trained_on)
+            if remade is None
+            else remade.result()
+        )
         try:
             if dataset is not None:
                 with naming_data(dataset, batch_size):

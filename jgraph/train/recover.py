@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, final
@@ -23,6 +24,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.train.attempt import Attempt, Attempts
 from jgraph.train.checkpoints import steps_in
 from jgraph.train.history import History
+from jgraph.train.parts import Remade
 from jgraph.train.saving import Saving
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -48,8 +50,10 @@ class Recover:
       saving: has the checkpoints.
       history: what was measured.
       stop: set from another thread: waits no longer.
-      again: given a directory, restores its newest good checkpoint into variables made
-        anew, and returns what does the steps that are left.
+      remake: makes the parts of an attempt anew. That takes seconds and needs no task,
+        so it is done in a thread while tasks are waited for.
+      again: given a directory and those parts, fills them from its newest good
+        checkpoint, and returns what does the steps that are left.
       known: which processes the run began with.
     """
 
@@ -57,7 +61,8 @@ class Recover:
     saving: Saving
     history: History
     stop: threading.Event
-    again: Callable[[Path], Attempt]
+    remake: Callable[[], Remade]
+    again: Callable[[Path, Future[Remade]], Attempt]
     known: Mapping[TaskName, str]
     decide: Recoveries = field(init=False)
 
@@ -78,18 +83,21 @@ class Recover:
                     raise self._hopeless(error, why, newest)
                 case GoBack(to):
                     self._announce(lost, step, to, error)
-            try:
-                if not self.cluster.wait_for_tasks(_WAIT_S, stop=self.stop):
-                    break
-            except ClusterError as missing:
-                raise self._hopeless(missing, "", self._newest()) from error
-            # While the master was gone nobody could say who else was.
-            lost, self.known = self._changed() or lost, incarnations_of(self.cluster)
-            try:
-                attempt = self.again(self.saving.directory)
-            except JGError as another:
-                lost, error = self._lost(another), another
-                continue
+            with ThreadPoolExecutor(1, thread_name_prefix="jgraph-recover") as pool:
+                remade = pool.submit(self.remake)
+                try:
+                    if not self.cluster.wait_for_tasks(_WAIT_S, stop=self.stop):
+                        break
+                except ClusterError as missing:
+                    raise self._hopeless(missing, "", self._newest()) from error
+                # While the master was gone nobody could say who else was.
+                lost = self._changed() or lost
+                self.known = incarnations_of(self.cluster)
+                try:
+                    attempt = self.again(self.saving.directory, remade)
+                except JGError as another:
+                    lost, error = self._lost(another), another
+                    continue
             return attempt, self._went_back(attempt, lost, step, error)
         raise error
 
@@ -166,4 +174,9 @@ def make_recover(
     if cluster is None:
         return None
     known = incarnations_of(cluster)
-    return Recover(cluster, saving, history, attempts.stop, attempts.again, known)
+    return Recover(
+        *(cluster, saving, history, attempts.stop),
+        remake=attempts.remake,
+        again=attempts.again,
+        known=known,
+    )
