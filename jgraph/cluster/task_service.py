@@ -275,8 +275,8 @@ class TaskService:
     def _by_name(
         self, handle: str, arrays: Sequence[np.ndarray[Any, Any]]
     ) -> dict[str, np.ndarray[Any, Any]]:
-        names = [name for name, _ in self.runtime.program(handle).feeds]
-        return dict(zip(names, arrays, strict=False))
+        feeds = self.runtime.program(handle).feeds
+        return {name: array for (name, _), array in zip(feeds, arrays, strict=False)}
 
     async def _run_step(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
