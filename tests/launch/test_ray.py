@@ -64,6 +64,7 @@ def session(directory: str) -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.nightly
 @pytest.mark.procs
+@pytest.mark.timeout(240)  # Ray's own processes take their time on a busy machine
 def test_a_run_goes_on_when_ray_has_made_its_ps_again(
     directory: str, tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_run_goes_on_when_ray_has_made_its_ps_again(
 
 @pytest.mark.slow
 @pytest.mark.procs
+@pytest.mark.timeout(240)
 def test_a_cluster_on_ray_computes_is_made_again_and_ends_with_its_client(
     session: "subprocess.Popen[str]",
 ) -> None:
