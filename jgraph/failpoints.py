@@ -28,6 +28,8 @@ POINTS: Final = (
     "checkpoint.committed",
     "checkpoint.old_put_away",
     "checkpoint.replaced",
+    "shard.written",
+    "shard.on_disk",
     "prune.renamed",
     "prune.removed",
 )

@@ -21,6 +21,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from jgraph.errors import CheckpointPathError
+from jgraph.failpoints import failpoint
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.row_values import aligned_empty
 from jgraph.runtime.blocks import Blocks, Bytes, Run, Sums, as_rows
@@ -163,7 +164,9 @@ def write_slice(directory: int, where: Slice, array: Any) -> Sums:
             name, size = where.file(run.block), where.blocks.file_nbytes
             with _opened(inside, name, os.O_WRONLY, size) as file:
                 _write(file, where, run, mine)
+                failpoint("shard.written")
                 os.fsync(file)
+                failpoint("shard.on_disk")
     return sums
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jgraph.cluster.client import connect
+from jgraph.failpoints import CRASHED, VARIABLE
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.train.async_ps import AsyncPS
@@ -67,6 +68,28 @@ def test_rows_12_and_19_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
     assert recovery.lost == lost
     check_recovered(there, run, share=2 if isinstance(strategy, SyncPS) else 1)
     fault.names += [f"{lost[0]}", "lost at step", "SIGKILL", "goes back to step"]
+    there.close()
+
+
+@pytest.mark.parametrize("point", ["shard.written", "shard.on_disk"])
+def test_row_25_a_ps_that_crashes_while_it_writes_its_shard_loses_no_saved_step(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"{point}=crash@3")
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there = trainer(cluster, AsyncPS())
+    # Started again they would crash the third time as well: it does not come to that.
+    run = there.fit(
+        IDS,
+        steps=2000,
+        batch_size=BATCH,
+        checkpoint=Checkpoints(fault.path, every=500),
+        progress=False,
+    )
+    assert (run.state, run.steps) == ("done", 2000)
+    assert run.recoveries()
+    check_recovered(there, run)
+    fault.names += ["goes back to step", f"exit code {CRASHED}"]
     there.close()
 
 

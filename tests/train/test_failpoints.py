@@ -17,7 +17,11 @@ from jgraph.train.commit import TEMPORARY
 from jgraph.train.trees import Tree
 
 REPLACING = ("checkpoint.old_put_away", "checkpoint.replaced")
-OF_STEPS = [name for name in POINTS if name not in REPLACING]
+OF_STEPS = [
+    n
+    for n in POINTS
+    if n not in REPLACING and not n.startswith("shard.")  # of a ps
+]
 SAVES = """
 import json, sys
 from pathlib import Path
