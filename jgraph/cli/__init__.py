@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from jgraph.cli import clusters, hosts, launching, looking, tasks
+from jgraph.cli import clusters, hosts, launching, looking, runs, tasks
 from jgraph.cli.options import FAILURE, FORBIDDEN, OK, UNREACHABLE, USAGE
 from jgraph.errors import (
     AddressError,
@@ -47,7 +47,7 @@ app = typer.Typer(
 for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
     *(clusters.up, clusters.down, clusters.status, clusters.top),
-    *(tasks.logs, tasks.drain, looking.show, looking.demo),
+    *(runs.runs, tasks.logs, tasks.drain, looking.show, looking.demo),
 ):
     app.command()(command)
 app.add_typer(hosts.tokens, name="token")

@@ -65,7 +65,10 @@ def server(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Serve one task of a cluster until SIGTERM, which drains it."""
+    """Serve one task of a cluster until SIGTERM, which drains it.
+
+    The exit code is 75 if another process took its place.
+    """
     from jgraph.cluster.spec import ClusterSpec, TFConfig
     from jgraph.launch.identity import task_here
 
@@ -102,7 +105,8 @@ def server(
     )
     facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
     say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
-    serve(running, orders=sys.stdin if end_with_input else None)
+    if code := serve(running, orders=sys.stdin if end_with_input else None):
+        raise typer.Exit(code)
 
 
 def certs(

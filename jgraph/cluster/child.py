@@ -28,8 +28,8 @@ def main(
     transport: TransportChoice,
     tls: str,
     allow_sources: Sequence[str],
-) -> None:
-    """Serves one task on loopback."""
+) -> int:
+    """Serves one task on loopback; returns the exit code."""
     settle_process()
     configure_logging()
     parent = hand_over_stdout()
@@ -43,10 +43,10 @@ def main(
     )
     parent.write(json.dumps({"address": server.address}) + "\n")
     parent.flush()
-    serve(server, orders=sys.stdin, answers=parent)
+    return serve(server, orders=sys.stdin, answers=parent)
 
 
 if __name__ == "__main__":
     choice: TransportChoice = "grpc" if sys.argv[4] == "grpc" else "auto"
     job, index, spec = sys.argv[1:4]
-    main(job, int(index), spec, choice, sys.argv[5], sys.argv[6:])
+    sys.exit(main(job, int(index), spec, choice, sys.argv[5], sys.argv[6:]))

@@ -42,6 +42,7 @@ from jgraph.rpc.transport import Address, Frame
 
 if TYPE_CHECKING:
     from jgraph.cluster.auto import AutoPlacement
+    from jgraph.cluster.run_info import RunInfo
     from jgraph.cluster.session import Session
 
 CONNECT_S = 60.0
@@ -156,6 +157,13 @@ class Cluster:
         """
         address = self.spec.address(TaskName(task))
         self.call("Shutdown", frame(shutdown=pb.Shutdown(grace_s=grace_s)), to=address)
+
+    @short_traceback
+    def runs(self) -> "list[RunInfo]":
+        """Returns the runs that go on without their clients; ``fit(detached=True)``."""
+        from jgraph.cluster.run_info import runs_of
+
+        return runs_of(self)
 
     def explain(self) -> str:
         """Says which steps are under way, since when, and who waits for whom."""

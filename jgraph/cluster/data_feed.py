@@ -5,19 +5,36 @@ held, while the step before is still computed.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.shell import TaskShell
+from jgraph.coordination import supervision
 from jgraph.coordination.dispatch import Asked, Deal, Dispatch
 from jgraph.coordination.slots import Lease, SlotPlan
+from jgraph.coordination.supervision import (
+    Answered,
+    AskAgain,
+    Event,
+    GiveUp,
+    GoOn,
+    Instruction,
+    Pause,
+    Supervision,
+    TimePassed,
+    Unanswered,
+)
+from jgraph.errors import ClusterUnreachableError, DeadlineError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.batches import LeasedBatches, Reader
 from jgraph.runtime.cost import Cost
 
+_LOG = logging.getLogger("jgraph.loops")
+_UNANSWERED: Final = (ClusterUnreachableError, DeadlineError, TaskLostError)
 # Batches read and waiting; their memory is a few batches.
 _READY = 2
 # Leases held ahead: for so many seconds of work, and never fewer than so many batches.
@@ -35,8 +52,8 @@ class NumberedBatch:
 
 
 Taken: TypeAlias = Callable[[NumberedBatch | BaseException | None], None]
-Ask: TypeAlias = Callable[[int, int, bool], Awaitable[pb.DataDeal]]
-"""Asks the master: (batches done, batches wanted, nothing held)."""
+Ask: TypeAlias = Callable[[int, int, bool, int], Awaitable[pb.DataDeal]]
+"""Asks the master: (batches done, wanted, nothing held, received)."""
 
 
 @final
@@ -49,6 +66,8 @@ class DataFeed:
       ask: asks for leases.
       shell: threads for reading.
       clock: measures how fast batches go.
+      supervised: asks again where an answer does not come, and gives no batch while
+        none came for too long; else that is an error.
       feeds: by name of a field, the feed that it is for; else that of the same name.
     """
 
@@ -60,6 +79,8 @@ class DataFeed:
         shell: TaskShell,
         clock: Clock,
         feeds: Mapping[str, str] | None = None,
+        *,
+        supervised: bool = False,
     ) -> None:
         self._feeds = feeds or {}
         self._plan = plan
@@ -80,6 +101,10 @@ class DataFeed:
         self._enough, self._asked_at, self._taken_then = _AHEAD, clock.now(), 0
         self._taken = 0
         self._acknowledged: set[int] = set()  # later than the oldest that is not
+        self._received = 0
+        self._paused = False
+        self._supervision = Supervision(clock.now())
+        self._timer = self._look_later() if supervised else None
         self._told = 0  # of those that are done
         self._dealt: deque[Lease] = deque()  # and not told as done
         self.done = 0
@@ -114,6 +139,9 @@ class DataFeed:
         """Asks and reads no more."""
         self._over = True
         self._waiting = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._leases.clear()
         if self._asking is not None:
             self._asking.cancel()
@@ -121,7 +149,7 @@ class DataFeed:
     def _go_on(self) -> None:
         if self._waiting is None:
             pass
-        elif self._ready:
+        elif self._ready and not self._paused:
             then, self._waiting = self._waiting, None
             self._taken += 1
             self._held -= 1
@@ -182,22 +210,71 @@ class DataFeed:
         self._asked_at, self._taken_then = now, self._taken
 
     async def _ask_master(self, wanted: int, *, idle: bool) -> None:
-        try:
-            deal = await self._ask(self.done, wanted, idle)
-        except Exception as error:  # noqa: BLE001  # becomes the loop's outcome
-            self._asking = None
-            self._fail(error)
-            return
+        deal: pb.DataDeal | None = None
+        while deal is None:
+            try:
+                deal = await self._ask(self.done, wanted, idle, self._received)
+            except _UNANSWERED as error:
+                if self._timer is None or "address" not in error.details:
+                    self._fail(error)  # the answer
+                    return
+                if not await self._ask_again(Unanswered(error)):
+                    return
+            except Exception as error:  # noqa: BLE001  # becomes the loop's outcome
+                self._fail(error)
+                return
         self._asking = None
+        self._obey(Answered())
         self._over = self._over or deal.over
         leases = leases_of(deal.leases)
-        self._dry = not leases  # asking again at once would give nothing either
+        if wanted:
+            self._dry = not leases  # asking again at once would give nothing either
         self._leases.extend(leases)
         self._dealt.extend(leases)
-        self._held += sum(lease.batches for lease in leases)
+        batches = sum(lease.batches for lease in leases)
+        self._held += batches
+        self._received += batches
         self._go_on()
 
+    # ------------------------------------------------------------ supervision
+
+    def _look_later(self) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        return loop.call_later(self._supervision.look_every_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = self._look_later()
+        self._obey(TimePassed())
+
+    async def _ask_again(self, event: Unanswered) -> bool:
+        """Waits until it is time to; False when it is no use."""
+        for instruction in self._obey(event):
+            match instruction:
+                case AskAgain(after_s):
+                    await asyncio.sleep(after_s)
+                case GiveUp(error):
+                    self._fail(error)
+                    return False
+        return True
+
+    def _obey(self, event: Event) -> list[Instruction]:
+        """Does what is to be done at once; returns all there is to do."""
+        instructions = self._supervision.handle(event, self._clock.now())
+        for instruction in instructions:
+            match instruction:
+                case Pause():
+                    _LOG.info("no answer of the master: the loop pauses")
+                    self._paused = True
+                case GoOn():
+                    _LOG.info("the master answers: the loop goes on")
+                    self._paused = False
+                case supervision.Ask() if self._asking is None:
+                    asking = self._ask_master(0, idle=False)
+                    self._asking = asyncio.ensure_future(asking)
+        return instructions
+
     def _fail(self, error: BaseException) -> None:
+        self._asking = None
         self._error = error
         self._go_on()
 
@@ -205,7 +282,7 @@ class DataFeed:
 def deal_alone(dispatch: Dispatch) -> Ask:
     """Returns what to ask where one loop has data of its own and no master deals."""
 
-    async def ask(done: int, batches: int, idle: bool) -> pb.DataDeal:
+    async def ask(done: int, batches: int, idle: bool, _: int) -> pb.DataDeal:
         (answer,) = dispatch.handle(Asked("", done, batches, idle), 0.0)
         return deal_of(answer.leases if isinstance(answer, Deal) else None)
 

@@ -78,7 +78,10 @@ class Dealer:
             raise self._error
         loop = question.loop
         answer = self._answers[loop] = asyncio.get_running_loop().create_future()
-        self._handle(Asked(loop, question.done, question.batches, question.idle))
+        received = question.received if question.HasField("received") else None
+        self._handle(
+            Asked(loop, question.done, question.batches, question.idle, received)
+        )
         try:
             return await asyncio.wait_for(answer, ANSWER_S)
         except TimeoutError as error:
@@ -194,6 +197,7 @@ class Dealers:
         # Loops of synchronous training: their workers may ask before they have begun.
         self._loops: dict[str, asyncio.Future[Deals]] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED)
+        self._closed: dict[str, dict[str, Any]] = {}
 
     async def ask(self, question: pb.AskData) -> pb.DataDeal:
         """Answers a worker that asks for batches.
@@ -256,12 +260,23 @@ class Dealers:
             )
         return self._runs[run]
 
+    def position(self, run: str) -> dict[str, Any]:
+        """Returns the position of a run, also of one that ended not long ago.
+
+        Raises:
+          ConfigError: there is none of that name.
+        """
+        return self._closed[run] if run in self._closed else self.get(run).position()
+
     def close(self, run: str) -> dict[str, Any]:
         """Ends a run and returns its position."""
         dealer = self.get(run)
         dealer.close()
         del self._runs[run]
-        return dealer.position()
+        self._closed[run] = dealer.position()
+        if len(self._closed) > _ENDED:
+            del self._closed[next(iter(self._closed))]
+        return self._closed[run]
 
     def close_all(self) -> None:
         """Ends every run."""

@@ -1,6 +1,7 @@
 """A run goes on with another master when its own is lost."""
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S
-from jgraph.cluster.loop_orders import DealtData
+from jgraph.cluster.loop_orders import DealtData, plain
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.slots import Lease
@@ -67,6 +68,29 @@ class Ledger:
         return replace(self._data, batches=left, position=self.position())
 
 
+def open_data(cluster: "Cluster", run: str, name: str, data: DealtData) -> None:
+    """Makes the master of a client deal out the data of a run.
+
+    Args:
+      cluster: the client.
+      run: the run.
+      name: of the data; another one for each master.
+      data: what is dealt.
+    """
+    if data.info is not None:
+        info = pb.OpenRun(run=run, info=json.dumps(data.info))
+        cluster.call("Master.OpenRun", frame(open_run=info))
+    order = pb.OpenDataRun(
+        run=name,
+        plan=plain(data.plan),
+        budget=data.batches,
+        workers=data.workers,
+        position="" if data.position is None else json.dumps(data.position),
+        lease_s=data.lease_s,
+    )
+    cluster.call("Master.OpenDataRun", frame(open_data_run=order))
+
+
 def take_over(cluster: "Cluster", error: JGError) -> bool:
     """Makes another server the master of a client; returns whether there is one.
 
@@ -102,7 +126,8 @@ def _may_be_master(cluster: "Cluster", task: TaskName) -> bool:
             timeout_s=2 * CONTROL_S,
             to=cluster.spec.address(task),
         )
-        return ClusterSpec.from_json(body_of(reply).cluster_json) == cluster.spec
+        known = ClusterSpec.from_json(body_of(reply).cluster_json)
+        return known.tasks() == cluster.spec.tasks()  # not so if it was started anew
     return False
 
 

@@ -33,6 +33,8 @@ class DealtData:
         without a master that was lost.
       wait_s: where all workers are lost, how long to wait until one takes part again.
       stop: set from another thread: wait no longer.
+      info: what whoever attaches to the run must know; set: the master follows the run
+        also when its client is gone.
     """
 
     plan: SlotPlan
@@ -43,6 +45,7 @@ class DealtData:
     updates: Callable[[], int] | None = None
     wait_s: float = 0.0
     stop: threading.Event = field(default_factory=threading.Event)
+    info: Mapping[str, Any] | None = None
 
 
 @final

@@ -15,7 +15,13 @@ from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S, loop_timeout_s
 from jgraph.cluster.client import unique
-from jgraph.cluster.failover import Ledger, accounts_of, drop_programs, take_over
+from jgraph.cluster.failover import (
+    Ledger,
+    accounts_of,
+    drop_programs,
+    open_data,
+    take_over,
+)
 from jgraph.cluster.loop_orders import (
     DealtData,
     LoopReport,
@@ -96,7 +102,7 @@ class LoopHandle:
         self._ledger: Ledger | None = None
         if data is not None:
             self._plan = plain(data.plan)
-            self._open(data)
+            open_data(cluster, self._run, self._name, data)
             if data.updates is not None:
                 self._ledger = Ledger(data, data.updates, self.position())
         elif self._arbiter is not None and self._arbiter.sync is not None:
@@ -217,17 +223,6 @@ class LoopHandle:
         position: dict[str, Any] = json.loads(reply.position)
         return position
 
-    def _open(self, data: DealtData) -> None:
-        order = pb.OpenDataRun(
-            run=self._name,
-            plan=self._plan,
-            budget=data.batches,
-            workers=data.workers,
-            position="" if data.position is None else json.dumps(data.position),
-            lease_s=data.lease_s,
-        )
-        self._cluster.call("Master.OpenDataRun", frame(open_data_run=order))
-
     # ------------------------------------------------------------ another master
 
     def _fail_over(self, error: JGError) -> Iterator[LoopReport]:
@@ -259,7 +254,8 @@ class LoopHandle:
         drop_programs(self._cluster, [one.request.handle for one in lost])
         if not self._stopped.is_set():
             self._name = unique("loop")
-            self._open(self._ledger.left())
+            left = self._ledger.left()
+            open_data(self._cluster, self._run, self._name, left)
             for one in goes_on:
                 again = replace(
                     one.request,

@@ -21,6 +21,7 @@ from jgraph.cluster.calls import (
     loop_timeout_s,
 )
 from jgraph.cluster.driver import as_error
+from jgraph.cluster.runs import Runs
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_loops import Method
 from jgraph.cluster.task_service import TaskService
@@ -68,6 +69,7 @@ class Master:
         self._service = service
         self._transport = transport
         self.dealers = service.dealers
+        self.runs = Runs(service.task, clock, self._call, lambda: self._addresses)
         self._spec = ClusterSpec({})
         self._addresses: dict[TaskName, str] = {}
         methods: Mapping[str, Method] = {
@@ -89,6 +91,7 @@ class Master:
             "Master.CloseDataRun": self._close_data_run,
         }
         service.methods.update(methods)
+        service.methods.update(self.runs.methods)
 
     def set_cluster(self, spec: ClusterSpec) -> None:
         """Tells which tasks the cluster has."""
@@ -218,13 +221,23 @@ class Master:
 
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        task = TaskName(order.task)
-        watched = order.data_run and not order.dealer
+        watched = bool(order.data_run) and not order.dealer
         dealer = order.dealer = order.dealer or self._service.task
         mine = dealer == self._service.task
         order.dealer_address = (
             self._service.address if mine else self._address(TaskName(dealer))
         )
+        reports = self._told(order, request, watched=watched)
+        if (record := self.runs.find(order.run)) is not None:
+            reports = record.follow(order, reports)
+        async for report in reports:
+            yield report
+
+    async def _told(
+        self, order: pb.RunLoop, request: Frame, *, watched: bool
+    ) -> AsyncIterator[Frame]:
+        """Yields the reports of a loop, from which the dealer of its data learns."""
+        task = TaskName(order.task)
         reports = self._relay(task, request)
         if watched:
             reports = self.dealers.get(order.data_run).watch(order.loop, reports)
@@ -262,7 +275,7 @@ class Master:
         yield frame(data_deal=await self.dealers.ask(body_of(request)))
 
     async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
-        yield _position(self.dealers.get(body_of(request).run).position())
+        yield _position(self.dealers.position(body_of(request).run))
 
     async def _close_data_run(self, request: Frame) -> AsyncIterator[Frame]:
         yield _position(self.dealers.close(body_of(request).run))

@@ -25,6 +25,7 @@ ROLES: Final[Roles] = {
     "ReadTable": _TASK,
     "LoadTable": _TASK,
     "Reset": _TASK,
+    "Runs": _TASK,
     # What a client asks of a task: neither training data nor checkpoints pass through
     # the master.
     "RunStep": _CLIENT,
@@ -47,6 +48,10 @@ ROLES: Final[Roles] = {
     "Master.StopLoop": _CLIENT,
     "Master.OpenGate": _CLIENT,
     "Master.GateReport": _CLIENT,
+    "Master.OpenRun": _CLIENT,
+    "Master.Runs": _CLIENT,
+    "Master.Attach": _CLIENT,
+    "Master.StopRun": _CLIENT,
     "Master.OpenDataRun": _CLIENT,
     "Master.DataPosition": _CLIENT,
     "Master.CloseDataRun": _CLIENT,

@@ -28,6 +28,7 @@ from jgraph.cluster.transport_choice import (
 )
 from jgraph.errors import (
     ConfigError,
+    FencedError,
     InsecureError,
     JGError,
     StartError,
@@ -131,6 +132,7 @@ class TaskServer:
         gone = TaskLostError(f"{self.task} was stopped")
         self.service.driver.close(gone)
         self.master.dealers.close_all()
+        self.master.runs.close()
         await self._transport.close()
         await self._health.close()
         self.service.shell.close()
@@ -222,6 +224,11 @@ class Server:
     def target(self) -> str:
         """What ``jg.connect`` takes."""
         return target_of(self.address, self._tls)
+
+    @property
+    def replaced(self) -> FencedError | None:
+        """Who told that another process of this task has its place; it has ended."""
+        return None if self._server is None else self._server.service.replaced
 
     def start(self) -> None:
         """Starts listening; does nothing if started."""

@@ -10,6 +10,7 @@ from jgraph.cluster.calls import DRAIN_S
 from jgraph.cluster.kept_log import FORMAT
 from jgraph.cluster.server import Server
 from jgraph.cluster.spec import ClusterSpec
+from jgraph.coordination.restarts import REPLACED
 from jgraph.errors import ClusterSpecError
 
 _LOG = logging.getLogger("jgraph.server")
@@ -24,10 +25,12 @@ def configure_logging(level: int = logging.INFO) -> None:
 
 def serve(
     server: Server, orders: TextIO | None = None, answers: TextIO | None = None
-) -> None:
-    """Waits until the server ends: by SIGTERM, SIGINT, a ``Shutdown`` call or orders.
+) -> int:
+    """Waits until the server ends, and returns the exit code of its process.
 
-    SIGTERM drains: no new work, steps in flight get 30 s.
+    It ends by SIGTERM, SIGINT, a ``Shutdown`` call or orders, and when another process
+    has its place: then the exit code is 75, and launchers leave it ended. SIGTERM
+    drains: no new work, steps in flight get 30 s.
 
     Args:
       server: a started server.
@@ -50,6 +53,7 @@ def serve(
             target=_follow_orders, args=(server, orders, answers, end), daemon=True
         ).start()
     server.join()
+    return 0 if server.replaced is None else REPLACED
 
 
 def _follow_orders(

@@ -171,12 +171,18 @@ class TaskLoops:
             own = Dispatch(plan, budget=order.steps, workers=1, skip=order.first_step)
             ask = deal_alone(own)
         feeds = dict(zip(sorted(reader.fields), order.data_feeds, strict=False))
-        return DataFeed(plan, reader, ask, self._shell, self._clock, feeds)
+        # A dealer of synchronous training tells no answers that were lost apart.
+        supervised = bool(order.data_run) and not order.batch_feed
+        return DataFeed(
+            *(plan, reader, ask, self._shell, self._clock, feeds), supervised=supervised
+        )
 
     def _ask_master(self, order: pb.RunLoop) -> Ask:
         dealer = TaskName(order.dealer)
 
-        async def ask(done: int, batches: int, idle: bool) -> pb.DataDeal:
+        async def ask(
+            done: int, batches: int, idle: bool, received: int
+        ) -> pb.DataDeal:
             question = pb.AskData(
                 run=order.data_run,
                 loop=order.loop,
@@ -184,6 +190,7 @@ class TaskLoops:
                 batches=batches,
                 idle=idle,
                 handle=order.handle if order.batch_feed else "",
+                received=received,
             )
             if dealer == self._task:
                 return await self._dealers.ask(question)

@@ -1,6 +1,7 @@
 """What one task does with what arrives: step frames, and calls to this task."""
 
 import asyncio
+import logging
 import os
 import platform
 import time
@@ -26,6 +27,7 @@ from jgraph.cluster.task_loops import Method, TaskLoops
 from jgraph.cluster.waits import waits_of
 from jgraph.errors import (
     DeadlineError,
+    FencedError,
     JGError,
     TaskLostError,
     UnknownMethodError,
@@ -44,6 +46,7 @@ from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.task import TaskRuntime
 
+_LOG = logging.getLogger("jgraph.server")
 # A participant gives a step up this long after its driver should have.
 _GRACE_S = 10.0
 _NEW_WORK: Final = frozenset({"RunStep", "RunLoop", "RegisterProgram"})
@@ -72,6 +75,8 @@ class TaskService:
         self.address = ""
         self.health_port = 0
         self.draining = False
+        self.replaced: FencedError | None = None
+        """Set: another process has the place of this one, which ends."""
         self.shell = TaskShell(transport, clock)
         self.runtime = TaskRuntime(task, self.shell)
         self.runtime.max_early_bytes = default_queue_limit()
@@ -128,7 +133,11 @@ class TaskService:
                 self.runtime.abort((body.handle, body.step_id), error)
 
     def peer_lost(self, peer: TaskName, error: JGError) -> None:
-        """Ends every step that needs ``peer``."""
+        """Ends every step that needs ``peer``; all, if it says that we are replaced."""
+        if isinstance(error, FencedError) and self.replaced is None:
+            _LOG.error("%s ends: %s", self.task, error)
+            self.replaced = error
+            self._shutdown(0.0)
         self.driver.peer_lost(peer, error)
         for step, (driver, _) in list(self._drivers_of.items()):
             if driver == peer:

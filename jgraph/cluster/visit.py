@@ -8,6 +8,7 @@ from typing import final
 from jgraph.cluster import loop
 from jgraph.cluster.client import NoHandler
 from jgraph.cluster.logs import LogTail
+from jgraph.cluster.run_info import RunInfo, run_infos
 from jgraph.cluster.status import ClusterStatus
 from jgraph.cluster.transport_choice import (
     TLSFiles,
@@ -40,6 +41,11 @@ class Visit:
         """Returns how the tasks are; names those that do not answer."""
         reply = self._ask(self._address, "Master.Status", frame(empty=pb.Empty()))
         return ClusterStatus.from_message(body_of(reply))
+
+    def runs(self) -> list[RunInfo]:
+        """Returns the runs that outlive their clients."""
+        reply = self._ask(self._address, "Master.Runs", frame(empty=pb.Empty()))
+        return run_infos(reply)
 
     def logs(self, task: str, behind: int) -> LogTail:
         """Returns the end of a task's log, and what it writes from now on.

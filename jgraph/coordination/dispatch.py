@@ -28,13 +28,16 @@ _MOST = 4096  # batches of one answer, whatever is asked for
 class Asked:
     """A worker wants ``batches`` more; it has done ``done`` since it began.
 
-    With ``idle`` it holds nothing and waits for the answer.
+    With ``idle`` it holds nothing and waits for the answer. ``received``: how many have
+    reached it since it began; what was dealt beyond is dealt to it once more, as the
+    answer was lost. None: all.
     """
 
     worker: str
     done: int
     batches: int
     idle: bool = False
+    received: int | None = None
 
 
 @final
@@ -129,6 +132,16 @@ class _Worker:
     @property
     def batches(self) -> int:
         return sum(lease.batches for lease in self.held)
+
+    def last(self, batches: int) -> tuple[Lease, ...]:
+        """Returns the last so many that it holds."""
+        before, last = self.batches - batches, list[Lease]()
+        for lease in self.held:
+            rest = lease if before <= 0 else lease.cut(before)[1]
+            before -= lease.batches
+            if rest is not None:
+                last.append(rest)
+        return tuple(last)
 
 
 @final
@@ -228,8 +241,8 @@ class Dispatch:
         if self._failed:
             return []
         match event:
-            case Asked(name, done, batches, idle):
-                return self._asked(name, done, batches, now, idle=idle)
+            case Asked():
+                return self._asked(event, now)
             case Progressed(name, done):
                 self._progress(name, done, now)
                 return self._answer_waiting()
@@ -245,17 +258,20 @@ class Dispatch:
             case TimePassed():
                 return self._expire(now)
 
-    def _asked(
-        self, name: str, done: int, batches: int, now: float, *, idle: bool
-    ) -> list[Instruction]:
+    def _asked(self, asked: Asked, now: float) -> list[Instruction]:
+        name = asked.worker
         if name in self._gone:
             return [Expel(name, _silent(name, self._lease_s))]
         worker = self._workers.setdefault(name, _Worker(now))
-        self._progress(name, done, now)
-        if idle:
-            worker.wanted = max(1, batches)
+        self._progress(name, asked.done, now)
+        if asked.received is not None:
+            missing = worker.last(worker.done + worker.batches - asked.received)
+            if missing:
+                return [Deal(name, missing), *self._answer_waiting()]
+        if asked.idle:
+            worker.wanted = max(1, asked.batches)
             return self._answer_waiting()
-        leases = self._deal(worker, batches)
+        leases = self._deal(worker, asked.batches)
         return [Deal(name, leases), *self._answer_waiting()]
 
     def _progress(self, name: str, done: int, now: float) -> None:

@@ -13,12 +13,17 @@ from jgraph.graph.device import TaskName
 
 WINDOW_S: Final = 60.0
 """Deaths of a task further apart have nothing to do with each other."""
+REPLACED: Final = 75
+"""Exit code of a process that ended because another has its place."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TaskEnded:
-    """The process of a task ended at ``now``; ``code`` 0: it was asked to."""
+    """The process of a task ended at ``now``; ``code`` 0: it was asked to.
+
+    ``REPLACED``: another one is there.
+    """
 
     task: TaskName
     code: int
@@ -69,7 +74,7 @@ class Restarts:
 
     def handle(self, event: TaskEnded) -> list[Instruction]:
         """Takes an event; returns what to do now."""
-        if event.code == 0:
+        if event.code in {0, REPLACED}:
             return []
         deaths = self._deaths.setdefault(event.task, deque())
         deaths.append(event.now)

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from jgraph.errors import MalformedMessageError, TaskLostError
+from jgraph.errors import FencedError, MalformedMessageError, TaskLostError
 from jgraph.graph.ir import TaskName
 
 _RETIRED_KEPT: Final = 64
@@ -62,7 +62,7 @@ class Inbound:
         """Begins a stream; returns it, and whether it replaces one not given up.
 
         Raises:
-          TaskLostError: a newer incarnation of the task was here already.
+          FencedError: a newer incarnation of the task was here already.
         """
         sender = self._senders.setdefault(task, _Sender(incarnation))
         self._refuse_retired(sender, task, incarnation)
@@ -77,7 +77,8 @@ class Inbound:
         """Goes on with a stream that broke, also if that was not noticed here yet.
 
         Raises:
-          TaskLostError: the sender was given up, or a newer incarnation was here.
+          FencedError: a newer incarnation was here.
+          TaskLostError: the sender was given up.
         """
         sender = self._senders.setdefault(task, _Sender(incarnation))
         self._refuse_retired(sender, task, incarnation)
@@ -95,7 +96,7 @@ class Inbound:
         self, sender: _Sender, task: TaskName, incarnation: int
     ) -> None:
         if incarnation in sender.retired:
-            raise TaskLostError(
+            raise FencedError(
                 f"{task} was started again since; this older process of it is refused",
                 task=task,
             )
@@ -104,10 +105,12 @@ class Inbound:
         """Returns whether the frame is new; a repeat is False.
 
         Raises:
+          FencedError: a newer incarnation of the task is here.
           TaskLostError: another stream of the same task took over.
           MalformedMessageError: a frame is missing before this one.
         """
         sender = self._senders[stream.task]
+        self._refuse_retired(sender, stream.task, stream.incarnation)
         if sender.stream is not stream:
             raise TaskLostError(
                 f"a newer connection of {stream.task} replaced this one",

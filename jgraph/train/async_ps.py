@@ -14,7 +14,6 @@ from typing import Any, final
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.gate_client import open_gate, stale_updates
-from jgraph.cluster.loop_orders import DealtData
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.errors import ClusterError, ConfigError, JGError
@@ -31,6 +30,7 @@ from jgraph.train.arguments import is_count
 from jgraph.train.arrange import Arrangement
 from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
 from jgraph.train.data import Dataset
+from jgraph.train.dealing import dealt_data
 from jgraph.train.hash_state import NO_KEYS, TableRows
 from jgraph.train.large import KEPT_BYTES, check_sizes, total_nbytes
 from jgraph.train.on_tasks import (
@@ -41,8 +41,8 @@ from jgraph.train.on_tasks import (
     releasing_after_an_error,
 )
 from jgraph.train.placing import Placement
-from jgraph.train.rejoin import WAIT_S, Rejoin
-from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
+from jgraph.train.rejoin import Rejoin
+from jgraph.train.runner import Chunk, Events, Order, Position, Staleness
 from jgraph.train.step import TrainStep
 from jgraph.train.workers import Workers, chunk_of, end_loops, shares
 
@@ -209,7 +209,14 @@ class AsyncRunner:
                     order,
                     step_timeout_s=self._strategy.step_timeout_s,
                 ),
-                self._dealt(order),
+                dealt_data(
+                    order,
+                    self._position,
+                    self._step.container,
+                    prepared.names,
+                    self.workers.done,
+                    self.global_step,
+                ),
             )
         self.is_training, self._untold = True, 0
         left, ended = order.steps, set[str]()
@@ -265,19 +272,6 @@ class AsyncRunner:
         """See ``Runner.position``."""
         with self.lock:
             return self._position if self._loops is None else self._loops.position()
-
-    def _dealt(self, order: Order) -> DealtData:
-        plan = order.dataset.plan(order.batch_size, order.seed)
-        position = position_in(plan, self._position, sum(self.workers.done))
-        return DealtData(
-            plan,
-            order.steps,
-            len(self.workers.tasks),
-            position,
-            updates=self.global_step,
-            wait_s=WAIT_S,
-            stop=order.stop,
-        )
 
     def global_step(self) -> int:
         """See ``Runner.global_step``."""
@@ -351,6 +345,11 @@ class AsyncRunner:
             self._position = position
             steps = int(self._step.unflatten(values)["global_step"])
             self.workers.done = shares(steps, len(self.workers.tasks))
+
+    def adopt(self, position: Position) -> None:
+        """Takes the variables as they are: another client has made them."""
+        self._initialized, self._position = True, position
+        self.workers.done = shares(self.global_step(), len(self.workers.tasks))
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""

@@ -10,10 +10,13 @@ from typing import Any, TypeAlias, final
 
 import jax
 
+from jgraph.cluster.patience import saying
 from jgraph.train import checkpoint
+from jgraph.train.attached import check_detachable
 from jgraph.train.checkpoints import is_checkpoint, newest_good
 from jgraph.train.data import Data, Dataset
 from jgraph.train.evaluations import Evaluations
+from jgraph.train.on_tasks import Kept
 from jgraph.train.parts import Given, Made, Parts, Remade
 from jgraph.train.runner import Order, Position, Runner
 from jgraph.train.saving import Snapshot, Take
@@ -33,6 +36,7 @@ class Wanted:
     eval_data: Data | Source | None
     eval_every: int | None
     evaluate: Callable[[Any], dict[str, float]]
+    detached: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -73,6 +77,7 @@ class Attempts:
       wanted: of the run.
 
     Raises:
+      ConfigError: a run that cannot be detached.
       DataError: data that cannot be used; names the field.
     """
 
@@ -80,6 +85,8 @@ class Attempts:
         self._parts = parts
         self._given = given
         self._wanted = wanted
+        if wanted.detached:
+            check_detachable(given.cluster, given.strategy)
         self._opened = self._open()
         self._total = 0
         self.stop = wanted.stop
@@ -145,6 +152,7 @@ class Attempts:
                 self._given.seed,
                 wanted.eval_every,
                 stop=wanted.stop,
+                detached=wanted.detached,
             ),
             first=first,
             evaluations=make_evaluations(
@@ -178,3 +186,26 @@ def fill_from(made: Made, path: Path, *, check_first: bool = True) -> None:
 
     tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]
     runner.load(jax.tree.leaves(tree), where)
+
+
+def save_to(
+    made: Made,
+    path: str | Path,
+    values: Sequence[Any] | None,
+    position: Position,
+    *,
+    overwrite: bool,
+) -> Path:
+    """Writes a checkpoint of these values, or of those that the variables have now.
+
+    Raises:
+      CheckpointError: the directory exists, or cannot be written.
+    """
+    step, runner, _ = made
+    kept = runner.keep() if values is None else Kept(values)
+    try:
+        tree = step.unflatten(kept.values)
+        with saying(f"saving {path}"):
+            return checkpoint.save(path, tree, position, overwrite=overwrite)
+    finally:
+        kept.release()

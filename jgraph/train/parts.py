@@ -15,6 +15,7 @@ from jgraph.cluster.waiting import incarnations_of
 from jgraph.errors import ClusterError, ConfigError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.train.adapters import Adapter, Metric, Model, adapt
+from jgraph.train.async_ps import AsyncRunner
 from jgraph.train.data import Dataset, check_alike, naming_data
 from jgraph.train.evaluate import Evaluator
 from jgraph.train.local import Local
@@ -22,7 +23,7 @@ from jgraph.train.losses import Loss
 from jgraph.train.observed import Observed
 from jgraph.train.placing import new_container
 from jgraph.train.row_step import Sparse
-from jgraph.train.runner import Runner
+from jgraph.train.runner import Position, Runner
 from jgraph.train.side_car import SideCar, make_side_car
 from jgraph.train.step import TrainStep
 from jgraph.train.strategies import (
@@ -91,7 +92,7 @@ class Parts:
             return made
         return self._made
 
-    def _make(self, data: Dataset | None) -> Remade:
+    def _make(self, data: Dataset | None, container: str = "") -> Remade:
         given = self._given
         is_linen = isinstance(given.model, nn.Module)
         if is_linen and given.variables is None and data is None:
@@ -107,7 +108,7 @@ class Parts:
             sample=None if data is None else data.sample(),
             wrt=given.wrt,
         )
-        step = self._step(adapter)
+        step = self._step(adapter, container)
         runner = make_runner(step, given.cluster, given.strategy, given.clock)
         side_car = None  # metrics with a state of their own are evaluated here
         if given.observed is None:
@@ -209,6 +210,23 @@ class Parts:
         self._trained_on = dataset or self._trained_on
         return made
 
+    def adopt(self, container: str, position: Position) -> Runner:
+        """Makes the parts of a run that another client began; returns their runner.
+
+        Raises:
+          ConfigError: they were made already, or need data to be made.
+        """
+        if self._made is not None:
+            raise ConfigError(
+                "this Trainer has variables of its own; attach with a new jg.Trainer(…)"
+            )
+        made, side_car = self._make(None, container)
+        runner = made[1]
+        assert isinstance(runner, AsyncRunner)  # who asks has checked
+        runner.adopt(position)
+        self._take(made, side_car)
+        return runner
+
     def _drop(self, made: Made | None, side_car: SideCar | None) -> None:
         # Of a task that is gone nothing is left to drop.
         with suppress(ClusterError):
@@ -234,8 +252,10 @@ class Parts:
         if self._made is not None:
             self._made[1].close()
 
-    def _step(self, adapter: Adapter) -> TrainStep:
+    def _step(self, adapter: Adapter, container: str) -> TrainStep:
         given = self._given
+        if given.cluster is not None:
+            container = container or new_container()
         return TrainStep(
             adapter,
             given.tx,
@@ -244,5 +264,5 @@ class Parts:
             check_ids=isinstance(given.strategy, Local),
             gradient_dtype=gradient_dtype_of(given.strategy),
             arrangement=arrangement_on(given.cluster, given.strategy),
-            container="" if given.cluster is None else new_container(),
+            container=container,
         )

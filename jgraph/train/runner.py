@@ -36,6 +36,8 @@ class Order:
     seed: int
     eval_every: int | None = None
     report_every_s: float = 0.5
+    detached: bool = False
+    """The run goes on when its client is gone."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set from another thread: stop after the current step."""
 

@@ -19,14 +19,14 @@ from jgraph.graph import markup
 from jgraph.train import checkpoint as checkpoints
 from jgraph.train.adapters import Model
 from jgraph.train.arguments import check_arguments
-from jgraph.train.attempt import Attempts, Wanted, fill_from
+from jgraph.train.attached import attach
+from jgraph.train.attempt import Attempts, Wanted, fill_from, save_to
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.data import Data, Dataset, as_dataset
 from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.losses import Loss
 from jgraph.train.observed import Metrics, split_metrics
-from jgraph.train.on_tasks import Kept
 from jgraph.train.parts import Given, Made, Parts
 from jgraph.train.progress import display_of
 from jgraph.train.recover import make_recover
@@ -148,6 +148,7 @@ class Trainer:
         checkpoint: Checkpoints | None = None,
         progress: bool = True,
         block: bool = True,
+        detached: bool = False,
     ) -> Run:
         """Trains for ``steps`` more updates, and returns the run.
 
@@ -166,13 +167,12 @@ class Trainer:
             the job ``evaluator`` while the others train on, or here if there is none.
           eval_every: steps between evaluations, or more while one takes longer.
           callbacks: called as ``callback(run, report)``, twice a second or so.
-          checkpoint: where to save while training; ``restore`` goes on from there. With
-            it, a run that loses a ps, or all workers, waits until all tasks answer
-            again, for 60 s at most, and goes on from the newest good step by itself;
-            see ``Run.recoveries``.
-          progress: show live how the run and its workers stand; in a notebook also what
-            tasks write to their logs.
+          checkpoint: where to save while training; ``restore`` goes on from there. A
+            run that loses a ps waits up to 60 s until all tasks answer, and goes on
+            from the newest good step by itself; see ``Run.recoveries``.
+          progress: show live how the run stands; in a notebook also the tasks' logs.
           block: wait for the end; else train in the background, see ``Run.wait``.
+          detached: go on, without saving, when this process is gone; see ``attach``.
 
         Raises:
           DataError: data that cannot be used; names the field.
@@ -188,7 +188,7 @@ class Trainer:
         check_evaluation(eval_data, eval_every)
         given = self._given
         wanted = Wanted(
-            *(data, steps, batch_size, eval_data, eval_every, self.evaluate)
+            *(data, steps, batch_size, eval_data, eval_every, self.evaluate, detached)
         )
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(
@@ -308,6 +308,16 @@ class Trainer:
                 fill_from(self._made(), path)
         return self
 
+    @short_traceback
+    def attach(self, name: str | None = None) -> Run:
+        """Finds a run again by its name in ``cluster.runs()``; None: that goes on.
+
+        Raises:
+          ConfigError: no such run, or this Trainer has trained already.
+        """
+        self.run = attach(self, self._given, self._parts, name)
+        return self.run
+
     def close(self) -> None:
         """Drops the variables of this Trainer on its cluster; runs keep their own."""
         self._parts.close()
@@ -317,7 +327,6 @@ class Trainer:
         """Names of the variables: ``params/…``, ``opt/…``, ``state/…``, global_step."""
         return self._made()[0].names
 
-    # What a Run asks, about values of its own.
     def current_values(self) -> Sequence[Any]:
         """Returns the value of every variable now. Called by ``Run``."""
         return self._made()[1].values()
@@ -350,14 +359,7 @@ class Trainer:
         overwrite: bool,
     ) -> Path:
         """Writes a checkpoint of these values, or of those now. Called by ``Run``."""
-        step, runner, _ = self._made()
-        kept = runner.keep() if values is None else Kept(values)
-        try:
-            tree = step.unflatten(kept.values)
-            with saying(f"saving {path}"):
-                return checkpoints.save(path, tree, position, overwrite=overwrite)
-        finally:
-            kept.release()
+        return save_to(self._made(), path, values, position, overwrite=overwrite)
 
     def evaluate_values(
         self,

@@ -312,3 +312,38 @@ def test_no_answer_has_more_batches_than_can_be_dealt_in_a_moment() -> None:
     (deal,) = dispatch.handle(Asked("a", done=0, batches=2**32 - 1), now=0.0)
     assert isinstance(deal, Deal)
     assert sum(lease.batches for lease in deal.leases) == 4096
+
+
+def test_row_22_leases_whose_answer_was_lost_are_dealt_to_the_same_worker() -> None:
+    dispatch = Dispatch(plan(), budget=20, workers=1)
+    first = ask(dispatch, "a", batches=3)
+
+    def again(done: int, received: int, batches: int = 2) -> tuple[Lease, ...]:
+        asked = Asked("a", done, batches, received=received)
+        (deal,) = dispatch.handle(asked, 0.0)
+        assert isinstance(deal, Deal)
+        return deal.leases
+
+    second = again(done=1, received=3)
+    assert again(done=1, received=3) == second  # this one had not arrived
+    assert batches_of(again(2, received=4, batches=0)) == batches_of(second)[1:]
+    assert again(done=5, received=5, batches=0) == ()
+    assert dispatch.done == 5
+    assert len({*batches_of(first), *batches_of(second)}) == 5
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.booleans()), max_size=40))
+def test_whatever_answers_are_lost_each_batch_is_done_once(
+    turns: list[tuple[str, bool]],
+) -> None:
+    """Who asks, and whether the answer arrives; in the end all do."""
+    dispatch = Dispatch(plan(), budget=30, workers=2)
+    got: dict[str, list[tuple[int, int, int]]] = {"a": [], "b": []}
+    for worker, arrives in [*turns, *[("a", True), ("b", True)] * 30]:
+        count = len(got[worker])
+        for answer in dispatch.handle(Asked(worker, count, 3, received=count), 0.0):
+            if isinstance(answer, Deal) and arrives:
+                got[answer.worker] += batches_of(answer.leases)
+    counts = Counter([*got["a"], *got["b"]])
+    assert len(counts) == dispatch.done == 30
+    assert set(counts.values()) == {1}

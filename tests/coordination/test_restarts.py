@@ -1,4 +1,10 @@
-from jgraph.coordination.restarts import LeaveEnded, Restarts, StartAgain, TaskEnded
+from jgraph.coordination.restarts import (
+    REPLACED,
+    LeaveEnded,
+    Restarts,
+    StartAgain,
+    TaskEnded,
+)
 from jgraph.graph.ir import TaskName
 
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
@@ -29,6 +35,12 @@ def test_task_that_was_asked_to_end_stays_ended() -> None:
     restarts = Restarts(limit=1)
     assert restarts.handle(TaskEnded(PS, 0, now=0)) == []
     assert restarts.handle(TaskEnded(PS, 1, now=1)) == [StartAgain(PS)]
+
+
+def test_process_that_was_replaced_stays_ended() -> None:
+    restarts = Restarts(limit=1)
+    assert restarts.handle(TaskEnded(PS, REPLACED, now=0)) == []
+    assert restarts.handle(TaskEnded(PS, KILLED, now=1)) == [StartAgain(PS)]
 
 
 def test_nothing_is_started_again_where_nobody_asked_for_it() -> None:

@@ -68,10 +68,17 @@ class ProxiedServers:
 
 @contextmanager
 def through_proxies(
-    *links: tuple[str, str],
+    *links: tuple[str, str], chief: bool = False
 ) -> Iterator[tuple[ProxiedServers, list[Link]]]:
-    """A cluster in which these links, from a task or client to a task, pass proxies."""
-    servers = Servers(transport="grpc", ps=2, worker=2)
+    """A cluster in which these links, from a task or client to a task, pass proxies.
+
+    It has two ps, two workers, and, if wanted, a task of the job ``chief``.
+    """
+    names = ("ps", "worker", *(["chief"] if chief else []))
+    if chief:
+        servers = Servers(transport="grpc", ps=2, worker=2, chief=1)
+    else:
+        servers = Servers(transport="grpc", ps=2, worker=2)
     spec = servers.spec
     by_ends = {(src, dst): Link(spec.address(dst)) for src, dst in links}
     for server in servers.servers:
@@ -83,7 +90,7 @@ def through_proxies(
         }
         jobs = {
             job: [a for task, a in addresses.items() if task.startswith(f"/job:{job}/")]
-            for job in ("ps", "worker")
+            for job in names
         }
         server.set_cluster(ClusterSpec(jobs))
     from_client = {

@@ -95,7 +95,7 @@ def test_row_25_a_ps_that_crashes_while_it_writes_its_shard_loses_no_saved_step(
 
 @pytest.mark.parametrize("lost", [(MASTER,), (WORKER, MASTER)], ids=["19", "9"])
 def test_rows_9_and_19_lost_workers_are_back_in_the_same_run_also_of_a_new_master(
-    fault: Fault, lost: tuple[str, ...]
+    fault: Fault, lost: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
     there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
@@ -104,20 +104,28 @@ def test_rows_9_and_19_lost_workers_are_back_in_the_same_run_also_of_a_new_maste
         for task in lost:
             cluster.kill(task)
 
+    def stop_when_all_are_back(run: Any, report: Any) -> None:
+        said = [record.getMessage() for record in caplog.records]
+        if all(any(f"{t} answers again" in line for line in said) for t in lost):
+            run.stop()
+
     run = there.fit(
         IDS,
-        steps=20_000 if len(lost) == 1 else 1000,
+        steps=10**6,
         batch_size=BATCH,
-        checkpoint=Checkpoints(fault.path, every=50),
-        callbacks=[after(200, kill)],
+        checkpoint=Checkpoints(fault.path, every=200),
+        callbacks=[after(200, kill), stop_when_all_are_back],
         progress=False,
     )
-    assert run.state == "done"
-    assert clock.seconds < 90
+    assert run.state == "stopped"
+    assert clock.seconds < 60
     assert run.recoveries() == []
     ledger.add(run)
     ledger.check(there, lost=len(lost))
-    assert set(run.metrics("loss")["replica"][-200:]) == {0, 1}
+    run = there.fit(IDS, steps=100, batch_size=BATCH, progress=False)
+    assert set(run.metrics("loss")["replica"]) == {0, 1}
+    ledger.add(run)
+    ledger.check(there, lost=len(lost))
     fault.names += [f"{MASTER}, the master, was lost", f"{MASTER} answers again"]
     there.close()
 
@@ -237,6 +245,50 @@ def test_rows_21_and_23_a_link_that_falls_silent_is_noticed_and_done_without(
             ledger.add(run)
             if ledger.check(there, lost=1):
                 fault.names += [f"{WORKER} was lost; the other workers go on"]
+        there.close()
+
+
+@pytest.mark.parametrize("silent_s", [9.0, 30.0], ids=["9 s", "30 s"])
+def test_row_22_workers_pause_without_their_master_and_go_on_when_the_link_heals(
+    fault: Fault, caplog: pytest.LogCaptureFixture, silent_s: float
+) -> None:
+    """A master of its own reaches nobody; in 5 to 15 s its connections end as well."""
+    master, tasks = "/job:chief/task:0", ("/job:ps/task:0", PS, MASTER, WORKER)
+    links = [(master, task) for task in tasks] + [(task, master) for task in tasks]
+    with (
+        through_proxies(*links, chief=True) as (servers, cut_off),
+        connect(servers.target(master), timeout_s=20) as cluster,
+    ):
+        there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
+
+        def heal() -> None:
+            for link in cut_off:
+                link.heal()
+
+        def silence() -> None:
+            for link in cut_off:
+                link.silence()
+            threading.Timer(silent_s, heal).start()
+
+        run = there.fit(
+            IDS,
+            steps=500,
+            batch_size=BATCH,
+            callbacks=[after(200, silence)],
+            progress=False,
+        )
+        assert run.state == "done"
+        assert silent_s < clock.seconds < silent_s + 30
+        assert cluster.master == master
+        ledger.add(run)
+        said = [r.getMessage() for r in caplog.records]
+        lost = sum(f"{task} was lost" in line for task in tasks for line in said)
+        again = ledger.check(there, lost)
+        if not lost:
+            assert again == 0
+            fault.names += ["the loop pauses", "the loop goes on"]
+        elif silent_s > 15:
+            fault.names += ["no worker is left", f"{WORKER} answers again"]
         there.close()
 
 

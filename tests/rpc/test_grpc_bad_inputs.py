@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jgraph.errors import (
+    FencedError,
     JGError,
     MalformedMessageError,
     MessageTooLargeError,
-    TaskLostError,
     VersionError,
 )
 from jgraph.rpc.asking import ASKS_METHOD
@@ -138,7 +138,7 @@ def test_older_incarnation_is_refused_after_a_newer_one() -> None:
                 await send("Exchange", address, [data(first), data(step(1))])
             frames = await send("Exchange", address, [data(HELLO), data(step(2))])
             error = error_in(frames)
-            assert isinstance(error, TaskLostError)
+            assert isinstance(error, FencedError)
             assert "started again" in error.message
             assert [body_of(f).step_id for _, f in recorder.frames] == [1, 1]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jgraph.errors import MalformedMessageError, TaskLostError
+from jgraph.errors import FencedError, MalformedMessageError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.inbound import Inbound
 
@@ -49,9 +49,9 @@ def test_new_incarnation_starts_anew_and_retires_the_old() -> None:
     new, replaced = inbound.connect(PS, 2)
     assert replaced
     assert inbound.accept(new, 1)
-    with pytest.raises(TaskLostError, match="newer connection"):
+    with pytest.raises(FencedError, match="started again"):
         inbound.accept(old, 2)
-    with pytest.raises(TaskLostError, match="started again"):
+    with pytest.raises(FencedError, match="started again"):
         inbound.connect(PS, 1)
     assert not inbound.disconnect(old)
     assert inbound.disconnect(new)
@@ -69,7 +69,7 @@ def test_memory_of_restarts_is_bounded() -> None:
     inbound = Inbound()
     for incarnation in range(1, 1000):
         inbound.connect(PS, incarnation)
-    with pytest.raises(TaskLostError):
+    with pytest.raises(FencedError):
         inbound.connect(PS, 998)
     assert len(inbound._senders[PS].retired) <= 64
 

@@ -171,6 +171,9 @@ class Frame(_message.Message):
     SOURCE_INFO_FIELD_NUMBER: _builtins.int
     LOG_QUERY_FIELD_NUMBER: _builtins.int
     LOG_LINES_FIELD_NUMBER: _builtins.int
+    OPEN_RUN_FIELD_NUMBER: _builtins.int
+    RUN_QUERY_FIELD_NUMBER: _builtins.int
+    RUN_TABLE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
@@ -269,6 +272,12 @@ class Frame(_message.Message):
     def log_query(self) -> Global___LogQuery: ...
     @_builtins.property
     def log_lines(self) -> Global___LogLines: ...
+    @_builtins.property
+    def open_run(self) -> Global___OpenRun: ...
+    @_builtins.property
+    def run_query(self) -> Global___RunQuery: ...
+    @_builtins.property
+    def run_table(self) -> Global___RunTable: ...
     def __init__(
         self,
         *,
@@ -319,12 +328,15 @@ class Frame(_message.Message):
         source_info: Global___SourceInfo | None = ...,
         log_query: Global___LogQuery | None = ...,
         log_lines: Global___LogLines | None = ...,
+        open_run: Global___OpenRun | None = ...,
+        run_query: Global___RunQuery | None = ...,
+        run_table: Global___RunTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "every_reply", b"every_reply", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_step", b"run_step", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "every_reply", b"every_reply", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1307,6 +1319,9 @@ class LoopReport(_message.Message):
     DATA_POSITION_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    LOOP_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped" """
     steps_done: _builtins.int
@@ -1317,6 +1332,9 @@ class LoopReport(_message.Message):
     """synchronous training: where in the data it is, as JSON"""
     number: _builtins.int
     """of this report of the loop: 1, 2, …"""
+    loop: _builtins.str
+    """From Master.Attach: whose report this is, and how its loop ended if by an error."""
+    replica: _builtins.int
     @_builtins.property
     def times(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Tensors: steps (int64[n]), seconds since the loop began (float64[n]), then each
@@ -1333,6 +1351,8 @@ class LoopReport(_message.Message):
     def done(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataLease]:
         """which batches were done since the last report"""
 
+    @_builtins.property
+    def error(self) -> Global___Status: ...
     def __init__(
         self,
         *,
@@ -1345,10 +1365,13 @@ class LoopReport(_message.Message):
         data_position: _builtins.str = ...,
         number: _builtins.int = ...,
         done: _abc.Iterable[Global___DataLease] | None = ...,
+        loop: _builtins.str = ...,
+        replica: _builtins.int = ...,
+        error: Global___Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "number", b"number", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "loop", b"loop", "number", b"number", "replica", b"replica", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2045,10 +2068,127 @@ class ClusterStatus(_message.Message):
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
 
 @_typing.final
-class OpenDataRun(_message.Message):
+class OpenRun(_message.Message):
     """---------------------------------------------------------------- data of a run
 
-    "Master.OpenDataRun" (client -> master): deal `budget` batches of a plan to the loops
+    "Master.OpenRun" (client -> master): follow the loops of a run also when the client is
+    gone, and keep what they tell.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    info: _builtins.str
+    """JSON: what to know of it in order to attach"""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        info: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenRun: _TypeAlias = OpenRun  # noqa: Y015
+
+@_typing.final
+class RunQuery(_message.Message):
+    """"Master.Attach" (client -> the master of a run): all LoopReports so far, and those to
+    come. "Master.StopRun": ask its loops to stop.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunQuery: _TypeAlias = RunQuery  # noqa: Y015
+
+@_typing.final
+class RunTable(_message.Message):
+    """"Runs" (master -> task): of which runs the task is the master. "Master.Runs": those of
+    all tasks that answer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunRow]: ...
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___RunRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunTable: _TypeAlias = RunTable  # noqa: Y015
+
+@_typing.final
+class RunRow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    DATA_RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    task: _builtins.str
+    """its master"""
+    state: _builtins.str
+    """"running", "done", "stopped", "failed" """
+    info: _builtins.str
+    """as in OpenRun"""
+    steps: _builtins.int
+    """told of so far"""
+    seconds: _builtins.float
+    """since it began"""
+    data_run: _builtins.str
+    """as in RunLoop"""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        task: _builtins.str = ...,
+        state: _builtins.str = ...,
+        info: _builtins.str = ...,
+        steps: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        data_run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_run", b"data_run", "info", b"info", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunRow: _TypeAlias = RunRow  # noqa: Y015
+
+@_typing.final
+class OpenDataRun(_message.Message):
+    """"Master.OpenDataRun" (client -> master): deal `budget` batches of a plan to the loops
     that name the run.
     """
 
@@ -2100,6 +2240,7 @@ class AskData(_message.Message):
     BATCHES_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     loop: _builtins.str
     done: _builtins.int
@@ -2108,6 +2249,8 @@ class AskData(_message.Message):
     idle: _builtins.bool
     handle: _builtins.str
     """of the worker's program"""
+    received: _builtins.int
+    """Batches that reached the worker since it began; unset: all that were dealt."""
     def __init__(
         self,
         *,
@@ -2117,12 +2260,15 @@ class AskData(_message.Message):
         batches: _builtins.int = ...,
         idle: _builtins.bool = ...,
         handle: _builtins.str = ...,
+        received: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "done", b"done", "handle", b"handle", "idle", b"idle", "loop", b"loop", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "batches", b"batches", "done", b"done", "handle", b"handle", "idle", b"idle", "loop", b"loop", "received", b"received", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__received: _TypeAlias = _typing.Literal["received"]  # noqa: Y015
+    _WhichOneofArgType__received: _TypeAlias = _typing.Literal["_received", b"_received"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received) -> _WhichOneofReturnType__received | None: ...
 
 Global___AskData: _TypeAlias = AskData  # noqa: Y015
 

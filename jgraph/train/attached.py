@@ -1,0 +1,143 @@
+"""A run that another client began, found again: what it told, and what it tells."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.client import Cluster
+from jgraph.cluster.local import LocalCluster
+from jgraph.cluster.run_info import RunInfo, position_of, reports_of, stop_run
+from jgraph.errors import ConfigError, JGError
+from jgraph.rpc.frames import body_of
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.history import History
+from jgraph.train.large import KEPT_BYTES
+from jgraph.train.parts import Given, Parts
+from jgraph.train.run import Result, Run
+from jgraph.train.runner import Chunk, Runner
+from jgraph.train.strategies import Strategy
+from jgraph.train.watch import Watch
+
+_LOG = logging.getLogger("jgraph.run")
+_A_WEEK_S: Final = 7 * 86400.0
+_LOOK_S: Final = 0.2
+
+
+def find_run(cluster: Cluster, name: str | None) -> RunInfo:
+    """Returns a run of a cluster by its name; the only one that goes on if None.
+
+    Raises:
+      ConfigError: there is none, or several; says which there are.
+    """
+    runs = cluster.runs()
+    if name is None:
+        found = [run for run in runs if run.state == "running"]
+    else:
+        found = [run for run in runs if run.name == name]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"'{run.name}' ({run.state})" for run in runs) or "none"
+    wanted = "one run that goes on" if name is None else f"the run '{name}'"
+    raise ConfigError(
+        f"the cluster does not have {wanted}; its runs are: {known}. Runs outlive "
+        "their client with fit(…, detached=True)"
+    )
+
+
+def attach(result: Result, given: Given, parts: Parts, name: str | None) -> Run:
+    """Returns a run that another client began; see ``Trainer.attach``."""
+    cluster = given.cluster
+    check_detachable(cluster, given.strategy)
+    assert cluster is not None  # checked
+    info = find_run(cluster, name)
+    runner = parts.adopt(info.container, position_of(cluster, info))
+    history, stop = History(info.first_step), threading.Event()
+    run = Run(result, history, stop)
+    Attached(cluster, info, run, history, runner, stop, given.clock).start()
+    return run
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What follows a run of another client.
+
+    Attributes:
+      cluster: where it is.
+      info: which run.
+      run: the user's handle.
+      history: where measurements go.
+      runner: has its variables.
+      stop: set from another thread: ask it to stop.
+      clock: measures rates.
+    """
+
+    cluster: Cluster
+    info: RunInfo
+    run: Run
+    history: History
+    runner: Runner
+    stop: threading.Event
+    clock: Clock
+
+    def start(self) -> None:
+        """Begins in a thread."""
+        for work in (self._work, self._stop):
+            threading.Thread(target=work, name="jgraph-attached", daemon=True).start()
+
+    def _work(self) -> None:
+        watch = Watch(self.history, self.info.steps, self.info.batch_size, self.clock)
+        error: BaseException | None = None
+        values, position = None, None
+        try:
+            for chunk in self._chunks():
+                self.run.report(watch.take(chunk))
+            if self.runner.nbytes() <= KEPT_BYTES:
+                values = self.runner.values()
+            position = position_of(self.cluster, self.info)
+        except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
+            error = caught
+        done = "done" if self.history.steps >= self.info.steps else "stopped"
+        self.run.finish("failed" if error else done, values, position, error)
+
+    def _chunks(self) -> Iterator[Chunk]:
+        for reply in reports_of(self.cluster, self.info, _A_WEEK_S):
+            body = body_of(reply)
+            steps, seconds, *fetches = reply.tensors
+            if body.HasField("error"):
+                _LOG.warning("a worker was lost: %s", body.error.message)
+            if len(steps):
+                metrics = dict(zip(self.info.metrics, fetches, strict=True))
+                times = dict(body.times)
+                yield Chunk(body.replica, steps, seconds, metrics, times)
+
+    def _stop(self) -> None:
+        while not self.stop.wait(_LOOK_S):
+            if self.run.state != "running":
+                return
+        try:
+            stop_run(self.cluster, self.info)
+        except JGError as error:
+            _LOG.warning("run '%s' could not be stopped: %s", self.info.name, error)
+
+
+def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:
+    """Refuses runs that cannot outlive their client.
+
+    Raises:
+      ConfigError: says why.
+    """
+    if isinstance(cluster, LocalCluster):
+        raise ConfigError(
+            "detached=True lets the run go on when this process is gone, and the tasks "
+            "of a jg.LocalCluster end with it; start them with `jgraph up` and connect "
+            "with jg.connect(…)"
+        )
+    if cluster is None or not isinstance(strategy, AsyncPS):
+        raise ConfigError(
+            f"detached=True needs a cluster and jg.AsyncPS(), not {strategy!r}: other "
+            "runs end with their client, and go on from a checkpoint"
+        )

@@ -1,0 +1,40 @@
+"""A client that begins a detached run, and is killed: ``… detach TARGET STEPS``."""
+
+import sys
+from typing import Any
+
+import optax
+from flax import nnx
+
+from jgraph.cluster.client import Cluster, connect
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.strategies import Strategy
+from jgraph.train.trainer import Trainer
+from tests.train.models import NnxMLP, data, nnx_loss
+
+
+def make(cluster: Cluster, strategy: Strategy | None = None) -> Trainer:
+    model, tx = NnxMLP(rngs=nnx.Rngs(0)), optax.adam(1e-2)
+    strategy = strategy or AsyncPS()
+    return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
+
+
+def main(target: str, steps: int) -> None:
+    """Says so when it trains."""
+
+    def tell(run: Any, report: Any) -> None:
+        sys.stdout.write("trains\n")
+        sys.stdout.flush()
+
+    make(connect(target)).fit(
+        data(),
+        steps=steps,
+        batch_size=8,
+        callbacks=[tell],
+        progress=False,
+        detached=True,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
