@@ -12,7 +12,7 @@ from jgraph.cluster.held import Held
 from jgraph.cluster.session import Session
 from jgraph.cluster.shard_calls import Shard
 from jgraph.graph.variable import Variable
-from jgraph.plan.types import value_type
+from jgraph.plan.types import is_key, value_type
 from jgraph.runtime.shard_files import Slice
 from jgraph.train.step import TrainStep
 
@@ -66,12 +66,15 @@ def kept_arrays(
     """Returns the variables that are kept where they are, by name.
 
     A scalar comes: it is faster moved than named. What is cut along another axis than
-    the first comes too, as files have rows.
+    the first comes too, as files have rows; and so do random keys, which files have as
+    their data.
     """
     found = {}
     for variable in variables:
         type_ = value_type(variable.spec.aval)
         sharding = variable.spec.sharding
+        if is_key(variable.spec.aval):
+            continue
         if type_.shape and type_.nbytes and not (sharding and sharding.axis):
             found[variable.name] = KeptArray(
                 cluster, held, variable, type_.shape, type_.np_dtype
