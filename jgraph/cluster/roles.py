@@ -34,6 +34,9 @@ ROLES: Final[Roles] = {
     "TaskLog": _CLIENT,
     "SaveShards": _CLIENT,
     "LoadShards": _CLIENT,
+    "KeepRecords": _CLIENT,
+    "TakeRecords": _CLIENT,
+    "EndRecords": _CLIENT,
     "Shutdown": _CLIENT,
     # What a client asks of its master.
     "Master.Connect": _CLIENT,

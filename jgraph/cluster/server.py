@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self, final
 
 import jax
@@ -14,6 +15,7 @@ from jgraph.cluster import loop
 from jgraph.cluster.here import add_service, remove_service
 from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.master import Master
+from jgraph.cluster.records import RECORDS_DIR
 from jgraph.cluster.roles import ROLES
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import TaskService
@@ -92,7 +94,14 @@ class TaskServer:
         )
         self._health = HealthServer()
         clock = clock or SystemClock()
-        self.service = TaskService(task, self._transport, clock, self._shutdown_asked)
+        records_dir = os.environ.get(RECORDS_DIR)
+        self.service = TaskService(
+            task,
+            self._transport,
+            clock,
+            self._shutdown_asked,
+            Path(records_dir) if records_dir else None,
+        )
         self.service.loops.allow_sources = tuple(allow_sources)
         self.master = Master(self.service, self._transport, clock)
         self._stopping: asyncio.Task[None] | None = None
@@ -135,6 +144,7 @@ class TaskServer:
         self.master.runs.close()
         await self._transport.close()
         await self._health.close()
+        self.service.records.close()
         self.service.shell.close()
         self.stopped.set()
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, final
 
 from jgraph.cluster.held import Held
-from jgraph.cluster.values import VariableValues
+from jgraph.cluster.values import VariableValues, in_pieces
 from jgraph.cluster.variables import VariableDirectory, shards_of
 from jgraph.graph.variable import Variable
 
@@ -61,6 +61,22 @@ class Snapshots:
         tasks = {key: self._variables.tasks[key] for key in keys}
         by_key = dict(zip(keys, copies, strict=True))
         return Held(self._values, by_key, tasks, release)
+
+    def copy(
+        self, pairs: Sequence[tuple[Variable, Variable]], *, at_once: bool = False
+    ) -> None:
+        """Copies the first of each pair of shards to the second, from task to task.
+
+        Args:
+          pairs: of whole variables of one type, or shards.
+          at_once: those of each task at one moment.
+        """
+        targets = {source.spec.key: target for source, target in pairs}
+        sources = [source for source, _ in pairs]
+        self._variables.look_up(v.spec for pair in pairs for v in pair)
+        for piece in [sources] if at_once and sources else in_pieces(sources):
+            given = [targets[source.spec.key] for source in piece]
+            self._values.run_once("copy", partial(_copied, piece, given), piece)
 
     def _copy(self, shard: Variable, container: str) -> Variable:
         # Never initialised: the snapshot is what writes it first.

@@ -75,7 +75,7 @@ def load_table(store: VariableStore, request: Frame) -> Frame:
     """
     body = body_of(request)
     spec = table_from(body.table)
-    state = _state(spec, request.tensors)
+    state = state_of(spec, request.tensors)
     entry = store.hash_table(body.container, spec)
     with entry.lock:
         entry.shard.restore(state)
@@ -87,7 +87,12 @@ def _report(shard: Any) -> pb.HashTableReply:
     return pb.HashTableReply(rows=len(shard), nbytes=shard.nbytes, **counts)
 
 
-def _state(spec: HashSpec, tensors: Any) -> State:
+def state_of(spec: HashSpec, tensors: Any) -> State:
+    """Returns the arrays of all rows of a shard as its state.
+
+    Raises:
+      MalformedMessageError: they are not of this table.
+    """
     names = [*_FIELDS, *(column.name for column in spec.columns)]
     state = {
         name: np.asarray(tensor) for name, tensor in zip(names, tensors, strict=False)
@@ -112,7 +117,7 @@ def state_of_shard(
 ) -> State:
     """Returns all rows of a shard: ``keys``, ``age``, ``uses`` and each column."""
     reply = _call(cluster, "ReadTable", task, container, spec)
-    return _state(spec, reply.tensors)
+    return state_of(spec, reply.tensors)
 
 
 def load_shard(

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, final
 
 import jax
@@ -19,6 +20,7 @@ from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.kept_log import kept_log
+from jgraph.cluster.records import Records
 from jgraph.cluster.requests import check_request
 from jgraph.cluster.shard_calls import load_shards, save_shards
 from jgraph.cluster.shell import TaskShell
@@ -61,6 +63,7 @@ class TaskService:
       transport: carries frames; already started or about to be.
       clock: time for reports.
       shutdown: called when a client asks the server to end, with the grace in seconds.
+      records_dir: where the logs of updates go; None: nowhere.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class TaskService:
         transport: Transport,
         clock: Clock,
         shutdown: Callable[[float], None],
+        records_dir: Path | None = None,
     ) -> None:
         self.task = task
         self.incarnation = 0
@@ -81,6 +85,7 @@ class TaskService:
         self.runtime = TaskRuntime(task, self.shell)
         self.runtime.max_early_bytes = default_queue_limit()
         self.driver = StepDriver(self.runtime, transport, self.shell.orders)
+        self.records = Records(transport, self.runtime, self.shell, records_dir)
         self.gates = Gates(task, transport, self.runtime.gates)
         self.dealers = Dealers(clock)
         self._transport = transport
@@ -96,6 +101,7 @@ class TaskService:
             "UnregisterProgram": self._unregister_program,
             "RunStep": self._run_step,
             **self.loops.methods,
+            **self.records.methods,
             "OpenGate": self._open_gate,
             "GateReport": self._gate_report,
             "Variables": self._variables,
@@ -128,6 +134,10 @@ class TaskService:
                 step = body.handle, body.step_id
                 nodes = received.tensors[0] if received.tensors else None
                 self.driver.part_over(src, step, error, nodes)
+            case "record":
+                self.records.received(src, received)
+            case "records_kept":
+                self.records.kept(body)
             case "abort_step":
                 error = from_status(body.reason)
                 self.runtime.abort((body.handle, body.step_id), error)
@@ -144,6 +154,7 @@ class TaskService:
                 self.runtime.abort(step, error)
         self.gates.peer_lost(peer)
         self.loops.peer_lost(peer)
+        self.records.peer_lost(peer, error)
 
     def _start_part(self, driver: TaskName, order: pb.StartStep) -> None:
         self.gates.step_started(driver, order.handle)
@@ -351,6 +362,7 @@ class TaskService:
     async def _reset(self, request: Frame) -> AsyncIterator[Frame]:
         containers = list(body_of(request).containers)
         self.runtime.reset(containers)
+        self.records.drop(containers)
         self.gates.drop(containers or list(self.runtime.gates))
         if not containers:
             self.loops.forget_data()

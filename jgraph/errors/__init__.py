@@ -51,7 +51,8 @@
     │   ├── VersionError              JG-141  versions that cannot talk to each other
     │   ├── CancelledStepError        JG-135  the step was stopped from outside
     │   ├── RunOverError              JG-136  the training run needs no more steps
-    │   └── StaleGradientError        JG-137  a gradient older than it may be
+    │   ├── StaleGradientError        JG-137  a gradient older than it may be
+    │   └── CopyLostError             JG-140  what is nowhere kept a second time
     ├── ProtocolError           the other side sent what it must not send
     │   ├── MalformedMessageError     JG-401  bytes that are not a message of ours
     │   ├── MessageTooLargeError      JG-402  a message over the limit
@@ -77,6 +78,7 @@ from jgraph.errors.cluster import (
     CancelledStepError,
     CertificateError,
     ClusterUnreachableError,
+    CopyLostError,
     DeadlineError,
     FencedError,
     InsecureError,
@@ -151,6 +153,7 @@ __all__ = [
     "ClusterSpecError",
     "ClusterUnreachableError",
     "ConfigError",
+    "CopyLostError",
     "DataError",
     "DataSlotError",
     "DeadlineError",

@@ -228,6 +228,19 @@ class FencedError(ClusterError, PermissionError):
     code = "JG-139"
 
 
+class CopyLostError(ClusterError):
+    """What a ps held is nowhere kept a second time.
+
+    With ``durability="replica"`` a ps and the one with its copy were lost, one soon
+    after the other; with ``"log"`` its log cannot be written, or was damaged.
+
+    What to do: go on from a checkpoint with ``trainer.restore(…)``; a `fit` with
+    ``checkpoint=`` does so by itself.
+    """
+
+    code = "JG-140"
+
+
 class VersionError(ClusterError):
     """Versions that cannot talk to each other.
 

@@ -7,42 +7,30 @@ it elsewhere and reports back on the same thread.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from jgraph import _compat
 from jgraph.coordination.run_metadata import END, READY, START
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import (
-    AggregateNode,
     ConstNode,
     ContributeNode,
     FeedNode,
     FetchNode,
-    LookupNode,
-    MergeNode,
-    ReadNode,
     RecvNode,
-    RouteNode,
-    Rows,
-    SegmentNode,
     SendNode,
-    SplitNode,
-    WriteNode,
 )
-from jgraph.plan.program import StoredVariable, row_type
-from jgraph.plan.row_counts import at_level, level_of
-from jgraph.plan.row_values import moved, padded
+from jgraph.plan.row_values import padded
 from jgraph.runtime.cost import Cost
-from jgraph.runtime.entry import RowsOf
-from jgraph.runtime.gate import Gate, averages, key_of
+from jgraph.runtime.gate import Gate, key_of
 from jgraph.runtime.loaded import LoadedPartition
-from jgraph.runtime.local_mesh import SpreadExecutable, whole
+from jgraph.runtime.node_work import work_of
 from jgraph.runtime.received import check_received
+from jgraph.runtime.recording import Recording
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
-from jgraph.runtime.sized import SizedExecutable
 from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.store import VariableStore
 
@@ -97,6 +85,7 @@ class StepRun:
       shell: runs work, sends values.
       on_done: called once with the fetches or the first error.
       gate: of the partition, if it has one.
+      recording: is told of every change of state.
       compute_wait_s: what other tasks send is handed on this much later, as if the
         step computed for that long.
       trace: note in ``times.nodes`` when each node ran.
@@ -113,10 +102,12 @@ class StepRun:
         on_done: Callable[[Outcome], None],
         *,
         gate: Gate | None = None,
+        recording: Recording | None = None,
         compute_wait_s: float = 0.0,
         trace: bool = False,
     ) -> None:
         self._gate = gate
+        self._recording = recording
         self._compute_wait_s = compute_wait_s
         self.step = step
         self._loaded = loaded
@@ -187,7 +178,13 @@ class StepRun:
                 self._contribute(node)
                 self._complete(index, [])
             case _:
-                work = self._work(index, node)
+                taken = {v: self._values[v] for v in self._loaded.inputs[index]}
+                note = self._recording and partial(
+                    self._recording.note, self.step, index
+                )
+                work = work_of(
+                    self._loaded, index, taken, self._store, self._gate, note
+                )
                 self._shell.submit(
                     work if self.times.nodes is None else self._timed(index, work),
                     lambda result: self._worked(index, result),
@@ -208,99 +205,6 @@ class StepRun:
     def _note(self, index: int, column: int) -> None:
         if self.times.nodes is not None:
             self.times.nodes[index, column] = self._shell.now()
-
-    def _work(
-        self,
-        index: int,
-        node: ReadNode
-        | WriteNode
-        | SegmentNode
-        | AggregateNode
-        | LookupNode
-        | RouteNode
-        | MergeNode
-        | SplitNode,
-    ) -> Callable[[], list[Any]]:
-        partition, store, owned = (
-            self._loaded.partition,
-            self._store,
-            self._loaded.owned,
-        )
-        values = {v: self._values[v] for v in self._loaded.inputs[index]}
-
-        match node:
-            case ReadNode():
-                return lambda: list(store.read(self._named(node.variables)))
-            case WriteNode():
-
-                def write() -> list[Any]:
-                    mine = [n for n, v in enumerate(node.values) if v in owned]
-                    given = [values[v] for v in node.values]
-                    store.write(self._named(node.variables), given, mine)
-                    return []
-
-                return write
-            case AggregateNode():
-                assert self._gate is not None  # the partition's
-                chosen, means = self._gate.chosen(), self._named(node.all_variables)
-
-                def average() -> list[Any]:
-                    made = averages(partition, node, chosen)
-                    store.write(means, made, range(len(made)))
-                    return []
-
-                return average
-            case LookupNode():
-                wanted = self._rows_of(node.rows, values)
-                return lambda: list(store.lookup(wanted))
-            case SegmentNode():
-                return lambda: self._compute(index, node, values)
-            case _:
-                types = partition.values
-                return lambda: list(moved(node, values.__getitem__, types))
-
-    def _compute(
-        self, index: int, node: SegmentNode, values: dict[int, Any]
-    ) -> list[Any]:
-        partition = self._loaded.partition
-        run = self._loaded.executables[index]
-        assert run is not None  # load_partition compiled it
-        level = (
-            level_of(partition, node, values) if isinstance(run, SizedExecutable) else 0
-        )
-        inputs = [
-            padded(values[v], at_level(partition.values[v], level)) for v in node.inputs
-        ]
-
-        spread = run if isinstance(run, SpreadExecutable) else None
-        results = self._store.update(
-            self._named(node.updates),
-            self._named(node.reads),
-            lambda *state: run(*state, *inputs),
-            self._rows_of(node.row_updates, values, level),
-            self._rows_of(node.row_reads, values, level),
-            spread.layouts if spread else (),
-        )
-        if spread:
-            results = [whole(result) for result in results]
-        # Now, not when this thread gets on: it may be memory for the peer's answer.
-        values.clear()
-        inputs.clear()
-        _compat.release_arguments()
-        return results
-
-    def _rows_of(
-        self, rows: Sequence[Rows], values: Mapping[int, Any], level: int = 0
-    ) -> list[RowsOf]:
-        partition = self._loaded.partition
-        types = [at_level(row_type(partition, r), level) for r in rows]
-        return [
-            RowsOf(partition.variables[r.variable], values[r.ids], type_)
-            for r, type_ in zip(rows, types, strict=True)
-        ]
-
-    def _named(self, variables: Sequence[int]) -> list[StoredVariable]:
-        return [self._loaded.partition.variables[i] for i in variables]
 
     def _padded(self, value: int) -> Any:
         return padded(self._values[value], self._loaded.partition.values[value])

@@ -205,7 +205,11 @@ class HashShard:
         return state
 
     def restore(self, state: State) -> None:
-        """Replaces all rows by those of ``state``; of too many the best are kept."""
+        """Replaces all rows by those of ``state``; of too many the best are kept.
+
+        What was counted of keys without a row, for admission, is forgotten.
+        """
+        self._gate = Gate(self.spec.admission, sketch_width(self.capacity))
         self._index, self._found = HashIndex(self.capacity), None
         self._used = np.zeros(self.capacity, np.int64)
         count = len(state["keys"])

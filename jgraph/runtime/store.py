@@ -44,6 +44,8 @@ _SMALL_BYTES = 1 << 14
 _same = jax.jit(lambda value: value)
 
 Update: TypeAlias = Callable[..., Sequence[jax.Array]]
+Told: TypeAlias = Callable[[], object]
+Arrays: TypeAlias = Sequence[np.ndarray[Any, Any]]
 
 
 @final
@@ -90,13 +92,16 @@ class VariableStore:
         with held(entries):
             return [entry.view() for entry in entries]
 
-    def lookup(self, wanted: Sequence[RowsOf]) -> list[np.ndarray[Any, Any]]:
+    def lookup(
+        self, wanted: Sequence[RowsOf], told: Told | None = None
+    ) -> list[np.ndarray[Any, Any]]:
         """Returns copies of rows of variables, all of one moment.
 
         Where nearly all rows are there that there can be, they are padded with zeros.
 
         Args:
           wanted: rows of variables.
+          told: called before anybody else can look at these variables.
 
         Raises:
           UninitializedError: a variable has no value yet.
@@ -113,6 +118,8 @@ class VariableStore:
                 entry.rows(write=False).lookup(rows.ids, out[:count])
                 out[count:] = 0
                 found.append(out)
+            if told is not None:
+                told()
         return found
 
     def write(
@@ -120,6 +127,7 @@ class VariableStore:
         variables: Sequence[StoredVariable],
         values: Sequence[Any],
         owned: Container[int] = (),
+        told: Told | None = None,
     ) -> None:
         """Replaces whole variables at one moment; creates those that are absent.
 
@@ -127,6 +135,7 @@ class VariableStore:
           variables: what to write, one per value.
           values: arrays of the variables' types; they are copied.
           owned: positions of values that nobody else has: these are taken as they are.
+          told: called before anybody else can look at these variables.
 
         Raises:
           VariableMismatchError: a stored variable has another shape or dtype.
@@ -148,6 +157,8 @@ class VariableStore:
             with self._lock:
                 for key, array in pairs:
                     self._entries.setdefault(key, Entry(array))
+                if told is not None:
+                    told()
 
     def update(
         self,
@@ -157,6 +168,7 @@ class VariableStore:
         row_updates: Sequence[RowsOf] = (),
         row_reads: Sequence[RowsOf] = (),
         layouts: Sequence[Sharding] = (),
+        told: Told | None = None,
     ) -> list[jax.Array]:
         """Runs ``run`` atomically and stores the new ``updates`` and ``row_updates``.
 
@@ -172,6 +184,7 @@ class VariableStore:
           row_reads: rows that ``run`` only reads.
           layouts: how the arguments of ``run`` lie on several devices, if they do; the
             variables then stay as they lie there.
+          told: called when it is done, before anybody else can look at them.
 
         Returns:
           The other results. Nothing is changed when ``run`` raises before it starts.
@@ -203,6 +216,8 @@ class VariableStore:
                 table.rows(write=True).update(rows.ids, values[: len(rows.ids)])
             for table, rows in zip(changed, row_updates, strict=True):
                 table.changed(rows.ids)
+            if told is not None:
+                told()
         return results[first + len(changed) :]
 
     def drop(self, containers: Iterable[str] = ()) -> int:
@@ -247,6 +262,34 @@ class VariableStore:
         """Returns (container, shard) of each hash table, to ask how it stands."""
         with self._lock:
             return list(self._tables)
+
+    def whole(
+        self, container: str, tell: Callable[[str | HashSpec, Arrays], object]
+    ) -> None:
+        """Tells of all that a container holds, at one moment.
+
+        Nothing of it changes meanwhile. Rows of hash tables are put in order, and what
+        was counted for admission is forgotten: a table made of them is the same.
+
+        Args:
+          container: of the variables.
+          tell: called with the name and the value of a variable, or with a hash table
+            and its rows; see ``HashShard.state``.
+        """
+        with self._lock:
+            found = {n: e for (c, n), e in self._entries.items() if c == container}
+            tables = [
+                self._tables.entry(container, shard.spec.columns[0].name, shard.spec)
+                for owner, shard in self._tables
+                if owner == container
+            ]
+        with held([*found.values(), *tables]):
+            for name, entry in found.items():
+                tell(name, [entry.view()])
+            for table in tables:
+                state = table.shard.state()
+                table.shard.restore(state)
+                tell(table.shard.spec, list(state.values()))
 
     @property
     def nbytes(self) -> int:

@@ -9,20 +9,20 @@ import numpy as np
 
 from jgraph.errors import (
     CancelledStepError,
-    FeedError,
     InvalidProgramError,
     JGError,
     VariableMismatchError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.graph.sizes import Sizes
-from jgraph.plan.nodes import AggregateNode, ValueType
+from jgraph.plan.nodes import AggregateNode
 from jgraph.plan.program import Program
 from jgraph.runtime.at_once import SHORT_S, is_plain, run_at_once, takes_less
 from jgraph.runtime.compile_cache import CompileCache
 from jgraph.runtime.executor import Outcome, Shell, StepRun
+from jgraph.runtime.feeds import check_feeds
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.loaded import LoadedPartition, load_partition
+from jgraph.runtime.recording import Recording
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.store import VariableStore
@@ -39,6 +39,8 @@ class _Registered:
     loaded: LoadedPartition
     participants: tuple[TaskName, ...]
     is_plain: bool
+    # Of what its steps change; None: it is kept here only.
+    recording: Recording | None = None
     # Steps of an ordered program that wait for the one before them.
     queue: deque[StepRun] = field(default_factory=deque)
     running: StepRun | None = None
@@ -141,6 +143,14 @@ class TaskRuntime:
             is_plain=alone and is_plain(loaded),
         )
 
+    def record(self, handle: str, recording: Recording | None) -> None:
+        """Records what the steps of a program change from now on, or no longer."""
+        self._registered(handle).recording = recording
+
+    def loaded(self, handle: str) -> LoadedPartition:
+        """Returns this task's partition of a program."""
+        return self._registered(handle).loaded
+
     def program(self, handle: str) -> Program:
         """Returns the program of ``handle``."""
         return self._registered(handle).program
@@ -154,32 +164,8 @@ class TaskRuntime:
         return self._registered(handle).loaded.fed
 
     def check_feeds(self, handle: str, feeds: Mapping[str, Any]) -> None:
-        """Refuses feeds that are not those of the program.
-
-        Raises:
-          FeedError: one is missing, has another shape or dtype, or another size of a
-            name than a feed before it.
-        """
-        program = self._registered(handle).program
-        sizes = Sizes(program.name)
-        for name, wanted in program.feeds:
-            value = feeds.get(name)
-            if value is None:
-                raise FeedError(
-                    f"feed '{name}' of '{program.name}' is missing; the program takes "
-                    f"{', '.join(n for n, _ in program.feeds)}",
-                    feed=name,
-                )
-            same = bool(wanted.symbols) or value.shape == wanted.shape
-            if not same or value.dtype != wanted.np_dtype:
-                given = ValueType(tuple(value.shape), value.dtype.name)
-                raise FeedError(
-                    f"feed '{name}' of '{program.name}' is {given}; the program takes "
-                    f"{wanted}",
-                    feed=name,
-                )
-            if wanted.symbols:
-                sizes.fit(name, value.shape, wanted.shape, wanted.symbols)
+        """See ``jgraph.runtime.feeds``."""
+        check_feeds(self.program(handle), feeds)
 
     def unregister(self, handle: str) -> None:
         """Forgets a program; its steps in flight are cancelled."""
@@ -230,6 +216,7 @@ class TaskRuntime:
             self._shell,
             lambda outcome: self._over(registered, step, outcome, on_done),
             gate=self._gate(registered),
+            recording=registered.recording,
             compute_wait_s=compute_wait_s,
             trace=trace,
         )
@@ -354,16 +341,35 @@ class TaskRuntime:
         outcome: Outcome,
         on_done: OnDone,
     ) -> None:
-        run = self._steps.pop(step)
+        run, recording = self._steps[step], registered.recording
         if run in registered.queue:
             registered.queue.remove(run)
         if not isinstance(outcome, list):
             self._shell.withdraw(step)
-        self._tell_gate(registered, step, done=isinstance(outcome, list))
         if registered.running is run:
             registered.running = None  # a step that on_done starts begins at once
-        on_done(outcome, run.times)
+        if recording is None:
+            self._tell(registered, step, outcome, on_done)
+        elif isinstance(outcome, list):
+            recording.recorder.when_kept(
+                step,
+                lambda lost: self._tell(registered, step, lost or outcome, on_done),
+            )
+        else:
+            recording.recorder.forget(step)
+            self._tell(registered, step, outcome, on_done)
         self._advance(registered)
+
+    def _tell(
+        self,
+        registered: _Registered,
+        step: StepKey,
+        outcome: Outcome,
+        on_done: OnDone,
+    ) -> None:
+        run = self._steps.pop(step)
+        self._tell_gate(registered, step, done=isinstance(outcome, list))
+        on_done(outcome, run.times)
         if not self._steps:
             waiting, self._when_idle = self._when_idle, []
             for callback in waiting:

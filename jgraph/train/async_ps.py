@@ -16,22 +16,19 @@ from jgraph.cluster.client import Cluster
 from jgraph.cluster.gate_client import open_gate, stale_updates
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
-from jgraph.errors import ClusterError, ConfigError, JGError
-from jgraph.graph import markup
+from jgraph.errors import ClusterError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
-from jgraph.graph.sharding import Partitioner
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
-from jgraph.plan.spread import PlacementFunction
-from jgraph.train.arguments import is_count
-from jgraph.train.arrange import Arrangement
-from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
+from jgraph.train.async_strategy import AsyncPS
+from jgraph.train.compress import for_replica
 from jgraph.train.data import Dataset
 from jgraph.train.dealing import dealt_data
 from jgraph.train.hash_state import NO_KEYS, TableRows
+from jgraph.train.kept_copies import copies_for
 from jgraph.train.large import KEPT_BYTES, check_sizes, total_nbytes
 from jgraph.train.on_tasks import (
     Kept,
@@ -40,84 +37,12 @@ from jgraph.train.on_tasks import (
     places_of,
     releasing_after_an_error,
 )
-from jgraph.train.placing import Placement
 from jgraph.train.rejoin import Rejoin
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness
 from jgraph.train.step import TrainStep
 from jgraph.train.workers import Workers, chunk_of, end_loops, shares
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class AsyncPS:
-    """Train on a cluster's workers against its parameter servers, asynchronously.
-
-    Variables are spread over the ``ps`` tasks by bytes; an update runs where its
-    variables are. A worker's gradient may be of a version that others have updated
-    meanwhile. The master deals out the data as workers ask for it, so a slow one gets
-    less; what a lost worker held goes to the others.
-
-    Args:
-      step_timeout_s: limit for one step of a worker.
-      gradient_dtype: ``"bfloat16"`` or ``"int8"`` (a scale per array): gradients travel
-        as that, and a worker adds what rounding took away to its next one. It then
-        holds float32 left-overs of the size of these parameters, zeros at the start of
-        a ``fit``. Gradients of rows travel as they are, without left-overs.
-      max_staleness: an update is made from parameters to which at most that many
-        others were applied meanwhile, on any ps; a worker that would run ahead waits.
-        0 makes workers take turns. None: a gradient may be as old as it is. See
-        ``Run.staleness``.
-      variable_partitioner: cuts parameters into shards, for example
-        ``jg.fixed_size_partitioner(2)``; the optimizer's state is cut alike.
-      partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or
-        ``"mod"`` (every n-th).
-      placement: chooses the ps of each parameter or shard: ``jg.RoundRobin()``,
-        ``jg.GreedyLoadBalancing()``, or a function of (bytes by name, tasks); by
-        bytes, largest first, if unset.
-
-    Raises:
-      ConfigError: an option outside what is possible.
-
-    Example:
-      >>> AsyncPS(max_staleness=8).max_staleness
-      8
-    """
-
-    step_timeout_s: float = 60.0
-    max_staleness: int | None = None
-    variable_partitioner: Partitioner | None = None
-    partition_strategy: str = "div"
-    placement: PlacementFunction | None = None
-    gradient_dtype: GradientDtype | None = None
-
-    def __post_init__(self) -> None:
-        check_gradient_dtype(self.gradient_dtype)
-        bound = self.max_staleness
-        if bound is not None and not is_count(bound, 0):
-            raise ConfigError(
-                f"max_staleness is {bound!r}; give a whole number, 0 or more, or None "
-                "for no bound"
-            )
-        if not self.step_timeout_s > 0:
-            raise ConfigError(
-                f"step_timeout_s is {self.step_timeout_s}; it must be over 0 seconds"
-            )
-
-    def arrangement(self, cluster: Cluster) -> Arrangement:
-        """Returns how variables are cut and placed on a cluster.
-
-        Raises:
-          ConfigError: the cluster has no ps or no worker.
-        """
-        return Arrangement(
-            Placement(cluster, self.placement),
-            self.variable_partitioner,
-            self.partition_strategy,
-            tuple(cluster.tasks("ps")),
-        )
-
-    def _repr_html_(self) -> str:
-        return markup.data(self)
+__all__ = ["AsyncPS", "AsyncRunner"]
 
 
 @final
@@ -145,6 +70,7 @@ class AsyncRunner:
         self._cluster = cluster
         self._strategy = strategy
         self.session: Session = cluster.session()
+        self.copies = copies_for(strategy.durability, cluster, self.session, step)
         self.workers = Workers(step, cluster, self.session)
         self._tables = TableRows(cluster)
         # A run is looked at from other threads than the one that trains.
@@ -194,6 +120,9 @@ class AsyncRunner:
                     [prepared.program(n, workers) for n in range(len(workers))]
                 )
                 prepared.workers = dict(zip(prepared.handles, workers, strict=True))
+            if self.copies is not None:
+                self.copies.open([prepared.plan.program])
+                self.copies.admit(0, prepared.handles)
             self.clear_residuals(prepared.graph)
             self.workers.upload(prepared.graph, order.dataset)
             open_gate(
@@ -254,6 +183,8 @@ class AsyncRunner:
         worker = self.workers.tasks[replica]
         program = prepared.program(replica, self.workers.tasks)
         (handle,) = self.session.register_all([program])
+        if self.copies is not None:
+            self.copies.admit(0, [handle])
         self.workers.renew(replica, prepared.graph, order.dataset)
         self.clear_residuals(prepared.graph, [replica])
         with self.lock:
@@ -351,6 +282,18 @@ class AsyncRunner:
         self._initialized, self._position = True, position
         self.workers.done = shares(self.global_step(), len(self.workers.tasks))
 
+    def inherit(self, old: "AsyncRunner") -> None:
+        """See ``Runner.inherit``."""
+        assert old.copies is not None  # of the same strategy
+        with self.lock:
+            position = old.position()
+            old.copies.move(self._step)
+            self._initialized = True
+            self._position = position
+            self.workers.done = shares(self.global_step(), len(self.workers.tasks))
+            if self.copies and self._last:  # before the old ones go
+                self.copies.open([self._last.plan.program])
+
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
         if self._last is None or not self._last.handles:
@@ -379,7 +322,8 @@ class AsyncRunner:
         """See ``Runner.close``."""
         with self.lock:
             self.session.close()
-            self._cluster.reset(self._step.container)
+            streams = [] if self.copies is None else self.copies.streams
+            self._cluster.reset(self._step.container, *streams)
 
     def initialize(self) -> None:
         """Gives the variables their values, unless they have some."""

@@ -121,6 +121,28 @@ class Attempts:
         made = self._parts.renew(fill, dataset, self._wanted.batch_size, remade)
         return self._attempt(made, dataset, evaluated)
 
+    def keep_on(self, remade: Future[Remade]) -> Attempt:
+        """Returns what does the steps that are missing in what is kept of a lost ps.
+
+        All variables are made anew from there, and from what the others hold.
+
+        Args:
+          remade: what ``remake`` returned, or will.
+
+        Raises:
+          CopyLostError: it is not kept.
+        """
+        dataset, evaluated = self._open()
+        _, old, _ = self._parts.made()
+        made = self._parts.renew(
+            lambda new: new[1].inherit(old),
+            dataset,
+            self._wanted.batch_size,
+            remade,
+            from_old=True,
+        )
+        return self._attempt(made, dataset, evaluated)
+
     def _open(self) -> _Opened:
         given, wanted = self._given, self._wanted
         dataset = as_source_or_dataset(
@@ -147,7 +169,7 @@ class Attempts:
             runner=runner,
             order=Order(
                 dataset,
-                self._total - first,
+                max(0, self._total - first),
                 wanted.batch_size,
                 self._given.seed,
                 wanted.eval_every,

@@ -194,6 +194,10 @@ class LocalRunner:
             self._values = [jnp.array(v, copy=True) for v in values]
             self._position, self._dispatch = position, None
 
+    def inherit(self, old: "LocalRunner") -> None:
+        """See ``Runner.inherit``."""
+        self.load(old.values(), old.position())
+
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values

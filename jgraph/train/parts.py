@@ -20,7 +20,6 @@ from jgraph.train.data import Dataset, check_alike, naming_data
 from jgraph.train.evaluate import Evaluator
 from jgraph.train.local import Local
 from jgraph.train.losses import Loss
-from jgraph.train.observed import Observed
 from jgraph.train.placing import new_container
 from jgraph.train.row_step import Sparse
 from jgraph.train.runner import Position, Runner
@@ -49,7 +48,6 @@ class Given:
     cluster: Cluster | None
     strategy: Strategy
     metrics: Mapping[str, Metric]
-    observed: Observed | None
     seed: int
     variables: Tree
     sparse: Sparse
@@ -110,11 +108,8 @@ class Parts:
         )
         step = self._step(adapter, container)
         runner = make_runner(step, given.cluster, given.strategy, given.clock)
-        side_car = None  # metrics with a state of their own are evaluated here
-        if given.observed is None:
-            side_car = make_side_car(step, given.metrics, given.cluster, given.sparse)
-        evaluator = Evaluator(adapter, given.metrics, given.observed)
-        return (step, runner, evaluator), side_car
+        side_car = make_side_car(step, given.metrics, given.cluster, given.sparse)
+        return (step, runner, Evaluator(adapter, given.metrics)), side_car
 
     def prepare(self, dataset: Dataset, batch_size: int) -> Made:
         """Returns the parts, ready to train on batches of this data.
@@ -180,6 +175,8 @@ class Parts:
         dataset: Dataset | None = None,
         batch_size: int = 0,
         remade: Future[Remade] | None = None,
+        *,
+        from_old: bool = False,
     ) -> Made:
         """Makes all anew, after tasks were lost: in a container of its own.
 
@@ -191,8 +188,11 @@ class Parts:
           dataset: to train on; the next ``prepare`` tells if unset.
           batch_size: examples per step.
           remade: what ``remake`` returned, or will.
+          from_old: the old parts are needed to fill the new ones.
         """
-        self._drop(self._made, self.side_car)
+        old = self._made, self.side_car
+        if not from_old:
+            self._drop(*old)
         made, side_car = (
             self._make(dataset or self._trained_on)
             if remade is None
@@ -207,6 +207,8 @@ class Parts:
             self._drop(made, side_car)
             raise
         self._take(made, side_car)
+        if from_old:
+            self._drop(*old)
         self._trained_on = dataset or self._trained_on
         return made
 

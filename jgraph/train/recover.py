@@ -1,4 +1,7 @@
-"""A run goes on from its newest checkpoint after tasks were lost and started again."""
+"""A run goes on after tasks were lost and started again.
+
+Where copies are kept of what a ps holds, from there; else from its newest checkpoint.
+"""
 
 import logging
 import threading
@@ -14,6 +17,7 @@ from jgraph.coordination.recovery import GiveUp, GoBack, Recoveries, Recovery
 from jgraph.errors import (
     ClusterError,
     ClusterUnreachableError,
+    CopyLostError,
     InternalError,
     JGError,
     ProtocolError,
@@ -24,8 +28,10 @@ from jgraph.graph.ir import TaskName
 from jgraph.train.attempt import Attempt, Attempts
 from jgraph.train.checkpoints import steps_in
 from jgraph.train.history import History
+from jgraph.train.local import Local
 from jgraph.train.parts import Remade
 from jgraph.train.saving import Saving
+from jgraph.train.strategies import Strategy
 
 _LOG = logging.getLogger("jgraph.recover")
 _WAIT_S: Final = 60.0
@@ -43,26 +49,28 @@ the log, and ``Recoveries`` bounds how often.
 @final
 @dataclass(slots=True)
 class Recover:
-    """Makes the next attempt of a run that saves checkpoints, after an error.
+    """Makes the next attempt of a run, after an error.
 
     Attributes:
       cluster: whose tasks may be lost.
-      saving: has the checkpoints.
+      saving: has the checkpoints; None: there are none.
       history: what was measured.
       stop: set from another thread: waits no longer.
       remake: makes the parts of an attempt anew. That takes seconds and needs no task,
         so it is done in a thread while tasks are waited for.
       again: given a directory and those parts, fills them from its newest good
         checkpoint, and returns what does the steps that are left.
+      keep_on: does so from what is kept of a lost ps; None: nothing is.
       known: which processes the run began with.
     """
 
     cluster: Cluster
-    saving: Saving
+    saving: Saving | None
     history: History
     stop: threading.Event
     remake: Callable[[], Remade]
     again: Callable[[Path, Future[Remade]], Attempt]
+    keep_on: Callable[[Future[Remade]], Attempt] | None
     known: Mapping[TaskName, str]
     decide: Recoveries = field(init=False)
 
@@ -75,12 +83,12 @@ class Recover:
         Raises:
           JGError: nothing was lost, or the run cannot go on; says why.
         """
-        step, lost = self.history.steps, self._lost(error)
+        step, lost, kept = self.history.steps, self._lost(error), self.keep_on
         while lost and not self.stop.is_set():
-            newest = self._newest()
+            newest = self._newest() if kept is None else step
             match self.decide.lost(newest):
                 case GiveUp(why):
-                    raise self._hopeless(error, why, newest)
+                    raise self._hopeless(error, why, self._newest())
                 case GoBack(to):
                     self._announce(lost, step, to, error)
             with ThreadPoolExecutor(1, thread_name_prefix="jgraph-recover") as pool:
@@ -94,14 +102,23 @@ class Recover:
                 lost = self._changed() or lost
                 self.known = incarnations_of(self.cluster)
                 try:
-                    attempt = self.again(self.saving.directory, remade)
+                    attempt = self._next(remade) if kept is None else kept(remade)
+                except CopyLostError as another:
+                    kept, error = None, another
+                    continue
                 except JGError as another:
                     lost, error = self._lost(another), another
                     continue
-            return attempt, self._went_back(attempt, lost, step, error)
+            return attempt, self._went_on(attempt, lost, step, error)
         raise error
 
+    def _next(self, remade: Future[Remade]) -> Attempt:
+        assert self.saving is not None  # it has a checkpoint
+        return self.again(self.saving.directory, remade)
+
     def _newest(self) -> int | None:
+        if self.saving is None:
+            return None
         self.saving.wait()
         steps = steps_in(self.saving.directory)
         return steps[-1] if steps else None
@@ -128,32 +145,39 @@ class Recover:
     def _announce(
         self, lost: list[TaskName], step: int, to: int, error: JGError
     ) -> None:
+        if to < step or self.keep_on is None:
+            assert self.saving is not None  # where it goes back to
+            then = f"goes back to step {to} in {self.saving.directory}: "
+            then += f"{max(0, step - to)} steps are done again"
+        else:
+            then = "goes on with the copies of what was there"
         _LOG.warning(
             "%s lost at step %d: %s. The run waits up to %g s until all tasks answer, "
-            "and then goes back to step %d in %s: %d steps are done again.",
+            "and then %s.",
             f"{', '.join(lost)} {'was' if len(lost) == 1 else 'were'}",
             step,
             error.message.rstrip("."),
             _WAIT_S,
-            to,
-            self.saving.directory,
-            max(0, step - to),
+            then,
         )
 
-    def _went_back(
+    def _went_on(
         self, attempt: Attempt, lost: list[TaskName], step: int, error: JGError
     ) -> Recovery:
         to = attempt.first
         if to < self.decide.first:  # all newer ones were damaged
             raise self._hopeless(error, "the checkpoints of this run are damaged", to)
-        self.saving.go_back(attempt.take, to)
+        if self.saving is not None:
+            self.saving.go_back(attempt.take, to)
         _LOG.warning("all tasks answer; the run goes on from step %d", to)
         return Recovery(tuple(lost), step, to)
 
     def _hopeless(self, error: JGError, why: str, newest: int | None) -> JGError:
         """Returns the error that ends the run: with what to do."""
-        where = self.saving.directory
-        if newest is None:
+        where = None if self.saving is None else self.saving.directory
+        if where is None:
+            hint = "there is no checkpoint: give fit(checkpoint=…) a directory"
+        elif newest is None:
             hint = f"there is no checkpoint in {where}"
         else:
             hint = (
@@ -168,15 +192,25 @@ class Recover:
 
 
 def make_recover(
-    cluster: Cluster | None, saving: Saving, history: History, attempts: Attempts
+    cluster: Cluster | None,
+    saving: Saving | None,
+    history: History,
+    attempts: Attempts,
+    strategy: Strategy,
 ) -> Recover | None:
-    """Returns what makes further attempts; None in one process, which loses none."""
-    if cluster is None:
+    """Returns what makes further attempts; None: there is nothing to go on from.
+
+    A run in one process loses none.
+    """
+    if cluster is None or isinstance(strategy, Local):
         return None
-    known = incarnations_of(cluster)
+    kept = None if strategy.durability == "checkpoint" else attempts.keep_on
+    if saving is None and kept is None:
+        return None
     return Recover(
         *(cluster, saving, history, attempts.stop),
         remake=attempts.remake,
         again=attempts.again,
-        known=known,
+        keep_on=kept,
+        known=incarnations_of(cluster),
     )

@@ -120,6 +120,13 @@ class Runner(Protocol):
         Without a position it is that of training from the beginning for as many steps.
         """
 
+    def inherit(self, old: Any) -> None:
+        """Takes over what a runner of the same kind, model and strategy has last.
+
+        Raises:
+          CopyLostError: not all of it is there any more.
+        """
+
     def staleness(self) -> Staleness:
         """Returns how old the gradients of the last run were."""
 

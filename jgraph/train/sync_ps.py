@@ -30,6 +30,7 @@ from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner
 from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
 from jgraph.train.data import Dataset
+from jgraph.train.kept_copies import Durability, check_durability
 from jgraph.train.on_tasks import Kept
 from jgraph.train.placing import Placement
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
@@ -73,6 +74,7 @@ class SyncPS:
       placement: chooses the ps of each parameter or shard, as for ``AsyncPS``.
       gradient_dtype: what gradients travel as, as for ``AsyncPS``. They are summed in
         float32. With a late contribution the left-overs that it carried are dropped.
+      durability: what a run is left with when a ps is lost, as for ``AsyncPS``.
 
     Raises:
       ConfigError: a number outside what is possible.
@@ -89,6 +91,7 @@ class SyncPS:
     partition_strategy: str = "div"
     placement: PlacementFunction | None = None
     gradient_dtype: GradientDtype | None = None
+    durability: Durability = "checkpoint"
 
     def arrangement(self, cluster: Cluster) -> Arrangement:
         """Returns how variables are cut and placed on a cluster.
@@ -105,6 +108,7 @@ class SyncPS:
 
     def __post_init__(self) -> None:
         check_gradient_dtype(self.gradient_dtype)
+        check_durability(self.durability)
         wanted = self.replicas_to_aggregate
         if wanted is not None and not is_count(wanted, 1):
             raise ConfigError(
@@ -174,8 +178,8 @@ class SyncRunner:
         self._cluster = cluster
         self._strategy = strategy
         # Variables, their values and checkpoints are the same business.
-        self._state = AsyncRunner(step, cluster, AsyncPS())
-        self._workers = self._state.workers
+        self.state = AsyncRunner(step, cluster, AsyncPS(durability=strategy.durability))
+        self._workers = self.state.workers
         self._wanted = strategy.contributions(len(self._workers.tasks))
         self._prepared: dict[str, _Prepared] = {}
         self._last: _Prepared | None = None
@@ -201,17 +205,22 @@ class SyncRunner:
         self.prepare(order.dataset, order.batch_size)
         prepared = self._last
         assert prepared is not None  # prepare sets it
-        with self._state.lock:
-            self._state.initialize()
+        with self.state.lock:
+            self.state.initialize()
             self._register(prepared)
-            self._state.clear_residuals(prepared.graph)
+            if self.state.copies is not None:
+                *workers, apply = prepared.handles
+                self.state.copies.open([prepared.plan.program, prepared.apply])
+                self.state.copies.admit(0, workers)
+                self.state.copies.admit(1, [apply])
+            self.state.clear_residuals(prepared.graph)
             self._workers.upload(prepared.graph, order.dataset)
-            version = self._state.global_step()
+            version = self.state.global_step()
             gate, shards = self._step.container, prepared.shards
             open_gate(self._cluster, gate, shards, synchronous=True, version=version)
             requests = self._requests(prepared, order, version)
-            loops = self._state.session.run_loops(requests)
-        self._state.is_training = True
+            loops = self.state.session.run_loops(requests)
+        self.state.is_training = True
         try:
             yield from self._follow(loops, prepared, order)
         except GeneratorExit:
@@ -221,7 +230,7 @@ class SyncRunner:
             self._workers.forget_data()
             raise
         finally:
-            self._state.is_training = False
+            self.state.is_training = False
 
     def _follow(
         self, loops: LoopHandle, prepared: _Prepared, order: Order
@@ -238,27 +247,27 @@ class SyncRunner:
 
     def global_step(self) -> int:
         """See ``Runner.global_step``."""
-        return self._state.global_step()
+        return self.state.global_step()
 
     def values(self, *, model_only: bool = False) -> Sequence[Any]:
         """See ``Runner.values``."""
-        return self._state.values(model_only=model_only)
+        return self.state.values(model_only=model_only)
 
     def keep(self) -> Kept:
         """See ``Runner.keep``."""
-        return self._state.keep()
+        return self.state.keep()
 
     def places(self) -> Sequence[Any]:
         """See ``Runner.places``."""
-        return self._state.places()
+        return self.state.places()
 
     def nbytes(self) -> int:
         """See ``Runner.nbytes``."""
-        return self._state.nbytes()
+        return self.state.nbytes()
 
     def check_model(self) -> None:
         """See ``Runner.check_model``."""
-        self._state.check_model()
+        self.state.check_model()
 
     def position(self) -> Position:
         """See ``Runner.position``."""
@@ -266,10 +275,19 @@ class SyncRunner:
 
     def load(self, values: Sequence[Any], position: Position = None) -> None:
         """See ``Runner.load``."""
-        self._state.load(values)
+        self.state.load(values)
         steps = int(self._step.unflatten(values)["global_step"])
         self._workers.done = [steps] * self.replicas
         self._position = position
+
+    def inherit(self, old: "SyncRunner") -> None:
+        """See ``Runner.inherit``."""
+        self.state.inherit(old.state)
+        self._workers.done = [self.global_step()] * self.replicas
+        self._position = old.position()
+        if self.state.copies is not None and self._last is not None:
+            programs = [self._last.plan.program, self._last.apply]
+            self.state.copies.open(programs)
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
@@ -281,7 +299,7 @@ class SyncRunner:
 
     def events(self) -> Events:
         """See ``Runner.events``."""
-        return self._state.events()
+        return self.state.events()
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""
@@ -289,7 +307,7 @@ class SyncRunner:
 
     def close(self) -> None:
         """See ``Runner.close``."""
-        self._state.close()
+        self.state.close()
 
     def _plan(self, batch: Any) -> _Prepared:
         sync = SyncStep(self._step, batch, self._wanted)
@@ -325,7 +343,7 @@ class SyncRunner:
                 for_replica(program.rename_task(first, worker), replica)
                 for replica, worker in enumerate(self._workers.tasks)
             ]
-            session = self._state.session
+            session = self.state.session
             prepared.handles = session.register_all([*programs, prepared.apply])
 
     def _requests(

@@ -1,0 +1,170 @@
+"""A copy of what another task holds, made of its records in their order."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias, final
+
+from jgraph.cluster.driver import as_error
+from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.table_calls import state_of
+from jgraph.errors import CopyLostError, JGError
+from jgraph.graph.hash_spec import HashSpec
+from jgraph.graph.ir import TaskName
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.program import StoredVariable
+from jgraph.plan.replay import NodeRan, Record
+from jgraph.rpc.record_codec import record_from
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.loaded import LoadedPartition
+from jgraph.runtime.node_work import repeat
+from jgraph.runtime.store import VariableStore
+
+OnApplied: TypeAlias = Callable[[int, JGError | None], None]
+
+
+@final
+class Copier:
+    """Does what records say.
+
+    Args:
+      container: of the copies.
+      loaded: by number, the recorded programs' partitions, for these variables.
+      store: where they are.
+      first: number of the first record; None: any.
+    """
+
+    def __init__(
+        self,
+        container: str,
+        loaded: Sequence[LoadedPartition | None],
+        store: VariableStore,
+        first: int | None = 1,
+    ) -> None:
+        self._container = container
+        self._loaded = loaded
+        self._store = store
+        self._due = first
+        self.number = 0
+        """Of the last record that was applied."""
+
+    def apply(self, frame: Frame) -> None:
+        """Applies the next record.
+
+        Raises:
+          CopyLostError: it is not the next one.
+          MalformedMessageError: nobody recorded this.
+        """
+        record = record_from(frame)
+        if self._due not in (None, record.number):
+            raise CopyLostError(
+                f"record {record.number} of '{self._container[:80]}' came after "
+                f"{self.number}: those between are lost"
+            )
+        self._do(record)
+        self.number, self._due = record.number, record.number + 1
+
+    def _do(self, record: Record) -> None:
+        match record.what:
+            case str(name):
+                (value,) = record.arrays
+                type_ = ValueType(value.shape, value.dtype.name)
+                variable = StoredVariable(name, type_, self._container)
+                self._store.write([variable], [value])
+            case HashSpec() as spec:
+                entry = self._store.hash_table(self._container, spec)
+                with entry.lock:
+                    entry.shard.restore(state_of(spec, record.arrays))
+            case NodeRan(program, node):
+                known = self._loaded[program] if program < len(self._loaded) else None
+                if known is None:
+                    raise CopyLostError(
+                        f"a record of '{self._container[:80]}' is of program "
+                        f"{program}, which is not known here"
+                    )
+                repeat(known, node, record.arrays, self._store)
+
+
+@final
+class Copy:
+    """Applies records as they come, off the event loop, one after the other.
+
+    Args:
+      container: of the copy.
+      src: whose records.
+      loaded: see ``Copier``.
+      store: see ``Copier``.
+      shell: runs what is long.
+      told: called with the number of the last record that is applied, or with why no
+        more will be.
+    """
+
+    def __init__(
+        self,
+        container: str,
+        src: TaskName,
+        loaded: Sequence[LoadedPartition | None],
+        store: VariableStore,
+        shell: TaskShell,
+        told: OnApplied,
+    ) -> None:
+        self.src = src
+        self._container = container
+        self._copier = Copier(container, loaded, store)
+        self._task = store.task
+        self._shell = shell
+        self._told = told
+        self._came: deque[Frame] = deque()
+        self._work: asyncio.Task[None] | None = None
+        self._error: JGError | None = None
+        self._is_over = False
+
+    def received(self, record: Frame) -> None:
+        """Takes the next record."""
+        if self._is_over or self._error is not None:
+            self._told(self._copier.number, self._error or self._replaced())
+            return
+        self._came.append(record)
+        if self._work is None:
+            self._work = asyncio.get_running_loop().create_task(self._apply())
+
+    async def end(self) -> int:
+        """Applies what came, and then nothing more; returns how many records.
+
+        Raises:
+          CopyLostError: the copy is not what its records say.
+        """
+        self._is_over = True
+        if self._work is not None:
+            await asyncio.shield(self._work)
+        if self._error is not None:
+            raise self._error
+        return self._copier.number
+
+    def _replaced(self) -> JGError:
+        return CopyLostError(
+            f"the copy '{self._container[:80]}' on {self._task} has taken the place of "
+            f"what {self.src} held",
+            task=self.src,
+        )
+
+    async def _apply(self) -> None:
+        while self._came and self._error is None:
+            came, self._came = self._came, deque()
+            error = await self._shell.run(partial(self._apply_all, came))
+            if error is not None:
+                self._error = CopyLostError(
+                    f"{self._task} cannot keep a copy of {self.src}: {error.message}",
+                    task=self._task,
+                )
+            self._told(self._copier.number, self._error)
+        self._work = None
+
+    def _apply_all(self, came: deque[Frame]) -> JGError | None:
+        try:
+            while came:
+                self._copier.apply(came.popleft())  # its memory goes with it
+        except Exception as error:  # noqa: BLE001  # becomes that of the sender's steps
+            return as_error(error, self._task)
+        return None

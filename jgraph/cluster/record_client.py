@@ -1,0 +1,92 @@
+"""Streams of records as the client sets them up, task by task."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from jgraph.cluster.calls import bulk_timeout_s
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+
+if TYPE_CHECKING:
+    from jgraph.cluster.client import Cluster
+
+_REPLAY_S = 3600.0
+"""A log may have as many updates as it has room for; their number is not known here."""
+
+
+def take_records(
+    cluster: "Cluster",
+    stream: str,
+    src: TaskName,
+    dst: TaskName,
+    handles: Sequence[str],
+) -> None:
+    """Makes ``dst`` apply what ``src`` will record, or itself has in its log.
+
+    Args:
+      cluster: of both.
+      stream: name of the stream, and container of the copies.
+      src: whose records.
+      dst: who has the copies.
+      handles: by number, the recorded programs as ``dst`` repeats them; see
+        ``plan.replay``. Empty where ``src`` has no part in one.
+    """
+    order = pb.TakeRecords(stream=stream, src=src, handles=handles)
+    cluster.call(
+        "TakeRecords",
+        frame(take_records=order),
+        timeout_s=bulk_timeout_s(0) if src != dst else _REPLAY_S,
+        to=cluster.spec.address(dst),
+    )
+
+
+def keep_records(
+    cluster: "Cluster",
+    stream: str,
+    src: TaskName,
+    dst: TaskName | None,
+    programs: Mapping[str, int],
+    *,
+    container: str,
+    nbytes: int,
+) -> None:
+    """Makes ``src`` record, first of all what it holds; again, of more programs.
+
+    Args:
+      cluster: of both.
+      stream: see ``take_records``.
+      src: whose steps are held back until ``dst`` has applied what they changed.
+      dst: see ``take_records``; None: the log of ``src`` has the records.
+      programs: the number of each, by handle.
+      container: of the variables.
+      nbytes: of these, or more.
+    """
+    order = pb.KeepRecords(
+        stream=stream,
+        container=container,
+        handles=list(programs),
+        programs=list(programs.values()),
+        backup=dst or "",
+    )
+    cluster.call(
+        "KeepRecords",
+        frame(keep_records=order),
+        timeout_s=bulk_timeout_s(nbytes),
+        to=cluster.spec.address(src),
+    )
+
+
+def end_records(cluster: "Cluster", stream: str, dst: TaskName) -> int:
+    """Makes a copy final; returns the number of records in it.
+
+    Raises:
+      CopyLostError: there is none, or it is not what its records say.
+    """
+    reply = cluster.call(
+        "EndRecords",
+        frame(end_records=pb.EndRecords(stream=stream)),
+        timeout_s=bulk_timeout_s(0),
+        to=cluster.spec.address(dst),
+    )
+    return int(body_of(reply).number)

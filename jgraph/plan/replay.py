@@ -1,0 +1,91 @@
+"""Records of what changed a task's state, and its partition made to repeat them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from jgraph.graph.hash_spec import HashSpec
+from jgraph.graph.ir import TaskName
+from jgraph.plan.nodes import Node, RecvNode, SendNode
+from jgraph.plan.program import Program
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NodeRan:
+    """A node changed state; see ``node_work.repeat``.
+
+    Attributes:
+      program: number of the program.
+      node: its index in the task's partition.
+    """
+
+    program: int
+    node: int
+
+
+What: TypeAlias = str | HashSpec | NodeRan
+"""A variable has a value, by its name; a hash table has rows; a node changed state."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What changed.
+
+    Attributes:
+      number: of the record, from 1, without gaps.
+      what: see ``What``.
+      arrays: the value, the rows (``HashShard.state``), or what the node took.
+    """
+
+    number: int
+    what: What
+    arrays: Sequence[np.ndarray[Any, Any]]
+
+
+def replayed(
+    program: Program, task: TaskName, onto: TaskName, container: str
+) -> Program:
+    """Returns a task's partition alone, for another task and other variables.
+
+    Its nodes keep their numbers. It is for ``node_work.repeat``; as steps it never
+    runs, as nobody sends it anything.
+
+    Args:
+      program: has a partition of ``task``.
+      task: what it did.
+      onto: does it again; may be the same task.
+      container: of its variables there.
+    """
+    partition = program.partition(task)
+
+    def away(peer: TaskName) -> TaskName:
+        return task if peer == onto else peer  # no node talks to its own task
+
+    def node(n: Node) -> Node:
+        match n:
+            case SendNode():
+                return replace(n, dst=away(n.dst))
+            case RecvNode():
+                return replace(n, src=away(n.src))
+            case _:
+                return n
+
+    used = {digest for n in partition.nodes if (digest := getattr(n, "digest", ""))}
+    moved = replace(
+        partition,
+        task=onto,
+        variables=tuple(replace(v, container=container) for v in partition.variables),
+        nodes=tuple(map(node, partition.nodes)),
+    )
+    driver = onto if program.driver == task else away(program.driver)
+    return replace(
+        program,
+        name=f"{program.name} again",
+        driver=driver,
+        partitions=(moved,),
+        segments=tuple(s for s in program.segments if s.digest in used),
+    )

@@ -1,0 +1,37 @@
+"""What is fed to a step, compared with what its program takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jgraph.errors import FeedError
+from jgraph.graph.sizes import Sizes
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.program import Program
+
+
+def check_feeds(program: Program, feeds: Mapping[str, Any]) -> None:
+    """Refuses feeds that are not those of a program.
+
+    Raises:
+      FeedError: one is missing, has another shape or dtype, or another size of a name
+        than a feed before it.
+    """
+    sizes = Sizes(program.name)
+    for name, wanted in program.feeds:
+        value = feeds.get(name)
+        if value is None:
+            raise FeedError(
+                f"feed '{name}' of '{program.name}' is missing; the program takes "
+                f"{', '.join(n for n, _ in program.feeds)}",
+                feed=name,
+            )
+        same = bool(wanted.symbols) or value.shape == wanted.shape
+        if not same or value.dtype != wanted.np_dtype:
+            given = ValueType(tuple(value.shape), value.dtype.name)
+            raise FeedError(
+                f"feed '{name}' of '{program.name}' is {given}; the program takes "
+                f"{wanted}",
+                feed=name,
+            )
+        if wanted.symbols:
+            sizes.fit(name, value.shape, wanted.shape, wanted.symbols)

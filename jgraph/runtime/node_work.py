@@ -1,0 +1,220 @@
+"""What the nodes that touch a task's state or compute do: also to be done once more.
+
+A node that changes state may tell what it took to a ``note``: the same node with the
+same arrays, in the same order, changes the same state elsewhere by the same bits
+(``repeat``).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from jgraph import _compat
+from jgraph.errors import MalformedMessageError
+from jgraph.plan.nodes import (
+    AggregateNode,
+    LookupNode,
+    MergeNode,
+    ReadNode,
+    RouteNode,
+    Rows,
+    SegmentNode,
+    SplitNode,
+    ValueId,
+    WriteNode,
+)
+from jgraph.plan.program import StoredVariable, row_type
+from jgraph.plan.row_counts import at_level, level_of
+from jgraph.plan.row_values import moved, padded
+from jgraph.runtime.entry import RowsOf
+from jgraph.runtime.gate import Gate, averages
+from jgraph.runtime.loaded import LoadedPartition
+from jgraph.runtime.local_mesh import SpreadExecutable, whole
+from jgraph.runtime.sized import SizedExecutable
+from jgraph.runtime.store import Told, VariableStore
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Note: TypeAlias = Callable[[Sequence[Array]], None]
+"""Is told what a node took, while nobody else can change what it changed."""
+
+Work: TypeAlias = (
+    ReadNode
+    | WriteNode
+    | SegmentNode
+    | AggregateNode
+    | LookupNode
+    | RouteNode
+    | MergeNode
+    | SplitNode
+)
+
+
+def work_of(
+    loaded: LoadedPartition,
+    index: int,
+    values: dict[ValueId, Any],
+    store: VariableStore,
+    gate: Gate | None = None,
+    note: Note | None = None,
+) -> Callable[[], list[Any]]:
+    """Returns what a node does, to be called once, in any thread.
+
+    Args:
+      loaded: its partition.
+      index: of the node; its kind is one of ``Work``.
+      values: what it takes; forgotten when it is done.
+      store: the variables of the task.
+      gate: of the partition.
+      note: is told what the node took, if it changes state.
+    """
+    node = cast(Work, loaded.partition.nodes[index])
+    told = None
+    if note is not None and not isinstance(node, AggregateNode):
+        told = _told(loaded, index, node, values, note)
+    match node:
+        case ReadNode():
+            return lambda: list(store.read(_named(loaded, node.variables)))
+        case WriteNode():
+
+            def write() -> list[Any]:
+                given = [values[v] for v in node.values]
+                mine = [n for n, v in enumerate(node.values) if v in loaded.owned]
+                named = _named(loaded, node.variables)
+                # What is told is read later: it must stay as it is.
+                store.write(named, given, () if told else mine, told)
+                return []
+
+            return write
+        case AggregateNode():
+            assert gate is not None  # the partition's
+            chosen, means = gate.chosen(), _named(loaded, node.all_variables)
+
+            def average() -> list[Any]:
+                made = averages(loaded.partition, node, chosen)
+                owned = () if note else range(len(made))
+                store.write(means, made, owned, partial(note, made) if note else None)
+                return []
+
+            return average
+        case LookupNode():
+            wanted = _rows_of(loaded, node.rows, values)
+            return lambda: list(store.lookup(wanted, told))
+        case SegmentNode():
+            return lambda: _compute(loaded, index, node, values, store, told)
+        case _:
+            types = loaded.partition.values
+            return lambda: list(moved(node, values.__getitem__, types))
+
+
+def repeat(
+    loaded: LoadedPartition, index: int, taken: Sequence[Any], store: VariableStore
+) -> None:
+    """Does what a node did that told a ``Note`` of ``taken``.
+
+    Raises:
+      MalformedMessageError: no node of this partition told that.
+    """
+    nodes = loaded.partition.nodes
+    node = nodes[index] if 0 <= index < len(nodes) else None
+    if isinstance(node, AggregateNode):
+        _check_count(taken, node.all_variables)
+        store.write(_named(loaded, node.all_variables), taken)
+    elif isinstance(node, WriteNode | LookupNode | SegmentNode):
+        _check_count(taken, loaded.inputs[index])
+        values = dict(zip(loaded.inputs[index], taken, strict=True))
+        work_of(loaded, index, values, store)()
+    else:
+        raise MalformedMessageError(f"node {index} of a record changes no state")
+
+
+def _check_count(taken: Sequence[Any], due: Sequence[int]) -> None:
+    if len(taken) != len(due):
+        raise MalformedMessageError(
+            f"a record has {len(taken)} arrays for a node that takes {len(due)}"
+        )
+
+
+def _told(
+    loaded: LoadedPartition,
+    index: int,
+    node: Work,
+    values: Mapping[ValueId, Any],
+    note: Note,
+) -> Told | None:
+    """Returns what tells that a node changed state; None: it changes none."""
+    match node:
+        case WriteNode():
+            lent = frozenset[ValueId]()
+        case SegmentNode() if node.updates or node.row_updates:
+            # Their memory is the executable's once it runs.
+            lent = frozenset(node.inputs[i] for i in node.donate)
+        case LookupNode() if _sees_keys(loaded, node):
+            lent = frozenset[ValueId]()
+        case _:
+            return None
+    taken = [
+        np.array(values[v]) if v in lent else np.asarray(values[v])
+        for v in loaded.inputs[index]
+    ]
+    return partial(note, taken)
+
+
+def _sees_keys(loaded: LoadedPartition, node: LookupNode) -> bool:
+    """Whether a lookup lets keys come into a table, and others go."""
+    variables = loaded.partition.variables
+    return any(variables[rows.variable].table is not None for rows in node.rows)
+
+
+def _compute(
+    loaded: LoadedPartition,
+    index: int,
+    node: SegmentNode,
+    values: dict[ValueId, Any],
+    store: VariableStore,
+    told: Told | None,
+) -> list[Any]:
+    partition = loaded.partition
+    run = loaded.executables[index]
+    assert run is not None  # load_partition compiled it
+    level = level_of(partition, node, values) if isinstance(run, SizedExecutable) else 0
+    inputs = [
+        padded(values[v], at_level(partition.values[v], level)) for v in node.inputs
+    ]
+
+    spread = run if isinstance(run, SpreadExecutable) else None
+    results = store.update(
+        _named(loaded, node.updates),
+        _named(loaded, node.reads),
+        lambda *state: run(*state, *inputs),
+        _rows_of(loaded, node.row_updates, values, level),
+        _rows_of(loaded, node.row_reads, values, level),
+        spread.layouts if spread else (),
+        told,
+    )
+    if spread:
+        results = [whole(result) for result in results]
+    # Now, not when this thread gets on: it may be memory for the peer's answer.
+    values.clear()
+    inputs.clear()
+    _compat.release_arguments()
+    return results
+
+
+def _rows_of(
+    loaded: LoadedPartition,
+    rows: Sequence[Rows],
+    values: Mapping[ValueId, Any],
+    level: int = 0,
+) -> list[RowsOf]:
+    partition = loaded.partition
+    types = [at_level(row_type(partition, r), level) for r in rows]
+    return [
+        RowsOf(partition.variables[r.variable], values[r.ids], type_)
+        for r, type_ in zip(rows, types, strict=True)
+    ]
+
+
+def _named(loaded: LoadedPartition, variables: Sequence[int]) -> list[StoredVariable]:
+    return [loaded.partition.variables[i] for i in variables]

@@ -1,0 +1,172 @@
+"""Logs of records: what is kept is read again, what is torn is not; damage is told."""
+
+import threading
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from jgraph.cluster.record_log import LogWriter, read_log, remove_logs
+from jgraph.cluster.record_thread import RecordThread
+from jgraph.errors import CopyLostError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.program import StoredVariable
+from jgraph.plan.replay import NodeRan, Record
+from jgraph.rpc.record_codec import record_from, record_to
+from jgraph.runtime.store import VariableStore
+
+STREAM = "train-1.ps0"
+
+
+def written(directory: Path, count: int) -> Path:
+    """Writes a log of so many records; returns its file."""
+    writer = LogWriter(directory, STREAM)
+    writer.begin()
+    for number in range(1, count + 1):
+        taken = np.arange(number, dtype=np.float32)
+        writer.write(record_to(STREAM, Record(number, NodeRan(0, number), [taken])))
+    writer.sync()
+    writer.close()
+    (path,) = directory.iterdir()
+    return path
+
+
+def read(directory: Path) -> list[int]:
+    """Returns the numbers of the records, whose arrays are what was written."""
+    records = [record_from(frame) for frame in read_log(directory, STREAM)]
+    for record in records:
+        np.testing.assert_array_equal(record.arrays[0], np.arange(record.number))
+    return [record.number for record in records]
+
+
+def starts(directory: Path, count: int) -> list[int]:
+    """Returns where each record begins, and where the last one ends."""
+    with TemporaryDirectory() as other:
+        return [written(Path(other), n).stat().st_size for n in range(count + 1)]
+
+
+@given(st.integers(0, 10**6))
+def test_row_15_what_was_torn_is_left_out_and_all_before_is_there(cut: int) -> None:
+    with TemporaryDirectory() as there:
+        directory = Path(there)
+        path, at = written(directory, 5), starts(directory, 5)
+        end = cut % (at[-1] + 1)
+        path.write_bytes(path.read_bytes()[:end])
+        assert read(directory) == list(range(1, 6))[: sum(a <= end for a in at[1:])]
+
+
+@given(st.integers(0, 10**6), st.integers(0, 7))
+def test_no_flipped_bit_gives_other_records(place: int, bit: int) -> None:
+    with TemporaryDirectory() as there:
+        directory = Path(there)
+        path, at = written(directory, 5), starts(directory, 5)
+        data = bytearray(path.read_bytes())
+        place %= len(data)
+        data[place] ^= 1 << bit
+        path.write_bytes(data)
+        whole = sum(a <= place for a in at[1:])
+        if whole == 4 and place >= at[4] + 16:
+            assert read(directory) == [1, 2, 3, 4]  # as if the last had been torn
+        else:
+            with pytest.raises(CopyLostError, match=f"damaged at byte {at[whole]}"):
+                read(directory)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_as_a_log_are_records_or_one_error(data: bytes) -> None:
+    with TemporaryDirectory() as there:
+        directory = Path(there)
+        (directory / f"{STREAM}.1.log").write_bytes(data)
+        with suppress(CopyLostError):
+            assert list(read_log(directory, STREAM)) == []
+
+
+def test_room_that_the_file_system_made_and_nobody_wrote_is_no_damage(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path, 3)
+    path.write_bytes(path.read_bytes() + bytes(4096))
+    assert read(tmp_path) == [1, 2, 3]
+
+
+def test_next_file_takes_the_place_of_the_one_before_when_it_is_complete(
+    tmp_path: Path,
+) -> None:
+    def put(number: int) -> None:
+        what = NodeRan(0, number)
+        taken = np.arange(number, dtype=np.float32)
+        writer.write(record_to(STREAM, Record(number, what, [taken])))
+
+    writer = LogWriter(tmp_path, STREAM)
+    writer.begin()
+    put(1)
+    writer.sync()
+    writer.begin()
+    put(2)
+    assert read(tmp_path) == [1]  # a crash now would find that
+    writer.sync()
+    assert read(tmp_path) == [2]
+    writer.close()
+    assert len(list(tmp_path.iterdir())) == 1
+    remove_logs(tmp_path, STREAM)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stream", ["", "../x", "a/b", ".x", "a\0b", "x" * 200])
+def test_name_that_would_lead_elsewhere_is_refused(tmp_path: Path, stream: str) -> None:
+    with pytest.raises(CopyLostError, match="no name of a stream"):
+        LogWriter(tmp_path, stream)
+    with pytest.raises(CopyLostError, match="no name of a stream"):
+        list(read_log(tmp_path, stream))
+
+
+def test_log_that_cannot_be_written_says_where_and_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store, told = VariableStore(TaskName("/job:ps/task:0")), list[JGError | None]()
+    w = StoredVariable("w", ValueType((), "float32"))
+    store.write([w], [np.float32(1)])
+    keeper = RecordThread(
+        *(tmp_path / "file", STREAM, "", store),
+        soon=lambda call: call(),
+        base=("", 0),
+    )
+    keeper.recorder.when_kept(("", 1), told.append)
+    keeper.start()
+    keeper._thread.join(10)
+    keeper.recorder.when_kept(("", 0), told.append)
+    assert told[0] is None
+    assert "cannot write its log" in str(told[1])
+    assert "/job:ps/task:0" in str(told[1])
+
+
+def test_log_begins_anew_when_it_has_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is then all that is there, and what changes after that."""
+    monkeypatch.setattr("jgraph.cluster.record_log._LEAST_BYTES", 2000)
+    store = VariableStore(TaskName("/job:ps/task:0"))
+    w = StoredVariable("w", ValueType((8,), "float32"))
+    store.write([w], [np.zeros(8, np.float32)])
+    keeper = RecordThread(
+        *(tmp_path, STREAM, "", store), soon=lambda call: call(), base=("", 0)
+    )
+    keeper.start()
+    for n in range(200):
+        value = np.full(8, n, np.float32)
+        told = partial(keeper.recorder.put, "w", [value], ("step", n))
+        store.write([w], [value], told=told)
+    kept = threading.Event()
+    keeper.recorder.when_kept(("step", 199), lambda error: kept.set())
+    assert kept.wait(10)
+    keeper.end(remove=False)
+    keeper._thread.join(10)
+    records = [record_from(frame) for frame in read_log(tmp_path, STREAM)]
+    first, last = records[0].number, records[-1].number
+    assert 1 < first < last
+    assert [record.number for record in records] == list(range(first, last + 1))
+    assert records[-1].arrays[0].tolist() == [199] * 8

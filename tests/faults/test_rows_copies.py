@@ -1,0 +1,169 @@
+"""Faults by their row in docs/reliability.md: with copies of what each ps holds."""
+
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from jgraph.cluster.local import LocalCluster
+from jgraph.errors import CopyLostError
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoints import Checkpoints
+from jgraph.train.sync_ps import SyncPS
+from tests.faults.conftest import Fault, Stopwatch
+from tests.faults.counting import (
+    BATCH,
+    IDS,
+    Ledger,
+    after,
+    check_recovered,
+    trainer,
+)
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
+
+FIRST, PS = "/job:ps/task:0", "/job:ps/task:1"
+REPLICA = AsyncPS(durability="replica")
+
+
+def test_row_13_a_killed_ps_with_a_replica_loses_no_update(fault: Fault) -> None:
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there, ledger, clock = trainer(cluster, REPLICA), Ledger(), Stopwatch()
+    run = there.fit(
+        IDS,
+        steps=1500,
+        batch_size=BATCH,
+        callbacks=[after(300, lambda: cluster.kill(PS))],
+        progress=False,
+    )
+    assert (run.state, run.steps) == ("done", 1500)
+    assert clock.seconds < 60
+    (recovery,) = run.recoveries()
+    assert recovery.lost == (PS,)
+    assert recovery.again <= 4  # told of when they were computed, never acknowledged
+    ledger.add(run)
+    ledger.check(there, lost=2)  # both workers lost what they were about to tell
+    fault.names += [PS, "goes on with the copies", "SIGKILL"]
+    there.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("ps", [FIRST, PS])
+def test_row_13_a_killed_ps_with_a_replica_costs_no_step_of_synchronous_training(
+    fault: Fault, ps: str
+) -> None:
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there = trainer(cluster, SyncPS(durability="replica"))
+    run = there.fit(
+        IDS,
+        steps=500,
+        batch_size=BATCH,
+        callbacks=[after(200, lambda: cluster.kill(ps))],
+        progress=False,
+    )
+    assert (run.state, run.steps) == ("done", 500)
+    (recovery,) = run.recoveries()
+    assert recovery.again == 0
+    check_recovered(there, run, share=2)
+    fault.names += [ps, "goes on with the copies", "SIGKILL"]
+    there.close()
+
+
+@pytest.mark.chaos
+def test_row_17_a_frozen_ps_with_a_replica_is_waited_for_and_loses_no_update(
+    fault: Fault,
+) -> None:
+    """Given up by the others, it wakes with all that it held, and is asked for that."""
+    cluster = fault.cluster(ps=2, workers=2)
+    there, ledger = trainer(cluster, REPLICA), Ledger()
+    pid = cluster.pid(PS)
+
+    def freeze() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(25, os.kill, (pid, signal.SIGCONT)).start()
+
+    run = there.fit(
+        IDS,
+        steps=1500,
+        batch_size=BATCH,
+        callbacks=[after(300, freeze)],
+        progress=False,
+    )
+    assert (run.state, run.steps) == ("done", 1500)
+    assert len(run.recoveries()) == 1
+    ledger.add(run)
+    ledger.check(there, lost=2)
+    fault.names += [PS, "goes on with the copies"]
+    there.close()
+
+
+def test_rows_14_and_16_a_killed_ps_with_a_log_loses_no_update(
+    fault: Fault, tmp_path: Path
+) -> None:
+    """Wherever it was between an update, its record, the disk and the answer."""
+    env = {"JGRAPH_RECORDS_DIR": str(tmp_path / "records")}
+    cluster = fault.cluster(ps=2, workers=2, restarts=3, env=env)
+    there, ledger = trainer(cluster, AsyncPS(durability="log")), Ledger()
+    clock = Stopwatch()
+    run = there.fit(
+        IDS,
+        steps=1500,
+        batch_size=BATCH,
+        callbacks=[after(300, partial(kill, cluster, FIRST, PS))],
+        progress=False,
+    )
+    assert (run.state, run.steps) == ("done", 1500)
+    assert clock.seconds < 60
+    (recovery,) = run.recoveries()
+    assert recovery.again <= 4
+    ledger.add(run)
+    ledger.check(there, lost=2)
+    fault.names += [PS, "applied the log", "goes on with the copies", "SIGKILL"]
+    there.close()
+
+
+def kill(cluster: LocalCluster, *tasks: str) -> None:
+    for task in tasks:
+        cluster.kill(task)
+
+
+@pytest.mark.chaos
+def test_row_18_both_copies_lost_end_a_run_and_it_never_begins_anew(
+    fault: Fault,
+) -> None:
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there, clock = trainer(cluster, REPLICA), Stopwatch()
+    with pytest.raises(CopyLostError, match=r"did not go on by itself: .*checkpoint"):
+        there.fit(
+            IDS,
+            steps=1500,
+            batch_size=BATCH,
+            callbacks=[after(300, partial(kill, cluster, FIRST, PS))],
+            progress=False,
+        )
+    assert clock.seconds < 60
+    fault.names += ["SIGKILL", "lost at step"]
+    there.close()
+
+
+@pytest.mark.chaos
+def test_row_18_both_copies_lost_leave_the_newest_checkpoint(fault: Fault) -> None:
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there = trainer(cluster, REPLICA)
+    run = there.fit(
+        IDS,
+        steps=1500,
+        batch_size=BATCH,
+        checkpoint=Checkpoints(fault.path, every=50),
+        callbacks=[after(300, partial(kill, cluster, FIRST, PS))],
+        progress=False,
+    )
+    assert (run.state, run.steps) == ("done", 1500)
+    (recovery,) = run.recoveries()
+    assert recovery.lost == (FIRST, PS)
+    check_recovered(there, run)
+    fault.names += ["SIGKILL", "goes back to step"]
+    there.close()

@@ -1,0 +1,123 @@
+"""Records are in the order of the changes, and repeat them bit by bit."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgraph.errors import CopyLostError, JGError
+from jgraph.graph.hash_spec import Admission, Column, HashSpec
+from jgraph.graph.ir import TaskName
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.program import StoredVariable
+from jgraph.plan.replay import NodeRan
+from jgraph.runtime.entry import RowsOf
+from jgraph.runtime.recording import Recorder, Recording
+from jgraph.runtime.store import VariableStore
+
+STEP = ("train", 1)
+
+
+def test_records_of_one_variable_are_in_the_order_of_its_versions() -> None:
+    """Threads update side by side; doing what is recorded again gives the same."""
+    store, recorder = VariableStore(TaskName("/job:ps/task:0")), Recorder(lambda: None)
+    w = StoredVariable("w", ValueType((), "float32"))
+    store.write([w], [np.float32(1)])
+    update = jax.jit(lambda value, by: [value * 1.25 + by])
+
+    def work(first: int) -> None:
+        for n in range(first, first + 50):
+            by = np.array(n, np.float32)
+            told = partial(recorder.put, NodeRan(0, 0), [by], STEP)
+            store.update([w], [], partial(update, by=by), told=told)
+
+    threads = [threading.Thread(target=work, args=(100 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    records = recorder.take()
+    assert [record.number for record in records] == list(range(1, 201))
+    again = jnp.float32(1)
+    for record in records:
+        (again,) = update(again, record.arrays[0])
+    np.testing.assert_array_equal(store.read([w])[0], again)
+
+
+def test_steps_wait_for_their_records_and_others_do_not() -> None:
+    woken: list[int] = []
+    recorder = Recorder(lambda: woken.append(1))
+    recording, told = Recording(recorder, program=2), list[Any]()
+    recorder.when_kept(("read", 1), told.append)
+    assert told == [None]
+    for node in (3, 4):
+        recording.note(STEP, node, [np.zeros(2)])
+    assert woken == [1]  # once, until they are taken
+    assert [record.what for record in recorder.take()] == [NodeRan(2, 3), NodeRan(2, 4)]
+    recorder.when_kept(STEP, told.append)
+    recorder.kept(1)
+    assert told == [None]
+    recorder.kept(2)
+    assert told == [None, None]
+
+
+def test_steps_fail_when_nobody_keeps_their_records_any_more() -> None:
+    recorder, told = Recorder(lambda: None), list[JGError | None]()
+    recording = Recording(recorder, 0)
+    recording.note(STEP, 0, [])
+    recorder.when_kept(STEP, told.append)
+    lost = CopyLostError("gone")
+    recorder.fail(lost)
+    recording.note(("train", 2), 0, [])
+    recorder.when_kept(("train", 2), told.append)
+    recorder.when_kept(("read", 1), told.append)  # changed nothing
+    recorder.fail(CopyLostError("gone as well"))
+    assert told == [lost, lost, None]
+    assert not recorder.take()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_table_made_of_what_is_told_behaves_as_the_first_one(eviction: Any) -> None:
+    """It admits, evicts and updates the same keys, bit by bit."""
+    spec = HashSpec(
+        "ads",
+        (Column("rows", 2),),
+        1 << 14,
+        admission=Admission(sightings=2),
+        eviction=eviction,
+    )
+    ids = ValueType((8, 2), "float32", ragged=True)
+    stores = [VariableStore(TaskName(f"/job:ps/task:{n}")) for n in range(2)]
+    rng = np.random.default_rng(0)
+
+    def work(store: VariableStore, container: str, keys: Any) -> Any:
+        stored = StoredVariable("rows", ValueType((8, 2), "float32"), container, spec)
+        rows = RowsOf(stored, keys, ids)
+        found = store.lookup([rows])
+        store.update([], [], lambda r: [jnp.asarray(r) * 1.5 + 1], [rows])
+        return found
+
+    def keys() -> Any:
+        return np.unique(rng.zipf(1.2, 8).astype(np.int64) % 3000)
+
+    for _ in range(300):
+        work(stores[0], "", keys())
+    told: list[Any] = []
+    stores[0].whole("", lambda what, arrays: told.append((what, arrays)))
+    ((what, arrays),) = told
+    assert what == spec
+    shard = stores[1].hash_table("copy", spec).shard
+    names = ("keys", "age", "uses", "rows")
+    shard.restore(dict(zip(names, arrays, strict=True)))
+    for _ in range(1000):
+        looked_up = keys()
+        own = work(stores[0], "", looked_up)
+        np.testing.assert_array_equal(own, work(stores[1], "copy", looked_up))
+    first = stores[0].hash_table("", spec).shard
+    assert first.counts.evicted > 0
+    for name, value in first.state().items():
+        np.testing.assert_array_equal(shard.state()[name], value, err_msg=name)
