@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from jgraph.rpc.tls import TLS
     from jgraph.train.async_ps import AsyncPS
     from jgraph.train.bags import embedding_bag
+    from jgraph.train.callbacks import EarlyStopping, NanGuard, StopAtStep, TensorBoard
     from jgraph.train.checkpoints import Checkpoints
     from jgraph.train.hash_table import HashTable
     from jgraph.train.local import Local
@@ -66,6 +67,7 @@ _HOMES = {
     "ClusterSpec": "jgraph.cluster.spec",
     "CostModel": "jgraph.plan.cost_model",
     "DeviceSpec": "jgraph.graph.device",
+    "EarlyStopping": "jgraph.train.callbacks",
     "Graph": "jgraph.graph.ir",
     "GreedyLoadBalancing": "jgraph.plan.spread",
     "HashTable": "jgraph.train.hash_table",
@@ -73,13 +75,16 @@ _HOMES = {
     "JGError": "jgraph.errors",
     "Local": "jgraph.train.local",
     "LocalCluster": "jgraph.cluster.local",
+    "NanGuard": "jgraph.train.callbacks",
     "Pipeline": "jgraph.train.pipeline",
     "RayCluster": "jgraph.launch.ray_cluster",
     "RoundRobin": "jgraph.plan.spread",
     "Server": "jgraph.cluster.server",
     "Session": "jgraph.cluster.session",
     "Source": "jgraph.train.source",
+    "StopAtStep": "jgraph.train.callbacks",
     "SyncPS": "jgraph.train.sync_ps",
+    "TensorBoard": "jgraph.train.callbacks",
     "TLS": "jgraph.rpc.tls",
     "Trainer": "jgraph.train.trainer",
     "Variable": "jgraph.graph.variable",
@@ -110,6 +115,7 @@ __all__ = [
     "ClusterSpec",
     "CostModel",
     "DeviceSpec",
+    "EarlyStopping",
     "Graph",
     "GreedyLoadBalancing",
     "HashTable",
@@ -117,13 +123,16 @@ __all__ = [
     "JGError",
     "Local",
     "LocalCluster",
+    "NanGuard",
     "Pipeline",
     "RayCluster",
     "RoundRobin",
     "Server",
     "Session",
     "Source",
+    "StopAtStep",
     "SyncPS",
+    "TensorBoard",
     "Trainer",
     "Variable",
     "__version__",

@@ -33,6 +33,7 @@ PAGES: Final = {
 """Page of the repository -> page of the site; docs/x.md is x.md."""
 GROUPS: Final = {
     "Training": ["Trainer", "AsyncPS", "SyncPS", "Local", "Checkpoints", "Source"],
+    "Callbacks": ["EarlyStopping", "NanGuard", "StopAtStep", "TensorBoard"],
     "Graphs": ["function", "Variable", "device", "colocate_with", "tap", "mesh"],
     "Models on several tasks": ["Pipeline", "towers", "auto", "CostModel"],
     "Tables": [

@@ -53,7 +53,7 @@ def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "guide",
     [
-        *("concepts", "embeddings", "pipelines"),
+        *("concepts", "embeddings", "pipelines", "training"),
         pytest.param("strategies", marks=pytest.mark.nightly),
     ],
 )

@@ -4,6 +4,8 @@ Those of servers, ports, tokens and certificates are in ``test_cli_cluster.py``,
 ``cluster/test_security.py`` and ``cluster/test_tls.py``.
 """
 
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +124,39 @@ def no_ps_for_a_strategy(cluster: Any, tmp_path: Path) -> None:
     )
 
 
+OLDER = """
+import sys, jax
+jax.__version__ = "0.9.2"
+import jgraph as jg
+with jg.Server({"worker": ["localhost:0"]}) as server:
+    print(server.target, flush=True)
+    sys.stdin.read()
+"""
+
+
+def a_server_with_an_older_jax(cluster: Any, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OLDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        jg.connect(server.stdout.readline().strip(), timeout_s=30)
+
+
+def a_server_with_an_older_jgraph(cluster: Any, tmp_path: Path) -> None:
+    with jg.Server({"worker": ["localhost:0"]}) as server:
+        assert server._server is not None
+        del server._server.service.methods["TaskLog"]  # which it had not yet
+        jg.connect(server.target).logs("/job:worker/task:0")
+
+
+def a_feed_of_five_gigabytes(cluster: Any, tmp_path: Path) -> None:
+    feed = np.zeros((5, 1 << 30), np.uint8)  # never touched, so it takes no memory
+    cluster.session().run(jg.function(lambda x: x[0, 0]), feed)
+
+
 @pytest.mark.parametrize(
     ("mistake", "code", "said"),
     [
@@ -152,6 +187,22 @@ def no_ps_for_a_strategy(cluster: Any, tmp_path: Path) -> None:
         (a_missing_argument, "JG-211", ["missing", "'b'"]),
         (a_variable_read_outside, "JG-231", ["'outside'", "wrap the code"]),
         (no_ps_for_a_strategy, "JG-124", ["'ps'", "jg.LocalCluster(ps=1"]),
+        pytest.param(
+            a_server_with_an_older_jax,
+            "JG-141",
+            ["/job:worker/task:0 runs jax 0.9.2", "pip install 'jax=="],
+            marks=[pytest.mark.slow, pytest.mark.procs],
+        ),
+        (
+            a_feed_of_five_gigabytes,
+            "JG-402",
+            ["5,368,709,", "over the limit of 4,294,967,296", "a smaller batch"],
+        ),
+        (
+            a_server_with_an_older_jgraph,
+            "JG-403",
+            ["has no method 'TaskLog'", "runs jgraph 0.", "another version"],
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

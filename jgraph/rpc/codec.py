@@ -186,8 +186,8 @@ def flat_bytes(array: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def too_large(what: str, nbytes: int, limit: int) -> str:
     """Returns the message about something over its limit."""
     return (
-        f"a {what} of {nbytes:,} bytes is over the limit of {limit:,} bytes; split "
-        f"the values or raise max_frame_bytes on both sides"
+        f"a {what} of {nbytes:,} bytes is over the limit of {limit:,} bytes; let less "
+        "travel at once: a smaller batch, or jg.fixed_size_partitioner for a variable"
     )
 
 

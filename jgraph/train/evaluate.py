@@ -9,35 +9,54 @@ import numpy as np
 from jgraph.errors import ConfigError
 from jgraph.train.adapters import Adapter, Metric
 from jgraph.train.data import Dataset
+from jgraph.train.observed import Observed
 from jgraph.train.trees import Tree
+
+_SEEN = "__seen__"
 
 
 @final
 class Evaluator:
     """Compiled evaluation of one model; compiles again only for new batch shapes."""
 
-    def __init__(self, adapter: Adapter, metrics: Mapping[str, Metric]) -> None:
-        self._adapter = adapter
-        self._step = jax.jit(
-            lambda params, state, batch: adapter.evaluate(params, state, batch, metrics)
-        )
+    def __init__(
+        self,
+        adapter: Adapter,
+        metrics: Mapping[str, Metric],
+        observed: Observed | None = None,
+    ) -> None:
+        self._observed = observed
+        asked = dict(metrics) if observed is None else {**metrics, _SEEN: observed.fn}
+
+        def step(params: Tree, state: Tree, batch: Any, seen: Tree) -> Any:
+            row = adapter.evaluate(params, state, batch, asked)
+            if observed is not None:
+                seen = observed.update(seen, row.pop(_SEEN))
+            return row, seen
+
+        self._step = jax.jit(step)
         self._predict = jax.jit(adapter.predict, static_argnums=3)
 
     def evaluate(self, tree: Tree, data: Dataset, batch_size: int) -> dict[str, float]:
         """Returns each metric as its mean over all examples.
 
-        Batches count by their examples, the smaller last one too.
+        Batches count by their examples, the smaller last one too. Metrics that are
+        updated batch by batch count as they do.
 
         Raises:
           ConfigError: a metric is not a scalar, or there is nothing to evaluate.
         """
         rows, weights = [], []
+        seen = None if self._observed is None else self._observed.empty
         for count, batch in data.batches(batch_size):
-            rows.append(self._step(tree["params"], tree["state"], batch))
+            row, seen = self._step(tree["params"], tree["state"], batch, seen)
+            rows.append(row)
             weights.append(count)
         rows = jax.device_get(rows)
-        check_metrics({name: np.shape(value) for name, value in rows[0].items()})
-        return weighted(rows, weights)
+        more = {} if self._observed is None else self._observed.compute(seen)
+        if not (more and not rows[0]):
+            check_metrics({name: np.shape(value) for name, value in rows[0].items()})
+        return {**weighted(rows, weights), **more}
 
     def predict(
         self,

@@ -78,6 +78,8 @@ class Fit:
             error = caught
         runner = attempt.runner
         try:
+            for callback in self.callbacks:
+                getattr(callback, "close", lambda: None)()
             # Of a cluster that failed, asking again would only take time.
             if not isinstance(error, ClusterError):
                 # A large model is not moved unasked.

@@ -20,6 +20,7 @@ from jgraph.train.data import Dataset, check_alike, naming_data
 from jgraph.train.evaluate import Evaluator
 from jgraph.train.local import Local
 from jgraph.train.losses import Loss
+from jgraph.train.observed import Observed
 from jgraph.train.placing import new_container
 from jgraph.train.row_step import Sparse
 from jgraph.train.runner import Position, Runner
@@ -48,6 +49,7 @@ class Given:
     cluster: Cluster | None
     strategy: Strategy
     metrics: Mapping[str, Metric]
+    observed: Observed | None
     seed: int
     variables: Tree
     sparse: Sparse
@@ -108,8 +110,11 @@ class Parts:
         )
         step = self._step(adapter, container)
         runner = make_runner(step, given.cluster, given.strategy, given.clock)
-        side_car = make_side_car(step, given.metrics, given.cluster, given.sparse)
-        return (step, runner, Evaluator(adapter, given.metrics)), side_car
+        side_car = None  # metrics with a state of their own are evaluated here
+        if given.observed is None:
+            side_car = make_side_car(step, given.metrics, given.cluster, given.sparse)
+        evaluator = Evaluator(adapter, given.metrics, given.observed)
+        return (step, runner, evaluator), side_car
 
     def prepare(self, dataset: Dataset, batch_size: int) -> Made:
         """Returns the parts, ready to train on batches of this data.

@@ -29,9 +29,8 @@ from jgraph.train.attempt import Attempt, Attempts
 from jgraph.train.checkpoints import steps_in
 from jgraph.train.history import History
 from jgraph.train.local import Local
-from jgraph.train.parts import Remade
+from jgraph.train.parts import Given, Remade
 from jgraph.train.saving import Saving
-from jgraph.train.strategies import Strategy
 
 _LOG = logging.getLogger("jgraph.recover")
 _WAIT_S: Final = 60.0
@@ -192,16 +191,16 @@ class Recover:
 
 
 def make_recover(
-    cluster: Cluster | None,
+    given: Given,
     saving: Saving | None,
     history: History,
     attempts: Attempts,
-    strategy: Strategy,
 ) -> Recover | None:
     """Returns what makes further attempts; None: there is nothing to go on from.
 
     A run in one process loses none.
     """
+    cluster, strategy = given.cluster, given.strategy
     if cluster is None or isinstance(strategy, Local):
         return None
     kept = None if strategy.durability == "checkpoint" else attempts.keep_on

@@ -1,7 +1,7 @@
 """Trainer: a Flax model, a loss and an optimizer, trained here or on a cluster."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph import markup
 from jgraph.train import checkpoint as checkpoints
-from jgraph.train.adapters import Metric, Model
+from jgraph.train.adapters import Model
 from jgraph.train.arguments import check_arguments
 from jgraph.train.attached import attach
 from jgraph.train.attempt import Attempts, Wanted, fill_from, save_to
@@ -26,6 +26,7 @@ from jgraph.train.data import Data, Dataset, as_dataset
 from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
 from jgraph.train.history import History
 from jgraph.train.losses import Loss
+from jgraph.train.observed import Metrics, split_metrics
 from jgraph.train.parts import Given, Made, Parts
 from jgraph.train.progress import display_of
 from jgraph.train.recover import make_recover
@@ -62,7 +63,8 @@ class Trainer:
       strategy: ``AsyncPS()`` or ``SyncPS()`` with a cluster, ``Local()`` without.
       metrics: evaluated on data by ``evaluate``: functions of (model, batch), or of
         what a linen loss takes first; each returns the mean over its batch. Models are
-        in evaluation mode (``nnx``).
+        in evaluation mode (``nnx``). Or ``(nnx.MultiMetric(…), fn)``: ``fn`` returns
+        what ``update`` takes, a dict; the process of the Trainer evaluates these.
       seed: decides the order of examples, dropout, and a linen model's initial values.
       variables: linen only: what ``model.init`` returned; if unset, it is called with
         the first field of the data.
@@ -104,7 +106,7 @@ class Trainer:
         *,
         cluster: Cluster | None = None,
         strategy: Strategy | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Metrics | None = None,
         seed: int = 0,
         variables: Tree = None,
         sparse: Sparse = "auto",
@@ -112,13 +114,15 @@ class Trainer:
         wrt: Any = nnx.Param,
     ) -> None:
         check_arguments(model, loss, tx, cluster, seed, sparse, wrt)
+        functions, observed = split_metrics(metrics)
         self._given = Given(
             model=model,
             loss=loss,
             tx=tx,
             cluster=cluster,
             strategy=choose_strategy(strategy, cluster),
-            metrics=dict(metrics or {}),
+            metrics=functions,
+            observed=observed,
             seed=seed,
             variables=variables,
             sparse=sparse,
@@ -201,9 +205,7 @@ class Trainer:
             saving = None
             if checkpoint is not None:
                 saving = Saving(checkpoint, attempt.take, attempt.first)
-            recover = make_recover(
-                *(given.cluster, saving, history, attempts, given.strategy)
-            )
+            recover = make_recover(given, saving, history, attempts)
             at_end = stack.pop_all()
         self.run = run = Run(self, history, wanted.stop)
         Fit(
@@ -385,7 +387,7 @@ class Trainer:
             "loss": _name(given.loss),
             "strategy": repr(given.strategy),
             "cluster": "this process" if given.cluster is None else repr(given.cluster),
-            "metrics": ", ".join(given.metrics) or "none",
+            "metrics": ", ".join(given.metrics) or "those of the loss",
             "training now": "yes" if self._busy.locked() else "no",
         }
         return markup.facts("Trainer", told)

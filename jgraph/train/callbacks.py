@@ -1,0 +1,229 @@
+"""Callbacks for ``Trainer.fit``: what people ask of a run, beside its training.
+
+A callback is called as ``callback(run, report)`` twice a second or so; one that has a
+method ``close`` is closed when the run ends.
+"""
+
+import math
+import os
+from typing import Any, final
+
+from jgraph.errors import ConfigError, NonFiniteError
+from jgraph.graph import markup
+from jgraph.train.progress import Report
+from jgraph.train.run import Run
+
+
+@final
+class StopAtStep:
+    """Ends a run once so many updates are applied, those of earlier runs included.
+
+    At the first report at or after that step: the workers do not wait for the report.
+    ``fit(steps=…)`` counts exactly.
+
+    Args:
+      last_step: number of the update.
+
+    Source: tensorflow/python/training/basic_session_run_hooks.py, ``StopAtStepHook``.
+
+    Example:
+      >>> StopAtStep(1000)
+      StopAtStep(1000)
+    """
+
+    def __init__(self, last_step: int) -> None:
+        self._last_step = last_step
+
+    def __call__(self, run: Run, report: Report) -> None:
+        """Stops the run if it is time."""
+        if report.step >= self._last_step:
+            run.stop()
+
+    def __repr__(self) -> str:
+        return f"StopAtStep({self._last_step})"
+
+    def _repr_html_(self) -> str:
+        return markup.lines(repr(self))
+
+
+@final
+class NanGuard:
+    """Ends a run in which the loss, or another metric, is NaN or infinite.
+
+    It looks at means since the last report, and costs nothing. ``check_finite=True``
+    of the Trainer looks at every gradient before it is applied.
+
+    Args:
+      fail: raise ``NonFiniteError``; else the run is stopped, and has what was trained.
+
+    Source: tensorflow/python/training/basic_session_run_hooks.py, ``NanTensorHook``.
+
+    Example:
+      >>> NanGuard()
+      NanGuard(fail=True)
+    """
+
+    def __init__(self, *, fail: bool = True) -> None:
+        self._fail = fail
+
+    def __call__(self, run: Run, report: Report) -> None:
+        """Ends the run if a metric is not finite.
+
+        Raises:
+          NonFiniteError: names the metric and the step; with ``fail``.
+        """
+        bad = [n for n, value in report.metrics.items() if not math.isfinite(value)]
+        if not bad:
+            return
+        run.stop()
+        if self._fail:
+            raise NonFiniteError(
+                f"'{bad[0]}' is NaN or infinite before step {report.step}; go back to "
+                "a checkpoint with a smaller learning rate, or find the gradient with "
+                "Trainer(…, check_finite=True)",
+                step=report.step,
+                metrics=bad,
+            )
+
+    def __repr__(self) -> str:
+        return f"NanGuard(fail={self._fail})"
+
+    def _repr_html_(self) -> str:
+        return markup.lines(repr(self))
+
+
+@final
+class EarlyStopping:
+    """Ends a run when a metric has not become better for a while.
+
+    Args:
+      metric: ``eval_…``: one that is evaluated on ``eval_data``, every ``eval_every``
+        steps; else one of the training, of which each report has the mean.
+      patience: evaluations, or reports, without a better value before the end.
+      min_delta: what counts as better, at least.
+      higher_is_better: for accuracy and the like.
+
+    Attributes:
+      best: the best value so far; None before the first.
+      best_step: updates applied when it was seen.
+
+    Raises:
+      ConfigError: when it is called: the run has no such metric.
+
+    Source: keras/src/callbacks/early_stopping.py.
+
+    Example:
+      >>> EarlyStopping("eval_accuracy", patience=5, higher_is_better=True)
+      EarlyStopping('eval_accuracy', patience=5, best=None)
+    """
+
+    def __init__(
+        self,
+        metric: str = "eval_loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        higher_is_better: bool = False,
+    ) -> None:
+        self.best: float | None = None
+        self.best_step = 0
+        self._metric = metric
+        self._patience = patience
+        self._min_delta = min_delta
+        self._sign = -1.0 if higher_is_better else 1.0
+        self._waited = 0
+
+    def __call__(self, run: Run, report: Report) -> None:
+        """Takes a report; stops the run if it has waited long enough."""
+        found = self._values(report)
+        if found is None:
+            return
+        if self._metric not in found:
+            raise ConfigError(
+                f"EarlyStopping waits for '{self._metric}', and the run has "
+                f"{', '.join(found)}"
+            )
+        value = found[self._metric]
+        if self.best is None or self._sign * (self.best - value) > self._min_delta:
+            self.best, self.best_step, self._waited = value, report.step, 0
+            return
+        self._waited += 1
+        if self._waited >= self._patience:
+            run.stop()
+
+    def _values(self, report: Report) -> dict[str, float] | None:
+        if not self._metric.startswith("eval_"):
+            return dict(report.metrics)
+        if report.evaluation is None:
+            return None
+        return {f"eval_{name}": value for name, value in report.evaluation.items()}
+
+    def __repr__(self) -> str:
+        told = f"'{self._metric}', patience={self._patience}, best={self.best}"
+        return f"EarlyStopping({told})"
+
+    def _repr_html_(self) -> str:
+        return markup.lines(repr(self))
+
+
+@final
+class TensorBoard:
+    """Writes the metrics of a run as event files: ``tensorboard --logdir DIR``.
+
+    Training metrics under their names (means since the last report), evaluations as
+    ``eval_…``, ``steps_per_s``, and of each worker its steps per second, and the
+    staleness of most of its updates. Needs tensorboardX, and no TensorFlow:
+    ``pip install 'jgraph[tensorboard]'``.
+
+    Args:
+      directory: made if it is not there; another run may write to it too.
+
+    Raises:
+      ConfigError: tensorboardX is not installed.
+
+    Example:
+      ``trainer.fit(data, steps=1000, callbacks=[jg.TensorBoard("runs/mlp")])``
+
+      >>> TensorBoard("runs/mlp")
+      TensorBoard('runs/mlp')
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise ConfigError(
+                "TensorBoard needs tensorboardX to write event files; "
+                "pip install 'jgraph[tensorboard]'"
+            ) from error
+        self._make = tensorboardX.SummaryWriter
+        self._directory = os.fspath(directory)
+        self._writer: Any = None
+
+    def __call__(self, run: Run, report: Report) -> None:
+        """Writes a report."""
+        if self._writer is None:
+            self._writer = self._make(self._directory)
+        values = {**report.metrics, "steps_per_s": report.steps_per_s}
+        values |= {f"eval_{k}": v for k, v in (report.evaluation or {}).items()}
+        for worker in report.workers:
+            values[f"{worker.name}/steps_per_s"] = worker.steps_per_s
+            if worker.staleness:
+                ages = worker.staleness
+                values[f"{worker.name}/staleness"] = max(ages, key=lambda a: ages[a])
+        for name, value in values.items():
+            tag = name.lstrip("/").replace(":", "_")  # as it would be made anyway
+            self._writer.add_scalar(tag, value, report.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file; a later run begins another."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __repr__(self) -> str:
+        return f"TensorBoard('{self._directory}')"
+
+    def _repr_html_(self) -> str:
+        return markup.lines(repr(self))
