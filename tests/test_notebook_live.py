@@ -123,7 +123,10 @@ async def interrupted_twice(kernel: Kernel) -> None:
     assert text_of(told).split() == ["running", "stopped"]
 
 
-@pytest.mark.parametrize("story", [interrupted_once, interrupted_twice])
+@pytest.mark.parametrize(
+    "story",
+    [interrupted_once, pytest.param(interrupted_twice, marks=pytest.mark.nightly)],
+)
 def test_a_run_in_a_cell_shows_how_it_stands_and_ends_as_its_user_wants(
     story: Callable[[Kernel], Any], tmp_path: Path
 ) -> None:

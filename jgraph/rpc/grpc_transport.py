@@ -83,6 +83,7 @@ class GrpcTransport:
       RoleError: they are of another task.
 
     Example:
+      >>> from jgraph.rpc.frames import frame
       >>> class Greeter:
       ...     async def handle_call(self, method, request):
       ...         yield request

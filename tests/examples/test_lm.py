@@ -61,7 +61,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_the_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"give --data the directory with the text"):
+    with pytest.raises(DataError, match=r"give --data the directory with input.txt"):
         lm.run(tmp_path, None, Options(steps=1))
 
 

@@ -100,6 +100,7 @@ def test_row_17_a_frozen_ps_with_a_replica_is_waited_for_and_loses_no_update(
     there.close()
 
 
+@pytest.mark.chaos
 def test_rows_14_and_16_a_killed_ps_with_a_log_loses_no_update(
     fault: Fault, tmp_path: Path
 ) -> None:

@@ -76,7 +76,7 @@ def test_a_run_goes_on_when_ray_has_made_its_ps_again(
     assert found["result"] == pytest.approx(3, abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.procs
 @pytest.mark.timeout(240)
 def test_a_cluster_on_ray_computes_is_made_again_and_ends_with_its_client(

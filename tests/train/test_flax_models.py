@@ -133,10 +133,17 @@ MODELS: dict[str, Any] = {
     ),
     "recurrent, nnx": lambda: (Recurrent(rngs=nnx.Rngs(0)), next_word_loss, TEXT),
 }
+OFTEN = ("images, nnx", "transformer, linen")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly)
+        for name in MODELS
+    ],
+)
 def test_a_model_learns_as_it_is(name: str) -> None:
     model, loss, data, *variables = MODELS[name]()
     given = {"variables": variables[0]} if variables else {}

@@ -101,9 +101,26 @@ def data_of(kind: str) -> Any:
     return data() if kind == "dense" else ids.astype(np.int32)
 
 
-@pytest.mark.parametrize("durability", ["replica", "log"])
-@pytest.mark.parametrize("kind", ["dense", "rows"])
-@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS], ids=["async", "sync"])
+OFTEN = {
+    (AsyncPS, "rows", "replica"),
+    (AsyncPS, "rows", "log"),
+    (SyncPS, "dense", "replica"),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "durability"),
+    [
+        pytest.param(
+            *(strategy, kind, durability),
+            id=f"{strategy.__name__}-{kind}-{durability}",
+            marks=() if (strategy, kind, durability) in OFTEN else pytest.mark.nightly,
+        )
+        for strategy in (AsyncPS, SyncPS)
+        for kind in ("dense", "rows")
+        for durability in ("replica", "log")
+    ],
+)
 def test_records_make_what_each_ps_holds_again_bit_by_bit(
     cluster: Cluster,
     logs: Path,

@@ -20,7 +20,13 @@ WORKER = "/job:worker/task:1"
 
 @pytest.mark.procs
 @pytest.mark.parametrize(
-    "strategy", [AsyncPS(), AsyncPS(max_staleness=4, gradient_dtype="int8")]
+    "strategy",
+    [
+        AsyncPS(),
+        pytest.param(
+            AsyncPS(max_staleness=4, gradient_dtype="int8"), marks=pytest.mark.nightly
+        ),
+    ],
 )
 def test_rows_1_and_3_killed_worker_is_back_in_the_same_run(
     strategy: Strategy, caplog: pytest.LogCaptureFixture
