@@ -1,6 +1,7 @@
 """A model that counts what is applied to it: nothing is lost, nothing comes twice."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import optax
 from flax import nnx
 
 from jgraph.cluster.client import Cluster
+from jgraph.train.checkpoints import steps_in
 from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.trainer import Trainer
@@ -36,12 +38,16 @@ def trainer(cluster: Cluster, strategy: Strategy) -> Trainer:
     return Trainer(Counts(), loss, optax.sgd(1.0), cluster=cluster, strategy=strategy)
 
 
-def after(steps: int, act: Callable[[], None]) -> Any:
-    """Returns a callback that acts once, when so many steps are done."""
+def after(steps: int, act: Callable[[], None], saved_in: Path | None = None) -> Any:
+    """Returns a callback that acts once, when so many steps are done.
+
+    ``saved_in``: and this directory has a checkpoint.
+    """
     acted: list[bool] = []
 
     def callback(run: Any, report: Any) -> None:
-        if report.step >= steps and not acted:
+        saved = saved_in is None or (saved_in.exists() and steps_in(saved_in))
+        if report.step >= steps and saved and not acted:
             acted.append(True)
             act()
 
@@ -82,7 +88,9 @@ class Ledger:
         return again
 
 
-def check_recovered(there: Trainer, run: Run, share: int = 1) -> None:
+def check_recovered(
+    there: Trainer, run: Run, share: int = 1, restored: int = 0
+) -> None:
     """Compares the parameters of a run that went back to checkpoints with its steps.
 
     No batch was left out, and each update is applied once: but for those that were
@@ -92,13 +100,15 @@ def check_recovered(there: Trainer, run: Run, share: int = 1) -> None:
       there: has trained.
       run: its run.
       share: how many batches an update is the average of.
+      restored: how often it was begun from a checkpoint of another run.
     """
     due, _ = _due(there)
+    times = len(run.recoveries()) + restored
     for count in counted(there):
         left_out = due - share * count
         assert (left_out <= 0).all(), f"left out: {left_out}"
         differ = abs(count.sum() / BATCH - run.steps)
-        assert differ <= 4 * len(run.recoveries()), f"{differ} updates too many or few"
+        assert differ <= 4 * times, f"{differ} updates too many or few"
 
 
 def _due(there: Trainer) -> tuple[Any, int]:

@@ -56,13 +56,13 @@ def test_rows_12_and_19_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
 
     run = there.fit(
         IDS,
-        steps=500,
+        steps=2000,
         batch_size=BATCH,
         checkpoint=Checkpoints(fault.path, every=50),
-        callbacks=[after(200, kill)],
+        callbacks=[after(200, kill, saved_in=fault.path)],
         progress=False,
     )
-    assert (run.state, run.steps) == ("done", 500)
+    assert (run.state, run.steps) == ("done", 2000)
     assert clock.seconds < 60
     (recovery,) = run.recoveries()
     assert recovery.lost == lost
@@ -200,13 +200,13 @@ def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
 
     run = there.fit(
         IDS,
-        steps=500,
+        steps=2000,
         batch_size=BATCH,
         checkpoint=Checkpoints(fault.path, every=50),
-        callbacks=[after(200, freeze)],
+        callbacks=[after(200, freeze, saved_in=fault.path)],
         progress=False,
     )
-    assert (run.state, run.steps) == ("done", 500)
+    assert (run.state, run.steps) == ("done", 2000)
     assert clock.seconds < 100
     check_recovered(there, run)
     assert run.recoveries()[0].lost == (PS,)
@@ -272,7 +272,7 @@ def test_row_22_workers_pause_without_their_master_and_go_on_when_the_link_heals
 
         run = there.fit(
             IDS,
-            steps=500,
+            steps=3000,
             batch_size=BATCH,
             callbacks=[after(200, silence)],
             progress=False,
@@ -347,5 +347,5 @@ def test_row_30_a_killed_client_stops_its_run_and_another_goes_on_from_its_check
         progress=False,
     )
     assert run.steps == saved + 100
-    check_recovered(there, run)
+    check_recovered(there, run, restored=1)
     there.close()
