@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jgraph import _compat
-from jgraph._compat import Equation, Literal, Var
+from jgraph._compat import Equation
 from jgraph.graph.ir import Graph
 from jgraph.graph.trace import retrace
+from jgraph.plan.run_each import run_each
 from jgraph.plan.wanted import is_placed
 
 Shapes = set[tuple[int, ...]]
@@ -42,19 +43,15 @@ def _is_open(graph: Graph, number: int, shapes: Shapes) -> bool:
 
 
 def _opened(graph: Graph, shapes: Shapes) -> Graph:
+    equations = enumerate(graph.equations)
+    opened = {id(e) for n, e in equations if _is_open(graph, n, shapes)}
+
+    def rule(equation: Equation, operands: list[Any]) -> list[Any]:
+        do = _both if id(equation) in opened else _compat.run_equation
+        return do(equation, operands)
+
     def run(refs: list[Any], feeds: list[Any]) -> list[Any]:
-        jaxpr = graph.jaxpr
-        env: dict[Var, Any] = dict(zip(jaxpr.constvars, graph.consts, strict=True))
-        env.update(zip(jaxpr.invars, [*refs, *feeds], strict=True))
-
-        def value(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
-
-        for number, equation in enumerate(graph.equations):
-            operands = [value(v) for v in equation.invars]
-            do = _both if _is_open(graph, number, shapes) else _compat.run_equation
-            env.update(zip(equation.outvars, do(equation, operands), strict=True))
-        return [value(v) for v in jaxpr.outvars]
+        return run_each(graph.jaxpr, [*refs, *feeds], rule, graph.consts)
 
     return retrace(graph, graph.variables, run)
 

@@ -20,6 +20,7 @@ from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
 from jgraph.plan.axes import operand_axes, part_params, result_axis
 from jgraph.plan.row_counts import LEAST_ROWS
 from jgraph.plan.row_values import may_be_ids
+from jgraph.plan.run_each import run_each
 
 # What is zero where all operands are, where one is, and where the first is.
 _ALL = {"add", "add_any", "sub", "max", "min"}
@@ -76,18 +77,14 @@ def find_counts(
 
 def run(jaxpr: Jaxpr, counts: Counts, args: Sequence[Any]) -> list[Any]:
     """Returns the results of a segment on as many rows as ``args`` have."""
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
     sizes = {
         counts[v].ids: value.shape[counts[v].axis]
-        for v, value in env.items()
+        for v, value in zip(jaxpr.invars, args, strict=True)
         if v in counts
     }
 
-    def value(atom: Atom) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for equation in jaxpr.eqns:
-        operands, params = [value(v) for v in equation.invars], equation.params
+    def rule(equation: Equation, operands: list[Any]) -> list[Any]:
+        params = equation.params
         count = counts.get(equation.outvars[0]) if equation.outvars else None
         if count is not None:
             size = sizes[count.ids]
@@ -96,9 +93,9 @@ def run(jaxpr: Jaxpr, counts: Counts, args: Sequence[Any]) -> list[Any]:
             for n, axis in enumerate(axes):
                 if axis is not None and not _in(equation.invars[n], counts):
                     operands[n] = lax.slice_in_dim(operands[n], 0, size, axis=axis)
-        results = _compat.run_equation(equation, operands, params)
-        env.update(zip(equation.outvars, results, strict=True))
-    return [value(v) for v in jaxpr.outvars]
+        return _compat.run_equation(equation, operands, params)
+
+    return run_each(jaxpr, args, rule)
 
 
 def open_types(types: Sequence[Any], ids: Sequence[Var | None]) -> list[Any]:

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from jgraph import _compat
-from jgraph._compat import Atom, Equation, Jaxpr, Literal
+from jgraph._compat import Equation, Jaxpr
 from jgraph.plan.row_ids import row_ids
+from jgraph.plan.run_each import run_each
 
 
 def run(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
@@ -19,15 +20,7 @@ def run(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     if all(row_ids(equation) is None for equation in jaxpr.eqns):
         results: list[Any] = jax.core.eval_jaxpr(jaxpr, (), *args)
         return results
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-
-    def value(atom: Atom) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for equation in jaxpr.eqns:
-        results = _results(equation, [value(v) for v in equation.invars])
-        env.update(zip(equation.outvars, results, strict=True))
-    return [value(v) for v in jaxpr.outvars]
+    return run_each(jaxpr, args, _results)
 
 
 def _results(equation: Equation, operands: Sequence[Any]) -> list[Any]:
