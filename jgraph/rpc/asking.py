@@ -14,9 +14,9 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.ask_stream import AskStream, Conversation, Ended, Stream
 from jgraph.rpc.codec import Prepared, encode
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.dial import call_error, deadline_error, is_refused, lost_call
-from jgraph.rpc.exchange import RESUME_PAUSE_S, RESUME_S
+from jgraph.rpc.dial import call_error, deadline_error, lost_call
 from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.resuming import RESUME_S, is_worth_a_try
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 
@@ -185,8 +185,7 @@ class AskLine:
 
     async def _again(self, until: float) -> bool:
         """Opens another stream; returns whether it could."""
-        while self._now() < until and not await is_refused(self._address):
-            await asyncio.sleep(RESUME_PAUSE_S)
+        while await is_worth_a_try(self._address, until, self._now):
             try:
                 stream = await self._dial()
             except ClusterUnreachableError:

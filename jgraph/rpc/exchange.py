@@ -1,6 +1,5 @@
 """The outgoing half of a pair of tasks: one long-lived Exchange stream, resumed."""
 
-import asyncio
 from collections.abc import Callable, Hashable
 from typing import Final, final
 
@@ -9,9 +8,10 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.backlog import Backlog
 from jgraph.rpc.codec import Prepared
-from jgraph.rpc.dial import CONNECT_TIMEOUT_S, is_refused, open_channel
+from jgraph.rpc.dial import CONNECT_TIMEOUT_S, open_channel
 from jgraph.rpc.exchange_stream import ExchangeStream, Interrupted, Outgoing
 from jgraph.rpc.local_socket import AT_ONCE_BYTES
+from jgraph.rpc.resuming import RESUME_S, is_worth_a_try
 from jgraph.rpc.shared_memory import SendMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.tls import Identity
@@ -19,10 +19,6 @@ from jgraph.rpc.token import Token
 from jgraph.rpc.transport import Address
 
 EXCHANGE_METHOD: Final = "/jgraph.v1.Task/Exchange"
-RESUME_S: Final = 3.0
-"""How long a sender tries to reach a task again whose connection broke."""
-RESUME_PAUSE_S: Final = 0.05
-"""Between two tries: that an address answers again shows only by asking."""
 
 
 @final
@@ -114,9 +110,8 @@ class ExchangeLink:
                 except ClusterUnreachableError:
                     if lost is None:
                         raise
-                if self._out.now() >= until or await is_refused(self.address):
+                if not await is_worth_a_try(self.address, until, self._out.now):
                     raise lost
-                await asyncio.sleep(RESUME_PAUSE_S)
         finally:
             self._out.backlog.clear()
             self._out.kept.clear()

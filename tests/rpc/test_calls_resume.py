@@ -12,7 +12,7 @@ import pytest
 
 from jgraph.errors import JGError, NotTakingError, TaskLostError
 from jgraph.graph.ir import TaskName
-from jgraph.rpc import asking, callers, outbox, receiving
+from jgraph.rpc import asking, callers, outbox, receiving, resuming
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.codec import encode
 from jgraph.rpc.decoder import Decoder
@@ -215,7 +215,7 @@ def test_caller_that_comes_back_too_late_learns_that_its_call_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(callers, "RETURN_S", 0.0)
-    monkeypatch.setattr(asking, "RESUME_PAUSE_S", 0.3)
+    monkeypatch.setattr(resuming, "RESUME_PAUSE_S", 0.3)
 
     async def main() -> None:
         async with paired() as pair:

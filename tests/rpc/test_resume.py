@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jgraph.errors import TaskLostError
-from jgraph.rpc import exchange, receiving, unacknowledged
+from jgraph.rpc import exchange, receiving, resuming, unacknowledged
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
@@ -148,7 +148,7 @@ def test_sender_that_comes_back_too_late_learns_that_it_was_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(receiving, "RETURN_S", 0.0)
-    monkeypatch.setattr(exchange, "RESUME_PAUSE_S", 0.2)
+    monkeypatch.setattr(resuming, "RESUME_PAUSE_S", 0.2)
 
     async def main() -> None:
         async with paired() as pair:

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeAlias
 
 from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
-from jgraph.rpc.exchange import RESUME_PAUSE_S, RESUME_S
 from jgraph.rpc.inbound import Inbound, InboundStream
 from jgraph.rpc.receiving import ACK_FRAMES, RETURN_S
+from jgraph.rpc.resuming import RESUME_PAUSE_S, RESUME_S
 from jgraph.rpc.unacknowledged import Unacknowledged
 
 Message: TypeAlias = tuple[Any, ...]
