@@ -27,6 +27,10 @@ from jgraph.train.trees import Tree
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
 _ROOM: Final = 1 << 20
 """For what a checkpoint has beside its arrays."""
+_ONLY_WRITES: Final = (
+    "arrays of a checkpoint are written by this handler; restore them with Orbax's "
+    "own, which their description names"
+)
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -60,12 +64,12 @@ class _Arrays(ocp.type_handlers.TypeHandler):  # type: ignore[misc]  # Orbax is 
         return []
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        """Is Orbax's own handler's."""
-        raise NotImplementedError
+        """Orbax's interface has it; never called, see ``typestr``."""
+        raise CheckpointError(_ONLY_WRITES)
 
     async def metadata(self, infos: Any) -> Any:
-        """Is Orbax's own handler's."""
-        raise NotImplementedError
+        """Orbax's interface has it; never called, see ``typestr``."""
+        raise CheckpointError(_ONLY_WRITES)
 
 
 @final
