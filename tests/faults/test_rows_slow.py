@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from jgraph.cluster.client import connect
+from jgraph.cluster.local import LocalCluster
 from jgraph.failpoints import CRASHED, VARIABLE
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoints import Checkpoints, steps_in
 from jgraph.train.sync_ps import SyncPS
+from jgraph.train.trainer import Trainer
 from tests.faults import fit_forever
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import (
@@ -134,26 +136,8 @@ def test_row_20_a_master_that_was_frozen_and_replaced_changes_nothing_when_it_wa
     fault: Fault,
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2)
-    there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
-    pid = cluster.pid(MASTER)
-    run = there.fit(
-        IDS,
-        steps=600,
-        batch_size=BATCH,
-        callbacks=[after(100, lambda: os.kill(pid, signal.SIGSTOP))],
-        progress=False,
-    )
-    assert run.state == "done"
-    assert clock.seconds < 60
+    there, _ = trained_without(cluster, MASTER)
     assert cluster.master != MASTER
-    ledger.add(run)
-    ledger.check(there, lost=1)
-    before = counted(there)
-    os.kill(pid, signal.SIGCONT)
-    assert cluster.wait_for_tasks(30)
-    for _ in range(20):
-        cluster.session().run(lambda x: x + 1, 1.0)
-    assert [c.tolist() for c in counted(there)] == [c.tolist() for c in before]
     fault.names += [f"{MASTER}, the master, was lost"]
     there.close()
 
@@ -161,9 +145,17 @@ def test_row_20_a_master_that_was_frozen_and_replaced_changes_nothing_when_it_wa
 def test_row_8_a_frozen_worker_is_replaced_and_changes_nothing_when_it_wakes(
     fault: Fault,
 ) -> None:
-    cluster = fault.cluster(ps=2, workers=2)
+    there, ledger = trained_without(fault.cluster(ps=2, workers=2), WORKER)
+    ledger.add(there.fit(IDS, steps=100, batch_size=BATCH, progress=False))
+    ledger.check(there, lost=1)
+    fault.names += [f"{WORKER} was lost; the other workers go on"]
+    there.close()
+
+
+def trained_without(cluster: LocalCluster, task: str) -> tuple[Trainer, Ledger]:
+    """Trains while a task freezes, and checks that it changes nothing when it wakes."""
     there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
-    pid = cluster.pid(WORKER)
+    pid = cluster.pid(task)
     run = there.fit(
         IDS,
         steps=600,
@@ -181,10 +173,7 @@ def test_row_8_a_frozen_worker_is_replaced_and_changes_nothing_when_it_wakes(
     for _ in range(20):
         cluster.session().run(lambda x: x + 1, 1.0)
     assert [c.tolist() for c in counted(there)] == [c.tolist() for c in before]
-    ledger.add(there.fit(IDS, steps=100, batch_size=BATCH, progress=False))
-    ledger.check(there, lost=1)
-    fault.names += [f"{WORKER} was lost; the other workers go on"]
-    there.close()
+    return there, ledger
 
 
 def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
