@@ -3,7 +3,9 @@
 ``failpoint("checkpoint.begun")`` does nothing unless that point is armed: by a test of
 the same process (``armed``), or for a whole process by the environment variable
 ``JGRAPH_FAILPOINTS``. There ``checkpoint.begun=crash@2`` ends the process without any
-cleaning up, the second time that it is there; ``raise`` raises an ``OSError``.
+cleaning up, the second time that it is there; ``raise`` raises an ``OSError``. With
+``JGRAPH_FAILPOINTS_ONCE`` only the process crashes that first makes that file, of all
+that have the same variables.
 """
 
 import errno
@@ -16,6 +18,7 @@ from typing import Final, NoReturn
 from jgraph.errors import ConfigError
 
 VARIABLE: Final = "JGRAPH_FAILPOINTS"
+ONCE: Final = "JGRAPH_FAILPOINTS_ONCE"
 CRASHED: Final = 86
 """How a process exits that was told to crash."""
 POINTS: Final = (
@@ -32,6 +35,19 @@ POINTS: Final = (
     "shard.on_disk",
     "prune.renamed",
     "prune.removed",
+    "update.computed",
+    "update.applied",
+    "update.recorded",
+    "copy.received",
+    "copy.applied",
+    "log.begun",
+    "log.replaced",
+    "log.written",
+    "log.on_disk",
+    "step.done",
+    "step.told",
+    "data.dealt",
+    "data.answered",
 )
 """Every point that there is."""
 
@@ -98,11 +114,16 @@ def _check(name: str) -> None:
         )
 
 
-def _crash() -> NoReturn:
+def _crash() -> None:
+    if once := os.environ.get(ONCE):
+        try:
+            os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
     os._exit(CRASHED)
 
 
-_ACTIONS: Final[dict[str, Callable[[], NoReturn]]] = {"crash": _crash, "raise": fail}
+_ACTIONS: Final[dict[str, Callable[[], None]]] = {"crash": _crash, "raise": fail}
 
 
 def _nth(act: Callable[[], object], time: int) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from jgraph.cluster.driver import as_error
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.table_calls import state_of
 from jgraph.errors import CopyLostError, JGError
+from jgraph.failpoints import failpoint
 from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType
@@ -152,7 +153,9 @@ class Copy:
     async def _apply(self) -> None:
         while self._came and self._error is None:
             came, self._came = self._came, deque()
+            failpoint("copy.received")
             error = await self._shell.run(partial(self._apply_all, came))
+            failpoint("copy.applied")
             if error is not None:
                 self._error = CopyLostError(
                     f"{self._task} cannot keep a copy of {self.src}: {error.message}",

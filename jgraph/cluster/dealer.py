@@ -26,6 +26,7 @@ from jgraph.coordination.dispatch import (
 )
 from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import ConfigError, JGError
+from jgraph.failpoints import failpoint
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.transport import Frame
@@ -137,7 +138,9 @@ class Dealer:
         for instruction in self._dispatch.handle(event, self._clock.now()):
             match instruction:
                 case Deal(loop, leases):
+                    failpoint("data.dealt")
                     self._answer(loop, deal_of(leases))
+                    failpoint("data.answered")
                 case Over(loop):
                     self._answer(loop, deal_of(None))
                 case Expel(loop, error):

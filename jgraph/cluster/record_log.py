@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, final
 
 from jgraph.errors import CopyLostError, JGError
+from jgraph.failpoints import failpoint
 from jgraph.rpc.codec import encode
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.transport import Frame
@@ -92,7 +93,9 @@ class LogWriter:
             return
         os.fdatasync(self._file.fileno())
         if self._begun:
+            failpoint("log.begun")
             self._path(".part").rename(self._path(".log"))
+            failpoint("log.replaced")
             _sync_directory(self._directory)
             for path in _files(self._directory, self._stream)[:-1]:
                 path.unlink(missing_ok=True)

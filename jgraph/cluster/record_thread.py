@@ -9,6 +9,7 @@ from typing import final
 
 from jgraph.cluster.record_log import LogWriter, remove_logs
 from jgraph.errors import CopyLostError, JGError
+from jgraph.failpoints import failpoint
 from jgraph.rpc.record_codec import record_to
 from jgraph.runtime.recording import Recorder
 from jgraph.runtime.rendezvous import StepKey
@@ -95,7 +96,9 @@ class RecordThread:
                     self._writer.begin()
                 self._writer.write(record_to(self._stream, record))
             if number:
+                failpoint("log.written")
                 self._writer.sync()
+                failpoint("log.on_disk")
                 self._soon(partial(self.recorder.kept, number))
             if self._writer.is_long:
                 cut = self._tell(None)

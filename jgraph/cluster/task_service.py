@@ -34,6 +34,7 @@ from jgraph.errors import (
     TaskLostError,
     UnknownMethodError,
 )
+from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.backlog import default_queue_limit
@@ -191,7 +192,12 @@ class TaskService:
             done.status.CopyFrom(to_status(as_error(outcome, self.task)))
         tensors = () if times.nodes is None else (times.nodes,)
         told = frame(step_done=done, tensors=tensors)
-        say = lambda: self._transport.post(driver, told)
+
+        def say() -> None:
+            failpoint("step.done")
+            self._transport.post(driver, told)
+            failpoint("step.told")
+
         self.gates.when_settled(step, say)
 
     async def drain(self, grace_s: float) -> None:

@@ -28,6 +28,7 @@ from jgraph.errors import (
     UninitializedError,
     VariableMismatchError,
 )
+from jgraph.failpoints import failpoint
 from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType
@@ -208,6 +209,9 @@ class VariableStore:
             except BaseException as error:
                 self._drop_donated(updates, error)
                 raise
+            changes = bool(entries or changed)
+            if changes:
+                failpoint("update.computed")
             for entry, value in zip(entries, results, strict=False):
                 entry.put(value, entry.layout if layouts else None)
                 entry.version += 1
@@ -216,8 +220,12 @@ class VariableStore:
                 table.rows(write=True).update(rows.ids, values[: len(rows.ids)])
             for table, rows in zip(changed, row_updates, strict=True):
                 table.changed(rows.ids)
+            if changes:
+                failpoint("update.applied")
             if told is not None:
                 told()
+        if changes:
+            failpoint("update.recorded")
         return results[first + len(changed) :]
 
     def drop(self, containers: Iterable[str] = ()) -> int:

@@ -1,9 +1,10 @@
 """Logs of records: what is kept is read again, what is torn is not; damage is told."""
 
-import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, strategies as st
 from jgraph.cluster.record_log import LogWriter, read_log, remove_logs
 from jgraph.cluster.record_thread import RecordThread
 from jgraph.errors import CopyLostError, JGError
+from jgraph.failpoints import armed
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
@@ -117,6 +119,25 @@ def test_next_file_takes_the_place_of_the_one_before_when_it_is_complete(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("point", "there"), [("log.begun", [1]), ("log.replaced", [2])]
+)
+def test_a_crash_between_two_files_of_a_log_leaves_one_that_is_whole(
+    tmp_path: Path, point: str, there: list[int]
+) -> None:
+    writer, found = LogWriter(tmp_path, STREAM), list[list[int]]()
+    for number in (1, 2):
+        writer.begin()
+        taken = np.arange(number, dtype=np.float32)
+        writer.write(record_to(STREAM, Record(number, NodeRan(0, number), [taken])))
+        if number == 1:
+            writer.sync()
+    with armed(point, lambda: found.append(read(tmp_path))):
+        writer.sync()
+    writer.close()
+    assert found == [there]
+
+
 @pytest.mark.parametrize("stream", ["", "../x", "a/b", ".x", "a\0b", "x" * 200])
 def test_name_that_would_lead_elsewhere_is_refused(tmp_path: Path, stream: str) -> None:
     with pytest.raises(CopyLostError, match="no name of a stream"):
@@ -152,17 +173,17 @@ def test_log_begins_anew_when_it_has_grown(
     store = VariableStore(TaskName("/job:ps/task:0"))
     w = StoredVariable("w", ValueType((8,), "float32"))
     store.write([w], [np.zeros(8, np.float32)])
-    keeper = RecordThread(
-        *(tmp_path, STREAM, "", store), soon=lambda call: call(), base=("", 0)
-    )
+    calls = SimpleQueue[Callable[[], None]]()  # the event loop is this thread
+    keeper = RecordThread(*(tmp_path, STREAM, "", store), soon=calls.put, base=("", 0))
     keeper.start()
     for n in range(200):
         value = np.full(8, n, np.float32)
         told = partial(keeper.recorder.put, "w", [value], ("step", n))
         store.write([w], [value], told=told)
-    kept = threading.Event()
-    keeper.recorder.when_kept(("step", 199), lambda error: kept.set())
-    assert kept.wait(10)
+    kept = list[JGError | None]()
+    keeper.recorder.when_kept(("step", 199), kept.append)
+    while not kept:
+        calls.get(timeout=10)()
     keeper.end(remove=False)
     keeper._thread.join(10)
     records = [record_from(frame) for frame in read_log(tmp_path, STREAM)]

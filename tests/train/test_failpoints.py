@@ -20,7 +20,7 @@ REPLACING = ("checkpoint.old_put_away", "checkpoint.replaced")
 OF_STEPS = [
     n
     for n in POINTS
-    if n not in REPLACING and not n.startswith("shard.")  # of a ps
+    if n not in REPLACING and n.startswith(("lease.", "checkpoint.", "prune."))
 ]
 SAVES = """
 import json, sys
