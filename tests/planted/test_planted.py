@@ -90,6 +90,24 @@ BUGS: Final = {
         "tests/coordination/test_epochs.py::"
         "test_row_20_orders_of_a_master_that_was_replaced_are_refused",
     ),
+    "a master that was replaced still begins loops": Bug(
+        "coordination/epochs.py",
+        "if epoch < newest:",
+        "if epoch < 0:",
+        f"{SIMULATION}_and_no_update_lost_or_applied_twice",
+    ),
+    "another master leaves out what nobody has told of": Bug(
+        "coordination/batch_ledger.py",
+        "self._open.update(range(self._end, place))",
+        "pass",
+        f"{SIMULATION}_and_no_update_lost_or_applied_twice",
+    ),
+    "another master forgets what was given back before": Bug(
+        "coordination/batch_ledger.py",
+        "self._open = set(unfinished)",
+        "self._open = set()",
+        f"{SIMULATION}_and_no_update_lost_or_applied_twice",
+    ),
     "what is on its way is not kept": Bug(
         "rpc/outbox.py",
         "self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)",

@@ -1,10 +1,11 @@
 """Simulated tasks: shards that count, and workers whose loops the machines drive."""
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from jgraph.coordination.epochs import Epochs
 from jgraph.coordination.replica_loop import (
     End,
     Event,
@@ -16,17 +17,18 @@ from jgraph.coordination.replica_loop import (
     StepComputed,
     StepFailed,
     StepNotStarted,
+    StepUnwanted,
     StopAsked,
 )
 from jgraph.coordination.slots import Lease
-from jgraph.errors import TaskLostError
+from jgraph.errors import FencedError, TaskLostError
 from jgraph.graph.ir import TaskName
 from tests.simulation.network import Message, Process
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-MASTER: Final = TaskName("/job:master/task:0")
+RUN: Final = "run"
 _AHEAD: Final = 2
 
 
@@ -35,6 +37,7 @@ class Shard:
 
     Attributes:
       life: of the variables; what is older writes to ones that nobody reads.
+      dropped: loops whose steps are refused.
     """
 
     def __init__(self, world: "World", task: TaskName) -> None:
@@ -43,13 +46,16 @@ class Shard:
         self.counts: Counter[int] = Counter()
         self.life = -1
         self.applied: set[tuple[str, int]] = set()
+        self.dropped: set[str] = set()
         self.process = world.net.start(task, self.receive, lambda _: None)
 
     def receive(self, src: TaskName, message: Message) -> None:
         kind, loop, life, step, *rest = message
         if kind == "read":
-            self.world.net.send(self.process, src, ("value", loop, life, step))
+            self.world.net.send(self.process, src, ("value", loop, life, step, 0))
         elif kind == "push":
+            if loop in self.dropped:
+                return
             if life == self.life:
                 assert (loop, step) not in self.applied, f"applied twice: {message}"
                 self.applied.add((loop, step))
@@ -62,23 +68,42 @@ class Step:
     """A step under way on a worker."""
 
     batch: int
-    values: int = 0
+    versions: dict[TaskName, int] = field(default_factory=dict)
     done: int = 0
 
 
 class Loop:
-    """The loop of one replica, as ``LoopRun`` and ``DataFeed`` make it of machines."""
+    """The loop of one replica, as ``LoopRun`` and ``DataFeed`` make it of machines.
 
-    def __init__(self, worker: "Worker", name: str, life: int) -> None:
+    Args:
+      worker: where it runs.
+      name: of the loop.
+      life: of the variables.
+      master: who hears its reports.
+      dealer: who deals out its data.
+    """
+
+    def __init__(
+        self,
+        worker: "Worker",
+        name: str,
+        life: int,
+        master: TaskName,
+        dealer: TaskName,
+    ) -> None:
         self.worker = worker
         self.name = name
         self.life = life
+        self.master = master
+        self.dealer = dealer
         self.world = worker.world
         self.machine = ReplicaLoop(first_step=0, steps=10**6, report_every_s=0.05)
         self.leases: deque[Lease] = deque()
         self.steps: dict[int, Step] = {}
         self.waiting: int | None = None
         self.acknowledged: set[int] = set()
+        self.begun: list[Lease] = []
+        self.accounts: list[TaskName] = []
         self.taken = self.done = self.asked = 0
         self.asking = self.is_over = self.is_dry = self.has_ended = False
 
@@ -93,14 +118,26 @@ class Loop:
                 case End(state, error):
                     self.has_ended = True
                     self.worker.loops.pop(self.name, None)
+                    self.worker.ended[self.name] = self
                     lost = "" if error is None else str(error.details["task"])
                     self.report(state, lost)
+                    for master in self.accounts:
+                        self.account(master)
 
     def report(self, state: str, lost: str = "") -> None:
-        self.send_master(("report", self.name, self.done, state, lost))
+        told = ("report", self.name, self.done, self.leases_done(), state, lost)
+        self.send(self.master, told)
 
-    def send_master(self, message: Message) -> None:
-        self.world.net.send(self.worker.process, MASTER, message)
+    def leases_done(self) -> tuple[Lease, ...]:
+        return tuple(self.begun[: self.done])
+
+    def account(self, master: TaskName) -> None:
+        """Tells another master what was done, when no more will be."""
+        if self.has_ended:
+            self.send(master, ("account", self.name, self.leases_done()))
+        else:
+            self.accounts.append(master)
+            self.stop()
 
     def go_on(self) -> None:
         if self.waiting is not None and self.leases:
@@ -115,7 +152,8 @@ class Loop:
             self.asking = True
             self.asked += 1
             want = self.world.sim.chance.randint(1, 4)
-            self.send_master(("ask", self.name, self.done, want, idle, self.asked))
+            ask = ("ask", self.name, self.done, want, idle, self.asked)
+            self.send(self.dealer, ask)
 
     def begin(self, step: int) -> None:
         self.waiting = None
@@ -124,12 +162,13 @@ class Loop:
             self.leases.appendleft(rest)
         number = self.world.plan.number(lease.epoch, lease.slot, lease.first)
         self.steps[step] = Step(number)
+        self.begun.append(lease)
         self.taken += 1
         for shard in self.world.shards:
             self.send(shard, ("read", self.name, self.life, step))
 
-    def send(self, shard: TaskName, message: Message) -> None:
-        self.world.net.send(self.worker.process, shard, message)
+    def send(self, task: TaskName, message: Message) -> None:
+        self.world.net.send(self.worker.process, task, message)
 
     def dealt(self, leases: tuple[Lease, ...] | None) -> None:
         self.asking = False
@@ -138,19 +177,21 @@ class Loop:
         self.leases.extend(leases or ())
         self.go_on()
 
-    def value(self, number: int) -> None:
+    def value(self, shard: TaskName, number: int, version: int) -> None:
         step = self.steps[number]
-        step.values += 1
-        if step.values == len(self.world.shards):
+        step.versions[shard] = version
+        if len(step.versions) == len(self.world.shards):
             seconds = self.world.sim.chance.random() * 0.05
             self.world.sim.later(seconds, partial(self.computed, number))
 
     def computed(self, number: int) -> None:
         if self.has_ended or not self.worker.process.alive:
             return
+        step = self.steps[number]
+        versions = tuple(step.versions.values())
         for shard in self.world.shards:
-            batch = self.steps[number].batch
-            self.send(shard, ("push", self.name, self.life, number, batch))
+            pushed = ("push", self.name, self.life, number, step.batch, versions)
+            self.send(shard, pushed)
         self.take(StepComputed(number))
 
     def part_done(self, number: int) -> None:
@@ -169,6 +210,11 @@ class Loop:
     def fail(self, task: TaskName) -> None:
         self.take(StepFailed(0, TaskLostError(f"{task} is gone", task=task)))
 
+    def refused(self, number: int) -> None:
+        """The run needs no more steps."""
+        if self.steps.pop(number, None) is not None:
+            self.take(StepUnwanted(number))
+
     def stop(self) -> None:
         self.take(StopAsked())
         if self.waiting is not None:
@@ -184,13 +230,14 @@ class Worker:
         self.world = world
         self.task = task
         self.loops: dict[str, Loop] = {}
+        self.ended: dict[str, Loop] = {}
+        self.epochs = Epochs()
         self.process: Process = world.net.start(task, self.receive, self.lost)
 
     def receive(self, src: TaskName, message: Message) -> None:
         kind, name, *rest = message
-        if kind == "run":
-            loop = self.loops[name] = Loop(self, name, rest[0])
-            loop.take(LoopStarted())
+        if kind in ("run", "stop", "account"):
+            self.order(src, kind, name, rest)
             return
         loop_ = self.loops.get(name)
         if loop_ is None:
@@ -200,13 +247,33 @@ class Worker:
                 if rest[0] == loop_.asked:
                     loop_.dealt(rest[1])
             case "value":
-                loop_.value(rest[1])
+                loop_.value(src, rest[1], rest[2])
             case "done":
                 loop_.part_done(rest[1])
-            case "stop":
-                loop_.stop()
+            case "refused":
+                loop_.refused(rest[1])
+
+    def order(self, src: TaskName, kind: str, name: str, rest: list[Any]) -> None:
+        """Carries out an order of a master, unless another took its place."""
+        *of, epoch = rest
+        try:
+            self.epochs.check(RUN, epoch)
+        except FencedError:
+            return
+        if kind == "run":
+            dealer = self.world.dealer_of(src)
+            loop = self.loops[name] = Loop(self, name, of[0], src, dealer)
+            loop.take(LoopStarted())
+        elif name in self.loops:
+            known = self.loops[name]
+            known.stop() if kind == "stop" else known.account(src)
+        elif kind == "account":
+            if name in self.ended:
+                self.ended[name].account(src)
+            else:
+                self.world.net.send(self.process, src, ("account", name, None))
 
     def lost(self, task: TaskName) -> None:
         for loop in list(self.loops.values()):
-            if task == MASTER or task in self.world.shards:
+            if task == loop.master or task in self.world.shards:
                 loop.fail(task)

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 
-from tests.simulation.tasks import MASTER
 from tests.simulation.world import World
 
 RUNS = int(os.environ.get("JGRAPH_SIMULATIONS", "200"))
@@ -24,7 +23,7 @@ def simulated(seed: int) -> World:
     world.net.duplicates = chance.choice([0.0, 0.1])
     for _ in range(faults):
         at = chance.random() * chance.choice([0.3, 3.0])
-        src, dst = chance.sample([*tasks, MASTER], 2)
+        src, dst = chance.sample([*tasks, world.master.task], 2)
         acts = [
             partial(world.kill, chance.choice(list(world.workers))),
             partial(world.net.cut, src, dst),
@@ -32,6 +31,7 @@ def simulated(seed: int) -> World:
         ]
         if seed % 2:
             acts.append(partial(world.kill, chance.choice(list(world.shards))))
+        acts.append(partial(world.lose_master, kill=chance.random() < 0.5))
         world.sim.later(at, chance.choice(acts))
     world.sim.later(0.0, world.save)
     for i in range(4):

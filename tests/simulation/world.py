@@ -1,8 +1,9 @@
 """A run of asynchronous training on simulated tasks, with a ledger of every update.
 
 What decides is real: who gets which batches (``Dispatch``), when a replica begins a
-step (``ReplicaLoop``), whether a run goes back (``Recoveries``). The tasks only do what
-these say, with messages over a network that goes wrong.
+step (``ReplicaLoop``), whether a run goes back (``Recoveries``), what another master
+goes on from (``BatchLedger``) and whose orders are refused (``Epochs``). The tasks only
+do what these say, with messages over a network that goes wrong.
 """
 
 from collections import Counter
@@ -10,29 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from jgraph.coordination.dispatch import (
-    Asked,
-    Deal,
-    Dispatch,
-    Event,
-    Expel,
-    Fail,
-    Over,
-    Progressed,
-    TimePassed,
-    WaitEnded,
-    WorkerEnded,
-    WorkerLost,
-)
+from jgraph.coordination.batch_ledger import BatchLedger
+from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.recovery import ATTEMPTS, GoBack, Recoveries
 from jgraph.coordination.slots import DEATHS, Lease, Part, SlotPlan
 from jgraph.graph.ir import TaskName
-from tests.simulation.network import Message, Network, Simulation
-from tests.simulation.tasks import MASTER, Shard, Worker
+from tests.simulation.master import LEASE_S, Master
+from tests.simulation.network import Network, Simulation
+from tests.simulation.tasks import Shard, Worker
 
-ANSWER_S: Final = 10.0
-LEASE_S: Final = 20.0
 REJOIN_S: Final = 0.5
+TAKEOVER_S: Final = 2.0
+ACCOUNTS_S: Final = 12.0
 RESTART_S: Final = 2.0
 
 
@@ -59,7 +49,7 @@ class Ledger:
 
 
 class World:
-    """One run, from its begin to its end.
+    """One run, from its begin to its end: the client, and the tasks that it talks to.
 
     Args:
       seed: decides everything.
@@ -84,20 +74,29 @@ class World:
         self.shards: dict[TaskName, Shard] = {}
         for name in names:
             self.shards[name] = Shard(self, name)
-        self.master = self.net.start(MASTER, self.receive, self.lost)
         self.ledger = Ledger()
         self.recoveries = Recoveries(0)
         self.life = -1
-        self.attempts = self.losses = 0
+        self.attempts = self.losses = self.takeovers = 0
         self.state = "running"
         self.going_back = False
         self.checkpoint: Checkpoint | None = None
         self.restored = 0
+        self.master = Master(self, epoch=0)
         self.begin(None)
         self.checkpoint = Checkpoint(
             self.dispatch.state(), {task: Counter() for task in names}, Counter()
         )
-        self.keep_looking()
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """What the master deals."""
+        assert self.master.dispatch is not None
+        return self.master.dispatch
+
+    def dealer_of(self, master: TaskName) -> TaskName:
+        """Returns whom a loop that this master began asks for data."""
+        return master
 
     # ------------------------------------------------------------ the run
 
@@ -106,98 +105,86 @@ class World:
         self.life += 1
         self.going_back = False
         self.loops: dict[str, TaskName] = {}
-        self.asked: dict[str, int] = {}
-        position = None if back_to is None else back_to.position
-        left = self.batches - (0 if back_to is None else back_to.step)
-        self.dispatch = Dispatch(
-            self.plan,
-            budget=left,
-            workers=len(self.workers),
-            lease_s=LEASE_S,
-            position=position,
-        )
-        self.ledger = Ledger()
+        self.accounts: dict[str, tuple[Lease, ...] | None] | None = None
         for task, shard in self.shards.items():
             shard.life = self.life
             shard.counts = Counter(back_to.counts[task] if back_to else ())
+        self.ledger = Ledger()
         if back_to is not None:
             self.ledger.dealt = Counter(back_to.dealt)
+        if not self.master.process.alive or not self.master.is_heard:
+            self.master = Master(self, self.master.epoch + 1)
+        left = self.batches - (0 if back_to is None else back_to.step)
+        self.deal(left, None if back_to is None else back_to.position)
+        self.done = BatchLedger(self.plan, self.dispatch.state(), self.updates())
         for task in self.workers:
             self.start_loop(task)
+
+    def deal(self, batches: int, position: dict[str, Any] | None) -> None:
+        """Makes the master deal out so many."""
+        self.master.deal(
+            Dispatch(
+                self.plan,
+                budget=batches,
+                workers=len(self.workers),
+                lease_s=LEASE_S,
+                position=position,
+            )
+        )
+
+    def updates(self) -> int:
+        """Updates applied, as one ps counts them."""
+        return sum(next(iter(self.shards.values())).counts.values())
 
     def start_loop(self, task: TaskName) -> None:
         self.attempts += 1
         name = f"loop-{self.attempts}"
         self.loops[name] = task
-        self.net.send(self.master, task, ("run", name, self.life))
+        self.master.start_loop(name, task)
+
+    def dealt(self, leases: tuple[Lease, ...]) -> None:
+        for lease in leases:
+            for batch in lease.each():
+                self.ledger.dealt[self.plan.number(*batch)] += 1
 
     def acknowledge(self, batch: int, life: int) -> None:
         """A worker heard from every ps that an update of this batch is applied."""
         if life == self.life:
             self.ledger.acknowledged.add(batch)
 
-    def receive(self, src: TaskName, message: Message) -> None:
-        kind, loop, done, *rest = message
-        if self.loops.get(loop) != src:
+    def reported(
+        self, loop: str, leases: tuple[Lease, ...], state: str, lost: str
+    ) -> None:
+        """The master passes a report on."""
+        if loop not in self.loops:
             return
-        if kind == "ask":
-            batches, idle, number = rest
-            self.asked[loop] = number
-            self.handle(Asked(loop, done, batches, idle))
-            if idle:
-                self.sim.later(ANSWER_S, partial(self.wait_ended, loop, number))
-            return
-        state, lost = rest
-        self.handle(Progressed(loop, done))
+        self.done.add(leases)
         if lost in self.shards:
             self.go_back()  # a worker that does not reach a ps cannot train
         elif state == "failed":
             self.loop_lost(loop)
         elif state != "running":
-            self.handle(WorkerEnded(loop))
             del self.loops[loop]
         self.look()
-
-    def wait_ended(self, loop: str, number: int) -> None:
-        if self.asked.get(loop) == number:
-            del self.asked[loop]
-            self.handle(WaitEnded(loop))
-            self.answer(loop, number, ())
-
-    def handle(self, event: Event) -> None:
-        for instruction in self.dispatch.handle(event, self.sim.now):
-            match instruction:
-                case Deal(loop, leases):
-                    for lease in leases:
-                        for batch in lease.each():
-                            self.ledger.dealt[self.plan.number(*batch)] += 1
-                    self.answer(loop, self.asked.pop(loop), leases)
-                case Over(loop):
-                    self.answer(loop, self.asked.pop(loop), None)
-                case Expel(loop, _):
-                    if loop in self.loops:
-                        self.net.send(self.master, self.loops[loop], ("stop", loop))
-                        self.loop_lost(loop)
-                case Fail(error):
-                    self.state = f"failed: {error}"
-
-    def answer(self, loop: str, number: int, leases: tuple[Lease, ...] | None) -> None:
-        if loop in self.loops:
-            self.net.send(self.master, self.loops[loop], ("deal", loop, number, leases))
 
     # ------------------------------------------------------------ losses
 
     def lost(self, task: TaskName) -> None:
         """The master does not reach a task any more."""
+        if self.accounts is not None:
+            for loop in [n for n in self.accounts if self.loops.get(n) == task]:
+                self.accounted(loop, None)
+            return
         for loop in [name for name, at in self.loops.items() if at == task]:
             self.loop_lost(loop)
         self.look()
 
     def loop_lost(self, loop: str) -> None:
+        if loop not in self.loops:
+            return
         task = self.loops.pop(loop)
         self.losses += 1
-        self.asked.pop(loop, None)
-        self.handle(WorkerLost(loop))
+        self.master.forget(loop)
         self.sim.later(REJOIN_S, partial(self.rejoin, task, self.life))
 
     def rejoin(self, task: TaskName, life: int) -> None:
@@ -205,15 +192,16 @@ class World:
             return
         if task in self.loops.values():
             return
-        if self.net.is_up(task):
+        if self.net.is_up(task) and self.is_led:
             self.start_loop(task)
         else:
             self.sim.later(REJOIN_S, partial(self.rejoin, task, life))
 
-    def keep_looking(self) -> None:
-        self.handle(TimePassed())
-        self.look()
-        self.sim.later(LEASE_S / 4, self.keep_looking)
+    @property
+    def is_led(self) -> bool:
+        """Whether there is a master that deals."""
+        there = self.master.process.alive and self.master.is_heard
+        return there and self.accounts is None
 
     def look(self) -> None:
         """Ends the run when all is done; goes back when a ps is not the one it was."""
@@ -221,7 +209,7 @@ class World:
             return
         if any(shard.life != self.life for shard in self.shards.values()):
             self.go_back()
-        elif self.dispatch.done == self.batches:
+        elif self.is_led and self.dispatch.done == self.batches:
             self.state = "done"
 
     def go_back(self) -> None:
@@ -239,14 +227,14 @@ class World:
         if not all(map(self.net.is_up, [*self.shards, *self.workers])):
             self.sim.later(REJOIN_S, self.wait_for_all)
             return
-        for loop, task in self.loops.items():
-            self.net.send(self.master, task, ("stop", loop))
+        for loop in self.loops:
+            self.master.stop_loop(loop)
         self.restored += 1
         self.begin(self.checkpoint)
 
     def save(self) -> None:
         """Takes the position first: what is applied meanwhile comes again."""
-        if self.state != "running" or self.going_back:
+        if self.state != "running" or self.going_back or not self.is_led:
             return
         position, dealt = self.dispatch.state(), Counter(self.ledger.dealt)
         life, counts = self.life, dict[TaskName, Counter[int]]()
@@ -265,6 +253,75 @@ class World:
         for task in self.shards:
             self.sim.later(self.sim.chance.random() * 0.3, partial(take, task))
 
+    # ------------------------------------------------------------ another master
+
+    def lose_master(self, *, kill: bool) -> None:
+        """The client hears no more of the master, which is dead or goes on alone."""
+        old = self.master
+        if self.state != "running" or not old.is_heard:
+            return
+        self.sim.note(f"lose {old.task}")
+        old.is_heard = False
+        if kill:
+            self.net.kill(old.process)
+        wait = self.sim.chance.random() * (TAKEOVER_S if kill else REJOIN_S)
+        self.sim.later(wait, partial(self.take_over, old))
+
+    def take_over(self, old: Master) -> None:
+        """Ends the loops through another master, and asks what they did."""
+        if self.master is not old or self.state != "running" or self.going_back:
+            return
+        self.master = Master(self, old.epoch + 1)
+        self.takeovers += 1
+        self.accounts = {}
+        for loop, task in self.loops.items():
+            self.accounts[loop] = None
+            self.master.send(task, ("account", loop, self.master.epoch))
+        self.waiting = set(self.accounts)
+        self.sim.later(ACCOUNTS_S, partial(self.go_on, self.master, old))
+        self.old = old
+        if not self.waiting:
+            self.go_on(self.master, old)
+
+    def accounted(self, loop: str, leases: tuple[Lease, ...] | None) -> None:
+        """A loop has told what it did (None: its task knows nothing of it)."""
+        if self.accounts is None or loop not in self.waiting:
+            return
+        self.accounts[loop] = leases
+        self.waiting.remove(loop)
+        if not self.waiting:
+            self.go_on(self.master, self.old)
+
+    def go_on(self, master: Master, old: Master) -> None:
+        """Deals out what is not known to be done, to those that have told."""
+        if self.master is not master or self.accounts is None or self.going_back:
+            return
+        accounts, self.accounts = self.accounts, None
+        loops, self.loops = self.loops, {}
+        there = [loop for loop, leases in accounts.items() if leases is not None]
+        for loop in there:
+            self.done.add(accounts[loop] or ())
+        for shard in self.shards.values():
+            shard.dropped |= accounts.keys() - set(there)
+        position = self.done.position(self.updates())
+        self.deal(self.batches - self.done.done, position)
+        for loop, task in loops.items():
+            if loop in there:
+                self.start_loop(task)
+            else:
+                self.losses += 1
+                self.sim.later(REJOIN_S, partial(self.rejoin, task, self.life))
+        if there and old.process.alive:  # it knows nothing of its replacement
+            task = loops[there[0]]
+            late = partial(self.order_late, old, task, self.workers[task])
+            self.sim.later(self.sim.chance.random(), late)
+        self.look()
+
+    def order_late(self, old: Master, task: TaskName, worker: Worker) -> None:
+        """A master that was replaced orders a worker that has heard of the new one."""
+        if self.workers[task] is worker:  # one started since has no data of the run
+            old.start_loop(f"late-{old.epoch}", task, listed=False)
+
     # ------------------------------------------------------------ faults
 
     def kill(self, task: TaskName) -> None:
@@ -279,6 +336,7 @@ class World:
             there.loops.clear()
         else:
             there.life, there.counts, there.applied = -1, Counter(), set()
+            there.dropped = set()
         self.sim.later(
             RESTART_S * self.sim.chance.random(), partial(self.restart, task)
         )
@@ -313,4 +371,5 @@ class World:
             lost = self.ledger.acknowledged - set(shard.counts)
             assert not lost, f"{task} lost acknowledged updates of {sorted(lost)}"
         again = sum(self.ledger.dealt.values()) - self.batches
-        assert again == 0 or self.dispatch.again or self.attempts > len(self.workers)
+        more_loops = self.attempts > len(self.workers)
+        assert again == 0 or self.dispatch.again or more_loops
