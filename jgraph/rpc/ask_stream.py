@@ -150,6 +150,8 @@ class AskStream:
         with suppress(TimeoutError, asyncio.CancelledError, grpc.aio.AioRpcError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._talk.outbox.flushed()
+                if self._socket is not None:
+                    self._socket.close()  # the server reads it to its end
                 await self._stream.done_writing()
                 await self._stream.code()
 

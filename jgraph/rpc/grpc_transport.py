@@ -31,6 +31,7 @@ from jgraph.rpc.exchange import ExchangeLink
 from jgraph.rpc.frames import PROTOCOL, hello
 from jgraph.rpc.kept_buffers import KeptBuffers
 from jgraph.rpc.links import Links
+from jgraph.rpc.listening import listen, stop_listening
 from jgraph.rpc.local_door import LocalDoor
 from jgraph.rpc.memory_blocks import Budget
 from jgraph.rpc.memory_files import is_supported
@@ -140,7 +141,7 @@ class GrpcTransport:
         self._counters = Counters()
         self._door = LocalDoor() if self._is_near else None
         self._service: Service | None = None
-        self._server: grpc.aio.Server | None = None
+        self._listening: asyncio.Task[None] | None = None
         self._sequences: dict[TaskName, int] = {}
         self._links: Links[Prepared] = Links(self._make_link)
         self._channels: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
@@ -192,8 +193,9 @@ class GrpcTransport:
             raise bind_error(self._bind) from error
         if self._door is not None:
             await self._door.open()
-        await server.start()
-        self._service, self._server = service, server
+        close = self._door.close if self._door is not None else None
+        self._listening = await listen(server, grace_s=STOP_GRACE_S, then=close)
+        self._service = service
         return f"{self._bind.rpartition(':')[0]}:{port}"
 
     def set_peers(self, peers: dict[TaskName, Address]) -> None:
@@ -383,11 +385,9 @@ class GrpcTransport:
             return
         self._closed = True
         await self._links.close()
-        if self._server is not None and self._service is not None:
+        if self._listening is not None and self._service is not None:
             self._service.stop()
-            await self._server.stop(STOP_GRACE_S)
-        if self._door is not None:
-            self._door.close()
+            await stop_listening(self._listening)
         lines = [*self._lines.values(), *self._own_lines]
         await asyncio.gather(*(line.close() for line in lines), *self._closing)
         for opening in list(self._channels.values()):

@@ -4,12 +4,14 @@ A probe must get an answer while the task computes or moves gigabytes; on the ta
 own port it would wait behind them, and a supervisor would kill a healthy, busy task.
 """
 
+import asyncio
 from typing import final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from jgraph.rpc.dial import SERVER_OPTIONS, bind_error
+from jgraph.rpc.listening import listen, stop_listening
 
 
 @final
@@ -17,7 +19,6 @@ class HealthServer:
     """Serves ``grpc.health.v1.Health`` for one task.
 
     Example:
-      >>> import asyncio
       >>> async def main():
       ...     server = HealthServer()
       ...     print(await server.start("127.0.0.1:0") > 0)
@@ -29,7 +30,7 @@ class HealthServer:
 
     def __init__(self) -> None:
         self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs lag
-        self._server: grpc.aio.Server | None = None
+        self._listening: asyncio.Task[None] | None = None
 
     async def start(self, bind: str) -> int:
         """Listens on ``host:port`` (port 0: any) and returns the port.
@@ -46,8 +47,7 @@ class HealthServer:
             await server.stop(None)
             raise bind_error(bind) from error
         await self.set_serving(serving=False)
-        await server.start()
-        self._server = server
+        self._listening = await listen(server, grace_s=None)
         return port
 
     async def set_serving(self, *, serving: bool) -> None:
@@ -57,6 +57,6 @@ class HealthServer:
 
     async def close(self) -> None:
         """Stops listening and frees the port."""
-        if self._server is not None:
-            await self._server.stop(None)
-            self._server = None
+        if self._listening is not None:
+            await stop_listening(self._listening)
+            self._listening = None

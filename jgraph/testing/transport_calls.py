@@ -1,7 +1,7 @@
 """Checks of calls; see ``transport_conformance``."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import numpy as np
 
@@ -179,8 +179,14 @@ async def asking_reaches_a_server_that_was_started_again(make: MakeTransport) ->
         await ps.close()
         again = make(PS, bind=address)
         await again.start(Recorder())
-        expect(numbers(await asked(worker, address, "Echo", step(2))) == [2], "echo")
-        await again.close()
+        try:
+            # What leaves before the end of the old connection has arrived is lost.
+            with suppress(TaskLostError):
+                await asked(worker, address, "Echo", step(2))
+            echo = await asked(worker, address, "Echo", step(3))
+            expect(numbers(echo) == [3], "echo")
+        finally:
+            await again.close()
 
 
 async def asking_on_after_close_fails(make: MakeTransport) -> None:

@@ -20,6 +20,7 @@ from jgraph.testing.transport_harness import (
     WORKER,
     Recorder,
     asked,
+    call,
     numbers,
     started,
     step,
@@ -250,5 +251,21 @@ def test_socket_that_breaks_fails_what_is_asked(ends: list[LocalSocket]) -> None
         assert numbers(await asked(client, address, "Echo", step(7))) == [7]
         await client.close()
         await ps.close()
+
+    run_async(main())
+
+
+def test_neither_side_waits_for_the_other_to_close_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("ask_stream.LAST_WORDS_S", "local_door.HANDSHAKE_TIMEOUT_S"):
+        monkeypatch.setattr(f"jgraph.rpc.{name}", 1e6)
+
+    async def main() -> None:
+        async with started(GrpcTransport) as (_, _, worker, _, address):
+            for way in (asked, call):
+                assert numbers(await way(worker, address, "Echo", step(7))) == [7]
+            async with asyncio.timeout(20):
+                await worker.close()
 
     run_async(main())

@@ -1,0 +1,54 @@
+"""A server of gRPC listens until it is stopped, or its event loop ends."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import grpc
+
+_listening: Final[set["asyncio.Task[None]"]] = set()
+"""What nobody holds any more listens on."""
+
+
+async def listen(
+    server: grpc.aio.Server,
+    *,
+    grace_s: float | None,
+    then: Callable[[], None] | None = None,
+) -> "asyncio.Task[None]":
+    """Starts a server, which stops when the returned task is cancelled.
+
+    ``asyncio.run`` cancels it at the latest. A server that is still running when it is
+    freed hangs the process there: gRPC waits for calls that can no longer come in.
+
+    Args:
+      server: with its ports and handlers.
+      grace_s: how long calls may go on when it stops; None: they end at once.
+      then: closes what belongs to it, once it has stopped.
+    """
+    listening = asyncio.create_task(_until_cancelled(server, grace_s, then))
+    _listening.add(listening)
+    listening.add_done_callback(_listening.discard)
+    await server.start()
+    return listening
+
+
+async def stop_listening(listening: "asyncio.Task[None]") -> None:
+    """Stops the server of ``listen``; waits until its port is free."""
+    listening.cancel()
+    await asyncio.wait([listening])
+
+
+async def _until_cancelled(
+    server: grpc.aio.Server, grace_s: float | None, then: Callable[[], None] | None
+) -> None:
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        # The end of the loop also cancels a task of gRPC's, and with it the first try.
+        with suppress(asyncio.CancelledError):
+            await server.stop(grace_s)
+        await server.stop(None)
+        if then is not None:
+            then()
