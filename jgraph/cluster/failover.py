@@ -15,7 +15,7 @@ from jgraph.cluster.loop_orders import DealtData, plain
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.slots import Lease
-from jgraph.errors import ClusterError, JGError
+from jgraph.errors import ClusterError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -78,8 +78,7 @@ def open_data(cluster: "Cluster", run: str, name: str, data: DealtData) -> None:
       data: what is dealt.
     """
     if data.info is not None:
-        info = pb.OpenRun(run=run, info=json.dumps(data.info))
-        cluster.call("Master.OpenRun", frame(open_run=info))
+        open_run(cluster, run, data.info)
     order = pb.OpenDataRun(
         run=name,
         plan=plain(data.plan),
@@ -89,6 +88,12 @@ def open_data(cluster: "Cluster", run: str, name: str, data: DealtData) -> None:
         lease_s=data.lease_s,
     )
     cluster.call("Master.OpenDataRun", frame(open_data_run=order))
+
+
+def open_run(cluster: "Cluster", run: str, info: Mapping[str, Any]) -> None:
+    """Makes the master of a client follow a run also when the client is gone."""
+    order = pb.OpenRun(run=run, info=json.dumps(info))
+    cluster.call("Master.OpenRun", frame(open_run=order))
 
 
 def take_over(cluster: "Cluster", error: JGError) -> bool:
@@ -159,6 +164,26 @@ def accounts_of(
         return await asyncio.gather(*map(account, orders))
 
     return loop.run(all_accounts())
+
+
+def lost_master(error: JGError, master: TaskName) -> JGError:
+    """Returns the error of a run that cannot do without its master."""
+    return TaskLostError(
+        f"{master}, the master of this run, was lost: {error.message.rstrip('.')}. "
+        "A client that is connected to a ps may lose any worker",
+        **{**error.details, "task": master},
+    )
+
+
+async def tell_lost(cluster: "Cluster", order: pb.StopLoop) -> None:
+    """Tells who decides in synchronous training that a worker is gone."""
+    with suppress(JGError):
+        await cluster.transport.ask(
+            cluster.address,
+            "Master.StopLoop",
+            frame(stop_loop=order),
+            timeout_s=CONTROL_S,
+        )
 
 
 def drop_programs(cluster: "Cluster", handles: Iterable[str]) -> None:

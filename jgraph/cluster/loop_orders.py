@@ -61,6 +61,9 @@ class SyncRequest:
       shards: the tasks with gates; the first one decides.
       plan: slots of the data that it deals out to the replicas.
       position: where in the data to begin; see ``Dispatch``.
+      run: which run it is part of, and under which epoch of masters; empty: its own.
+      epoch: likewise.
+      info: as in ``DealtData``.
     """
 
     gate: str
@@ -70,6 +73,9 @@ class SyncRequest:
     shards: Sequence[TaskName]
     plan: SlotPlan
     position: Mapping[str, Any] | None = None
+    run: str = ""
+    epoch: int = 1
+    info: Mapping[str, Any] | None = None
 
 
 @final
@@ -128,7 +134,8 @@ class LoopReport:
       replica: number of the replica.
       task: its worker.
       state: "running", "done", "stopped", or "lost": its worker is gone, and others go
-        on with its data.
+        on with its data. Of who decides in synchronous training also "paused", where it
+        was asked to, and "alone": no worker is left.
       steps: numbers of the steps, int64[n].
       seconds: when each was computed, since the loop began, float64[n].
       fetches: per fetch of the program, its values stacked over the n steps.

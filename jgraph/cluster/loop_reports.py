@@ -15,7 +15,7 @@ from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 
 _Row: TypeAlias = tuple[int, float, Fetches]
-_KEPT: Final = 16
+_KEPT: Final = 64  # half a minute: longer than it takes to notice that a link is silent
 
 
 @final
@@ -37,6 +37,7 @@ class LoopReports:
         self._sent: deque[tuple[pb.LoopReport, list[_Row]]] = deque(maxlen=_KEPT)
         self._reports: asyncio.Queue[Frame | JGError | None] = asyncio.Queue()
         self._ended = asyncio.Event()
+        self._state = "stopped"
 
     def add(self, step: int, fetches: Fetches) -> None:
         """Takes a step that has been computed now."""
@@ -51,6 +52,7 @@ class LoopReports:
         if rows:
             header.steps_done = rows[-1][0] + 1
         header.seconds = self.reported_at - self._began
+        self._state = header.state
         self._sent.append((header, rows))
         self._reports.put_nowait(_report(header, rows))
 
@@ -70,11 +72,16 @@ class LoopReports:
                 f"a loop that was told to stop did not end within {timeout_s:g} s; one "
                 "of its steps is still under way"
             ) from None
-        header, rows = pb.LoopReport(state="stopped", number=self._number), list[_Row]()
+        header, rows = (
+            pb.LoopReport(state=self._state, number=self._number),
+            list[_Row](),
+        )
         for sent, of_it in self._sent:
             if sent.number > after:
                 header.done.extend(sent.done)
                 header.data_done = sent.data_done
+                header.data_position = sent.data_position
+                header.dropped.update(sent.dropped)
                 rows += of_it
                 for name, seconds in sent.times.items():
                     header.times[name] += seconds
@@ -82,6 +89,7 @@ class LoopReports:
 
     def end(self, error: JGError | None = None) -> None:
         """Ends the stream of reports, with ``error`` if there is one."""
+        self._state = self._state if error is None else "failed"
         self._reports.put_nowait(error)
         self._ended.set()
 

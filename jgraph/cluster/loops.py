@@ -19,8 +19,11 @@ from jgraph.cluster.failover import (
     Ledger,
     accounts_of,
     drop_programs,
+    lost_master,
     open_data,
+    open_run,
     take_over,
+    tell_lost,
 )
 from jgraph.cluster.loop_orders import (
     DealtData,
@@ -83,6 +86,7 @@ class LoopHandle:
     data is dealt out, the loss of a worker is no error while another one goes on, or
     takes part again in time. Where ``DealtData.updates`` is set, neither is the loss of
     the master: another server becomes it, and deals out what is not known to be done.
+    In synchronous training all loops end then; the last report says where.
     """
 
     def __init__(
@@ -95,18 +99,22 @@ class LoopHandle:
         self._clock = SystemClock()
         self._began = self._clock.now()
         self._run = self._name = unique("loop")
-        self._epoch = 1
+        self.epoch = 1
         self._data = data
         self._arbiter = next((r for r in requests if r.sync is not None), None)
         self._plan = ""
+        sync = None if self._arbiter is None else self._arbiter.sync
         self._ledger: Ledger | None = None
         if data is not None:
             self._plan = plain(data.plan)
             open_data(cluster, self._run, self._name, data)
             if data.updates is not None:
                 self._ledger = Ledger(data, data.updates, self.position())
-        elif self._arbiter is not None and self._arbiter.sync is not None:
-            self._plan = plain(self._arbiter.sync.plan)
+        elif sync is not None:
+            self._plan = plain(sync.plan)
+            self._run, self.epoch = sync.run or self._name, sync.epoch
+            if sync.info is not None:
+                open_run(cluster, self._run, sync.info)
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._telling: set[asyncio.Future[None]] = set()
@@ -131,7 +139,7 @@ class LoopHandle:
     def _taken(self, item: _Item) -> Iterator[LoopReport]:
         match item:
             case _MasterLost(epoch, error):  # of each loop; the first one counts
-                if epoch == self._epoch:
+                if epoch == self.epoch:
                     yield from self._fail_over(error)
             case JGError():
                 raise item
@@ -156,7 +164,7 @@ class LoopHandle:
         name = f"{self._name}-{request.replica}{again}"
         one = _Loop(request, name, began_s, request.first_step)
         self._loops.add(one)
-        following = self._follow(one, self._cluster.master, self._epoch)
+        following = self._follow(one, self._cluster.master, self.epoch)
         self._following.append(
             asyncio.run_coroutine_threadsafe(following, loop.event_loop())
         )
@@ -180,7 +188,7 @@ class LoopHandle:
           JGError: none came back in time.
         """
         lost, data = self._lost, self._data
-        if lost is None:
+        if lost is None or self._arbiter is not None:
             return False
         deadline = self._clock.now() + (0.0 if data is None else data.wait_s)
         if data is not None and data.wait_s:
@@ -231,11 +239,10 @@ class LoopHandle:
         Raises:
           JGError: there is none.
         """
-        assert self._ledger is not None  # else its loss is an error
         old = self._cluster.master
         if not take_over(self._cluster, error):
-            raise self._named(error, old)
-        self._epoch += 1
+            raise lost_master(error, old)
+        self.epoch += 1
         yield from self._come_so_far()
         loops, self._loops = list(self._loops), set()
         orders = [self._stop_order(one) for one in loops]
@@ -245,14 +252,19 @@ class LoopHandle:
             if isinstance(account, JGError):
                 continue
             goes_on.append(one)
-            state = "stopped" if self._stopped.is_set() else "running"
-            yield self._noted(
-                one, replace(report_of(one.request, account), state=state)
-            )
+            report = report_of(one.request, account)
+            if self._ledger is not None:
+                state = "stopped" if self._stopped.is_set() else "running"
+                report = replace(report, state=state)
+            elif one.request is self._arbiter and report.state == "failed":
+                raise lost_master(error, old)
+            yield self._noted(one, report)
         lost = [one for one in loops if one not in goes_on]
         # Nothing that is still under way there changes anything from here on.
         drop_programs(self._cluster, [one.request.handle for one in lost])
-        if not self._stopped.is_set():
+        if any(one.request is self._arbiter for one in lost):
+            raise lost_master(error, old)  # with the ps that it was
+        if self._ledger is not None and not self._stopped.is_set():
             self._name = unique("loop")
             left = self._ledger.left()
             open_data(self._cluster, self._run, self._name, left)
@@ -265,7 +277,7 @@ class LoopHandle:
                 self._begin(again)
         for one in lost:
             _LOG.warning("%s was lost; the other workers go on", one.request.task)
-            yield self._noted(one, lost_report(one.request, self._named(error, old)))
+            yield self._noted(one, lost_report(one.request, lost_master(error, old)))
 
     def _come_so_far(self) -> Iterator[LoopReport]:
         """Yields what had come before the connection to the old master ended."""
@@ -292,7 +304,7 @@ class LoopHandle:
             after=one.seen,
             timeout_s=one.request.step_timeout_s,
             run=self._run,
-            epoch=self._epoch,
+            epoch=self.epoch,
         )
 
     # ------------------------------------------------------------ orders and reports
@@ -307,8 +319,19 @@ class LoopHandle:
                 loop=one.name,
                 task=one.request.task,
                 run=self._run,
-                epoch=self._epoch,
+                epoch=self.epoch,
             )
+            with suppress(JGError):
+                self._cluster.call("Master.StopLoop", frame(stop_loop=order))
+
+    def pause(self) -> None:
+        """Asks who decides in synchronous training to end; others may go on from there.
+
+        Returns at once. Nothing happens if the loops have ended.
+        """
+        if self._arbiter is not None:
+            order = self._to_arbiter(self._arbiter)
+            order.run, order.epoch, order.pause = self._run, self.epoch, True
             with suppress(JGError):
                 self._cluster.call("Master.StopLoop", frame(stop_loop=order))
 
@@ -326,8 +349,8 @@ class LoopHandle:
         order = order_of(request)
         order.loop, order.run, order.epoch = one.name, self._run, epoch
         if self._arbiter is not None:
-            arbiter = f"{self._name}-{self._arbiter.replica}"
-            order.data_run, order.dealer = arbiter, self._arbiter.task
+            arbiter = self._to_arbiter(self._arbiter)
+            order.data_run, order.dealer = arbiter.loop, arbiter.task
         elif self._data is not None:
             order.data_run = self._name
         order.data_plan = order.data_plan or self._plan
@@ -350,9 +373,9 @@ class LoopHandle:
         lost = TaskName(str(error.details.get("task", master)))
         if isinstance(error, TaskLostError | ClusterUnreachableError):
             if lost == master:
-                if self._ledger is not None:
+                if self._ledger is not None or self._arbiter is not None:
                     return _MasterLost(epoch, error)
-                return self._named(error, master)
+                return lost_master(error, master)
             if lost == one.request.task and self._can_do_without(one.request):
                 _LOG.warning(
                     "%s was lost; the other workers go on: %s",
@@ -364,32 +387,13 @@ class LoopHandle:
 
     def _can_do_without(self, request: LoopRequest) -> bool:
         if self._arbiter is not None and request is not self._arbiter:
-            self._leave(self._arbiter, request.task)
+            order = self._to_arbiter(self._arbiter)
+            order.lost = request.task
+            telling = asyncio.ensure_future(tell_lost(self._cluster, order))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
             return True
         return self._data is not None
 
-    def _named(self, error: JGError, master: TaskName) -> JGError:
-        """Returns the error of a lost master, which says that it is one."""
-        return TaskLostError(
-            f"{master}, the master of this run, was lost: {error.message.rstrip('.')}. "
-            "A client that is connected to a ps may lose any worker",
-            **{**error.details, "task": master},
-        )
-
-    def _leave(self, arbiter: LoopRequest, lost: TaskName) -> None:
-        """Tells who decides in synchronous training that a worker is gone."""
-        name = f"{self._name}-{arbiter.replica}"
-        order = pb.StopLoop(loop=name, task=arbiter.task, lost=lost)
-
-        async def tell() -> None:
-            with suppress(JGError):
-                await self._cluster.transport.ask(
-                    self._cluster.address,
-                    "Master.StopLoop",
-                    frame(stop_loop=order),
-                    timeout_s=CONTROL_S,
-                )
-
-        telling = asyncio.ensure_future(tell())
-        self._telling.add(telling)
-        telling.add_done_callback(self._telling.discard)
+    def _to_arbiter(self, arbiter: LoopRequest) -> pb.StopLoop:
+        return pb.StopLoop(loop=f"{self._name}-{arbiter.replica}", task=arbiter.task)

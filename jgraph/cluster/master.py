@@ -275,7 +275,12 @@ class Master:
         yield frame(data_deal=await self.dealers.ask(body_of(request)))
 
     async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
-        yield _position(self.dealers.position(body_of(request).run))
+        name = body_of(request).run
+        run = self.runs.find(name)
+        if run is not None and run.position is not None:
+            yield _position(json.loads(run.position))
+        else:
+            yield _position(self.dealers.position(name))
 
     async def _close_data_run(self, request: Frame) -> AsyncIterator[Frame]:
         yield _position(self.dealers.close(body_of(request).run))

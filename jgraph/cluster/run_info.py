@@ -33,6 +33,7 @@ class RunInfo:
       metrics: names of what is told of each step.
       container: of its variables.
       data_run: under which its data is dealt out.
+      synchronous: whether each step is one of all workers.
     """
 
     name: str
@@ -46,6 +47,7 @@ class RunInfo:
     metrics: tuple[str, ...]
     container: str
     data_run: str
+    synchronous: bool = False
 
     def _repr_html_(self) -> str:
         return data(self)
@@ -53,8 +55,9 @@ class RunInfo:
 
 def run_infos(reply: Frame) -> list[RunInfo]:
     """Returns what "Master.Runs" answered, the newest run last."""
-    rows = [(row, json.loads(row.info)) for row in body_of(reply).runs]
-    infos = [
+    table = sorted(body_of(reply).runs, key=lambda row: -row.age_s)
+    rows = [(row, json.loads(row.info)) for row in table]
+    return [
         RunInfo(
             name=row.run,
             state=row.state,
@@ -67,10 +70,10 @@ def run_infos(reply: Frame) -> list[RunInfo]:
             metrics=tuple(info["metrics"]),
             container=info["container"],
             data_run=row.data_run,
+            synchronous=info["synchronous"],
         )
         for row, info in rows
     ]
-    return sorted(infos, key=lambda info: -info.seconds)
 
 
 def runs_of(cluster: "Cluster") -> list[RunInfo]:
@@ -101,7 +104,8 @@ def reports_of(cluster: "Cluster", run: RunInfo, timeout_s: float) -> Iterator[A
 
 def position_of(cluster: "Cluster", run: RunInfo) -> dict[str, Any]:
     """Returns where in its data a run is, as its master knows."""
-    query = frame(data_run=pb.DataRun(run=run.data_run))
+    name = run.name if run.synchronous else run.data_run
+    query = frame(data_run=pb.DataRun(run=name))
     address = cluster.spec.address(run.master)
     reply = cluster.call("Master.DataPosition", query, to=address)
     position: dict[str, Any] = json.loads(body_of(reply).position)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -37,12 +37,16 @@ class RunRecord:
         self._seconds = 0.0
         self._steps = 0
         self._data_run = ""
+        self.position: str | None = None
+        """Of synchronous training: where in the data it is, as JSON."""
         self._kept: deque[tuple[pb.LoopReport, Sequence[np.ndarray[Any, Any]]]]
         self._kept = deque()
         self._first = self._nbytes = 0
         self.loops: dict[str, TaskName] = {}
         """Those that go on, and where."""
         self._following: dict[str, asyncio.Task[None]] = {}
+        self._helpers: set[str] = set()  # contribute; another loop tells of the steps
+        self._told = ""  # state, by who tells of the steps
         self._ended: dict[str, JGError | None] = {}
         self._stopped = False
         self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -50,27 +54,28 @@ class RunRecord:
     @property
     def is_over(self) -> bool:
         """Whether all its loops have ended."""
-        return bool(self._following) and not self.loops
+        return bool(self._following) and not self.loops and self._told != "paused"
 
     def row(self) -> pb.RunRow:
         """Returns how it stands."""
-        if self.loops or not self._following:
+        if not self.is_over:
             state = "running"
         elif self._stopped:
             state = "stopped"
         else:
             # Who was lost does not matter where others have done the rest.
-            last = next(reversed(self._ended.values()))
-            state = "done" if last is None else "failed"
-        seconds = self._seconds if self.is_over else self._clock.now() - self._began
+            last = [*self._outcomes()][-1]
+            state = "done" if last is None and self._told != "alone" else "failed"
+        age_s = self._clock.now() - self._began
         return pb.RunRow(
             run=self._order.run,
             task=self._task,
             state=state,
             info=self._order.info,
             steps=self._steps,
-            seconds=seconds,
+            seconds=self._seconds if self.is_over else age_s,
             data_run=self._data_run,
+            age_s=age_s,
         )
 
     def follow(
@@ -78,6 +83,10 @@ class RunRecord:
     ) -> AsyncIterator[Frame]:
         """Follows a loop from now to its end; returns its reports for who asked."""
         self.loops[order.loop] = TaskName(order.task)
+        if order.HasField("sync"):
+            self._told, self.position = "running", order.sync.data_position
+        elif order.batch_feed:
+            self._helpers.add(order.loop)
         self._data_run = order.data_run
         self._following[order.loop] = asyncio.ensure_future(
             self._follow(order.loop, order.replica, reports)
@@ -107,8 +116,11 @@ class RunRecord:
     def _keep(
         self, body: pb.LoopReport, tensors: Sequence[np.ndarray[Any, Any]]
     ) -> None:
-        self._steps += len(tensors[0])
-        self._stopped = self._stopped or body.state == "stopped"
+        if body.loop not in self._helpers:
+            self._steps += len(tensors[0])
+            self._stopped = self._stopped or body.state == "stopped"
+            self._told = body.state
+            self.position = body.data_position or self.position
         self._kept.append((body, tensors))
         self._nbytes += sum(tensor.nbytes for tensor in tensors)
         while self._nbytes > _MOST_BYTES and len(self._kept) > 1:
@@ -133,7 +145,9 @@ class RunRecord:
     async def all(self) -> AsyncIterator[Frame]:
         """Yields what is kept of all reports, and those to come, to the end."""
         async for report in self._each(lambda: self.is_over):
-            yield report
+            body = body_of(report)
+            if body.loop not in self._helpers or body.HasField("error"):
+                yield report
 
     async def _each(self, is_over: Callable[[], bool]) -> AsyncIterator[Frame]:
         at = 0
@@ -147,6 +161,12 @@ class RunRecord:
             if ends:
                 return
             await asyncio.shield(news)
+
+    def _outcomes(self) -> Iterator[JGError | None]:
+        """Yields how each loop that tells of steps ended, the last one last."""
+        for name, error in self._ended.items():
+            if name not in self._helpers:
+                yield error
 
     def close(self) -> None:
         """Follows no loop any more."""

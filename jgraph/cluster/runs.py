@@ -62,7 +62,8 @@ class Runs:
 
     async def _open(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        self._records[order.run] = RunRecord(self._task, order, self._clock)
+        if order.run not in self._records:
+            self._records[order.run] = RunRecord(self._task, order, self._clock)
         over = [name for name, record in self._records.items() if record.is_over]
         for name in over[: max(0, len(self._records) - _KEPT)]:
             del self._records[name]

@@ -44,6 +44,9 @@ class SyncLoop:
       driver: drives the steps of that program.
       gates: of this task; the order's is open.
       clock: time for reports and the deadline.
+
+    Attributes:
+      told: what it tells.
     """
 
     def __init__(
@@ -74,12 +77,12 @@ class SyncLoop:
         self._events: deque[Event] = deque()
         self._handling = False
         self._progress_at = clock.now()
-        self._reports = LoopReports(clock)
+        self.told = LoopReports(clock)
         self._timer: asyncio.TimerHandle | None = None
 
-    def stop(self) -> None:
-        """Asks the loop to end after the update under way."""
-        self._take(StopAsked())
+    def stop(self, *, pause: bool = False) -> None:
+        """Asks the loop to end after the update under way; see ``StopAsked``."""
+        self._take(StopAsked(pause))
 
     def peer_lost(self, peer: TaskName) -> None:
         """Learns that a task went away, maybe one of a replica."""
@@ -96,13 +99,12 @@ class SyncLoop:
         """Runs the loop to its end; yields reports, the last with its final state.
 
         Raises:
-          JGError: an update failed, nobody is left to contribute, or too much time
-            passed without an update.
+          JGError: an update failed, or too much time passed without one.
         """
         self._gates.listen(self._gate, self._take)
         self._watch_time()
         try:
-            async for report in self._reports.stream():
+            async for report in self.told.stream():
                 yield report
         finally:
             self.stop()  # the watcher may be gone
@@ -145,7 +147,7 @@ class SyncLoop:
 
     def _apply(self, version: int, count: int) -> None:
         def computed(fetches: Fetches, _: object) -> None:
-            self._reports.add(version, [*fetches, np.array(count, np.int32)])
+            self.told.add(version, [*fetches, np.array(count, np.int32)])
 
         def over(error: JGError | None) -> None:
             if error is not None:
@@ -153,7 +155,7 @@ class SyncLoop:
                 return
             self._progress_at = self._clock.now()
             self._take(Applied())
-            silent_s = self._progress_at - self._reports.reported_at
+            silent_s = self._progress_at - self.told.reported_at
             if silent_s >= self._order.report_every_s:
                 self._report("running")
 
@@ -173,7 +175,7 @@ class SyncLoop:
         self._gates.close(self._gate, error or over)
         if error is None:
             self._report(state)
-        self._reports.end(error)
+        self.told.end(error)
 
     def _report(self, state: str) -> None:
         dropped: dict[str, int] = {
@@ -181,6 +183,6 @@ class SyncLoop:
             for handle, count in self._machine.dropped.items()
         }
         position = json.dumps(self._data.state())
-        self._reports.send(
+        self.told.send(
             pb.LoopReport(state=state, dropped=dropped, data_position=position)
         )

@@ -142,10 +142,9 @@ class TaskLoops:
                 self._dealers.loop_ends(order.loop)
 
     def _keep(self, name: str, loop: LoopRun | SyncLoop) -> None:
-        if isinstance(loop, LoopRun):
-            self._ended[name] = loop.told
-            if len(self._ended) > _KEPT:
-                self._ended.popitem(last=False)
+        self._ended[name] = loop.told
+        if len(self._ended) > _KEPT:
+            self._ended.popitem(last=False)
 
     def _make_loop(self, order: pb.RunLoop) -> LoopRun | SyncLoop:
         if order.HasField("sync"):
@@ -214,13 +213,15 @@ class TaskLoops:
         loop = self._loops.get(body.loop)
         if isinstance(loop, SyncLoop) and body.lost:
             loop.peer_lost(TaskName(body.lost))
+        elif isinstance(loop, SyncLoop):
+            loop.stop(pause=body.pause)
         elif loop is not None:
             loop.stop()
         yield frame(empty=pb.Empty())
 
     async def _account(self, order: pb.StopLoop) -> Frame:
         loop, told = self._loops.get(order.loop), self._ended.get(order.loop)
-        if isinstance(loop, LoopRun):
+        if loop is not None:
             loop.stop()
             told = loop.told
         if told is None:

@@ -25,7 +25,7 @@ from typing import TypeAlias, final
 
 from jgraph.coordination.slots import Lease
 from jgraph.coordination.sync_data import SyncData
-from jgraph.errors import DeadlineError, JGError, TaskLostError
+from jgraph.errors import DeadlineError, JGError
 from jgraph.graph.ir import TaskName
 
 Step: TypeAlias = tuple[str, int]
@@ -78,7 +78,9 @@ class TimeIsUp:
 @final
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """Somebody asked to stop after the update under way."""
+    """Somebody asked to stop after the update under way; with ``pause`` for a while."""
+
+    pause: bool = False
 
 
 Event: TypeAlias = (
@@ -115,7 +117,13 @@ class DealData:
 @final
 @dataclass(frozen=True, slots=True)
 class End:
-    """No more updates: ``state`` is "done", "stopped" or "failed"."""
+    """No more updates from here.
+
+    Attributes:
+      state: "done", "stopped", "paused": another arbiter goes on, "alone": no replica
+        is left, or "failed".
+      error: why it failed.
+    """
 
     state: str
     error: JGError | None = None
@@ -168,7 +176,7 @@ class Arbiter:
         self._version = version
         self._end = version + steps
         self._applying = False
-        self._stopping = False
+        self._stopping = ""
         self._over = False
         # Contributions that some ps have, and those that all have: slot -> step.
         self._partial: dict[Step, dict[TaskName, int]] = {}
@@ -195,8 +203,8 @@ class Arbiter:
             case Applied():
                 self._applying = False
                 self._version += 1
-            case StopAsked():
-                self._stopping = True
+            case StopAsked(pause):
+                self._stopping = self._stopping or ("paused" if pause else "stopped")
             case TimeIsUp(timeout_s):
                 return self._finish("failed", self._late(timeout_s))
         return self._go_on()
@@ -249,11 +257,13 @@ class Arbiter:
     def _go_on(self) -> list[Instruction]:
         if self._applying:
             return []
-        if self._stopping or self._version >= self._end:
-            return self._finish("done" if self._version >= self._end else "stopped")
+        if self._version >= self._end:
+            return self._finish("done")
+        if self._stopping:
+            return self._finish(self._stopping)
         there = list(self._whole[self._version].items())
         if not there and not self._alive:
-            return self._finish("failed", self._nobody())
+            return self._finish("alone")
         if len(there) < self.needed:
             return []
         # First come, first counted.
@@ -283,10 +293,4 @@ class Arbiter:
             "status`, use SyncPS(backup_workers=…), or give step_timeout_s=… a larger "
             "value",
             pending=missing,
-        )
-
-    def _nobody(self) -> TaskLostError:
-        return TaskLostError(
-            f"no worker is left to contribute to global step {self._version}; all of "
-            f"{', '.join(sorted(self._replicas.values()))} went away"
         )

@@ -56,15 +56,18 @@ class SyncData:
         self._end = 0  # place of the first batch that is nobody's yet
         self._given_back: list[int] = []
         self.done = self._again = 0
+        deaths: Iterable[tuple[int, int]] = ()
         if position is not None:
             self._end, self._given_back = self._order.restored(position)
             self.done, self._again = int(position["done"]), int(position["again"])
+            if position["plan"] == plan.to_dict():
+                deaths = position.get("deaths", ())
         # Of a round: batches that replicas will get when they ask.
         self._reserved: dict[str, deque[int]] = {name: deque() for name in replicas}
         self._held: dict[str, list[int]] = {name: [] for name in self._reserved}
         self._holder: dict[int, tuple[str, int]] = {}  # by number
         self._late_with: dict[int, str] = {}
-        self._deaths: Counter[int] = Counter()
+        self._deaths = Counter({int(place): int(count) for place, count in deaths})
 
     def state(self) -> dict[str, Any]:
         """Returns the position as plain data; what is held counts as not done."""
@@ -73,7 +76,8 @@ class SyncData:
             for taken in group.values():
                 places.extend(taken)
         position = self._order.position(self._end, sorted(places))
-        return {**position, "done": self.done, "again": self._again}
+        told = {**position, "done": self.done, "again": self._again}
+        return {**told, "deaths": [*self._deaths.items()]} if self._deaths else told
 
     # ------------------------------------------------------------ dealing
 

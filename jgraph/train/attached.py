@@ -11,14 +11,16 @@ from jgraph.cluster.client import Cluster
 from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.run_info import RunInfo, position_of, reports_of, stop_run
 from jgraph.errors import ConfigError, JGError
+from jgraph.graph.ir import TaskName
 from jgraph.rpc.frames import body_of
-from jgraph.train.async_ps import AsyncPS
+from jgraph.train.async_ps import AsyncRunner
 from jgraph.train.history import History
 from jgraph.train.large import KEPT_BYTES
 from jgraph.train.parts import Given, Parts
 from jgraph.train.run import Result, Run
-from jgraph.train.runner import Chunk, Runner
+from jgraph.train.runner import Chunk
 from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncRunner
 from jgraph.train.watch import Watch
 
 _LOG = logging.getLogger("jgraph.run")
@@ -79,7 +81,7 @@ class Attached:
     info: RunInfo
     run: Run
     history: History
-    runner: Runner
+    runner: AsyncRunner | SyncRunner
     stop: threading.Event
     clock: Clock
 
@@ -98,6 +100,7 @@ class Attached:
             if self.runner.nbytes() <= KEPT_BYTES:
                 values = self.runner.values()
             position = position_of(self.cluster, self.info)
+            self.runner.adopt(position)  # where to go on
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
         done = "done" if self.history.steps >= self.info.steps else "stopped"
@@ -111,8 +114,11 @@ class Attached:
                 _LOG.warning("a worker was lost: %s", body.error.message)
             if len(steps):
                 metrics = dict(zip(self.info.metrics, fetches, strict=True))
-                times = dict(body.times)
-                yield Chunk(body.replica, steps, seconds, metrics, times)
+                yield Chunk(
+                    0 if self.info.synchronous else body.replica,
+                    *(steps, seconds, metrics, dict(body.times)),
+                    {TaskName(task): count for task, count in body.dropped.items()},
+                )
 
     def _stop(self) -> None:
         while not self.stop.wait(_LOOK_S):
@@ -136,8 +142,8 @@ def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:
             "of a jg.LocalCluster end with it; start them with `jgraph up` and connect "
             "with jg.connect(…)"
         )
-    if cluster is None or not isinstance(strategy, AsyncPS):
+    if cluster is None:
         raise ConfigError(
-            f"detached=True needs a cluster and jg.AsyncPS(), not {strategy!r}: other "
-            "runs end with their client, and go on from a checkpoint"
+            f"detached=True needs a cluster, and {strategy!r} trains in this process, "
+            "which ends with it; give Trainer(…, cluster=jg.connect(…))"
         )

@@ -1,6 +1,7 @@
-"""What the master is told of the data of an asynchronous run."""
+"""What the master is told of a run and its data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jgraph.cluster.loop_orders import DealtData
 from jgraph.train.rejoin import WAIT_S
@@ -28,14 +29,7 @@ def dealt_data(
     plan = order.dataset.plan(order.batch_size, order.seed)
     info = None
     if order.detached:
-        first = updates()
-        info = {
-            "first_step": first,
-            "steps": first + order.steps,
-            "batch_size": order.batch_size,
-            "metrics": list(names),
-            "container": container,
-        }
+        info = run_info(order, updates(), container, names)
     return DealtData(
         plan,
         order.steps,
@@ -46,3 +40,30 @@ def dealt_data(
         stop=order.stop,
         info=info,
     )
+
+
+def run_info(
+    order: Order,
+    first: int,
+    container: str,
+    names: Sequence[str],
+    *,
+    sync: bool = False,
+) -> Mapping[str, Any]:
+    """Returns what whoever attaches to a run must know; see ``RunInfo``.
+
+    Args:
+      order: what to train.
+      first: updates before it.
+      container: of the variables.
+      names: of the metrics of a step.
+      sync: training is synchronous.
+    """
+    return {
+        "first_step": first,
+        "steps": first + order.steps,
+        "batch_size": order.batch_size,
+        "metrics": list(names),
+        "container": container,
+        "synchronous": sync,
+    }

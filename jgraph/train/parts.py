@@ -32,6 +32,7 @@ from jgraph.train.strategies import (
     gradient_dtype_of,
     make_runner,
 )
+from jgraph.train.sync_ps import SyncRunner
 from jgraph.train.trees import Tree
 
 Made: TypeAlias = tuple[TrainStep, Runner, Evaluator]
@@ -217,7 +218,7 @@ class Parts:
         self._trained_on = dataset or self._trained_on
         return made
 
-    def adopt(self, container: str, position: Position) -> Runner:
+    def adopt(self, container: str, position: Position) -> AsyncRunner | SyncRunner:
         """Makes the parts of a run that another client began; returns their runner.
 
         Raises:
@@ -229,7 +230,7 @@ class Parts:
             )
         made, side_car = self._make(None, container)
         runner = made[1]
-        assert isinstance(runner, AsyncRunner)  # who asks has checked
+        assert isinstance(runner, AsyncRunner | SyncRunner)  # who asks has checked
         runner.adopt(position)
         self._take(made, side_car)
         return runner

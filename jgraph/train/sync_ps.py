@@ -8,145 +8,43 @@ Source: Chen et al., "Revisiting Distributed Synchronous SGD", 2016 (backup work
 tensorflow/python/training/sync_replicas_optimizer.py.
 """
 
+import logging
+import threading
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from functools import partial
+from typing import Any, Final, final
 
-from jgraph.cluster.client import Cluster
+from jgraph.clock import SystemClock
+from jgraph.cluster.client import Cluster, unique
 from jgraph.cluster.gate_client import open_gate
-from jgraph.cluster.loop_orders import LoopRequest, SyncRequest
+from jgraph.cluster.loop_orders import LoopReport, LoopRequest, SyncRequest
 from jgraph.cluster.loops import LoopHandle
-from jgraph.errors import ConfigError, JGError
-from jgraph.graph import markup
+from jgraph.errors import ClusterError, JGError, TaskLostError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
-from jgraph.graph.sharding import Partitioner
 from jgraph.plan.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
-from jgraph.plan.spread import PlacementFunction
-from jgraph.train.arguments import is_count
-from jgraph.train.arrange import Arrangement
 from jgraph.train.async_ps import AsyncPS, AsyncRunner
-from jgraph.train.compress import GradientDtype, check_gradient_dtype, for_replica
+from jgraph.train.compress import for_replica
 from jgraph.train.data import Dataset
-from jgraph.train.kept_copies import Durability, check_durability
+from jgraph.train.dealing import run_info
 from jgraph.train.on_tasks import Kept
-from jgraph.train.placing import Placement
+from jgraph.train.rejoin import WAIT_S, Rejoin
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_step import SyncStep
+from jgraph.train.sync_strategy import SyncPS
 from jgraph.train.workers import chunk_of, end_loops
 
+__all__ = ["SyncPS", "SyncRunner"]
+
+_LOG = logging.getLogger("jgraph.recover")
+_LOOK_S: Final = 0.2
 CONTRIBUTIONS = "contributions"
 """Metric of a step: how many contributions its update is the mean of (int32)."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SyncPS:
-    """Train on a cluster's workers in step: each update averages a set of gradients.
-
-    With ``b`` backup workers, the first ``workers - b`` contributions of a step count;
-    later ones are dropped, counted for their worker, and that worker goes on with the
-    newest parameters. When a worker goes away, a step takes as many contributions as
-    workers are left; the metric ``contributions`` says how many each step had.
-
-    ``batch_size`` is that of one worker: a step of ``n`` workers is one step of one
-    process on their ``n`` batches together, which are neighbours in the order of the
-    epoch. Every batch of an epoch counts exactly once: that of a late contribution, or
-    of a worker that went away, is dealt again, and may then count in the next epoch's
-    first steps. With backup workers a slow worker gets fewer batches.
-
-    The model's state, such as BatchNorm statistics, is averaged like the gradients. Of
-    a table of rows (see ``Trainer(sparse=…)``) each worker contributes the rows that it
-    looked up, and one update is made of all these. The mean of a row is the sum of its
-    gradients over the number of contributions: who did not look it up adds zeros. The
-    same goes for hash tables, by keys.
-
-    Args:
-      replicas_to_aggregate: contributions of a step; all workers but the backups if
-        unset.
-      backup_workers: how many workers a step does not wait for.
-      step_timeout_s: limit for one step, in seconds.
-      variable_partitioner: cuts parameters into shards, as for ``AsyncPS``.
-      partition_strategy: which rows a shard has, as for ``AsyncPS``.
-      placement: chooses the ps of each parameter or shard, as for ``AsyncPS``.
-      gradient_dtype: what gradients travel as, as for ``AsyncPS``. They are summed in
-        float32. With a late contribution the left-overs that it carried are dropped.
-      durability: what a run is left with when a ps is lost, as for ``AsyncPS``.
-
-    Raises:
-      ConfigError: a number outside what is possible.
-
-    Example:
-      >>> SyncPS(backup_workers=1).contributions(4)
-      3
-    """
-
-    replicas_to_aggregate: int | None = None
-    backup_workers: int = 0
-    step_timeout_s: float = 60.0
-    variable_partitioner: Partitioner | None = None
-    partition_strategy: str = "div"
-    placement: PlacementFunction | None = None
-    gradient_dtype: GradientDtype | None = None
-    durability: Durability = "checkpoint"
-
-    def arrangement(self, cluster: Cluster) -> Arrangement:
-        """Returns how variables are cut and placed on a cluster.
-
-        Raises:
-          ConfigError: the cluster has no ps or no worker.
-        """
-        return Arrangement(
-            Placement(cluster, self.placement, "SyncPS"),
-            self.variable_partitioner,
-            self.partition_strategy,
-            tuple(cluster.tasks("ps")),
-        )
-
-    def __post_init__(self) -> None:
-        check_gradient_dtype(self.gradient_dtype)
-        check_durability(self.durability)
-        wanted = self.replicas_to_aggregate
-        if wanted is not None and not is_count(wanted, 1):
-            raise ConfigError(
-                f"replicas_to_aggregate is {wanted!r}; a step averages at least 1 "
-                "gradient, leave it out to average those of all workers"
-            )
-        backups = self.backup_workers
-        if not is_count(backups, 0):
-            raise ConfigError(
-                f"backup_workers is {backups!r}; give a whole number, 0 or more"
-            )
-        if not self.step_timeout_s > 0:
-            raise ConfigError(
-                f"step_timeout_s is {self.step_timeout_s}; it must be over 0 seconds"
-            )
-
-    def contributions(self, workers: int) -> int:
-        """Returns how many contributions a step of so many workers takes.
-
-        Raises:
-          ConfigError: more than there are workers.
-
-        Example:
-          >>> SyncPS(backup_workers=1).contributions(4)
-          3
-        """
-        backups = self.backup_workers
-        wanted = self.replicas_to_aggregate or workers - backups
-        if wanted < 1 or wanted + backups > workers:
-            asked = "" if self.replicas_to_aggregate is None else f"{wanted} workers "
-            raise ConfigError(
-                f"SyncPS is to average {asked}with {backups} backup workers, and the "
-                f"cluster has {workers} workers; start more, or ask for less"
-            )
-        return wanted
-
-    def _repr_html_(self) -> str:
-        return markup.data(self)
 
 
 @final
@@ -163,6 +61,10 @@ class _Prepared:
 @final
 class SyncRunner:
     """Runs gradient programs in the workers' loops, and updates on the ps.
+
+    One loop, on a ps, decides what is averaged, for the workers that it begins with.
+    When a lost one is back, or another server has become the master, that loop ends
+    after an update, and the next one begins where it says.
 
     Args:
       step: the variables and the step; its variables have tasks.
@@ -184,6 +86,10 @@ class SyncRunner:
         self._prepared: dict[str, _Prepared] = {}
         self._last: _Prepared | None = None
         self._position: Position = None
+        self._loops: LoopHandle | None = None
+        self._present: set[int] = set()
+        self._back: set[int] = set()
+        """Replicas that will take part from the next loops on."""
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
 
@@ -215,35 +121,94 @@ class SyncRunner:
                 self.state.copies.admit(1, [apply])
             self.state.clear_residuals(prepared.graph)
             self._workers.upload(prepared.graph, order.dataset)
-            version = self.state.global_step()
-            gate, shards = self._step.container, prepared.shards
-            open_gate(self._cluster, gate, shards, synchronous=True, version=version)
-            requests = self._requests(prepared, order, version)
-            loops = self.state.session.run_loops(requests)
+        self._present, self._back = set(range(self.replicas)), set()
+        rejoin = Rejoin(self._cluster, partial(self._admit, prepared, order))
         self.state.is_training = True
         try:
-            yield from self._follow(loops, prepared, order)
+            yield from self._follow(prepared, order, rejoin)
         except GeneratorExit:
-            end_loops(loops)
+            if self._loops is not None:
+                end_loops(self._loops)
             raise
         except JGError:
             self._workers.forget_data()
             raise
         finally:
-            self.state.is_training = False
+            rejoin.close()
+            self._loops, self.state.is_training = None, False
 
     def _follow(
-        self, loops: LoopHandle, prepared: _Prepared, order: Order
+        self, prepared: _Prepared, order: Order, rejoin: Rejoin
     ) -> Generator[Chunk, None, None]:
-        for report in loops:
-            if order.stop.is_set():
-                loops.stop()
-            if report.replica < self.replicas:
-                self._workers.note(report)
-                continue
-            self._position = report.position
-            if len(report.steps):
-                yield chunk_of(report, prepared.names, replica=0)
+        clock, left = SystemClock(), order.steps
+        began, sync = 0.0, self._sync(prepared, order)
+        dropped: Counter[TaskName] = Counter()
+        while left and not order.stop.is_set():
+            if not self._present and not self._is_one_back(order.stop):
+                return
+            with self.state.lock:
+                self._present, self._back = self._present | self._back, set()
+                loops = self._begin(prepared, replace(order, steps=left), sync)
+                self._loops = loops
+            now, late = clock.now(), Counter[TaskName]()
+            began = began or now
+            for report in loops:
+                if order.stop.is_set():
+                    loops.stop()
+                if report.replica < self.replicas:
+                    self._note(report, rejoin)
+                    continue
+                if report.position is not None:
+                    self._position, late = report.position, Counter(report.dropped)
+                if len(report.steps):
+                    left -= len(report.steps)
+                    seconds = report.seconds + now - began
+                    told = replace(report, seconds=seconds, dropped=dropped + late)
+                    yield chunk_of(told, prepared.names, replica=0)
+            dropped += late
+            sync = replace(sync, epoch=loops.epoch)
+
+    def _note(self, report: LoopReport, rejoin: Rejoin) -> None:
+        self._workers.note(report)
+        if report.state == "lost":
+            self._present.discard(report.replica)
+            rejoin.lost(report.replica, report.task)
+
+    def _admit(self, prepared: _Prepared, order: Order, replica: int) -> None:
+        """Lets the worker of a replica take part again, from the next update on."""
+        program = self._programs(prepared)[replica]
+        (handle,) = self.state.session.register_all([program])
+        if self.state.copies is not None:
+            self.state.copies.admit(0, [handle])
+        self._workers.renew(replica, prepared.graph, order.dataset)
+        self.state.clear_residuals(prepared.graph, [replica])
+        with self.state.lock:
+            prepared.handles[replica] = handle
+            self._back.add(replica)
+            loops = self._loops
+        if loops is not None:
+            loops.pause()
+
+    def _is_one_back(self, stop: threading.Event) -> bool:
+        """Waits for a worker that takes part again; False: no longer wanted.
+
+        Raises:
+          TaskLostError: none came back in time.
+        """
+        _LOG.warning("no worker is left; the run waits up to %g s for one", WAIT_S)
+        clock = SystemClock()
+        deadline = clock.now() + WAIT_S
+        while not self._back and clock.now() < deadline:
+            if stop.wait(_LOOK_S):
+                return False
+            try:
+                self._cluster.check_startable()
+            except ClusterError:  # nobody starts it again
+                break
+        if not self._back:
+            lost = ", ".join(self._workers.tasks)
+            raise TaskLostError(f"no worker is left to train: {lost} went away")
+        return True
 
     def global_step(self) -> int:
         """See ``Runner.global_step``."""
@@ -278,6 +243,12 @@ class SyncRunner:
         self.state.load(values)
         steps = int(self._step.unflatten(values)["global_step"])
         self._workers.done = [steps] * self.replicas
+        self._position = position
+
+    def adopt(self, position: Position) -> None:
+        """Takes the variables as they are: another client has made them."""
+        self.state.adopt(position)
+        self._workers.done = [self.global_step()] * self.replicas
         self._position = position
 
     def inherit(self, old: "SyncRunner") -> None:
@@ -336,45 +307,67 @@ class SyncRunner:
             platforms=self._cluster.platforms,
         )
 
+    def _programs(self, prepared: _Prepared) -> list[Program]:
+        """Returns what each worker runs."""
+        first, program = self._workers.tasks[0], prepared.plan.program
+        return [
+            for_replica(program.rename_task(first, worker), replica)
+            for replica, worker in enumerate(self._workers.tasks)
+        ]
+
     def _register(self, prepared: _Prepared) -> None:
         if not prepared.handles:
-            first, program = self._workers.tasks[0], prepared.plan.program
-            programs = [
-                for_replica(program.rename_task(first, worker), replica)
-                for replica, worker in enumerate(self._workers.tasks)
-            ]
-            session = self.state.session
-            prepared.handles = session.register_all([*programs, prepared.apply])
+            programs = [*self._programs(prepared), prepared.apply]
+            prepared.handles = self.state.session.register_all(programs)
 
-    def _requests(
-        self, prepared: _Prepared, order: Order, version: int
-    ) -> list[LoopRequest]:
-        *handles, apply = prepared.handles
-        limit = self._strategy.step_timeout_s
-        workers = [
-            replace(request, compute_wait_s=self.compute_wait_s.get(replica, 0.0))
-            for replica, request in enumerate(
-                self._workers.requests(
-                    prepared.graph,
-                    handles,
-                    order,
-                    # The ps see better who is missing, and say so first.
-                    step_timeout_s=2 * limit + 5,
-                )
-            )
-        ]
-        plan = order.dataset.plan(order.batch_size, order.seed)
-        sync = SyncRequest(
+    def _sync(self, prepared: _Prepared, order: Order) -> SyncRequest:
+        """Returns what all loops of a run that decide are told alike."""
+        version, info = self.state.global_step(), None
+        if order.detached:
+            container = self._step.container
+            info = run_info(order, version, container, prepared.names, sync=True)
+        return SyncRequest(
             gate=self._step.container,
             version=version,
             wanted=self._wanted,
-            replicas=dict(zip(handles, self._workers.tasks, strict=True)),
+            replicas={},
             shards=prepared.shards,
-            plan=plan,
-            position=position_in(plan, self._position, version * self._wanted),
+            plan=order.dataset.plan(order.batch_size, order.seed),
+            run=unique("run"),
+            info=info,
+        )
+
+    def _begin(
+        self, prepared: _Prepared, order: Order, sync: SyncRequest
+    ) -> LoopHandle:
+        """Sets the loops of those workers going that are present."""
+        version, shards = self.state.global_step(), prepared.shards
+        open_gate(self._cluster, sync.gate, shards, synchronous=True, version=version)
+        *handles, apply = prepared.handles
+        limit = self._strategy.step_timeout_s
+        requests = self._workers.requests(
+            prepared.graph,
+            handles,
+            order,
+            # The ps see better who is missing, and say so first.
+            step_timeout_s=2 * limit + 5,
+        )
+        workers = [
+            replace(one, compute_wait_s=self.compute_wait_s.get(one.replica, 0.0))
+            for one in requests
+            if one.replica in self._present
+        ]
+        begin = position_in(sync.plan, self._position, version * self._wanted)
+        # Who ended whom, of an earlier loop, is in no position of a ``Dispatch``.
+        position = {**begin, "deaths": (self._position or {}).get("deaths", [])}
+        sync = replace(
+            sync,
+            version=version,
+            replicas={one.handle: one.task for one in workers},
+            position=position,
         )
         arbiter = LoopRequest(
-            task=prepared.shards[0],
+            task=shards[0],
             handle=apply,
             data="",
             steps=order.steps,
@@ -384,4 +377,4 @@ class SyncRunner:
             report_every_s=order.report_every_s,
             sync=sync,
         )
-        return [arbiter, *workers]
+        return self.state.session.run_loops([arbiter, *workers])

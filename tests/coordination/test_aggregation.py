@@ -33,7 +33,6 @@ from jgraph.errors import (
     CancelledStepError,
     DataSlotError,
     DeadlineError,
-    TaskLostError,
 )
 from jgraph.graph.ir import TaskName
 from tests.coordination.sync_world import World
@@ -172,12 +171,16 @@ def test_last_contribution_of_a_lost_replica_counts() -> None:
     ]
 
 
-def test_run_without_a_replica_fails_by_name() -> None:
+def test_loop_without_a_replica_ends_for_another_to_go_on() -> None:
     machine = arbiter("a", wanted=1)
-    (end,) = machine.handle(ReplicaLost("a"))
-    assert isinstance(end, End)
-    assert isinstance(end.error, TaskLostError)
-    assert "/job:worker/task:0" in end.error.message
+    assert machine.handle(ReplicaLost("a")) == [End("alone")]
+
+
+def test_loop_that_is_to_pause_ends_after_the_update_under_way() -> None:
+    machine = arbiter("ab")
+    give(machine, A, B)
+    assert machine.handle(StopAsked(pause=True)) == []
+    assert machine.handle(Applied()) == [End("paused")]
 
 
 def test_wait_that_is_too_long_names_who_is_missing() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from jgraph.coordination.batch_order import BatchOrder
 from jgraph.coordination.dispatch import Asked, Deal, Dispatch, Progressed
-from jgraph.coordination.slots import Part, Shuffle, SlotPlan
+from jgraph.coordination.slots import DEATHS, Part, Shuffle, SlotPlan
 from jgraph.coordination.sync_data import SyncData
 from jgraph.errors import DataSlotError
 
@@ -210,6 +210,18 @@ def test_position_of_asynchronous_training_is_gone_on_from_and_back(
     assert isinstance(answer, Deal)
     assert answer.leases == (order.batch(batches + 1),)
     assert after.done == batches + 1
+
+
+def test_batch_that_ended_workers_is_known_where_another_loop_goes_on() -> None:
+    data, said = SyncData(plan(13), ["a", "b"]), None
+    for _ in range(DEATHS):
+        deal(data, "a")
+        said = data.lost("a", ())
+        data = SyncData(plan(13), ["a", "b"], json.loads(json.dumps(data.state())))
+    assert isinstance(said, DataSlotError)
+    assert f"ended {DEATHS} workers" in said.message
+    data.counted(*deal(data, "a"))
+    assert "deaths" not in data.state()
 
 
 def test_position_of_other_data_begins_the_next_epoch() -> None:

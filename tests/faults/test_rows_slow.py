@@ -41,11 +41,10 @@ PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1
     [
         (AsyncPS(), (PS,)),
         (SyncPS(), (PS,)),
-        (SyncPS(), (MASTER,)),
     ],
-    ids=["row 12: async", "row 12: sync", "row 19: sync"],
+    ids=["async", "sync"],
 )
-def test_rows_12_and_19_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
+def test_row_12_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
     fault: Fault, strategy: Any, lost: tuple[str, ...]
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)

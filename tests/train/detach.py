@@ -1,4 +1,4 @@
-"""A client that begins a detached run, and is killed: ``… detach TARGET STEPS``."""
+"""A client that begins a detached run, and is killed: ``… detach TARGET STRATEGY``."""
 
 import sys
 from typing import Any
@@ -9,26 +9,27 @@ from flax import nnx
 from jgraph.cluster.client import Cluster, connect
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.train.models import NnxMLP, data, nnx_loss
 
 
-def make(cluster: Cluster, strategy: Strategy | None = None) -> Trainer:
+def make(cluster: Cluster | None, strategy: Strategy | None = None) -> Trainer:
     model, tx = NnxMLP(rngs=nnx.Rngs(0)), optax.adam(1e-2)
     strategy = strategy or AsyncPS()
     return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
 
 
-def main(target: str, steps: int) -> None:
+def main(target: str, strategy: str) -> None:
     """Says so when it trains."""
 
     def tell(run: Any, report: Any) -> None:
         sys.stdout.write("trains\n")
         sys.stdout.flush()
 
-    make(connect(target)).fit(
+    make(connect(target), {"AsyncPS": AsyncPS, "SyncPS": SyncPS}[strategy]()).fit(
         data(),
-        steps=steps,
+        steps=10**6,
         batch_size=8,
         callbacks=[tell],
         progress=False,
@@ -37,4 +38,4 @@ def main(target: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2])

@@ -12,6 +12,9 @@ from jgraph.cli import main
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.local import LocalCluster
 from jgraph.errors import ConfigError
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.local import Local
+from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from tests.cluster.conftest import connected
 from tests.train import detach
@@ -25,12 +28,15 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_detached_run_is_found_with_all_that_it_told(cluster: Cluster) -> None:
-    there = make(cluster)
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_detached_run_is_found_with_all_that_it_told(
+    cluster: Cluster, strategy: Strategy
+) -> None:
+    there = make(cluster, strategy)
     run = there.fit(data(), steps=60, batch_size=8, progress=False, detached=True)
-    (info,) = cluster.runs()
+    info = cluster.runs()[-1]
     assert (info.state, info.step, info.steps) == ("done", 60, 60)
-    found = make(cluster).attach(info.name).wait(30)
+    found = make(cluster, strategy).attach(info.name).wait(30)
     assert (found.state, found.steps) == ("done", 60)
     for mine, theirs in zip(
         *(r.metrics("loss").values() for r in (run, found)), strict=True
@@ -39,6 +45,7 @@ def test_detached_run_is_found_with_all_that_it_told(cluster: Cluster) -> None:
     kernels = [r.model().layers[0].kernel[...] for r in (run, found)]
     np.testing.assert_array_equal(*kernels)
     assert found.repeated() == run.repeated() == 0
+    assert found.metric_names == run.metric_names
     there.close()
 
 
@@ -49,18 +56,19 @@ def test_run_that_does_not_go_on_is_not_found(cluster: Cluster) -> None:
         make(cluster).attach()
 
 
-def test_run_that_cannot_outlive_its_client_is_refused(cluster: Cluster) -> None:
-    there = make(cluster, SyncPS())
-    with pytest.raises(ConfigError, match=r"needs a cluster and jg.AsyncPS\(\)"):
-        there.fit(data(), steps=1, batch_size=8, detached=True)
+def test_run_that_cannot_outlive_its_client_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs a cluster, and Local\(\) trains in"):
+        make(None, Local()).fit(data(), steps=1, batch_size=8, detached=True)
 
 
 @pytest.mark.procs
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], strategy: Strategy
 ) -> None:
     with LocalCluster(ps=1, workers=2) as servers:
-        command = [sys.executable, "-m", detach.__name__, servers.target, "1000000"]
+        command = [sys.executable, "-m", detach.__name__, servers.target]
+        command.append(type(strategy).__name__)
         client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert client.stdout is not None
         assert client.stdout.readline() == "trains\n"
@@ -68,7 +76,7 @@ def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
         client.wait(10)
         client.stdout.close()
         with connect(servers.target, timeout_s=20) as cluster:
-            there = make(cluster)
+            there = make(cluster, strategy)
             run = there.attach()
             before = cluster.runs()[0].step
             while cluster.runs()[0].step < before + 200:
@@ -84,7 +92,8 @@ def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
             assert cluster.runs()[0].state == "stopped"
             loss = run.metrics("loss")
             assert loss["step"].tolist() == [*range(1, run.steps + 1)]
-            assert set(loss["replica"]) == {0, 1}
+            replicas = {0, 1} if isinstance(strategy, AsyncPS) else {0}
+            assert set(loss["replica"]) == replicas
             assert loss["value"][-100:].mean() < loss["value"][:20].mean()
             done = run.steps
             run = there.fit(data(), steps=20, batch_size=8, progress=False)

@@ -1437,7 +1437,7 @@ class LoopReport(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """"running", "done", "stopped" """
+    """"running", "done", "stopped"; synchronous: "paused", "alone" """
     steps_done: _builtins.int
     seconds: _builtins.float
     data_done: _builtins.int
@@ -1674,6 +1674,7 @@ class StopLoop(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     loop: _builtins.str
     task: _builtins.str
     lost: _builtins.str
@@ -1685,6 +1686,8 @@ class StopLoop(_message.Message):
     run: _builtins.str
     """as in RunLoop"""
     epoch: _builtins.int
+    pause: _builtins.bool
+    """synchronous training: the run goes on with another loop"""
     def __init__(
         self,
         *,
@@ -1696,10 +1699,11 @@ class StopLoop(_message.Message):
         timeout_s: _builtins.float = ...,
         run: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        pause: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "epoch", b"epoch", "loop", b"loop", "lost", b"lost", "run", b"run", "task", b"task", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "epoch", b"epoch", "loop", b"loop", "lost", b"lost", "pause", b"pause", "run", b"run", "task", b"task", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2364,6 +2368,7 @@ class RunRow(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     DATA_RUN_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     task: _builtins.str
     """its master"""
@@ -2377,6 +2382,8 @@ class RunRow(_message.Message):
     """since it began"""
     data_run: _builtins.str
     """as in RunLoop"""
+    age_s: _builtins.float
+    """since it began, also when it is over"""
     def __init__(
         self,
         *,
@@ -2387,10 +2394,11 @@ class RunRow(_message.Message):
         steps: _builtins.int = ...,
         seconds: _builtins.float = ...,
         data_run: _builtins.str = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_run", b"data_run", "info", b"info", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "info", b"info", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

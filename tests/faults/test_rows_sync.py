@@ -1,0 +1,68 @@
+"""Faults of synchronous training that a run outlives without going back."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jgraph.train.sync_ps import SyncPS
+from tests.faults.conftest import Fault, Stopwatch
+from tests.faults.counting import BATCH, IDS, counted, trainer
+from tests.train.ledger import examples_counted, examples_due
+
+pytestmark = pytest.mark.procs
+
+MASTER, WORKER = "/job:worker/task:0", "/job:worker/task:1"
+
+
+def test_rows_1_9_and_19_a_synchronous_run_takes_lost_workers_and_masters_back(
+    fault: Fault,
+) -> None:
+    """A worker, the master, then all workers: no batch is left out, or comes twice."""
+    cluster = fault.cluster(ps=2, workers=2, restarts=5)
+    there, clock = trainer(cluster, SyncPS()), Stopwatch()
+    to_kill = [(WORKER,), (MASTER,), (WORKER, MASTER)]
+    killed_at = [0]
+
+    def kill_when_all_take_part(run: Any, report: Any) -> None:
+        since = run.metrics("contributions")["value"][killed_at[-1] :]
+        alone, together = (np.flatnonzero(since == count) for count in (1, 2))
+        # The last time all die at once, and nobody goes on alone.
+        all_died = len(killed_at) == 4
+        if len(together) < 50 or not (all_died or len(killed_at) == 1 or len(alone)):
+            return
+        if len(alone) and together[-1] < alone[-1]:
+            return
+        killed_at.append(report.step)
+        for task in to_kill.pop(0) if to_kill else []:
+            cluster.kill(task)
+        if len(killed_at) == 5:
+            run.stop()
+
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[kill_when_all_take_part],
+        progress=False,
+    )
+    assert run.state == "stopped"
+    assert clock.seconds < 60
+    assert run.recoveries() == []
+    assert cluster.master.startswith("/job:ps/")
+    steps, seconds = (run.metrics("loss")[name] for name in ("step", "seconds"))
+    np.testing.assert_array_equal(steps, np.arange(1, run.steps + 1))
+    assert (np.diff(seconds) >= 0).all()
+    position = there.current_position()
+    assert position is not None
+    assert position["again"] == 0
+    np.testing.assert_array_equal(examples_counted(run), examples_due(position))
+    # Of the last step it may not have been told, if it was on its way from a master.
+    means = run.metrics("seen")["value"].sum(0)
+    for count in counted(there):
+        np.testing.assert_allclose(count, means, rtol=1e-6)
+    fault.names += [
+        *(f"{MASTER}, the master, was lost", "is the master from here on", "SIGKILL"),
+        *("the other workers go on", f"{WORKER} answers again", "no worker is left"),
+    ]
+    there.close()
