@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 from typing import Final, Literal, final
 
@@ -14,6 +14,7 @@ import grpc
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.ask_lines import AskLines
 from jgraph.rpc.ask_stream import Stream
 from jgraph.rpc.asking import ASKS_METHOD, MAX_ASK_BYTES, AskLine
 from jgraph.rpc.auth import Roles, TokenGate
@@ -145,10 +146,8 @@ class GrpcTransport:
         self._sequences: dict[TaskName, int] = {}
         self._links: Links[Prepared] = Links(self._make_link)
         self._channels: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
-        self._lines: dict[Address, AskLine] = {}
+        self._lines = AskLines(self._dial, self._line)
         self._line_numbers = itertools.count(1)
-        self._own_lines: set[AskLine] = set()
-        self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def start(self, handler: Handler) -> Address:
@@ -277,8 +276,9 @@ class GrpcTransport:
           JGError: whatever the other side raised.
         """
         prepared = prepare(request, max_frame_bytes=self._max_frame_bytes)
+        self._counters.calls_made += 1
         async with (
-            self._own_line(dst, timeout_s) as (line, left_s),
+            self._lines.own(dst, timeout_s) as (line, left_s),
             aclosing(line.call(method, prepared, left_s)) as replies,
         ):
             async for reply in replies:
@@ -294,37 +294,12 @@ class GrpcTransport:
           JGError: as ``call``.
         """
         prepared = prepare(request, max_frame_bytes=self._max_frame_bytes)
+        self._counters.calls_made += 1
         if prepared.nbytes > MAX_ASK_BYTES:
-            async with self._own_line(dst, timeout_s) as (line, left_s):
+            async with self._lines.own(dst, timeout_s) as (line, left_s):
                 return await line.ask(method, prepared, left_s)
-        self._counters.calls_made += 1
-        shared = self._lines.get(dst)
-        if shared is None or shared.is_broken:
-            stream = await self._dial(dst, timeout_s)
-            shared = self._lines.get(dst)  # perhaps another caller opened one meanwhile
-            if shared is None or shared.is_broken:
-                shared = self._lines[dst] = self._line(dst, stream)
-            else:
-                stream.cancel()
-        return await shared.ask(method, prepared, timeout_s)
-
-    @asynccontextmanager
-    async def _own_line(
-        self, dst: Address, timeout_s: float
-    ) -> AsyncIterator[tuple[AskLine, float]]:
-        """Gives a line for one call, and how much of its time is left."""
-        self._counters.calls_made += 1
-        now = asyncio.get_running_loop().time
-        end = now() + timeout_s
-        line = self._line(dst, await self._dial(dst, timeout_s))
-        self._own_lines.add(line)
-        try:
-            yield line, max(end - now(), 1e-3)
-        finally:
-            self._own_lines.discard(line)
-            closing = asyncio.create_task(line.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        line = await self._lines.shared(dst, timeout_s)
+        return await line.ask(method, prepared, timeout_s)
 
     async def _dial(self, dst: Address, timeout_s: float = CONNECT_TIMEOUT_S) -> Stream:
         channel = await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s))
@@ -388,8 +363,7 @@ class GrpcTransport:
         if self._listening is not None and self._service is not None:
             self._service.stop()
             await stop_listening(self._listening)
-        lines = [*self._lines.values(), *self._own_lines]
-        await asyncio.gather(*(line.close() for line in lines), *self._closing)
+        await self._lines.close()
         for opening in list(self._channels.values()):
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)

@@ -1,0 +1,75 @@
+"""The lines of one process to the servers that it asks: who has which, and when."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeAlias, final
+
+from jgraph.rpc.ask_stream import Stream
+from jgraph.rpc.asking import AskLine
+from jgraph.rpc.transport import Address
+
+Dial: TypeAlias = Callable[[Address, float], Awaitable[Stream]]
+
+
+@final
+class AskLines:
+    """Gives each call a line: small ones share one, others have one to themselves.
+
+    Opening a line takes as long as sending megabytes over it. So one that a call had to
+    itself waits for the next such call to the same server; one at a time, more are
+    closed.
+
+    Args:
+      dial: opens a stream to a server, within some seconds.
+      make: makes a line of it.
+    """
+
+    def __init__(self, dial: Dial, make: Callable[[Address, Stream], AskLine]) -> None:
+        self._dial = dial
+        self._make = make
+        self._shared: dict[Address, AskLine] = {}
+        self._idle: dict[Address, AskLine] = {}
+        self._taken: set[AskLine] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def shared(self, dst: Address, timeout_s: float) -> AskLine:
+        """Returns the line of all small calls to a server."""
+        line = self._shared.get(dst)
+        if line is None or line.is_broken:
+            stream = await self._dial(dst, timeout_s)
+            line = self._shared.get(dst)  # perhaps another caller opened one meanwhile
+            if line is None or line.is_broken:
+                line = self._shared[dst] = self._make(dst, stream)
+            else:
+                stream.cancel()
+        return line
+
+    @asynccontextmanager
+    async def own(
+        self, dst: Address, timeout_s: float
+    ) -> AsyncIterator[tuple[AskLine, float]]:
+        """Gives a line for one call, and how much of its time is left."""
+        now = asyncio.get_running_loop().time
+        end = now() + timeout_s
+        line = self._idle.pop(dst, None)
+        if line is None or line.is_broken:
+            line = self._make(dst, await self._dial(dst, timeout_s))
+        self._taken.add(line)
+        is_over = False
+        try:
+            yield line, max(end - now(), 1e-3)
+            is_over = True
+        finally:
+            self._taken.discard(line)
+            if is_over and not line.is_broken and dst not in self._idle:
+                self._idle[dst] = line
+            else:  # of a call that failed, some may still wait to leave
+                closing = asyncio.create_task(line.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Closes all lines; what is asked fails."""
+        lines = [*self._shared.values(), *self._idle.values(), *self._taken]
+        await asyncio.gather(*(line.close() for line in lines), *self._closing)
