@@ -1,7 +1,7 @@
 """Arguments to feeds and fetches to results, at the client."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,6 +77,27 @@ def leaf_arrays(
             _check_finite(graph, feed, array)
         arrays.append(array)
     return arrays
+
+
+def plain_feeds(graph: Graph) -> Callable[[Sequence[Any]], bool]:
+    """Returns what tells whether leaves are the feeds of a graph just as they are.
+
+    Those that are not may be feeds after a conversion, or are refused with a sentence:
+    ``leaf_arrays`` knows.
+    """
+    kinds = [(feed.aval.shape, feed.aval.dtype) for feed in graph.feeds]
+
+    def fit(leaves: Sequence[Any]) -> bool:
+        if len(leaves) != len(kinds):
+            return False
+        for leaf, (shape, dtype) in zip(leaves, kinds, strict=True):
+            if type(leaf) is not np.ndarray and not isinstance(leaf, np.generic):
+                return False
+            if leaf.dtype != dtype or leaf.shape != shape:
+                return False
+        return True
+
+    return fit
 
 
 def as_result(graph: Graph, arrays: Sequence[np.ndarray[Any, Any]]) -> Any:

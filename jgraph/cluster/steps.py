@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, final
 import jax
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.feeding import as_result, leaf_arrays
+from jgraph.cluster.feeding import as_result, leaf_arrays, plain_feeds
 from jgraph.cluster.patience import saying
 from jgraph.cluster.programs import STEP_S, Programs
 from jgraph.cluster.values import VariableValues
@@ -59,9 +59,11 @@ class PreparedStep:
     """
 
     __slots__ = (
+        "_fits",
         "_graph",
         "_handle",
         "_has_keys",
+        "_is_flat",
         "_programs",
         "_tree",
         "plan",
@@ -80,6 +82,9 @@ class PreparedStep:
         self._has_keys = any(is_key(v.aval) for v in graph.jaxpr.outvars)
         self._programs = programs
         self._tree = tree
+        self._fits = plain_feeds(graph)
+        flat = jax.tree_util.tree_structure(((0,) * tree.num_leaves, {}))
+        self._is_flat = tree == flat
 
     @short_traceback
     def __call__(
@@ -96,6 +101,8 @@ class PreparedStep:
           FeedError: arguments of another structure, shape or dtype.
           JGError: as ``Session.run``.
         """
+        if self._is_flat and not kwargs and not feeds and self._fits(args):
+            return self._run(args, self.timeout_s)
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         if tree != self._tree:
             raise FeedError(
@@ -115,6 +122,9 @@ class PreparedStep:
     ) -> Any:
         """Runs one step on the leaves of its arguments."""
         arrays = leaf_arrays(self._graph, leaves, feeds, check_finite=check_finite)
+        return self._run(arrays, timeout_s)
+
+    def _run(self, arrays: Sequence[Any], timeout_s: float) -> Any:
         if self.plan.prediction is None:
             results = self._programs.run(self._handle, arrays, timeout_s)
         else:

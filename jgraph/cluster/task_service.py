@@ -45,6 +45,7 @@ from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame, Transport
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
 from jgraph.runtime.executor import Outcome
+from jgraph.runtime.feeds import by_name
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.task import TaskRuntime
@@ -291,18 +292,11 @@ class TaskService:
           JGError: as the call ``RunStep`` would.
         """
         try:
-            feeds = self._by_name(handle, arrays)
-            return self.runtime.run_at_once(handle, feeds, limit_s)
+            return self.runtime.run_at_once(handle, arrays, limit_s)
         except JGError:
             raise
         except Exception as error:
             raise as_error(error, self.task) from error
-
-    def _by_name(
-        self, handle: str, arrays: Sequence[np.ndarray[Any, Any]]
-    ) -> dict[str, np.ndarray[Any, Any]]:
-        feeds = self.runtime.program(handle).feeds
-        return {name: array for (name, _), array in zip(feeds, arrays, strict=False)}
 
     async def _run_step(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
@@ -313,7 +307,7 @@ class TaskService:
                 return
         fetches, parts = await self.driver.run(
             body.handle,
-            self._by_name(body.handle, request.tensors),
+            by_name(self.runtime.program(body.handle), request.tensors),
             timeout_s=body.timeout_s,
             trace=body.trace,
         )

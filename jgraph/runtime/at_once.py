@@ -2,11 +2,12 @@
 
 Handing a step to a task's event loop and its result back costs more than a small step
 itself. One that no other task has a part in, and whose work is known to be short, needs
-neither the loop nor a deadline: its nodes run one after the other.
+neither the loop nor a deadline: its nodes run one after the other. What can be settled
+before is settled when its program is registered.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias, final
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from jgraph.plan.nodes import (
     SegmentNode,
     WriteNode,
 )
-from jgraph.plan.program import Partition, StoredVariable
+from jgraph.plan.program import Partition, Program, StoredVariable
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.local_mesh import SpreadExecutable
 from jgraph.runtime.store import VariableStore
@@ -28,91 +29,145 @@ from jgraph.runtime.store import VariableStore
 SHORT_S: Final = 5e-3
 """What a step may take, as far as known, to run in the thread that asks for it."""
 
+_Do: TypeAlias = Callable[[list[Any]], None]
+"""Does what a node does: takes values by their number, and puts others there."""
+
+
+@final
+class AtOnce:
+    """The steps of a program that is one ``is_plain`` partition.
+
+    Args:
+      program: what the feeds are.
+      loaded: its only partition.
+      store: variables of the task; other threads may use them at the same time.
+      now: tells monotonic time in seconds.
+    """
+
+    __slots__ = ("_blank", "_costs", "_do", "_fed", "_feeds", "_fetched")
+
+    def __init__(
+        self,
+        program: Program,
+        loaded: LoadedPartition,
+        store: VariableStore,
+        now: Callable[[], float],
+    ) -> None:
+        partition = loaded.partition
+        unused = len(partition.values)
+        self._blank: list[Any] = [None] * (unused + 1)
+        self._do: list[_Do] = []
+        self._costs = [
+            cost
+            for run, cost in zip(loaded.executables, loaded.costs, strict=True)
+            if run is not None
+        ]
+        self._fetched: tuple[int, ...] = ()
+        fed: dict[str, int] = {}
+        for index, node in enumerate(partition.nodes):
+            if isinstance(node, SegmentNode):
+                self._do.append(_computing(loaded, index, node, store, now))
+            elif isinstance(node, FeedNode):
+                fed[node.name] = node.out
+            elif isinstance(node, ConstNode):
+                self._blank[node.out] = node.value
+            elif isinstance(node, ReadNode):
+                self._do.append(_reading(partition, node, store))
+            elif isinstance(node, WriteNode):
+                self._do.append(_writing(partition, node, store))
+            elif isinstance(node, FetchNode):
+                self._fetched = node.values
+        self._fed = [fed.get(name, unused) for name, _ in program.feeds]
+        # A size with a name is of no one shape: such feeds are looked at elsewhere.
+        self._feeds = [
+            (None if kind.symbols else kind.shape, kind.np_dtype)
+            for _, kind in program.feeds
+        ]
+
+    def takes_less(self, limit_s: float) -> bool:
+        """Whether all that it computes has run before, and took less than that."""
+        total = 0.0
+        for cost in self._costs:
+            if cost.seconds is None:
+                return False
+            total += cost.seconds
+        return total < limit_s
+
+    def takes(self, arrays: Sequence[Any]) -> bool:
+        """Whether these are feeds for it, in order; if not, they may still be."""
+        if len(arrays) != len(self._feeds):
+            return False
+        for array, (shape, dtype) in zip(arrays, self._feeds, strict=True):
+            if array.shape != shape or array.dtype != dtype:
+                return False
+        return True
+
+    def run(self, arrays: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+        """Runs a step with these feeds; the fetches are the caller's own."""
+        values = self._blank.copy()
+        for at, array in zip(self._fed, arrays, strict=False):
+            values[at] = array
+        for do in self._do:
+            do(values)
+        return [np.array(values[value]) for value in self._fetched]
+
 
 def is_plain(loaded: LoadedPartition) -> bool:
-    """Whether all of a partition is of what ``run_at_once`` knows."""
+    """Whether all of a partition is of what ``AtOnce`` knows."""
     if any(isinstance(run, SpreadExecutable) for run in loaded.executables):
         return False
     partition = loaded.partition
     return not partition.gate and all(map(_is_plain, partition.nodes))
 
 
-def takes_less(loaded: LoadedPartition, limit_s: float) -> bool:
-    """Whether all that a partition computes has run before, and took less than that."""
-    total = 0.0
-    for run, cost in zip(loaded.executables, loaded.costs, strict=True):
-        if run is not None:
-            total += limit_s if cost.seconds is None else cost.seconds
-    return total < limit_s
-
-
-def run_at_once(
-    loaded: LoadedPartition,
-    feeds: Mapping[str, Any],
-    store: VariableStore,
-    now: Callable[[], float],
-) -> list[np.ndarray[Any, Any]]:
-    """Runs a step and returns its fetches, which are the caller's own.
-
-    Args:
-      loaded: a partition of ``is_plain`` nodes that is all of its program.
-      feeds: arrays by feed name, of the program's types.
-      store: variables of the task; other threads may use them at the same time.
-      now: tells monotonic time in seconds.
-    """
-    partition = loaded.partition
-    values: list[Any] = [None] * len(partition.values)
-    fetches: list[np.ndarray[Any, Any]] = []
-    for index, node in enumerate(partition.nodes):
-        if isinstance(node, SegmentNode):
-            began = now()
-            results = _compute(loaded, index, node, values, store)
-            loaded.costs[index].learn(now() - began)
-            for out, result in zip(node.outs, results, strict=True):
-                values[out] = result
-        elif isinstance(node, FeedNode):
-            values[node.out] = feeds[node.name]
-        elif isinstance(node, ConstNode):
-            values[node.out] = node.value
-        elif isinstance(node, ReadNode):
-            read = store.read(_named(partition, node.variables))
-            for out, value in zip(node.outs, read, strict=True):
-                values[out] = value
-        elif isinstance(node, WriteNode):
-            given = [values[value] for value in node.values]
-            store.write(_named(partition, node.variables), given)
-        elif isinstance(node, FetchNode):
-            fetches = [np.array(values[value]) for value in node.values]
-    return fetches
-
-
-def _compute(
-    loaded: LoadedPartition,
-    index: int,
-    node: SegmentNode,
-    values: Sequence[Any],
-    store: VariableStore,
-) -> Sequence[Any]:
-    run = loaded.executables[index]
-    assert run is not None  # load_partition compiled it
-    inputs = [values[value] for value in node.inputs]
-    results: Sequence[jax.Array]
-    if node.updates or node.reads:
-        updates = _named(loaded.partition, node.updates)
-        reads = _named(loaded.partition, node.reads)
-        results = store.update(updates, reads, lambda *state: run(*state, *inputs))
-    else:
-        results = run(*inputs)
-    # What was fed belongs to the caller again when this returns.
-    for result in results:  # JAX's function for all takes three times as long
-        result.block_until_ready()
-    return results
-
-
 def _is_plain(node: Node) -> bool:
     if isinstance(node, SegmentNode):
         return not (node.row_updates or node.row_reads)
     return isinstance(node, FeedNode | ConstNode | ReadNode | WriteNode | FetchNode)
+
+
+def _computing(
+    loaded: LoadedPartition,
+    index: int,
+    node: SegmentNode,
+    store: VariableStore,
+    now: Callable[[], float],
+) -> _Do:
+    run, cost = loaded.executables[index], loaded.costs[index]
+    assert run is not None  # load_partition compiled it
+    updates = _named(loaded.partition, node.updates)
+    reads = _named(loaded.partition, node.reads)
+
+    def do(values: list[Any]) -> None:
+        began = now()
+        inputs = [values[value] for value in node.inputs]
+        results: Sequence[jax.Array]
+        if updates or reads:
+            results = store.update(updates, reads, lambda *state: run(*state, *inputs))
+        else:
+            results = run(*inputs)
+        # What was fed belongs to the caller again when this returns.
+        for out, result in zip(node.outs, results, strict=True):
+            result.block_until_ready()  # JAX's function for all: three times as long
+            values[out] = result
+        cost.learn(now() - began)
+
+    return do
+
+
+def _reading(partition: Partition, node: ReadNode, store: VariableStore) -> _Do:
+    variables = _named(partition, node.variables)
+
+    def do(values: list[Any]) -> None:
+        for out, value in zip(node.outs, store.read(variables), strict=True):
+            values[out] = value
+
+    return do
+
+
+def _writing(partition: Partition, node: WriteNode, store: VariableStore) -> _Do:
+    variables = _named(partition, node.variables)
+    return lambda values: store.write(variables, [values[v] for v in node.values])
 
 
 def _named(partition: Partition, variables: Sequence[int]) -> list[StoredVariable]:

@@ -1,12 +1,18 @@
 """What is fed to a step, compared with what its program takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jgraph.errors import FeedError
 from jgraph.graph.sizes import Sizes
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import Program
+
+
+def by_name(program: Program, arrays: Sequence[Any]) -> dict[str, Any]:
+    """Returns what is fed in the order of a program's feeds, as far as it goes."""
+    named = zip(program.feeds, arrays, strict=False)
+    return {name: array for (name, _), array in named}
 
 
 def check_feeds(program: Program, feeds: Mapping[str, Any]) -> None:

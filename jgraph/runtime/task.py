@@ -16,10 +16,10 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import AggregateNode
 from jgraph.plan.program import Program
-from jgraph.runtime.at_once import SHORT_S, is_plain, run_at_once, takes_less
+from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
 from jgraph.runtime.compile_cache import CompileCache
 from jgraph.runtime.executor import Outcome, Shell, StepRun
-from jgraph.runtime.feeds import check_feeds
+from jgraph.runtime.feeds import by_name, check_feeds
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.loaded import LoadedPartition, load_partition
 from jgraph.runtime.recording import Recording
@@ -38,7 +38,8 @@ class _Registered:
     program: Program
     loaded: LoadedPartition
     participants: tuple[TaskName, ...]
-    is_plain: bool
+    # Where no other task has a part in it, and it is simple.
+    at_once: AtOnce | None = None
     # Of what its steps change; None: it is kept here only.
     recording: Recording | None = None
     # Steps of an ordered program that wait for the one before them.
@@ -135,13 +136,10 @@ class TaskRuntime:
           loaded: what ``load`` gave.
           participants: every task that has a partition.
         """
-        alone = tuple(participants) == (self.task,)
-        self._programs[handle] = _Registered(
-            program,
-            loaded,
-            tuple(participants),
-            is_plain=alone and is_plain(loaded),
-        )
+        registered = _Registered(program, loaded, tuple(participants))
+        if registered.participants == (self.task,) and is_plain(loaded):
+            registered.at_once = AtOnce(program, loaded, self.store, self._shell.now)
+        self._programs[handle] = registered
 
     def record(self, handle: str, recording: Recording | None) -> None:
         """Records what the steps of a program change from now on, or no longer."""
@@ -228,13 +226,13 @@ class TaskRuntime:
             self._begin(registered, run)
 
     def run_at_once(
-        self, handle: str, feeds: Mapping[str, Any], limit_s: float = SHORT_S
+        self, handle: str, arrays: Sequence[Any], limit_s: float = SHORT_S
     ) -> list[np.ndarray[Any, Any]] | None:
         """Runs a step in the calling thread, whichever that is.
 
         Args:
           handle: the program.
-          feeds: arrays by feed name.
+          arrays: its feeds, in order.
           limit_s: what it may take, as far as is known.
 
         Returns:
@@ -245,10 +243,12 @@ class TaskRuntime:
           FeedError: the feeds are not the program's.
         """
         registered = self._registered(handle)
-        if not registered.is_plain or not takes_less(registered.loaded, limit_s):
+        at_once = registered.at_once
+        if at_once is None or not at_once.takes_less(limit_s):
             return None
-        self.check_feeds(handle, feeds)
-        return run_at_once(registered.loaded, feeds, self.store, self._shell.now)
+        if not at_once.takes(arrays):
+            check_feeds(registered.program, by_name(registered.program, arrays))
+        return at_once.run(arrays)
 
     def deliver(self, step: StepKey, key: str, values: Sequence[Any]) -> None:
         """Takes values that another task sent for a step, early or late.

@@ -55,7 +55,7 @@ def _runtime(program: Program, seconds: float | None = SHORT_S / 10) -> TaskRunt
 def test_short_step_of_one_task_gives_the_results_of_any_step() -> None:
     runtime = _runtime(_program())
     x = np.array([1, 2], np.float32)
-    fetched = runtime.run_at_once("h", {"x": x})
+    fetched = runtime.run_at_once("h", [x])
     assert fetched is not None
     sine, before, kept, fed = fetched
     np.testing.assert_allclose(sine, np.sin(x), rtol=1e-6)
@@ -77,7 +77,7 @@ def test_step_over_a_mesh_is_called_for() -> None:
 
     graph, _ = trace(step, jnp.zeros(2, jnp.float32))
     runtime = _runtime(plan(graph, tasks=[HERE], driver=HERE).program)
-    assert runtime.run_at_once("h", {"x": np.zeros(2, np.float32)}) is None
+    assert runtime.run_at_once("h", [np.zeros(2, np.float32)]) is None
 
 
 def test_what_follows_the_fetches_runs_as_well() -> None:
@@ -94,7 +94,7 @@ def test_what_follows_the_fetches_runs_as_well() -> None:
     part = replace(part, nodes=(feed, fetch, *others))
     runtime = _runtime(replace(program, partitions=(part,)))
     x = np.array([1, 2], np.float32)
-    fetched = runtime.run_at_once("h", {"x": x})
+    fetched = runtime.run_at_once("h", [x])
     assert fetched is not None
     assert fetched[0].tolist() == [1, 2]
     assert runtime.store.read([W])[0].tolist() == [1, 2]
@@ -104,19 +104,19 @@ def test_results_belong_to_the_caller_alone() -> None:
     runtime = _runtime(_program())
     x = np.array([1, 2], np.float32)
     for _ in range(2):
-        fetched = runtime.run_at_once("h", {"x": x})
+        fetched = runtime.run_at_once("h", [x])
         assert fetched is not None
         for array in fetched:
             array[...] = 0
         assert x.tolist() == [1, 2]
-    again = runtime.run_at_once("h", {"x": x})
+    again = runtime.run_at_once("h", [x])
     assert again is not None
     assert again[1].tolist() == [7, 10]
     assert again[2].tolist() == LARGE.tolist()
 
 
 def test_step_that_may_be_long_or_has_other_parts_is_not_run_at_once() -> None:
-    x = {"x": np.zeros(2, np.float32)}
+    x = [np.zeros(2, np.float32)]
     for seconds in (None, 2 * SHORT_S):
         runtime = _runtime(_program(), seconds)
         assert runtime.run_at_once("h", x) is None
@@ -127,5 +127,5 @@ def test_step_that_may_be_long_or_has_other_parts_is_not_run_at_once() -> None:
 def test_wrong_feed_changes_nothing() -> None:
     runtime = _runtime(_program())
     with pytest.raises(FeedError, match=r"is float32\[3\]"):
-        runtime.run_at_once("h", {"x": np.zeros(3, np.float32)})
+        runtime.run_at_once("h", [np.zeros(3, np.float32)])
     assert runtime.store.read([W])[0].tolist() == [1, 1]
