@@ -15,6 +15,8 @@ Example:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jgraph.loading import uncollected
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -159,7 +161,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'jgraph' has no attribute '{name}'")
-    module = import_module(home)
+    with uncollected():
+        module = import_module(home)
     value = module if home == f"jgraph.{name}" else getattr(module, name)
     globals()[name] = value
     return value

@@ -13,12 +13,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from jgraph.cluster.own_process import settle_process
 from jgraph.cluster.processes import hand_over_stdout
-from jgraph.cluster.server import Server
-from jgraph.cluster.serving import configure_logging, serve
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
+from jgraph.loading import uncollected
 
 
 def main(
@@ -30,6 +28,10 @@ def main(
     allow_sources: Sequence[str],
 ) -> int:
     """Serves one task on loopback; returns the exit code."""
+    with uncollected():
+        from jgraph.cluster.own_process import settle_process
+        from jgraph.cluster.server import Server
+        from jgraph.cluster.serving import configure_logging, serve
     settle_process()
     configure_logging()
     parent = hand_over_stdout()

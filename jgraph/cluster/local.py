@@ -22,7 +22,6 @@ from jgraph.cluster.restarting import check_restarts
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.errors import TaskMissingError
 from jgraph.errors.tracebacks import short_traceback
-from jgraph.rpc.certificates import make_certificates
 from jgraph.rpc.token import NAME, TOKEN_FILE, Token
 
 
@@ -97,6 +96,8 @@ class LocalCluster(Cluster):
         self._certificates = self._secrets if tls else ""
         try:
             if tls:
+                from jgraph.rpc.certificates import make_certificates
+
                 make_certificates(self._certificates, tasks_of(counts))
             token = Token.make(Path(self._secrets) / NAME)
             environment = {**(env or {}), TOKEN_FILE: str(token.path)}

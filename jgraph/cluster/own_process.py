@@ -1,6 +1,8 @@
 """What a process settles that serves a task and does nothing else."""
 
 import jax
+import jax.export
+import jax.numpy as jnp
 
 from jgraph.cluster.allocator import keep_memory
 
@@ -14,3 +16,14 @@ def settle_process() -> None:
     """
     keep_memory()
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def load_compiler() -> None:
+    """Compiles a program of nothing, as programs of others are compiled.
+
+    With the first one JAX and XLA load half a second's worth of what they need to
+    compile. A process does that while its cluster waits for somebody's first step.
+    """
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x: x + 1))(number)
+    jax.jit(exported.call).lower(number).compile()

@@ -8,6 +8,7 @@ from typing import TextIO
 
 from jgraph.cluster.calls import DRAIN_S
 from jgraph.cluster.kept_log import FORMAT
+from jgraph.cluster.own_process import load_compiler
 from jgraph.cluster.server import Server
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.restarts import REPLACED
@@ -48,11 +49,15 @@ def serve(
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    if orders is not None:
-        threading.Thread(
-            target=_follow_orders, args=(server, orders, answers, end), daemon=True
-        ).start()
+    loading = threading.Thread(target=load_compiler, daemon=True)
+    if orders is None:
+        loading.start()
+    else:
+        facts = (server, orders, answers, loading.start, end)
+        threading.Thread(target=_follow_orders, args=facts, daemon=True).start()
     server.join()
+    if loading.is_alive():  # the end of Python under a compiler is an abort
+        loading.join()
     return 0 if server.replaced is None else REPLACED
 
 
@@ -60,9 +65,10 @@ def _follow_orders(
     server: Server,
     orders: TextIO,
     answers: TextIO | None,
+    joined: Callable[[], None],
     end: Callable[[float], None],
 ) -> None:
-    for line in orders:
+    for number, line in enumerate(orders):
         try:
             server.set_cluster(ClusterSpec.from_json(line))
         except ClusterSpecError:
@@ -71,4 +77,6 @@ def _follow_orders(
         if answers is not None:
             answers.write("joined\n")
             answers.flush()
+        if number == 0:
+            joined()
     end(1.0)

@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import grpc
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from jgraph.errors import CertificateError, RoleError
 from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.transport import Address
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
 
 ANY_TASK: Final = "task.jgraph"
 CLIENT: Final = "client.jgraph"
@@ -91,6 +91,11 @@ class TLS:
             of another certificate; it has expired, or is not valid yet.
           RoleError: it is the certificate of another task.
         """
+        # Only when it is needed: most clusters of one machine do without.
+        from cryptography import x509
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
         cert, key, ca = (_read(path) for path in (self.cert, self.key, self.ca))
         try:
             leaf = x509.load_pem_x509_certificate(cert)
@@ -205,7 +210,7 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _check_dates(path: Path, leaf: x509.Certificate) -> None:
+def _check_dates(path: Path, leaf: "Certificate") -> None:
     now = datetime.now(UTC)
     if now > leaf.not_valid_after_utc:
         why = f"expired at {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
@@ -220,7 +225,9 @@ def _check_dates(path: Path, leaf: x509.Certificate) -> None:
     )
 
 
-def _names(leaf: x509.Certificate) -> list[str]:
+def _names(leaf: "Certificate") -> list[str]:
+    from cryptography import x509
+
     try:
         found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:

@@ -15,3 +15,21 @@ assert made.is_ready(), "computed after the call had returned"
 
 def test_process_of_a_task_computes_where_it_is_asked_to() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)
+
+
+COMPILER = """
+import sys
+import jax, jax.numpy as jnp
+from jgraph.cluster.own_process import load_compiler
+
+load_compiler()
+loaded = set(sys.modules)
+x = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+exported = jax.export.export(jax.jit(jax.grad(lambda x: jnp.sin(x @ x).sum())))(x)
+jax.jit(exported.call).lower(x).compile()
+assert "scipy.linalg" in loaded and set(sys.modules) == loaded
+"""
+
+
+def test_a_loaded_compiler_imports_nothing_for_the_first_program() -> None:
+    subprocess.run([sys.executable, "-c", COMPILER], check=True, timeout=120)
