@@ -9,7 +9,7 @@ from jgraph.cluster.sync_shard import SyncShard
 from jgraph.coordination.admission import Admission, LetIn, StepAsked, StepEnded
 from jgraph.coordination.aggregation import Contributed
 from jgraph.coordination.sync_gate import Tell
-from jgraph.errors import JGError, MalformedMessageError
+from jgraph.errors import JGError, MalformedMessageError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
@@ -110,6 +110,11 @@ class Gates:
             for gate in list(self._opened.values()):
                 if isinstance(gate, StaleShard):
                     gate.replica_lost(handle)
+        for name, gate in list(self._opened.items()):
+            if isinstance(gate, SyncShard) and self._shards[name][0] == peer:
+                # What it was told, or decided, may be lost: nobody waits for it.
+                error = TaskLostError(f"{peer}, which decides, was lost", task=peer)
+                gate.closed(error)
 
     def received(self, src: TaskName, event: pb.GateEvent) -> None:
         """Takes a message from a gate, or from who decides for this one."""

@@ -29,7 +29,7 @@ from jgraph.coordination.aggregation import (
 )
 from jgraph.coordination.slots import Lease, SlotPlan
 from jgraph.coordination.sync_data import SyncData
-from jgraph.errors import JGError, RunOverError
+from jgraph.errors import JGError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
@@ -85,7 +85,11 @@ class SyncLoop:
         self._take(StopAsked(pause))
 
     def peer_lost(self, peer: TaskName) -> None:
-        """Learns that a task went away, maybe one of a replica."""
+        """Learns that a task went away: one that has contributions, or makes them."""
+        if peer in self._order.sync.shards:
+            # What it was about to tell of may be lost, and it would be waited for.
+            error = TaskLostError(f"{peer} was lost to who decides", task=peer)
+            self._end("failed", error)
         for handle, task in self._replicas.items():
             if task == peer:
                 self._take(ReplicaLost(handle))

@@ -1,9 +1,10 @@
 """Simulated tasks: shards that count, and workers whose loops the machines drive."""
 
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from jgraph.coordination.epochs import Epochs
 from jgraph.coordination.replica_loop import (
@@ -20,16 +21,39 @@ from jgraph.coordination.replica_loop import (
     StepUnwanted,
     StopAsked,
 )
-from jgraph.coordination.slots import Lease
+from jgraph.coordination.slots import Lease, SlotPlan
 from jgraph.errors import FencedError, TaskLostError
 from jgraph.graph.ir import TaskName
-from tests.simulation.network import Message, Process
+from tests.simulation.network import Message, Network, Process, Simulation
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+
 RUN: Final = "run"
 _AHEAD: Final = 2
+_ASK_AGAIN_S: Final = 0.1
+
+
+class Run(Protocol):
+    """A simulated run, as its tasks see it."""
+
+    sim: Simulation
+    net: Network
+    plan: SlotPlan
+
+    @property
+    def shards(self) -> Collection[TaskName]:
+        """The ps."""
+
+    def dealer_of(self, master: TaskName) -> TaskName:
+        """Returns whom a loop that this master began asks for data."""
+
+    def acknowledge(self, batch: int, life: int) -> None:
+        """A worker heard from every ps that a step is over there."""
+
+    def unreached(self, worker: TaskName, master: TaskName) -> None:
+        """The call that reports of a worker answer has ended."""
 
 
 class Shard:
@@ -171,14 +195,20 @@ class Loop:
         self.world.net.send(self.worker.process, task, message)
 
     def dealt(self, leases: tuple[Lease, ...] | None) -> None:
-        self.asking = False
         self.is_over = self.is_over or leases is None
         self.is_dry = not leases
         self.leases.extend(leases or ())
+        self.world.sim.later(0.0 if leases else _ASK_AGAIN_S, self.ask_again)
+        self.go_on()
+
+    def ask_again(self) -> None:
+        self.asking = False
         self.go_on()
 
     def value(self, shard: TaskName, number: int, version: int) -> None:
-        step = self.steps[number]
+        step = self.steps.get(number)
+        if step is None:
+            return  # refused by another
         step.versions[shard] = version
         if len(step.versions) == len(self.world.shards):
             seconds = self.world.sim.chance.random() * 0.05
@@ -210,9 +240,11 @@ class Loop:
     def fail(self, task: TaskName) -> None:
         self.take(StepFailed(0, TaskLostError(f"{task} is gone", task=task)))
 
-    def refused(self, number: int) -> None:
-        """The run needs no more steps."""
-        if self.steps.pop(number, None) is not None:
+    def refused(self, number: int, lost: str) -> None:
+        """The run needs no more steps, or lost a task."""
+        if lost:
+            self.fail(TaskName(lost))
+        elif self.steps.pop(number, None) is not None:
             self.take(StepUnwanted(number))
 
     def stop(self) -> None:
@@ -226,7 +258,7 @@ class Loop:
 class Worker:
     """A worker: its loops."""
 
-    def __init__(self, world: "World", task: TaskName) -> None:
+    def __init__(self, world: Run, task: TaskName) -> None:
         self.world = world
         self.task = task
         self.loops: dict[str, Loop] = {}
@@ -251,7 +283,7 @@ class Worker:
             case "done":
                 loop_.part_done(rest[1])
             case "refused":
-                loop_.refused(rest[1])
+                loop_.refused(rest[1], rest[2])
 
     def order(self, src: TaskName, kind: str, name: str, rest: list[Any]) -> None:
         """Carries out an order of a master, unless another took its place."""
@@ -277,3 +309,4 @@ class Worker:
         for loop in list(self.loops.values()):
             if task == loop.master or task in self.world.shards:
                 loop.fail(task)
+        self.world.unreached(self.task, task)

@@ -98,6 +98,11 @@ class World:
         """Returns whom a loop that this master began asks for data."""
         return master
 
+    def unreached(self, worker: TaskName, master: TaskName) -> None:
+        """The call that reports of a worker answer has ended."""
+        if master == self.master.task:
+            self.master.lost(worker)
+
     # ------------------------------------------------------------ the run
 
     def begin(self, back_to: Checkpoint | None) -> None:

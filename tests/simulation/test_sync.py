@@ -1,0 +1,58 @@
+"""Thousands of runs of synchronous training on a cluster that goes wrong."""
+
+from functools import partial
+
+import pytest
+
+from tests.simulation.sync_world import SyncWorld
+from tests.simulation.test_simulation import FIRST, RUNS
+
+
+def simulated(seed: int) -> SyncWorld:
+    """Runs one cluster, with the faults that the seed chooses, to its end."""
+    workers = 1 + seed % 4
+    world = SyncWorld(
+        seed,
+        shards=1 + seed % 3,
+        workers=workers,
+        backups=min(seed // 4 % 3, workers - 1),
+        steps=30,
+        delay_s=0.02,
+    )
+    chance, faults = world.sim.chance, seed % 7
+    tasks = [*world.workers, *world.shards, world.master.task]
+    world.net.duplicates = chance.choice([0.0, 0.1])
+    for _ in range(faults):
+        at = chance.random() * chance.choice([0.3, 3.0])
+        src, dst = chance.sample(tasks, 2)
+        acts = [
+            partial(world.kill, chance.choice(list(world.workers))),
+            partial(world.net.cut, src, dst),
+            partial(world.net.silence, src, dst, chance.choice([0.5, 5.0, 20.0])),
+        ]
+        if seed % 2:
+            acts.append(partial(world.kill, chance.choice(list(world.shards))))
+            acts.append(partial(world.kill_master))
+        world.sim.later(at, chance.choice(acts))
+    for i in range(6):
+        world.sim.later(chance.random() * (i + 1) * 0.5, world.save)
+    world.sim.run(lambda: world.state != "running", until=600.0)
+    return world
+
+
+def test_every_ps_makes_the_same_updates_and_no_batch_counts_twice() -> None:
+    for seed in range(FIRST, FIRST + RUNS):
+        try:
+            world = simulated(seed)
+            world.check()
+        except AssertionError as error:
+            error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
+            raise
+
+
+@pytest.mark.parametrize("seed", [3, 6])
+def test_same_seed_is_the_same_synchronous_run(seed: int) -> None:
+    first, second = simulated(seed), simulated(seed)
+    assert first.sim.trace == second.sim.trace
+    assert len(first.sim.trace) > 100
+    assert simulated(seed + 84).sim.trace != first.sim.trace
