@@ -34,8 +34,10 @@ sim: .venv/dev.stamp
 	JGRAPH_SIMULATIONS=$${JGRAPH_SIMULATIONS:-5000} $(BIN)/python -m pytest -n 0 \
 		-o faulthandler_timeout=0 tests/simulation
 
-# Random programs on clusters of any shape against JAX alone; an hour or so.
+# Random programs on clusters of any shape against JAX alone; an hour or so. Random bytes
+# against every decoder, by coverage, where atheris can be had (else its tests are skipped).
 fuzz: .venv/dev.stamp
+	-$(PIP) -e '.[fuzz]'
 	JGRAPH_FUZZ_CASES=2000 $(BIN)/python -m pytest -n auto --dist worksteal \
 		-o faulthandler_timeout=0 tests/fuzz
 

@@ -109,7 +109,7 @@ class ClusterSpec:
                 'TOML file with a [cluster] table, such as ps = ["nodeA:8470"]',
                 source=source,
             ) from error
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             refuse([f"this is not TOML: {error}; correct it there"], source)
         problems = [
             f"unknown table or key '{key}'; the tasks go under [cluster]"

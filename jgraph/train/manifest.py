@@ -120,7 +120,7 @@ class Manifest:
                 for name, leaf in self.leaves.items()
             },
         }
-        return json.dumps({**body, "crc32": _checksum(body)}, indent=1, sort_keys=True)
+        return json.dumps({**body, "crc32": checksum(body)}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
@@ -130,7 +130,7 @@ class Manifest:
           ValueError, KeyError, TypeError: it is something else.
         """
         body = json.loads(text)
-        if body.pop("crc32") != _checksum(body):
+        if body.pop("crc32") != checksum(body):
             raise ValueError("its checksum is of other content")
         if body.pop("format") != FORMAT:
             raise ValueError("it is of the format of another version of jgraph")
@@ -191,7 +191,10 @@ def read_manifest(path: Path) -> Manifest:
             "name the directory that run.save() returned",
             path=str(path),
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        RecursionError,
+    ) as error:
         raise damaged(path, f"{FILE} cannot be read ({error})", []) from error
 
 
@@ -206,5 +209,6 @@ def damaged(path: Path, what: str, leaves: list[str]) -> CheckpointCorruptError:
     )
 
 
-def _checksum(body: Mapping[str, Any]) -> int:
+def checksum(body: Mapping[str, Any]) -> int:
+    """Returns the checksum of a manifest without its own."""
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())

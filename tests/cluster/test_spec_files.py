@@ -37,6 +37,7 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
         ('[clutser]\nps = ["a:1"]\n', "2 problems"),
         ('[clutser]\nps = ["a:1"]\n', "unknown table or key 'clutser'"),
         ('[cluster]\nps = ["a:1"\n', "this is not TOML: Unclosed array"),
+        ("ps = " + "[" * 4000, "this is not TOML: maximum recursion depth"),
         ('[cluster]\nps = ["a:1"]\nps = ["b:1"]\n', "line 3"),
         ("cluster = 3\n", "expected a dict from job name"),
         ("[cluster]\nps = []\n", "ps has no tasks"),
