@@ -160,7 +160,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'jgraph' has no attribute '{name}'")
+        what = f"module 'jgraph' has no attribute '{name}'"
+        raise AttributeError(what, name=name, obj=import_module(__name__))
     with uncollected():
         module = import_module(home)
     value = module if home == f"jgraph.{name}" else getattr(module, name)

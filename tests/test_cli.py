@@ -1,6 +1,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jgraph import __version__, cli
+from jgraph.cli.instead import INSTEAD
 from jgraph.errors import (
     AddressError,
     ClusterUnreachableError,
@@ -15,6 +17,11 @@ from jgraph.errors import (
     JGError,
     PortInUseError,
 )
+
+COMMANDS_HERE = {
+    c.name or c.callback.__name__  # type: ignore[union-attr]  # ours all have a callback
+    for c in cli.app.registered_commands
+}
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -48,10 +55,20 @@ def test_wrong_usage_exits_two(
     assert run(capsys, *args)[0] == cli.USAGE
 
 
+@pytest.mark.parametrize("name", INSTEAD)
+def test_a_command_of_other_tools_says_what_is_typed_instead(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, name, "--", "train.py")
+    assert (code, out) == (cli.USAGE, "")
+    assert err == f"there is no `jgraph {name}`: {INSTEAD[name]}\n"
+    typed = set(re.findall(r"`jgraph (\w+)", INSTEAD[name]))
+    assert typed <= {*COMMANDS_HERE, "slurm"}
+
+
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [c.name or c.callback.__name__ for c in cli.app.registered_commands]  # type: ignore[union-attr]  # ours all have a callback
-    assert {"version", "doctor"} <= set(names)
-    for name in names:
+    assert {"version", "doctor"} <= COMMANDS_HERE
+    for name in COMMANDS_HERE:
         code, out, _ = run(capsys, name, "--help")
         assert code == cli.OK
         assert "Usage:" in out

@@ -96,6 +96,18 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
     follow.send_signal(signal.SIGINT)
     follow.communicate(timeout=20)
     assert follow.returncode == 0
+    told = json.loads(jgraph("events", "--json").stdout)
+    ps = [e for e in told if e["subject"] == "/job:ps/task:0"]
+    assert [e["kind"] for e in ps if e["kind"] != "lost"] == [
+        *("joined", "died", "joined", "restarted"),
+    ]
+    assert ps[[e["kind"] for e in ps].index("died")]["by"] == "launcher"
+    follow = jgraph.start("events", "-f")
+    assert follow.stdout is not None
+    assert " joined     /job:" in follow.stdout.readline()
+    follow.send_signal(signal.SIGINT)
+    follow.communicate(timeout=20)
+    assert follow.returncode == 0
     drained = json.loads(jgraph("drain", "/job:ps/task:0", "--json").stdout)
     assert drained["ended"]
     ended = jgraph("down")

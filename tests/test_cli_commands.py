@@ -28,12 +28,12 @@ def walk(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS = dict(walk(typer.main.get_command(cli.app)))
-WAITS = ("doctor", "up", "down", "status", "top", "logs", "drain", "runs")
+WAITS = ("doctor", "up", "down", "status", "top", "logs", "drain", "runs", "events")
 """Those that wait for tasks; others read files, train, or serve until they are told."""
 TASK = "/job:worker/task:0"
 ASKS = (
     *(("status",), ("top", "--once"), ("doctor", "--links")),
-    *(("logs", TASK), ("drain", TASK)),
+    *(("logs", TASK), ("drain", TASK), ("events",)),
 )
 """Those that ask a cluster; the address comes after what is given here."""
 

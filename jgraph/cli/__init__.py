@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from jgraph.cli import clusters, hosts, launching, looking, runs, tasks
+from jgraph.cli.instead import Commands
 from jgraph.cli.options import FAILURE, FORBIDDEN, OK, UNREACHABLE, USAGE
 from jgraph.errors import (
     AddressError,
@@ -40,6 +41,7 @@ _NOT_ALLOWED = (CertificateError, PlainTextError, RoleError, PermissionError)
 
 app = typer.Typer(
     name="jgraph",
+    cls=Commands,
     help="Train and run JAX programs over ps and worker hosts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -47,7 +49,7 @@ app = typer.Typer(
 for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
     *(clusters.up, clusters.down, clusters.status, clusters.top),
-    *(runs.runs, tasks.logs, tasks.drain, looking.show, looking.demo),
+    *(runs.runs, runs.events, tasks.logs, tasks.drain, looking.show, looking.demo),
 ):
     app.command()(command)
 app.add_typer(hosts.tokens, name="token")

@@ -1,13 +1,14 @@
 """What several commands take, and what all of them exit with."""
 
 import json
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from jgraph.errors import ClusterUnreachableError
 
 OK, FAILURE, USAGE, UNREACHABLE, FORBIDDEN = range(5)
 
@@ -35,17 +36,30 @@ Timeout = Annotated[
 
 def target_of(target: str | None, name: str) -> str:
     """Returns the address of a cluster: as told, or that of one of this machine."""
-    from jgraph.cluster.keeper import find
+    from jgraph.cluster.keeper import kept_cluster
 
-    if target is not None:
-        return target
-    kept = find(name)
-    if kept is None:
-        raise ClusterUnreachableError(
-            f"no cluster '{name}' runs on this machine; start one with `jgraph "
-            "up`, or name a server: jgraph://host:port"
-        )
-    return kept.target
+    return kept_cluster(name).target if target is None else target
+
+
+@contextmanager
+def until_interrupted() -> Iterator[threading.Event]:
+    """Lets Ctrl-C end a block, quietly; it also sets the event that is given.
+
+    Where Python drops the interrupt, as in a destructor that happens to run, the block
+    still sees the event.
+    """
+    over = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        over.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield over
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def say(facts: object, text: str | Callable[[], str], *, as_json: bool) -> None:

@@ -1,6 +1,12 @@
-"""The runs of a cluster that go on without their clients."""
+"""What a cluster does and what became of it: its runs, its events."""
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from jgraph.cli.options import (
     Certificates,
@@ -11,7 +17,13 @@ from jgraph.cli.options import (
     TokenFile,
     say,
     target_of,
+    until_interrupted,
 )
+
+if TYPE_CHECKING:
+    from jgraph.cluster.events import Event
+
+_LOOK_EVERY_S = 0.5
 
 
 def runs(
@@ -38,3 +50,54 @@ def runs(
     ]
     text = "\n".join(lines) or "no run goes on without its client"
     say([asdict(run) for run in found], text, as_json=as_json)
+
+
+def events(
+    target: Target = None,
+    name: Name = "default",
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C."),
+    ] = False,
+    timeout: Timeout = 10,
+    tls_dir: Certificates = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show what became of a cluster: who joined, was lost, died, and what ran.
+
+    Of a cluster of this machine since it went up; with an address, what its tasks know
+    since each of them started. With --follow and --json a line of JSON for each event.
+    """
+    from jgraph.cluster.events import Once, in_order
+
+    files = {"tls": tls_dir, "token_file": token_file}
+    with _news(target, name, timeout, files) as new:
+        if not follow:
+            found = in_order(new())
+            text = "\n".join(map(str, found)) or "nothing has happened yet"
+            say([asdict(event) for event in found], text, as_json=as_json)
+            return
+        once, waited = Once(), False
+        with until_interrupted() as over:
+            while not waited:
+                for event in filter(once.is_new, new()):
+                    typer.echo(event.to_json() if as_json else str(event))
+                waited = over.wait(_LOOK_EVERY_S)
+
+
+@contextmanager
+def _news(
+    target: str | None, name: str, timeout_s: float, files: Mapping[str, Path | None]
+) -> Iterator[Callable[[], "list[Event]"]]:
+    """Opens what tells the events since it was asked last."""
+    if target is None:
+        from jgraph.cluster.events import LogFiles
+        from jgraph.cluster.keeper import kept_cluster
+
+        yield LogFiles(Path(kept_cluster(name).log_dir)).new
+        return
+    from jgraph.cluster.visit import visiting
+
+    with visiting(target, timeout_s=timeout_s, **files) as visit:
+        yield visit.events().new

@@ -18,6 +18,7 @@ from jgraph.cli.options import (
     TokenFile,
     say,
     target_of,
+    until_interrupted,
 )
 
 if TYPE_CHECKING:
@@ -86,11 +87,11 @@ def _show(
         facts = {"task": task, "path": where, "lines": found}
         say(facts, "\n".join(found), as_json=as_json)
         return
-    try:
+    with until_interrupted() as over:
         for line in lines:
             typer.echo(json.dumps({"task": task, "line": line}) if as_json else line)
-    except KeyboardInterrupt:
-        pass  # that is how one ends it
+            if over.is_set():
+                return
 
 
 def drain(

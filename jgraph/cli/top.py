@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from jgraph.cli.options import until_interrupted
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster.status import ClusterStatus, TaskStatus, megabytes
 
@@ -100,42 +101,39 @@ def watch(
       as_json: print lines of JSON, not a table.
       clock: tells how long it was between two looks.
     """
-    sights = _sights(look, every_s, clock or SystemClock())
-    if once or as_json:
-        return _print(sights, once=once, as_json=as_json)
     missing = False
-    try:
-        with Live(auto_refresh=False) as live:
-            for sight in sights:
-                live.update(sight.table(), refresh=True)
-                missing = bool(sight.status.missing)
-    except KeyboardInterrupt:
-        pass  # that is how one ends it
+    with until_interrupted() as over:
+        sights = _sights(look, every_s, clock or SystemClock(), over)
+        for sight in _shown(sights, once=once, as_json=as_json):
+            missing = bool(sight.status.missing)
+            if once:
+                break
     return missing
 
 
-def _print(sights: Iterator[Sight], *, once: bool, as_json: bool) -> bool:
-    missing = False
-    try:
+def _shown(sights: Iterator[Sight], *, once: bool, as_json: bool) -> Iterator[Sight]:
+    if once or as_json:
         for sight in sights:
             if as_json:
                 typer.echo(json.dumps(sight.to_dict()))
             else:
                 Console(width=140).print(sight.table())
-            missing = bool(sight.status.missing)
-            if once:
-                break
-    except KeyboardInterrupt:
-        pass
-    return missing
+            yield sight
+        return
+    with Live(auto_refresh=False) as live:
+        for sight in sights:
+            live.update(sight.table(), refresh=True)
+            yield sight
 
 
 def _sights(
-    look: Callable[[], ClusterStatus], every_s: float, clock: Clock
+    look: Callable[[], ClusterStatus],
+    every_s: float,
+    clock: Clock,
+    over: threading.Event,
 ) -> Iterator[Sight]:
-    pause = threading.Event()
     before, then = look(), clock.now()
-    while not pause.wait(every_s):
+    while not over.wait(every_s):
         after, now = look(), clock.now()
         yield Sight.between(before, after, now - then)
         before, then = after, now

@@ -4,14 +4,17 @@ import asyncio
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 
+from jgraph.clock import WallClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S, DRAIN_S
+from jgraph.cluster.events import Event, in_order, kept_events
+from jgraph.cluster.logs import EventTail
 from jgraph.cluster.patience import saying
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.status import ClusterStatus
@@ -30,6 +33,7 @@ from jgraph.errors import (
     JGError,
     TaskLostError,
     UnknownMethodError,
+    hints,
 )
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
@@ -80,6 +84,7 @@ class Cluster:
         self._token_file = token_file
         self._sessions: list[Session] = []
         self._closed = False
+        self._since_s = WallClock().now()
 
     @property
     def target(self) -> str:
@@ -140,6 +145,16 @@ class Cluster:
         return "\n".join(body_of(reply).lines)
 
     @short_traceback
+    def events(self) -> list[Event]:
+        """Returns what became of the cluster: who joined, was lost, what ran, in order.
+
+        Its tasks tell what they saw since they started, at most 1,000 events each, and
+        this process what it did for the cluster since it connected.
+        """
+        own = [event for event in kept_events() if event.time_s >= self._since_s]
+        return in_order([*EventTail(self.transport, self.spec).new(), *own])
+
+    @short_traceback
     def drain(self, task: str, grace_s: float = DRAIN_S) -> None:
         """Tells a task to end as SIGTERM does, and returns once it was told.
 
@@ -186,6 +201,10 @@ class Cluster:
           TaskMissingError: a task did not answer in time, or nobody starts it again.
         """
         return wait_for_tasks(self, timeout_s, stop or threading.Event())
+
+    def gone(self) -> Mapping[TaskName, str]:
+        """Returns how tasks ended that nobody starts again, as far as is known here."""
+        return {}
 
     def check_startable(self) -> None:
         """Raises ``TaskMissingError`` for a lost task that nobody starts again."""
@@ -252,6 +271,9 @@ class Cluster:
                 "this cluster was closed; connect again with "
                 f"jg.connect('{self.target}') or make a new jg.LocalCluster()"
             )
+
+    if not TYPE_CHECKING:
+        __getattr__ = hints.hinting(hints.CLUSTER)
 
     def __enter__(self) -> Self:
         return self

@@ -79,6 +79,22 @@ def find(name: str) -> KeptCluster | None:
     return None
 
 
+def kept_cluster(name: str) -> KeptCluster:
+    """Returns a named cluster that runs.
+
+    Raises:
+      ClusterUnreachableError: there is none.
+    """
+    kept = find(name)
+    if kept is None:
+        raise ClusterUnreachableError(
+            f"no cluster '{name}' runs on this machine; start one with `jgraph up`, or "
+            "name a server: jgraph://host:port",
+            name=name,
+        )
+    return kept
+
+
 def up(
     name: str, ps: int, workers: int, restarts: int, timeout_s: float = _START_S
 ) -> KeptCluster:
@@ -138,12 +154,7 @@ def down(name: str, timeout_s: float = _END_S) -> KeptCluster:
       ClusterUnreachableError: no such cluster runs.
       StartError: a process did not end; it is named.
     """
-    kept = find(name)
-    if kept is None:
-        raise ClusterUnreachableError(
-            f"no cluster '{name}' runs on this machine; start one with `jgraph up`",
-            name=name,
-        )
+    kept = kept_cluster(name)
     pids = [kept.keeper, *kept.pids.values()]
     processes = []
     for pid in pids:
@@ -170,12 +181,7 @@ def log_of(name: str, task: str) -> Path:
       ClusterUnreachableError: no such cluster runs.
       UnknownDeviceError: it has no such task.
     """
-    kept = find(name)
-    if kept is None:
-        raise ClusterUnreachableError(
-            f"no cluster '{name}' runs on this machine; start one with `jgraph up`",
-            name=name,
-        )
+    kept = kept_cluster(name)
     if task not in kept.pids:
         raise UnknownDeviceError(
             f"cluster '{name}' has no task '{task}'; it has {', '.join(kept.pids)}"

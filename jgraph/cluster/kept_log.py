@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import threading
 from collections import deque
 from itertools import islice
 from typing import Final, final
@@ -14,30 +15,27 @@ _LETTERS: Final = 2000
 
 
 @final
-class KeptLog(logging.Handler):
-    """Keeps the newest lines, and numbers them from 1 on.
+class NewestLines:
+    """Keeps the newest lines, and numbers them from 1 on; from any thread.
 
     Example:
-      >>> kept = KeptLog()
+      >>> kept = NewestLines()
       >>> for text in ("one", "two", "three"):
-      ...     kept.handle(logging.makeLogRecord({"msg": text, "levelname": "INFO"}))
-      True
-      True
-      True
-      >>> [line.split(": ")[1] for line in kept.after(1, limit=10)[1]]
-      ['two', 'three']
+      ...     kept.add(text)
+      >>> kept.after(1, limit=10)
+      (3, ['two', 'three'])
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter(FORMAT))
+        self._lock = threading.Lock()
         self._count = 0
         self._lines: deque[str] = deque(maxlen=_LINES)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps a record; ``handle`` holds the lock."""
-        self._lines.append(self.format(record)[:_LETTERS])
-        self._count += 1
+    def add(self, line: str) -> None:
+        """Keeps a line."""
+        with self._lock:
+            self._lines.append(line[:_LETTERS])
+            self._count += 1
 
     def after(self, number: int, limit: int) -> tuple[int, list[str]]:
         """Returns the number of the newest line, and lines after ``number``.
@@ -47,17 +45,34 @@ class KeptLog(logging.Handler):
             another process: then all lines are news.
           limit: how many of the newest.
         """
-        assert self.lock is not None  # logging makes it
-        with self.lock:
+        with self._lock:
             new = self._count - (number if number <= self._count else 0)
             wanted = min(new, limit, len(self._lines))
             first = len(self._lines) - wanted
             return self._count, list(islice(self._lines, first, None))
 
 
+@final
+class KeptLog(logging.Handler):
+    """Keeps the newest lines of a log.
+
+    Attributes:
+      lines: these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(FORMAT))
+        self.lines = NewestLines()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a record."""
+        self.lines.add(self.format(record))
+
+
 @functools.cache
-def kept_log() -> KeptLog:
+def kept_log() -> NewestLines:
     """Returns the log of this process, kept from the first call on."""
     kept = KeptLog()
     logging.getLogger().addHandler(kept)
-    return kept
+    return kept.lines

@@ -22,6 +22,7 @@ from jgraph.cluster.restarting import check_restarts
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.errors import TaskMissingError
 from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph.ir import TaskName
 from jgraph.rpc.token import NAME, TOKEN_FILE, Token
 
 
@@ -135,9 +136,13 @@ class LocalCluster(Cluster):
         """Kills a task's process, as a crash of its host would."""
         self._processes[task].kill()
 
+    def gone(self) -> Mapping[TaskName, str]:
+        """See ``Cluster.gone``."""
+        return self._processes.gone()
+
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
-        if gone := self._processes.gone():
+        if gone := self.gone():
             raise TaskMissingError(
                 f"{'; '.join(gone.values())}\nNothing starts it again; give "
                 "jg.LocalCluster more restarts, for example restarts=5",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final, final
 
 from jgraph.cluster import loop
+from jgraph.cluster.events import Event, from_json
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
@@ -15,6 +16,7 @@ from jgraph.rpc.transport import Transport
 
 _ASK_S: Final = 2.0
 _MOST: Final = 200
+_EVENTS: Final = 1000
 
 
 @final
@@ -28,6 +30,7 @@ class LogTail:
       behind: how many lines that are there already come first.
       must_answer: raise what a task answers with before its first line; else a task
         that is lost, or busy, is silent.
+      events: not the logs, but the events that tasks noted, as lines of JSON.
 
     Example:
       >>> from jgraph.cluster.client import connect
@@ -47,6 +50,7 @@ class LogTail:
         *,
         behind: int = 0,
         must_answer: bool = False,
+        events: bool = False,
     ) -> None:
         self._transport = transport
         self._spec = spec
@@ -54,6 +58,7 @@ class LogTail:
         self._known: dict[TaskName, int] = {}
         self._behind = behind
         self._must_answer = must_answer
+        self._events = events
 
     def new(self) -> list[tuple[TaskName, str]]:
         """Returns lines since the last call, by task; none of one that is silent."""
@@ -75,7 +80,7 @@ class LogTail:
     async def _ask(self, task: TaskName) -> list[tuple[TaskName, str]]:
         known = self._known.get(task)
         limit = self._behind if known is None else _MOST
-        query = pb.LogQuery(after=known or 0, limit=limit)
+        query = pb.LogQuery(after=known or 0, limit=limit, events=self._events)
         address = self._spec.address(task)
         try:
             reply = await self._transport.ask(
@@ -88,3 +93,22 @@ class LogTail:
         body = body_of(reply)
         self._known[task] = body.last
         return [(task, line) for line in body.lines]
+
+
+@final
+class EventTail:
+    """What the tasks of a cluster note; see ``jgraph.cluster.events``.
+
+    Args:
+      transport: of a client.
+      spec: where the tasks are.
+    """
+
+    def __init__(self, transport: Transport, spec: ClusterSpec) -> None:
+        self._log = LogTail(transport, spec, behind=_EVENTS, events=True)
+
+    def new(self) -> list[Event]:
+        """Returns events since the last call, by time; none of a silent task."""
+        # Tasks of one process tell the same.
+        lines = dict.fromkeys(line for _, line in self._log.new())
+        return sorted(map(from_json, lines), key=lambda event: event.time_s)

@@ -21,6 +21,7 @@ from jgraph.cluster.calls import (
     loop_timeout_s,
 )
 from jgraph.cluster.driver import as_error
+from jgraph.cluster.events import RunsSeen
 from jgraph.cluster.runs import Runs
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_loops import Method
@@ -70,6 +71,7 @@ class Master:
         self._transport = transport
         self.dealers = service.dealers
         self.runs = Runs(service.task, clock, self._call, lambda: self._addresses)
+        self._runs_seen = RunsSeen(service.task)
         self._spec = ClusterSpec({})
         self._addresses: dict[TaskName, str] = {}
         methods: Mapping[str, Method] = {
@@ -241,11 +243,14 @@ class Master:
         reports = self._relay(task, request)
         if watched:
             reports = self.dealers.get(order.data_run).watch(order.loop, reports)
-        try:
-            async for report in reports:
-                yield report
-        except TaskLostError as error:
-            raise error if error.details else _of_task(task, error) from error
+        steps, batch = order.steps, order.batch_size
+        what = f"{steps} steps" + (f", batches of {batch}" if batch else "")
+        with self._runs_seen.loop(order.run or order.loop, what):
+            try:
+                async for report in reports:
+                    yield report
+            except TaskLostError as error:
+                raise error if error.details else _of_task(task, error) from error
 
     async def _relay(self, task: TaskName, request: Frame) -> AsyncIterator[Frame]:
         if task == self._service.task:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO, final
 
 from jgraph.clock import Clock, SystemClock
+from jgraph.cluster.exits import how_it_ended, memory_kills
 from jgraph.cluster.restarting import Restarter
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
@@ -57,6 +58,7 @@ class TaskProcess:
         self._which = [job, str(index)]
         self._options = [transport, tls_directory, *allow_sources]
         self._environment = {**os.environ, **environment}
+        self._kills_before = 0
         alone = ClusterSpec({job: {index: "127.0.0.1:0"}}, port_zero=True)
         self.process = self._started(alone)
 
@@ -67,6 +69,7 @@ class TaskProcess:
 
     def _started(self, spec: ClusterSpec) -> "subprocess.Popen[str]":
         child = [sys.executable, "-m", "jgraph.cluster.child", *self._which]
+        self._kills_before = memory_kills()
         with self.log.open("a") as log:
             return subprocess.Popen(
                 [*child, spec.to_json(), *self._options],
@@ -128,6 +131,10 @@ class TaskProcess:
     def wait_dead(self) -> int:
         """Waits for the end, however long it takes; returns the exit code."""
         return self.process.wait()
+
+    def how_it_ended(self) -> str:
+        """Returns why it ended, as a part of a sentence."""
+        return how_it_ended(self.process.wait(_END_S), self._kills_before)
 
     def wait_ended(self, timeout_s: float) -> None:
         """Waits for the end; kills the process after ``timeout_s``."""
@@ -236,7 +243,7 @@ class TaskProcesses:
         if self._restarter is not None:
             return dict(self._restarter.left)
         return {
-            task: f"{task} ended with exit code {process.process.returncode}"
+            task: f"{task} ended by {process.how_it_ended()}"
             for task, process in self._processes.items()
             if process.process.poll() is not None
         }

@@ -4,12 +4,12 @@ Imports no JAX, like ``processes``.
 """
 
 import logging
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 from jgraph.clock import Clock
+from jgraph.cluster.events import LAUNCHER, note
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.restarts import LeaveEnded, Restarts, StartAgain, TaskEnded
 from jgraph.errors import ConfigError, StartError
@@ -26,6 +26,9 @@ class Process(Protocol):
 
     def wait_dead(self) -> int:
         """Waits for the end, however long it takes; returns the exit code."""
+
+    def how_it_ended(self) -> str:
+        """Returns why it ended, as a part of a sentence; it has."""
 
     def start(self, spec: ClusterSpec) -> None:
         """Starts it as a task of ``spec``."""
@@ -108,7 +111,8 @@ class Restarter:
                 with self._lock:
                     self._starting.discard(process)
                     self._lock.notify_all()
-            _LOG.warning("%s serves again, without what it held", process.task)
+            back = f"{process.task} serves again, without what it held"
+            note(LAUNCHER, "restarted", back, level=logging.WARNING)
             self._told()
 
     def _start(self, process: Process, code: int) -> bool:
@@ -118,7 +122,8 @@ class Restarter:
             for instruction in [] if self._closed else self._restarts.handle(ended):
                 match instruction:
                     case StartAgain(task):
-                        _LOG.warning("%s died (%s); starting it", task, _how(code))
+                        died = f"{task} died ({process.how_it_ended()}); starting it"
+                        note(LAUNCHER, "died", died, level=logging.WARNING)
                         try:
                             process.start(self._spec)
                         except OSError as error:
@@ -128,13 +133,15 @@ class Restarter:
                         return True
                     case LeaveEnded(task, deaths, window_s):
                         why = f"{task} died {deaths} times in {window_s:g} s, at last "
-                        self._leave(process, f"{why}by {_how(code)}")
+                        self._leave(process, f"{why}by {process.how_it_ended()}")
         return False
 
     def _leave(self, process: Process, why: str) -> None:
         self.left[process.task] = (
             f"{why}, and is not started again. The end of its log:\n{process.tail()}"
         )
+        left = f"{why}, and is not started again"
+        note(LAUNCHER, "abandoned", left, level=logging.WARNING)
         _LOG.error("%s", self.left[process.task])
 
     def _wait_started(self, process: Process) -> None:
@@ -158,12 +165,3 @@ def check_restarts(restarts: object) -> None:
             f"restarts is {restarts!r:.60}; give how often a task that died is started "
             "again within a minute: 0 for never, or for example 2"
         )
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

@@ -12,6 +12,7 @@ import jax
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import loop
+from jgraph.cluster.events import note
 from jgraph.cluster.here import add_service, remove_service
 from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.master import Master
@@ -136,6 +137,8 @@ class TaskServer:
 
     async def _stop(self, grace_s: float) -> None:
         remove_service(self.address)
+        if self.address:
+            note(self.task, "left", f"{self.task} was told to end")
         await self._health.set_serving(serving=False)
         await self.service.drain(grace_s)
         gone = TaskLostError(f"{self.task} was stopped")
@@ -268,7 +271,7 @@ class Server:
         asyncio.ensure_future(server.stopped.wait()).add_done_callback(
             lambda _: self._stopped.set()
         )
-        _LOG.info("%s listens on %s", self.task, server.address)
+        note(self.task, "joined", f"{self.task} listens on {server.address}")
         if self._tls is None and not is_loopback(self._bind):
             _LOG.warning(
                 "%s speaks plain text with other hosts: whoever reads the network may "

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 
 from jgraph.clock import Clock
+from jgraph.cluster import events
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
@@ -50,7 +51,6 @@ from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.task import TaskRuntime
 
-_LOG = logging.getLogger("jgraph.server")
 # A participant gives a step up this long after its driver should have.
 _GRACE_S = 10.0
 _NEW_WORK: Final = frozenset({"RunStep", "RunLoop", "RegisterProgram"})
@@ -147,9 +147,12 @@ class TaskService:
     def peer_lost(self, peer: TaskName, error: JGError) -> None:
         """Ends every step that needs ``peer``; all, if it says that we are replaced."""
         if isinstance(error, FencedError) and self.replaced is None:
-            _LOG.error("%s ends: %s", self.task, error)
+            why = f"{self.task} ends: {error.message}"
+            events.note(self.task, "replaced", why, level=logging.ERROR)
             self.replaced = error
             self._shutdown(0.0)
+        why = error.message if peer in error.message else f"{peer}: {error.message}"
+        events.note(self.task, "lost", why, level=logging.WARNING)
         self.driver.peer_lost(peer, error)
         for step, (driver, _) in list(self._drivers_of.items()):
             if driver == peer:
@@ -370,7 +373,8 @@ class TaskService:
 
     async def _task_log(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        last, lines = kept_log().after(body.after, body.limit)
+        kept = events.KEPT if body.events else kept_log()
+        last, lines = kept.after(body.after, body.limit)
         yield frame(log_lines=pb.LogLines(last=last, lines=lines))
 
     async def _shut_down(self, request: Frame) -> AsyncIterator[Frame]:

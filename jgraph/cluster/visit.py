@@ -7,7 +7,7 @@ from typing import final
 
 from jgraph.cluster import loop
 from jgraph.cluster.client import NoHandler
-from jgraph.cluster.logs import LogTail
+from jgraph.cluster.logs import EventTail, LogTail
 from jgraph.cluster.run_info import RunInfo, run_infos
 from jgraph.cluster.status import ClusterStatus
 from jgraph.cluster.transport_choice import (
@@ -58,6 +58,10 @@ class Visit:
         return LogTail(
             *(self._transport, spec, [TaskName(task)]), behind=behind, must_answer=True
         )
+
+    def events(self) -> EventTail:
+        """Returns what became of the cluster, and what comes, as its tasks tell."""
+        return EventTail(self._transport, self.status().cluster)
 
     def drain(self, task: str, grace_s: float) -> Callable[[], bool]:
         """Tells a task to end, see ``Cluster.drain``; returns what says if it has.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final, final
 
+from jgraph.cluster.exits import how_it_ended
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import StartError
 from jgraph.launch.hosts import Host, RemoteTask, remote_command
@@ -84,6 +85,10 @@ class RemoteProcess:
         code = ssh.process.wait()
         ssh.told.wait(_READ_S)  # the last lines say why
         return code
+
+    def how_it_ended(self) -> str:
+        """Returns why it ended, as a part of a sentence."""
+        return how_it_ended(self._ssh.process.wait(_READ_S))
 
     def wait_started(self) -> None:
         """Waits until it serves.

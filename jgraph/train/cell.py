@@ -186,7 +186,8 @@ def _spark(values: Sequence[float]) -> str:
 
 
 def _workers(rows: Sequence[WorkerStanding]) -> str:
-    head = "".join(f"<th>{n}</th>" for n in ("worker", "step", "steps/s", "staleness"))
+    names = ("worker", "step", "steps/s", "staleness", "late")
+    head = "".join(f"<th>{name}</th>" for name in names)
     legend = " ".join(
         f'<span style="background:{_COLORS[part]}">&nbsp;{part}&nbsp;</span>'
         for part in _COLORS
@@ -200,7 +201,8 @@ def _workers(rows: Sequence[WorkerStanding]) -> str:
 
 
 def _row(row: WorkerStanding) -> str:
-    cells = (row.name, f"{row.steps:,}", f"{row.steps_per_s:.1f}", row.staleness_text())
+    rate, late = f"{row.steps_per_s:.1f}", f"{row.late:,}" if row.late else ""
+    cells = (row.name, f"{row.steps:,}", rate, row.staleness_text(), late)
     told = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
     split = "".join(
         f'<span title="{part} {share:.0%}" style="display:inline-block;height:1em;'

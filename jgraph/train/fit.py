@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.errors import ClusterError, ConfigError, JGError
+from jgraph.graph.ir import TaskName
 from jgraph.train.attempt import Attempt
 from jgraph.train.history import History
 from jgraph.train.large import KEPT_BYTES
@@ -37,6 +38,7 @@ class Fit:
       callbacks: called with each report.
       display: shows reports; entered, and left by whoever made it.
       workers: names of the replicas; empty if nobody looks at them.
+      gone: returns how tasks ended that nobody starts again, where this is known.
       clock: measures rates.
     """
 
@@ -48,6 +50,7 @@ class Fit:
     callbacks: Sequence[Callback]
     display: Display
     workers: Sequence[str]
+    gone: Callable[[], Mapping[TaskName, str]]
     clock: Clock
 
     def start(self, release: Callable[[], None]) -> None:
@@ -101,9 +104,12 @@ class Fit:
         try:
             self._follow(attempt, total, began)
         except JGError as error:
-            if self.recover is None:
+            if self.recover is not None:
+                return error
+            if not isinstance(error, ClusterError) or not (gone := self.gone()):
                 raise
-            return error
+            why = "; ".join([error.message.rstrip("."), *gone.values()])
+            raise type(error)(why, **error.details) from error
         return None
 
     def _next(self, failure: JGError, began: float) -> Attempt:

@@ -11,6 +11,10 @@ As Flax users expect:
 A loss returns a scalar, or ``(scalar, dict of metrics)``. A linen loss gives updated
 collections back in that dict, under their names, as ``model.apply(…, mutable=[…])``
 returns them: ``return loss, {**updates, "accuracy": accuracy}``.
+
+What else comes beside the scalar, as in ``return loss, logits`` or ``return loss,
+(logits, updates)``, has no name and is left out; dicts in it count, and a scalar
+without a name is refused.
 """
 
 import inspect
@@ -44,14 +48,15 @@ def split_result(result: Any) -> tuple[jax.Array, dict[str, Any]]:
     """Returns (loss, metrics) of what a loss returned.
 
     Raises:
-      GraphError: not a scalar that has a gradient, or metrics that are no dict.
+      GraphError: not a scalar that has a gradient, or a metric without a name.
+
+    Example:
+      >>> loss, metrics = split_result((jnp.zeros(()), (jnp.ones(8), {"n": 8})))
+      >>> loss.shape, metrics
+      ((), {'n': 8})
     """
-    loss, aux = result if isinstance(result, tuple) else (result, {})
-    if not isinstance(aux, Mapping):
-        raise GraphError(
-            f"loss returned (value, {type(aux).__name__}); return a scalar or "
-            "(scalar, dict of metrics)"
-        )
+    loss, *rest = result if isinstance(result, tuple) and result else (result,)
+    aux = _dicts_in(rest)
     if not hasattr(loss, "dtype") and not isinstance(loss, float):
         raise GraphError(
             f"loss returned {loss!r:.60}; return a scalar array, for example "
@@ -69,7 +74,20 @@ def split_result(result: Any) -> tuple[jax.Array, dict[str, Any]]:
         )
     if "loss" in aux:
         raise GraphError("a metric is called 'loss', as the loss itself; rename it")
-    return loss, dict(aux)
+    return loss, aux
+
+
+def _dicts_in(value: Any) -> dict[str, Any]:
+    """Returns the dicts in nested tuples and lists as one."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    inner = value if isinstance(value, tuple | list) else ()
+    if isinstance(value, int | float) or getattr(value, "shape", None) == ():
+        raise GraphError(
+            "loss returned a scalar beside its value, which has no name; give it one, "
+            'for example return loss, {"accuracy": accuracy}'
+        )
+    return {name: one for each in inner for name, one in _dicts_in(each).items()}
 
 
 def loss_and_scalars(result: Any) -> dict[str, Any]:

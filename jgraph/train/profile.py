@@ -81,7 +81,7 @@ def make_profile(chunks: Sequence[Chunk]) -> Profile:
     parts: dict[str, None] = {}
     seconds: dict[int, dict[str, float]] = {}
     steps: Counter[int] = Counter()
-    for chunk in chunks:
+    for chunk in (one for all_ in chunks for one in all_.of_workers or [all_]):
         parts.update(dict.fromkeys(chunk.times))
         steps[chunk.replica] += len(chunk)
         times = seconds.setdefault(chunk.replica, {})

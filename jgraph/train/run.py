@@ -4,10 +4,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 from jgraph.coordination.recovery import Recovery
-from jgraph.errors import DeadlineError
+from jgraph.errors import DeadlineError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
@@ -221,6 +221,9 @@ class Run:
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the Trainer's metrics on ``data``; see Trainer."""
         return self._result.evaluate_values(self._outcome.values, data, batch_size)
+
+    if not TYPE_CHECKING:
+        __getattr__ = hints.hinting(hints.RUN)
 
     def stop(self) -> None:
         """Asks the run to end after the current step; ``wait`` waits for it."""

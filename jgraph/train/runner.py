@@ -50,8 +50,8 @@ class Chunk:
     ``steps`` (int64[n]) and ``seconds`` (float64[n], since the loop began) number and
     date the replica's steps; ``metrics`` are stacked, first axis n; ``times`` are the
     seconds that the n steps took, by part. In synchronous training there is one replica
-    that stands for all. ``dropped`` counts gradients that came too late so far, by
-    worker.
+    that stands for all; ``of_workers`` has what each did meanwhile, without metrics.
+    ``dropped`` counts gradients that came too late so far, by worker.
     """
 
     replica: int
@@ -60,6 +60,7 @@ class Chunk:
     metrics: Mapping[str, Array]
     times: Mapping[str, float] = field(default_factory=dict)
     dropped: Mapping[TaskName, int] = field(default_factory=dict)
+    of_workers: Sequence["Chunk"] = ()
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -9,6 +9,7 @@ from typing import Final, final
 
 import numpy as np
 
+from jgraph.graph.ir import TaskName
 from jgraph.train.evaluations import in_thread
 from jgraph.train.runner import Chunk, Staleness
 
@@ -31,6 +32,7 @@ class WorkerStanding:
       shares: of its time, by part of a step; see ``Run.profile``.
       staleness: its updates, by how many others came before them; see
         ``Run.staleness``.
+      late: its gradients that came too late and did not count; see ``Run.dropped``.
     """
 
     name: str
@@ -38,12 +40,14 @@ class WorkerStanding:
     steps_per_s: float
     shares: Mapping[str, float] = field(default_factory=dict)
     staleness: Mapping[int, int] = field(default_factory=dict)
+    late: int = 0
 
     def __str__(self) -> str:
         split = " ".join(f"{part} {share:.0%}" for part, share in self.shares.items())
         stale = self.staleness_text()
         said = f"step {self.steps}  {self.steps_per_s:.1f} steps/s  {split}"
-        return f"{self.name}  {said}" + (f"  stale {stale}" if stale else "")
+        told = f"{self.name}  {said}" + (f"  stale {stale}" if stale else "")
+        return told + (f"  late {self.late}" if self.late else "")
 
     def staleness_text(self) -> str:
         """Returns the most frequent staleness, and the largest; empty if unknown.
@@ -77,14 +81,19 @@ class Standings:
         self._ask = staleness
         self._staleness: Staleness = {}
         self._asked: Future[Staleness] | None = None
+        self._late: dict[TaskName, int] = {}
+        self._rates = Rates()
         self._steps: Counter[int] = Counter()
         self._times: dict[int, Counter[str]] = {}
         self._curve = Curve()
 
     def add(self, chunk: Chunk) -> None:
         """Takes what a replica did."""
-        self._steps[chunk.replica] += len(chunk)
-        self._times.setdefault(chunk.replica, Counter()).update(chunk.times)
+        for one in chunk.of_workers or [chunk]:
+            self._steps[one.replica] += len(one)
+            self._times.setdefault(one.replica, Counter()).update(one.times)
+            self._rates.add(one)
+        self._late.update(chunk.dropped)
         self._curve.add(float(np.mean(chunk.metrics["loss"])))
 
     def read_staleness(self) -> None:
@@ -103,11 +112,11 @@ class Standings:
         """Losses from the beginning, in at most 60 points."""
         return self._curve.points
 
-    def workers(self, rates: Mapping[int, float]) -> tuple[WorkerStanding, ...]:
-        """Returns how each stands that has reported, given its steps per second."""
-        return tuple(self._worker(n, rates.get(n, 0.0)) for n in sorted(self._steps))
+    def workers(self) -> tuple[WorkerStanding, ...]:
+        """Returns how each stands that has reported."""
+        return tuple(self._worker(n) for n in sorted(self._steps))
 
-    def _worker(self, replica: int, rate: float) -> WorkerStanding:
+    def _worker(self, replica: int) -> WorkerStanding:
         known = replica < len(self._names)
         name = self._names[replica] if known else f"replica {replica}"
         times = self._times[replica]
@@ -117,7 +126,31 @@ class Standings:
         for task, by_ps in self._staleness.items():
             for updates in by_ps.values() if task == name else ():
                 ages.update(updates)
-        return WorkerStanding(name, self._steps[replica], rate, shares, dict(ages))
+        steps, rate = self._steps[replica], self._rates.of[replica]
+        late = self._late.get(TaskName(name), 0)
+        return WorkerStanding(name, steps, rate, shares, dict(ages), late)
+
+
+@final
+class Rates:
+    """Steps per second of replicas, by their own clocks.
+
+    Attributes:
+      of: by replica, at its last report.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, float] = {}
+        self._seen: dict[int, float] = {}
+
+    def add(self, chunk: Chunk) -> float:
+        """Takes what a replica did; returns the rate of all together."""
+        last, seen = float(chunk.seconds[-1]), self._seen.get(chunk.replica, 0.0)
+        # The loop of a worker that came back counts its time anew.
+        seconds = last if last < seen else last - seen
+        self._seen[chunk.replica] = last
+        self.of[chunk.replica] = len(chunk) / max(seconds, 1e-9)
+        return sum(self.of.values())
 
 
 @final

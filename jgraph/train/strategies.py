@@ -85,6 +85,4 @@ def replica_names(cluster: Cluster | None, strategy: Strategy) -> list[str]:
     """Returns whom the replicas of a run stand for; nobody else in this process."""
     if cluster is None or isinstance(strategy, Local):
         return []
-    if isinstance(strategy, SyncPS):
-        return ["all workers, in step"]
     return list(cluster.tasks("worker"))

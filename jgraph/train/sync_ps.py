@@ -143,6 +143,7 @@ class SyncRunner:
         clock, left = SystemClock(), order.steps
         began, sync = 0.0, self._sync(prepared, order)
         dropped: Counter[TaskName] = Counter()
+        beside: list[Chunk] = []
         while left and not order.stop.is_set():
             if not self._present and not self._is_one_back(order.stop):
                 return
@@ -157,6 +158,8 @@ class SyncRunner:
                     loops.stop()
                 if report.replica < self.replicas:
                     self._note(report, rejoin)
+                    if len(report.steps):
+                        beside.append(chunk_of(report, (), report.replica))
                     continue
                 if report.position is not None:
                     self._position, late = report.position, Counter(report.dropped)
@@ -164,7 +167,9 @@ class SyncRunner:
                     left -= len(report.steps)
                     seconds = report.seconds + now - began
                     told = replace(report, seconds=seconds, dropped=dropped + late)
-                    yield chunk_of(told, prepared.names, replica=0)
+                    chunk = chunk_of(told, prepared.names, replica=0)
+                    yield replace(chunk, of_workers=tuple(beside))
+                    beside.clear()
             dropped += late
             sync = replace(sync, epoch=loops.epoch)
 

@@ -15,7 +15,7 @@ from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.history import History
 from jgraph.train.progress import Report
 from jgraph.train.runner import Chunk, Events
-from jgraph.train.standing import Standings
+from jgraph.train.standing import Rates, Standings
 
 _EVENTS_EVERY_S = 1.0
 
@@ -60,8 +60,7 @@ class Watch:
         self._standings = standings or Standings()
         self._asked = clock.now()
         self._began = self._asked if began is None else began
-        self._rates: dict[int, float] = {}
-        self._seen: dict[int, float] = {}
+        self._rates = Rates()
 
     @property
     def seconds(self) -> float:
@@ -75,7 +74,7 @@ class Watch:
         self._standings.add(chunk)
         steps, every = self._history.steps, self._every
         due = every is not None and before // every != steps // every
-        rate = self._rate(chunk)
+        rate = self._rates.add(chunk)
         self._last = Report(
             step=steps,
             steps=self._total,
@@ -85,7 +84,7 @@ class Watch:
             metrics=_means(chunk.metrics),
             dropped=self._history.dropped(),
             curve=self._standings.curve,
-            workers=self._standings.workers(self._rates),
+            workers=self._standings.workers(),
         )
         if self._clock.now() - self._asked >= _EVENTS_EVERY_S:
             self._note_events()
@@ -114,15 +113,6 @@ class Watch:
         self._asked = self._clock.now()
         self._standings.read_staleness()
         self._history.add_events(self.seconds, self._events())
-
-    def _rate(self, chunk: Chunk) -> float:
-        """Returns steps per second of all replicas, by their own clocks."""
-        last, seen = float(chunk.seconds[-1]), self._seen.get(chunk.replica, 0.0)
-        # The loop of a worker that came back counts its time anew.
-        seconds = last if last < seen else last - seen
-        self._seen[chunk.replica] = last
-        self._rates[chunk.replica] = len(chunk) / max(seconds, 1e-9)
-        return sum(self._rates.values())
 
 
 def check_finite(chunk: Chunk, leaves: Sequence[str]) -> None:

@@ -108,12 +108,12 @@ class Workers:
 
 
 def chunk_of(report: LoopReport, names: Sequence[str], replica: int) -> Chunk:
-    """Returns a report as what ``replica`` did, with a name for each fetch."""
+    """Returns a report as what ``replica`` did; of its fetches those with a name."""
     return Chunk(
         replica,
         report.steps,
         report.seconds,
-        dict(zip(names, report.fetches, strict=True)),
+        dict(zip(names, report.fetches, strict=bool(names))),
         report.times,
         report.dropped,
     )

@@ -13,7 +13,15 @@ from flax.core import freeze
 from jgraph.errors import ConfigError
 from jgraph.train.adapters import adapt
 from jgraph.train.arguments import check_model
-from tests.train.models import LinenMLP, LinenNorm, NnxMLP, NnxNorm, data, nnx_loss
+from tests.train.models import (
+    LinenMLP,
+    LinenNorm,
+    NnxMLP,
+    NnxNorm,
+    cross_entropy,
+    data,
+    nnx_loss,
+)
 
 BATCH = data(8)
 
@@ -56,6 +64,23 @@ def test_nnx_loss_gives_new_statistics_and_keeps_the_model() -> None:
     _, (_, state) = adapter.loss(adapter.params, adapter.state, BATCH, (0, 0))
     assert not np.allclose(state["norm"]["mean"], 0)
     assert np.allclose(model.norm.mean[...], 0)
+
+
+def test_statistics_are_found_beside_what_has_no_name() -> None:
+    """As Flax's examples return them: ``loss, (new_state, logits)``."""
+    model = LinenNorm()
+    variables = model.init(jax.random.key(0), BATCH[0])
+
+    def loss(variables: Any, batch: Any, rng: Any) -> Any:
+        options: Any = {"mutable": ["batch_stats"], "rngs": {"dropout": rng}}
+        logits, new = model.apply(variables, batch[0], train=True, **options)
+        return cross_entropy(logits, batch[1]), (new, [logits, None, {"n": 8}])
+
+    adapter = adapt(model, loss, seed=0, variables=variables)
+    _, (metrics, state) = adapter.loss(adapter.params, adapter.state, BATCH, (0, 0))
+    assert metrics == {"n": 8}
+    means = [jax.tree.leaves(tree)[0] for tree in (adapter.state, state)]
+    assert not np.allclose(*means)
 
 
 def test_shared_parameters_stay_shared() -> None:

@@ -92,6 +92,13 @@ def picture_loss(model: Any, batch: Any) -> Any:
     ).mean()
 
 
+def picture_loss_and_logits(model: Any, batch: Any) -> Any:
+    """As the tutorials have it, for ``nnx.value_and_grad(…, has_aux=True)``."""
+    logits = model(batch["image"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), logits
+
+
 def linen_picture_loss(params: Any, batch: Any) -> Any:
     apply = lambda x: LinenConvolutional().apply({"params": params}, x)
     return picture_loss(apply, batch)
@@ -118,7 +125,9 @@ def variables_of(model: nn.Module, *inputs: Any) -> Any:
 
 
 MODELS: dict[str, Any] = {
-    "images, nnx": lambda: (Convolutional(rngs=nnx.Rngs(0)), picture_loss, PICTURES),
+    "images, nnx": lambda: (
+        *(Convolutional(rngs=nnx.Rngs(0)), picture_loss_and_logits, PICTURES),
+    ),
     "images, linen": lambda: (
         *(LinenConvolutional(), linen_picture_loss, PICTURES),
         variables_of(LinenConvolutional(), IMAGES[:1]),

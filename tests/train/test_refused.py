@@ -113,7 +113,10 @@ def test_wrong_argument_of_fit_is_named(
     ("loss", "message"),
     [
         (lambda model, batch: model(batch[0]), r"array of shape \(8, 2\)"),
-        (lambda model, batch: (nnx_loss(model, batch), 3), r"\(value, int\)"),
+        (
+            lambda model, batch: (nnx_loss(model, batch), 3),
+            "scalar beside its",
+        ),
         (lambda model, batch: None, "loss returned None"),
         (lambda model, batch: jnp.int32(1), "dtype int32, which has no gradient"),
         (lambda m, b: (nnx_loss(m, b), {"loss": 0.0}), "metric is called 'loss'"),

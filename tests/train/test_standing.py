@@ -1,6 +1,7 @@
 """How workers stand, and what a cell shows of it."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,20 @@ def test_a_report_has_step_rate_and_time_of_each_worker() -> None:
     assert report.curve == (0.5, 0.5)
 
 
+def test_workers_in_step_have_a_row_each_and_say_how_often_they_were_late() -> None:
+    standings = Standings([WORKER, "second"])
+    watch = Watch(History(), 10, 4, SetClock(), standings=standings)
+    each = [chunk(0, [0.5, 1.0], compute=1.0), chunk(1, [0.1, 0.2], wait=0.2)]
+    step = chunk(0, [0.5, 0.6])
+    report = watch.take(replace(step, of_workers=each, dropped={WORKER: 3}))
+    assert report.steps_per_s == pytest.approx(2 / 0.6)  # of the updates
+    first, second = report.workers
+    assert (first.steps_per_s, first.late, second.late) == (2.0, 3, 0)
+    assert second.shares == {"wait": 1.0}
+    assert str(first).endswith("late 3")
+    assert "<td>3</td>" in CellView(report)._repr_html_()
+
+
 def test_staleness_is_asked_once_a_second_and_summed_over_the_ps() -> None:
     answered = threading.Event()
 
@@ -81,7 +96,7 @@ def test_a_ps_that_does_not_say_how_old_updates_were_ends_nothing() -> None:
     standings.add(chunk(0, [1.0]))
     for _ in range(3):
         standings.read_staleness()
-    assert standings.workers({})[0].staleness == {}
+    assert standings.workers()[0].staleness == {}
 
 
 def test_a_curve_keeps_few_points_of_many_values_and_none_that_is_no_number() -> None:

@@ -2174,19 +2174,23 @@ class LogQuery(_message.Message):
 
     AFTER_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     after: _builtins.int
     """lines up to this number are known; 0: none"""
     limit: _builtins.int
     """how many of the newest to send"""
+    events: _builtins.bool
+    """not the log, but what became of the cluster: lines of JSON"""
     def __init__(
         self,
         *,
         after: _builtins.int = ...,
         limit: _builtins.int = ...,
+        events: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "limit", b"limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "events", b"events", "limit", b"limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

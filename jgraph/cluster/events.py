@@ -1,0 +1,211 @@
+"""What became of a cluster: who joined, was lost, died; which runs began and ended.
+
+An event is noted where it is seen, as a line of that process's log, and kept for those
+who ask from elsewhere. Imports no JAX: those who start processes note events too.
+"""
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, final
+
+from jgraph.clock import WallClock
+from jgraph.cluster.kept_log import NewestLines
+from jgraph.errors import JGError, RunOverError, TaskLostError
+from jgraph.graph import markup
+
+LAUNCHER: Final = "launcher"
+"""Who starts the processes of a cluster."""
+
+_LOG: Final = logging.getLogger("jgraph.events")
+_SAME_S: Final = 5.0
+_LINE: Final = re.compile(
+    r"(\d+-\d+-\d+ \d+:\d+:\d+),(\d+) \w+ jgraph\.events: \[(\w+)\] (.*)"
+)
+_SUBJECT: Final = re.compile(r"/job:\w+/task:\d+|run '([^']+)'")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that became of a cluster.
+
+    Attributes:
+      time_s: when, in seconds since 1970, by the clock of who saw it.
+      kind: "joined", "lost", "left", "replaced", "died", "restarted", "abandoned" of
+        tasks; "began", "ended", "failed" of runs.
+      text: a sentence that names the task or the run.
+      by: the task that saw it; "launcher": what started the processes.
+      subject: the task or the run.
+    """
+
+    time_s: float
+    kind: str
+    text: str
+    by: str
+    subject: str
+
+    def to_json(self) -> str:
+        """Returns it as a line of JSON."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.time_s, UTC).astimezone()
+        who = "" if self.by == self.subject else f"  (seen by {self.by})"
+        return f"{when:%Y-%m-%d %H:%M:%S}  {self.kind:9}  {self.text}{who}"
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
+
+
+KEPT: Final = NewestLines()
+"""The events that this process noted, as lines of JSON."""
+
+
+def note(by: str, kind: str, text: str, *, level: int = logging.INFO) -> None:
+    """Writes an event to the log of this process, and keeps it; see ``Event``."""
+    text = " ".join(text.split())[:1000]
+    KEPT.add(_event(WallClock().now(), kind, text, by).to_json())
+    _LOG.log(level, "[%s] %s", kind, text)
+
+
+def _event(time_s: float, kind: str, text: str, by: str) -> Event:
+    found = _SUBJECT.search(text)
+    subject = (found[1] or found[0]) if found is not None else by
+    return Event(time_s, kind, text, by, subject)
+
+
+def from_json(line: str) -> Event:
+    """Returns the event that a task told."""
+    return Event(**json.loads(line))
+
+
+def kept_events() -> list[Event]:
+    """Returns the newest events that this process noted."""
+    return [from_json(line) for line in KEPT.after(0, 1000)[1]]
+
+
+def from_log(line: str, by: str) -> Event | None:
+    """Returns the event that a line of a log tells; None if it tells none.
+
+    Example:
+      >>> line = "2026-11-22 01:02:03,250 INFO jgraph.events: [ended] run 'a' is over"
+      >>> event = from_log(line, "/job:ps/task:0")
+      >>> event.kind, event.text, event.subject, event.time_s % 1
+      ('ended', "run 'a' is over", 'a', 0.25)
+    """
+    if (found := _LINE.match(line)) is None:
+        return None
+    when, milliseconds, kind, text = found.groups()
+    seconds = datetime.strptime(when, "%Y-%m-%d %H:%M:%S").astimezone().timestamp()
+    return _event(seconds + int(milliseconds) / 1000, kind, text, by)
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """Returns events by time; a loss that several saw, once.
+
+    Example:
+      >>> seen = [Event(t, "lost", "?", by, "w") for t, by in ((2, "b"), (1, "a"))]
+      >>> [event.by for event in in_order(seen)]
+      ['a']
+    """
+    once = Once()
+    return [e for e in sorted(events, key=lambda e: e.time_s) if once.is_new(e)]
+
+
+@final
+class Once:
+    """Tells a loss that is news from one that another task has told of already."""
+
+    def __init__(self) -> None:
+        self._lost_s: dict[str, float] = {}
+
+    def is_new(self, event: Event) -> bool:
+        """Whether it is no loss, or one of which nobody told within some seconds."""
+        if event.kind != "lost":
+            return True
+        before = self._lost_s.get(event.subject)
+        self._lost_s[event.subject] = event.time_s
+        return before is None or abs(event.time_s - before) > _SAME_S
+
+
+@final
+class RunsSeen:
+    """Notes when a run begins and ends, of which a master sees the loops.
+
+    Args:
+      by: the master.
+    """
+
+    def __init__(self, by: str) -> None:
+        self._by = by
+        self._loops: Counter[str] = Counter()
+        self._why: dict[str, str] = {}
+
+    @contextmanager
+    def loop(self, run: str, text: str) -> Iterator[None]:
+        """Counts a loop of ``run`` while it goes on; ``text`` describes the run."""
+        if not self._loops[run]:
+            note(self._by, "began", f"run '{run}' began: {text}")
+        self._loops[run] += 1
+        try:
+            yield
+        except (TaskLostError, RunOverError):
+            raise  # the others go on, or are over too
+        except JGError as error:
+            self._why.setdefault(run, str(error))
+            raise
+        finally:
+            self._loops[run] -= 1
+            if not self._loops[run]:
+                del self._loops[run]
+                self._end(run, self._why.pop(run, ""))
+
+    def _end(self, run: str, why: str) -> None:
+        if why:
+            why = f"run '{run}' failed: {why}"
+            note(self._by, "failed", why, level=logging.WARNING)
+        else:
+            note(self._by, "ended", f"run '{run}' ended")
+
+
+@final
+class LogFiles:
+    """The events in the logs of a cluster whose processes were started here.
+
+    Args:
+      directory: has a log for each task, and that of the launcher.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[Path, int] = {}
+
+    def new(self) -> list[Event]:
+        """Returns what was noted since the last call, by time."""
+        found = (
+            from_log(line, _who(path))
+            for path in sorted(self._directory.glob("*.log"))
+            for line in self._lines(path)
+        )
+        return sorted(filter(None, found), key=lambda event: event.time_s)
+
+    def _lines(self, path: Path) -> Iterator[str]:
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # it is being written
+                self._read[path] = self._read.get(path, 0) + len(line)
+                yield line.decode(errors="replace").rstrip("\n")
+
+
+def _who(log: Path) -> str:
+    job, _, index = log.stem.rpartition("-")
+    return f"/job:{job}/task:{index}" if index.isdecimal() else LAUNCHER

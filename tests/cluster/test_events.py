@@ -1,0 +1,131 @@
+"""What became of a cluster, told by its tasks and by the logs of its processes."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jgraph.cluster.client import connect
+from jgraph.cluster.events import (
+    Event,
+    LogFiles,
+    RunsSeen,
+    in_order,
+    kept_events,
+    note,
+)
+from jgraph.cluster.kept_log import FORMAT
+from jgraph.cluster.server import Server
+from jgraph.errors import GraphError, TaskLostError
+
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:1"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    """Logs of a ps and of what started it."""
+    path = tmp_path / "ps-0.log"
+    handler, logger = logging.FileHandler(path), logging.getLogger("jgraph.events")
+    handler.setFormatter(logging.Formatter(FORMAT))
+    logger.addHandler(handler)
+    yield path
+    logger.removeHandler(handler)
+    handler.close()
+
+
+def noted(count: int) -> list[tuple[str, str]]:
+    return [(event.kind, event.text) for event in kept_events()[-count:]]
+
+
+def test_the_log_of_a_task_tells_what_it_noted(log: Path, tmp_path: Path) -> None:
+    files = LogFiles(tmp_path)
+    assert files.new() == []
+    note(PS, "lost", f"{WORKER} ended its connection;\nwhat", level=logging.WARNING)
+    (found,), kept = files.new(), kept_events()[-1]
+    assert (found.kind, found.text) == (
+        "lost",
+        f"{WORKER} ended its connection; what",
+    )
+    assert (found.by, found.subject) == (PS, WORKER)
+    assert abs(found.time_s - kept.time_s) < 1
+    assert files.new() == []
+
+
+def test_a_line_that_is_being_written_is_told_when_it_is_whole(tmp_path: Path) -> None:
+    files, path = LogFiles(tmp_path), tmp_path / "keeper.log"
+    line = f"2026-11-22 01:02:03,004 WARNING jgraph.events: [died] {WORKER} died\n"
+    path.write_text(line[:40])
+    assert files.new() == []
+    path.write_text(line)
+    (event,) = files.new()
+    assert (event.by, event.kind, event.subject) == ("launcher", "died", WORKER)
+    path.write_text(line + "2026-11-22 01:02:04,004 INFO jgraph.server: [x] else\n")
+    assert files.new() == []
+
+
+def test_a_loss_that_many_see_is_told_once_and_the_next_one_again() -> None:
+    times = (1.0, 1.5, 2.0, 60.0)
+    losses = [Event(t, "lost", "…", f"/job:ps/task:{t}", WORKER) for t in times]
+    joined = [Event(t, "joined", "…", WORKER, WORKER) for t in (0.0, 1.7)]
+    found = in_order([*losses, *joined])
+    assert [(e.kind, e.time_s) for e in found] == [
+        ("joined", 0.0),
+        ("lost", 1.0),
+        ("joined", 1.7),
+        ("lost", 60.0),
+    ]
+
+
+def test_a_run_begins_with_its_first_loop_and_ends_with_its_last() -> None:
+    seen = RunsSeen(WORKER)
+    with seen.loop("a", "10 steps"):
+        with seen.loop("a", "10 steps"), seen.loop("b", "20 steps"):
+            pass
+        assert noted(3) == [
+            ("began", "run 'a' began: 10 steps"),
+            ("began", "run 'b' began: 20 steps"),
+            ("ended", "run 'b' ended"),
+        ]
+    assert noted(1) == [("ended", "run 'a' ended")]
+
+
+def test_a_run_fails_by_its_first_error_and_not_by_a_worker_that_was_lost() -> None:
+    seen = RunsSeen(WORKER)
+    gone = TaskLostError("gone")
+    with seen.loop("a", "10 steps"), pytest.raises(TaskLostError), seen.loop("a", ""):
+        raise gone
+    assert noted(1) == [("ended", "run 'a' ended")]
+    wrong = GraphError("no such node")
+    with seen.loop("a", "10 steps"), pytest.raises(GraphError), seen.loop("a", ""):
+        raise wrong
+    ((kind, text),) = noted(1)
+    assert (kind, text[:16], text[-13:]) == (
+        *("failed", "run 'a' failed: ", " no such node"),
+    )
+
+
+def test_what_a_cluster_has_not_says_what_is_written_instead() -> None:
+    server = Server({"worker": ["localhost:0"]})
+    with connect(server.target) as cluster:
+        with pytest.raises(AttributeError, match=r"write trainer\.attach\(name\)"):
+            cluster.attach  # type: ignore[attr-defined]  # noqa: B018
+        with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+            cluster.nonsense  # type: ignore[attr-defined]  # noqa: B018
+    server.stop()
+
+
+def test_a_client_is_told_who_joined_since_the_servers_started() -> None:
+    server = Server({"worker": ["localhost:0"]})
+    with connect(server.target) as cluster:
+        note("launcher", "died", f"{WORKER} died (SIGKILL); starting it")
+        kinds = [event.kind for event in cluster.events()]
+        mine = f"/job:worker/task:0 listens on {server.address}"
+        assert mine in [event.text for event in cluster.events()]
+        assert kinds[-1] == "died"
+        shown = str(cluster.events()[-1])
+        assert shown.endswith(
+            f"{WORKER} died (SIGKILL); starting it  (seen by launcher)"
+        )
+    server.stop()
+    assert noted(1) == [("left", "/job:worker/task:0 was told to end")]
