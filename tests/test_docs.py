@@ -53,7 +53,8 @@ def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "guide",
     [
-        *("concepts", "embeddings", "pipelines", "training"),
+        *("checkpoints", "concepts", "embeddings", "pipelines", "training"),
+        pytest.param("placement", marks=pytest.mark.nightly),
         pytest.param("strategies", marks=pytest.mark.nightly),
     ],
 )

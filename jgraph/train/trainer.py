@@ -180,11 +180,8 @@ class Trainer:
           ClusterBusyError: this Trainer is already training.
           CheckpointWriterError: another process saves to the same directory.
         """
-        check_counts(
-            steps=steps,
-            batch_size=batch_size,
-            eval_every=1 if eval_every is None else eval_every,
-        )
+        every = 1 if eval_every is None else eval_every
+        check_counts(steps=steps, batch_size=batch_size, eval_every=every)
         check_evaluation(eval_data, eval_every)
         given = self._given
         wanted = Wanted(
