@@ -178,7 +178,7 @@ def test_logs_come_over_the_network_where_a_task_is_elsewhere(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logging.getLogger("jgraph.test").warning("a %s line", "telling")
-    code, out, _ = run(capsys, "logs", TASK, server.target, "--tail", "1")
+    code, out, _ = run(capsys, "logs", "worker:0", server.target, "--tail", "1")
     assert code == cli.OK
     assert out.endswith("WARNING jgraph.test: a telling line\n")
     code, out, err = run(capsys, "logs", "/job:ps/task:3", server.target)

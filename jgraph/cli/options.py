@@ -1,6 +1,7 @@
 """What several commands take, and what all of them exit with."""
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -32,6 +33,17 @@ TokenFile = Annotated[
 Timeout = Annotated[
     float, typer.Option(min=0.1, help="Seconds to wait; then it is an error.")
 ]
+
+
+def task_of(typed: str) -> str:
+    """Returns the name of a task, which may be typed short.
+
+    Example:
+      >>> task_of("ps:0"), task_of("/job:ps/task:0")
+      ('/job:ps/task:0', '/job:ps/task:0')
+    """
+    short = re.fullmatch(r"(\w+):(\d+)", typed)
+    return f"/job:{short[1]}/task:{short[2]}" if short else typed
 
 
 def target_of(target: str | None, name: str) -> str:

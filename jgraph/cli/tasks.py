@@ -18,6 +18,7 @@ from jgraph.cli.options import (
     TokenFile,
     say,
     target_of,
+    task_of,
     until_interrupted,
 )
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.2
 
-Task = Annotated[str, typer.Argument(help="Such as /job:ps/task:0.")]
+Task = Annotated[
+    str, typer.Argument(help="Such as /job:ps/task:0, or ps:0.", parser=task_of)
+]
 
 
 def logs(

@@ -6,6 +6,7 @@ and workers an Indexed Job. A JobSet (jobset.sigs.k8s.io) has both as Indexed Jo
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
@@ -18,6 +19,7 @@ USER: Final = 1000
 """User and group of the image."""
 GRACE_S: Final = 40
 """A server that is told to end lets steps in flight end for 30 s."""
+_QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|[kKMGTPE]i?)?")
 _SECRET: Final = "/etc/jgraph/secret"  # where it is mounted
 _CLUSTER: Final = "/etc/jgraph/cluster"
 
@@ -30,6 +32,14 @@ class Size:
     cpu: str = "1"
     memory: str = "2Gi"
     gpus: int = 0
+
+    def __post_init__(self) -> None:
+        for what, given in (("cpu", self.cpu), ("memory", self.memory)):
+            if not _QUANTITY.fullmatch(given):
+                raise ConfigError(
+                    f"{what} is '{given}', which is no quantity of Kubernetes; write "
+                    "for example cpu 500m or 2, memory 8Gi"
+                )
 
     def resources(self) -> Manifest:
         """Returns requests and limits; memory and devices are not shared out twice."""

@@ -82,6 +82,7 @@ class RayActors:
         self._name = f"jgraph-ray-{secrets.token_hex(6)}"
         self._group: Any = None
         self._actors: dict[TaskName, Any] = {}
+        self._nodes: dict[TaskName, str] = {}
         self._ours = False
 
     def reserve(self, timeout_s: float) -> ClusterSpec:
@@ -139,8 +140,9 @@ class RayActors:
                 runtime_env={"env_vars": dict(environment)},
                 scheduling_strategy=self._bundle(order.task),
             ).remote(order)
-        asks = [actor.address.remote() for actor in self._actors.values()]
-        self._get(asks, timeout_s, "start the servers")
+        asks = [actor.node.remote() for actor in self._actors.values()]
+        nodes = self._get(asks, timeout_s, "start the servers")
+        self._nodes = dict(zip(self._actors, nodes, strict=True))
 
     def log_of(self, task: TaskName) -> str:
         """Returns the log of a task, below the temporary files of its host."""
@@ -164,8 +166,15 @@ class RayActors:
 
     def gone(self) -> dict[TaskName, str]:
         """Returns why, by task, for those that Ray does not make again."""
-        asks = {t: actor.pid.remote() for t, actor in self._actors.items()}
-        found = {}
+        alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        found = {
+            task: f"{task} was lost with its node of Ray, and does not move to "
+            "another: clients and tasks know its address"
+            for task, node in self._nodes.items()
+            if node not in alive
+        }
+        here = {t: actor for t, actor in self._actors.items() if t not in found}
+        asks = {task: actor.pid.remote() for task, actor in here.items()}
         for task, ask in asks.items():
             try:
                 self._ray.get(ask, timeout=0.1)

@@ -134,12 +134,17 @@ class RayCluster(Cluster):
         """Where the certificates are, for other clients of this host."""
         return self._secrets.name
 
+    def gone(self) -> Mapping[TaskName, str]:
+        """See ``Cluster.gone``."""
+        return self._actors.gone()
+
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
-        if gone := self._actors.gone():
+        if gone := self.gone():
             raise TaskMissingError(
                 f"{'; '.join(gone.values())}\nRay does not make it again; make a new "
-                "jg.RayCluster, with more restarts",
+                "jg.RayCluster, with more restarts, and resume there with "
+                "trainer.restore(…)",
                 missing=list(gone),
             )
 

@@ -71,6 +71,12 @@ class RayTask:
         """Returns where it listens."""
         return self._server.address
 
+    def node(self) -> str:
+        """Returns the id of the node that it is on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
     def pid(self) -> int:
         """Returns its process id."""
         return os.getpid()

@@ -76,7 +76,31 @@ def fit(directory: str) -> None:
         tell(lost=lost, result=float(run.model()(x[:1])[0, 0]))
 
 
+def lose_a_node(directory: str) -> None:
+    """Trains over two nodes of Ray, of which the one with a worker and a ps goes."""
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "include_dashboard": False},
+    )
+    other = nodes.add_node(num_cpus=1)
+    ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
+    with jg.RayCluster(ps=1, workers=1, restarts=3) as cluster:
+        tell(tasks=[task.task for task in cluster.status().tasks])
+        nodes.remove_node(other)
+        try:
+            cluster.wait_for_tasks(60)
+        except jg.JGError as error:
+            tell(lost=str(error))
+    ray.shutdown()
+    nodes.shutdown()
+
+
 def main() -> None:
+    if sys.argv[2:] == ["node"]:
+        lose_a_node(sys.argv[1])
+        return
     ray.init(
         num_cpus=2,
         include_dashboard=False,

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,18 @@ def test_the_image_runs_jgraph_as_the_user_of_the_manifests() -> None:
             for source in rest.split()[:-1]:
                 assert (root / source).exists()
     assert "ADD" not in said
+
+
+@pytest.mark.parametrize(
+    ("what", "size"),
+    [
+        ("memory is 'viel'", lambda: Size(memory="viel")),
+        ("memory is '8 GB'", lambda: Size(memory="8 GB")),
+        ("cpu is '-1'", lambda: Size(cpu="-1")),
+    ],
+)
+def test_a_size_that_kubernetes_would_refuse_is_refused_before(
+    what: str, size: Callable[[], Size]
+) -> None:
+    with pytest.raises(ConfigError, match=f"{what}, .* memory 8Gi"):
+        size()

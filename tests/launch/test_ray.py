@@ -79,6 +79,19 @@ def test_a_run_goes_on_when_ray_has_made_its_ps_again(
 @pytest.mark.nightly
 @pytest.mark.procs
 @pytest.mark.timeout(240)
+def test_a_task_whose_node_is_lost_is_not_waited_for(directory: str) -> None:
+    with start(directory, "node") as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    *_, said = map(json.loads, out.splitlines())
+    assert "was lost with its node of Ray, and does not move to another" in said["lost"]
+    assert said["lost"].startswith("JG-131 /job:")
+    assert "make a new jg.RayCluster" in said["lost"]
+
+
+@pytest.mark.nightly
+@pytest.mark.procs
+@pytest.mark.timeout(240)
 def test_a_cluster_on_ray_computes_is_made_again_and_ends_with_its_client(
     session: "subprocess.Popen[str]",
 ) -> None:
