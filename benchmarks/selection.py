@@ -56,6 +56,7 @@ SHORT = Selection(
         "memory --width 3000",
         "scale --rounds 2",
         "auto --only mlp towers --rounds 2",
+        "split --rounds 8",
         "straggler --rounds 2",
         "train --model mlp cnn --rounds 3 --steps 30",
         "train --ps 1 --workers 1 4 --baseline --rounds 3 --steps 100",
@@ -85,7 +86,7 @@ LARGE = "--model cnn resnet18 lstm transformer wide_deep --rounds 3 --steps 8"
 PAIRED = "compare --only dense8 mlp --peer"
 ALL = Selection(
     [
-        *("imports", "startup", "overhead", "memory", "straggler", "auto"),
+        *("imports", "startup", "overhead", "memory", "straggler", "auto", "split"),
         "scale --workers 1 2 4 8",
         "scale --workers 1 2 4 8 --mode sync",
         "train",

@@ -27,6 +27,7 @@ from benchmarks import (
     scale,
     selection,
     session,
+    split,
     startup,
     straggler,
     tables,
@@ -158,6 +159,16 @@ def test_a_pipeline_takes_turns_with_one_process(bench: Bench) -> None:
     assert (line["schedule"], line["workers"], line["bubble"]) == ("1f1b", 2, 0.333)
     assert line["ratio"] > 0
     assert 0 < line["bubble_measured"] < 1
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
+def test_halves_on_two_workers_take_turns_with_one_process(bench: Bench) -> None:
+    words = "--width 256 --batch 64 --layers 2 --steps 2 --rounds 1"
+    (line,) = bench(split.main, words)
+    assert line["ratio"] == pytest.approx(line["ms"] / line["one_ms"], rel=0.2)
+    assert line["transit_ms"] > 0
+    assert line["cpu_ms"] > 0
 
 
 @pytest.mark.procs
