@@ -175,6 +175,17 @@ def peak_mb(pid: int) -> float:
     raise RuntimeError("this kernel does not tell the peak memory of a process")
 
 
+def share_mb(pid: int) -> float:
+    """Returns a process's share of memory now, in MB (PSS).
+
+    A page that several processes map counts for each as its part of it.
+    """
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return round(int(line.split()[1]) * 1024 / 1e6, 1)
+    raise RuntimeError("this kernel does not tell a process's share of memory")
+
+
 def cpu_seconds(pid: int) -> float:
     """Returns the CPU time that a process has used, all its threads together."""
     # The kernel's clock of another process, as clock_getcpuclockid(3) makes it.

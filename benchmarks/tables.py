@@ -229,6 +229,8 @@ TABLES: dict[str, Table] = {
             ("idle, MB", told("ps_idle_mb")),
             ("peak, MB", told("ps_peak_mb")),
             ("(peak - 250 MB) by state", told("ratio")),
+            ("peak share, MB", told("ps_peak_share_mb")),
+            ("(share - 250 MB) by state", told("share_ratio")),
         ),
     ),
     "imports": Table(

@@ -355,6 +355,7 @@ def test_memory_counts_the_bytes_of_a_ps(bench: Bench) -> None:
     (line,) = bench(memory.main, "--width 8 --steps 2")
     parameters = 784 * 8 + 8 + 8 * 8 + 8 + 8 * 10 + 10
     assert line["variables_mb"] == pytest.approx(3 * 4 * parameters / 1e6, abs=0.1)
+    assert 0 < line["ps_peak_share_mb"] < line["ps_peak_mb"]
 
 
 @pytest.mark.procs

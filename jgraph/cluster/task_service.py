@@ -17,6 +17,7 @@ import psutil
 
 from jgraph.clock import Clock
 from jgraph.cluster import events
+from jgraph.cluster.allocator import give_back_memory
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import StepDriver, as_error
 from jgraph.cluster.gates import Gates
@@ -276,6 +277,7 @@ class TaskService:
 
     async def _unregister_program(self, request: Frame) -> AsyncIterator[Frame]:
         self.runtime.unregister(body_of(request).handle)
+        await asyncio.to_thread(give_back_memory)
         yield frame(empty=pb.Empty())
 
     def run_at_once(

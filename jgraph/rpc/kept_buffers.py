@@ -22,7 +22,7 @@ class KeptBuffers:
     """Gives 64-byte aligned memory, preferably memory that was used before.
 
     Args:
-      limit: most bytes of unused memory to keep.
+      limit: most bytes of unused memory to keep; larger buffers are never kept.
 
     Example:
       >>> buffers = KeptBuffers()
@@ -45,7 +45,7 @@ class KeptBuffers:
         Raises:
           MessageTooLargeError: there is no memory.
         """
-        if nbytes < KEPT_FROM_BYTES:
+        if not KEPT_FROM_BYTES <= nbytes <= self._limit:
             return aligned_empty(nbytes)
         self._collect()
         size = _size_class(nbytes)

@@ -24,17 +24,47 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def test_a_freed_block_is_used_again_without_new_pages() -> None:
-    if not sys.platform.startswith("linux"):
-        return
+BETWEEN = """
+from pathlib import Path
+import numpy as np
+from jgraph.cluster.allocator import give_back_memory, keep_memory
+
+def pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+assert keep_memory()
+block = np.ones(64 << 20, np.uint8)
+behind = np.ones(1 << 20, np.uint8)
+del block
+before = pages()
+give_back_memory()
+print(before - pages())
+"""
+
+on_linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="glibc's malloc is Linux's"
+)
+
+
+def printed(program: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert int(done.stdout) < 100  # 16,384 pages if the kernel had to be asked
+    return int(done.stdout)
+
+
+@on_linux
+def test_a_freed_block_is_used_again_without_new_pages() -> None:
+    assert printed(PROGRAM) < 100  # 16,384 pages if the kernel had to be asked
+
+
+@on_linux
+def test_free_memory_between_what_is_used_is_given_back() -> None:
+    assert printed(BETWEEN) > 16_000  # of 16,384 pages
 
 
 def test_who_sets_variables_of_glibc_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Receive buffers serve again, but never while an array has them."""
 
 import gc
+import weakref
 
 import jax
 import numpy as np
@@ -77,3 +78,11 @@ def test_small_memory_is_left_to_the_allocator() -> None:
     buffers.take(KEPT_FROM_BYTES)
     buffers.take(N)
     assert buffers.kept_bytes == KEPT_FROM_BYTES
+
+
+def test_buffer_over_the_limit_goes_with_its_last_array() -> None:
+    buffers = KeptBuffers(limit=N)
+    array = buffers.take(2 * N)
+    memory = weakref.ref(array.base)
+    del array
+    assert memory() is None
