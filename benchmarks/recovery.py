@@ -2,10 +2,11 @@
 
 A model with Adam trains on real processes, and saves checkpoints. One JSON line each:
 
-- ``worker``: one is killed. Until the next report of the others, and until it was there
-  again.
+- ``worker``, ``master``: one is killed. Until the next report of the others, and until
+  it was there again.
 - ``ps``: one is killed. Until the first step after the run went back to its newest
   checkpoint: noticing, starting the process, tracing and compiling anew, restoring.
+- ``replica``, ``log``: the same, and the run goes on from the copy, or the log, of it.
 - ``goodput``: a random task is killed every 20 s. Updates per second that lasted, over
   those of the same run undisturbed.
 """
@@ -26,10 +27,19 @@ from flax import nnx
 
 import jgraph as jg
 from benchmarks import measure
-from jgraph.train.checkpoints import steps_in
+from jgraph.runtime.step_files import steps_in
+from jgraph.train.kept_copies import Durability
 
-WORKER, PS = "/job:worker/task:1", "/job:ps/task:1"
-CASES = ("worker", "ps", "goodput")
+MASTER, WORKER, PS = "/job:worker/task:0", "/job:worker/task:1", "/job:ps/task:1"
+LOSSES: dict[str, tuple[str, Durability]] = {
+    "worker": (WORKER, "checkpoint"),
+    "master": (MASTER, "checkpoint"),
+    "ps": (PS, "checkpoint"),
+    "replica": (PS, "replica"),
+    "log": (PS, "log"),
+}
+CASES = (*LOSSES, "goodput")
+STRATEGIES = {"async": jg.AsyncPS, "sync": jg.SyncPS}
 
 
 class Model(nnx.Module):
@@ -55,11 +65,18 @@ def loss(model: Any, batch: Any) -> Any:
 class Bench:
     """A cluster, a Trainer on it, and the directory of its checkpoints."""
 
-    def __init__(self, cluster: jg.LocalCluster, mb: float, every: int) -> None:
+    def __init__(
+        self,
+        cluster: jg.LocalCluster,
+        a: argparse.Namespace,
+        durability: Durability = "checkpoint",
+    ) -> None:
         self.cluster = cluster
-        self.every = every
+        self.every = a.every
         self.trainer = jg.Trainer(
-            Model(mb), loss, optax.adam(1e-4), cluster=cluster, strategy=jg.AsyncPS()
+            *(Model(a.mb), loss, optax.adam(1e-4)),
+            cluster=cluster,
+            strategy=STRATEGIES[a.strategy](durability=durability),
         )
         self.data = np.ones((64, 500), np.float32)
 
@@ -173,22 +190,26 @@ def kills(
 def main(args: Sequence[str] | None = None) -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="async")
     parser.add_argument("--mb", type=float, default=100, help="of state")
     parser.add_argument("--every", type=int, default=50, help="steps per checkpoint")
     parser.add_argument("--seconds", type=float, default=90, help="of goodput")
     parser.add_argument("--kill-every-s", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args(args)
-    about = {"mb": a.mb, "ps": 2, "workers": 2, "checkpoint_every": a.every}
+    about = {"strategy": a.strategy, "mb": a.mb, "ps": 2, "workers": 2}
+    about["checkpoint_every"] = a.every
     with tempfile.TemporaryDirectory() as root:
-        for case, task in (("worker", WORKER), ("ps", PS)):
+        for case, (task, durability) in LOSSES.items():
             if case in a.cases:
-                with jg.LocalCluster(ps=2, workers=2, restarts=5) as cluster:
-                    found = lose(Bench(cluster, a.mb, a.every), Path(root, case), task)
+                env = {"JGRAPH_RECORDS_DIR": str(Path(root, "records"))}
+                with jg.LocalCluster(ps=2, workers=2, restarts=5, env=env) as cluster:
+                    bench = Bench(cluster, a, durability)
+                    found = lose(bench, Path(root, case), task)
                 measure.emit("recovery", case=case, **about, **found)
         if "goodput" in a.cases:
             with jg.LocalCluster(ps=2, workers=2, restarts=100) as cluster:
-                found = goodput(Bench(cluster, a.mb, a.every), Path(root), a)
+                found = goodput(Bench(cluster, a), Path(root), a)
             measure.emit("recovery", case="goodput", **about, **found)
 
 

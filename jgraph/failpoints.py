@@ -48,6 +48,8 @@ POINTS: Final = (
     "step.told",
     "data.dealt",
     "data.answered",
+    "handed.on_disk",
+    "handed.committed",
 )
 """Every point that there is."""
 

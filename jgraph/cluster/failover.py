@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S
-from jgraph.cluster.loop_orders import DealtData, plain
+from jgraph.cluster.loop_orders import DealtData, Detached, plain
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.slots import Lease
@@ -77,8 +77,8 @@ def open_data(cluster: "Cluster", run: str, name: str, data: DealtData) -> None:
       name: of the data; another one for each master.
       data: what is dealt.
     """
-    if data.info is not None:
-        open_run(cluster, run, data.info)
+    if data.detached is not None:
+        open_run(cluster, run, data.detached)
     order = pb.OpenDataRun(
         run=name,
         plan=plain(data.plan),
@@ -90,9 +90,10 @@ def open_data(cluster: "Cluster", run: str, name: str, data: DealtData) -> None:
     cluster.call("Master.OpenDataRun", frame(open_data_run=order))
 
 
-def open_run(cluster: "Cluster", run: str, info: Mapping[str, Any]) -> None:
+def open_run(cluster: "Cluster", run: str, detached: Detached) -> None:
     """Makes the master of a client follow a run also when the client is gone."""
-    order = pb.OpenRun(run=run, info=json.dumps(info))
+    about = json.dumps(detached.about)
+    order = pb.OpenRun(run=run, info=about, saves=detached.saves)
     cluster.call("Master.OpenRun", frame(open_run=order))
 
 

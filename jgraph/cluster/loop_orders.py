@@ -20,6 +20,20 @@ from jgraph.rpc.transport import Frame
 
 @final
 @dataclass(frozen=True, slots=True)
+class Detached:
+    """What makes the master follow a run also when its client is gone.
+
+    Attributes:
+      about: what whoever attaches to the run must know.
+      saves: what the master saves; None: nothing.
+    """
+
+    about: Mapping[str, Any]
+    saves: pb.RunSaves | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class DealtData:
     """Data that the master deals out to all loops of a run.
 
@@ -33,8 +47,7 @@ class DealtData:
         without a master that was lost.
       wait_s: where all workers are lost, how long to wait until one takes part again.
       stop: set from another thread: wait no longer.
-      info: what whoever attaches to the run must know; set: the master follows the run
-        also when its client is gone.
+      detached: set: the run goes on when its client is gone.
     """
 
     plan: SlotPlan
@@ -45,7 +58,7 @@ class DealtData:
     updates: Callable[[], int] | None = None
     wait_s: float = 0.0
     stop: threading.Event = field(default_factory=threading.Event)
-    info: Mapping[str, Any] | None = None
+    detached: Detached | None = None
 
 
 @final
@@ -63,7 +76,7 @@ class SyncRequest:
       position: where in the data to begin; see ``Dispatch``.
       run: which run it is part of, and under which epoch of masters; empty: its own.
       epoch: likewise.
-      info: as in ``DealtData``.
+      detached: as in ``DealtData``.
     """
 
     gate: str
@@ -75,7 +88,7 @@ class SyncRequest:
     position: Mapping[str, Any] | None = None
     run: str = ""
     epoch: int = 1
-    info: Mapping[str, Any] | None = None
+    detached: Detached | None = None
 
 
 @final

@@ -113,8 +113,8 @@ class LoopHandle:
         elif sync is not None:
             self._plan = plain(sync.plan)
             self._run, self.epoch = sync.run or self._name, sync.epoch
-            if sync.info is not None:
-                open_run(cluster, self._run, sync.info)
+            if sync.detached is not None:
+                open_run(cluster, self._run, sync.detached)
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._telling: set[asyncio.Future[None]] = set()

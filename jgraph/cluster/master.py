@@ -22,6 +22,7 @@ from jgraph.cluster.calls import (
 )
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.events import RunsSeen
+from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.runs import Runs
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_loops import Method
@@ -70,8 +71,12 @@ class Master:
         self._service = service
         self._transport = transport
         self.dealers = service.dealers
-        self.runs = Runs(service.task, clock, self._call, lambda: self._addresses)
         self._runs_seen = RunsSeen(service.task)
+        self.runs = Runs(
+            *(service.task, clock, self._call),
+            lambda: self._addresses,
+            lambda run: self._position_in(run.data_run, run),
+        )
         self._spec = ClusterSpec({})
         self._addresses: dict[TaskName, str] = {}
         methods: Mapping[str, Method] = {
@@ -281,11 +286,14 @@ class Master:
 
     async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
         name = body_of(request).run
-        run = self.runs.find(name)
+        yield _position(self._position_in(name, self.runs.find(name)))
+
+    def _position_in(self, name: str, run: RunRecord | None) -> Mapping[str, Any]:
+        """Returns where in its data a run is, dealt under this name."""
         if run is not None and run.position is not None:
-            yield _position(json.loads(run.position))
-        else:
-            yield _position(self.dealers.position(name))
+            told: Mapping[str, Any] = json.loads(run.position)
+            return told
+        return self.dealers.position(name)
 
     async def _close_data_run(self, request: Frame) -> AsyncIterator[Frame]:
         yield _position(self.dealers.close(body_of(request).run))

@@ -28,11 +28,11 @@ ROLES: Final[Roles] = {
     "Runs": _TASK,
     # What a client asks of a task: neither training data nor checkpoints pass through
     # the master.
-    "RunStep": _CLIENT,
+    "RunStep": _BOTH,
     "PutData": _CLIENT,
     "OpenSource": _CLIENT,
     "TaskLog": _CLIENT,
-    "SaveShards": _CLIENT,
+    "SaveShards": _BOTH,
     "LoadShards": _CLIENT,
     "KeepRecords": _CLIENT,
     "TakeRecords": _CLIENT,

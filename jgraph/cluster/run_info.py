@@ -34,6 +34,7 @@ class RunInfo:
       container: of its variables.
       data_run: under which its data is dealt out.
       synchronous: whether each step is one of all workers.
+      checkpoints: where its master saves; empty: nowhere.
     """
 
     name: str
@@ -47,7 +48,8 @@ class RunInfo:
     metrics: tuple[str, ...]
     container: str
     data_run: str
-    synchronous: bool = False
+    synchronous: bool
+    checkpoints: str
 
     def _repr_html_(self) -> str:
         return data(self)
@@ -71,6 +73,7 @@ def run_infos(reply: Frame) -> list[RunInfo]:
             container=info["container"],
             data_run=row.data_run,
             synchronous=info["synchronous"],
+            checkpoints=info["checkpoints"],
         )
         for row, info in rows
     ]

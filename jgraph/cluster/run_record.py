@@ -36,7 +36,8 @@ class RunRecord:
         self._began = clock.now()
         self._seconds = 0.0
         self._steps = 0
-        self._data_run = ""
+        self.data_run = ""
+        """Under which its data is dealt out."""
         self.position: str | None = None
         """Of synchronous training: where in the data it is, as JSON."""
         self._kept: deque[tuple[pb.LoopReport, Sequence[np.ndarray[Any, Any]]]]
@@ -74,7 +75,7 @@ class RunRecord:
             info=self._order.info,
             steps=self._steps,
             seconds=self._seconds if self.is_over else age_s,
-            data_run=self._data_run,
+            data_run=self.data_run,
             age_s=age_s,
         )
 
@@ -87,7 +88,7 @@ class RunRecord:
             self._told, self.position = "running", order.sync.data_position
         elif order.batch_feed:
             self._helpers.add(order.loop)
-        self._data_run = order.data_run
+        self.data_run = order.data_run
         self._following[order.loop] = asyncio.ensure_future(
             self._follow(order.loop, order.replica, reports)
         )

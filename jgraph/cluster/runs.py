@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Final, final
+from typing import Any, Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.run_saver import RunSaver
 from jgraph.cluster.task_loops import Method
 from jgraph.errors import ConfigError, JGError
 from jgraph.graph.ir import TaskName
@@ -26,6 +27,7 @@ class Runs:
       clock: dates what happens.
       call: calls a task.
       tasks: returns all tasks of the cluster.
+      position: says where in its data a run is.
 
     Attributes:
       methods: the calls, by name.
@@ -35,14 +37,17 @@ class Runs:
         self,
         task: TaskName,
         clock: Clock,
-        call: Callable[[TaskName, str, Frame], Awaitable[Frame]],
+        call: Callable[..., Awaitable[Frame]],
         tasks: Callable[[], Iterable[TaskName]],
+        position: Callable[[RunRecord], Mapping[str, Any]],
     ) -> None:
         self._task = task
         self._clock = clock
         self._call = call
         self._tasks = tasks
+        self._position = position
         self._records: dict[str, RunRecord] = {}
+        self._savers: dict[str, RunSaver] = {}
         self.methods: Mapping[str, Method] = {
             "Runs": self._own,
             "Master.Runs": self._all,
@@ -57,17 +62,29 @@ class Runs:
 
     def close(self) -> None:
         """Follows no run any more."""
+        for saver in self._savers.values():
+            saver.close()
         for record in self._records.values():
             record.close()
 
     async def _open(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         if order.run not in self._records:
-            self._records[order.run] = RunRecord(self._task, order, self._clock)
+            record = RunRecord(self._task, order, self._clock)
+            if order.HasField("saves"):
+                self._save(order, record)
+            self._records[order.run] = record
         over = [name for name, record in self._records.items() if record.is_over]
         for name in over[: max(0, len(self._records) - _KEPT)]:
             del self._records[name]
+            self._savers.pop(name, None)
         yield frame(empty=pb.Empty())
+
+    def _save(self, order: pb.OpenRun, record: RunRecord) -> None:
+        where = lambda: self._position(record)
+        saver = RunSaver(self._task, order.saves, record, self._call, where)
+        saver.start()
+        self._savers[order.run] = saver
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
         rows = [record.row() for record in self._records.values()]

@@ -103,7 +103,7 @@ def _each(
     do: Callable[[int, Shard], Sums],
     refused: type[CheckpointError],
 ) -> Frame:
-    shards = [_shard_from(task, message) for message in body.shards]
+    shards = [shard_from(task, message) for message in body.shards]
     try:
         with proven(body.directory, body.proof) as directory:
             sums = _in_threads(lambda shard: do(directory, shard), shards)
@@ -128,7 +128,12 @@ def _in_threads(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
         return list(pool.map(do, shards))
 
 
-def _shard_from(task: TaskName, message: pb.ShardFile) -> Shard:
+def shard_from(task: TaskName, message: pb.ShardFile) -> Shard:
+    """Returns a shard that came.
+
+    Raises:
+      MalformedMessageError: it cannot be one.
+    """
     check_type(message.type, f"variable '{message.name}'")
     type_ = ValueType(tuple(message.type.shape), message.type.dtype)
     whole = (message.rows, *type_.shape[1:]) if type_.shape else ()
@@ -201,7 +206,7 @@ def _ask_all(
         request = pb.ShardFiles(
             directory=str(directory),
             proof=proof,
-            shards=[_shard_to(shard) for shard in mine],
+            shards=[shard_to(shard) for shard in mine],
             check_only=check_only,
         )
         try:
@@ -224,7 +229,8 @@ def _ask_all(
         return {s: sums for told in pool.map(ask, by_task) for s, sums in told.items()}
 
 
-def _shard_to(shard: Shard) -> pb.ShardFile:
+def shard_to(shard: Shard) -> pb.ShardFile:
+    """Returns a shard as it travels."""
     rows, variable = shard.rows, shard.variable
     return pb.ShardFile(
         container=variable.container,

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, final
 from jgraph.cluster.held import Held
 from jgraph.cluster.values import VariableValues, in_pieces
 from jgraph.cluster.variables import VariableDirectory, shards_of
+from jgraph.graph.ir import TaskName
+from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
+from jgraph.plan.plan import plan
+from jgraph.plan.program import Program
 
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
@@ -61,6 +65,33 @@ class Snapshots:
         tasks = {key: self._variables.tasks[key] for key in keys}
         by_key = dict(zip(keys, copies, strict=True))
         return Held(self._values, by_key, tasks, release)
+
+    def repeatable(
+        self, variables: Sequence[Variable], driver: TaskName
+    ) -> tuple[Program, Held]:
+        """Returns what copies variables whenever it is run, and what is held then.
+
+        Args:
+          variables: which.
+          driver: of the program.
+        """
+        self._variables.look_up(v.spec for v in variables)
+        container = f"snapshot-{uuid.uuid4().hex[:12]}"
+        shards = shards_of(variables)
+        copies = [self._copy(shard, container) for shard in shards]
+        graph, _ = trace(partial(_copied, shards, copies), variables=shards)
+        planned = plan(
+            graph,
+            tasks=self._cluster.tasks(),
+            driver=driver,
+            variable_tasks=self._variables.tasks,
+            platforms=self._cluster.platforms,
+        )
+        keys = [shard.spec.key for shard in shards]
+        tasks = {key: self._variables.tasks[key] for key in keys}
+        by_key = dict(zip(keys, copies, strict=True))
+        held = Held(self._values, by_key, tasks, lambda: self._cluster.reset(container))
+        return planned.program, held
 
     def copy(
         self, pairs: Sequence[tuple[Variable, Variable]], *, at_once: bool = False

@@ -17,6 +17,7 @@ from jgraph.cluster.shard_calls import Shard, ask_to_load, ask_to_save
 from jgraph.errors import CheckpointError
 from jgraph.plan.nodes import ValueType
 from jgraph.runtime.blocks import Sums
+from jgraph.runtime.manifest import Leaf, directory_of
 from jgraph.runtime.shard_files import (
     Slice,
     make_array,
@@ -25,7 +26,6 @@ from jgraph.runtime.shard_files import (
     read_slice,
     write_slice,
 )
-from jgraph.train.manifest import Leaf
 from jgraph.train.on_tasks import KeptArray
 
 _LOG = logging.getLogger("jgraph.checkpoint")
@@ -159,16 +159,6 @@ def _leaf(whole: Slice, sums: list[Sums]) -> Leaf:
     return Leaf(
         whole.type.shape, whole.type.dtype, blocks.block_rows, blocks.joined(sums)
     )
-
-
-def directory_of(name: str) -> str:
-    """Returns the directory of an array, as Orbax calls it.
-
-    Example:
-      >>> directory_of("params/Dense_0/kernel")
-      'params.Dense_0.kernel'
-    """
-    return name.replace("/", ".")
 
 
 @contextmanager

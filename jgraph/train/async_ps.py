@@ -23,10 +23,12 @@ from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.async_strategy import AsyncPS
 from jgraph.train.compress import for_replica
 from jgraph.train.data import Dataset
 from jgraph.train.dealing import dealt_data
+from jgraph.train.handed import saves_order
 from jgraph.train.hash_state import NO_KEYS, TableRows
 from jgraph.train.kept_copies import copies_for
 from jgraph.train.large import KEPT_BYTES, check_sizes, total_nbytes
@@ -145,6 +147,7 @@ class AsyncRunner:
                     prepared.names,
                     self.workers.done,
                     self.global_step,
+                    self.saves(order),
                 ),
             )
         self.is_training, self._untold = True, 0
@@ -324,6 +327,12 @@ class AsyncRunner:
             self.session.close()
             streams = [] if self.copies is None else self.copies.streams
             self._cluster.reset(self._step.container, *streams)
+
+    def saves(self, order: Order) -> pb.RunSaves | None:
+        """Returns what the master of a detached run is to save."""
+        if order.saves is None:
+            return None
+        return saves_order(self._step, self.session, self._cluster, order.saves)
 
     def initialize(self) -> None:
         """Gives the variables their values, unless they have some."""

@@ -10,7 +10,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.run_info import RunInfo, position_of, reports_of, stop_run
-from jgraph.errors import ConfigError, JGError
+from jgraph.errors import ConfigError, JGError, TaskLostError, UninitializedError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.frames import body_of
 from jgraph.train.async_ps import AsyncRunner
@@ -55,7 +55,16 @@ def attach(result: Result, given: Given, parts: Parts, name: str | None) -> Run:
     check_detachable(cluster, given.strategy)
     assert cluster is not None  # checked
     info = find_run(cluster, name)
-    runner = parts.adopt(info.container, position_of(cluster, info))
+    try:
+        runner = parts.adopt(info.container, position_of(cluster, info))
+    except UninitializedError as error:
+        where = info.checkpoints
+        where = where and f", from its checkpoint: trainer.restore('{where}')"
+        raise TaskLostError(
+            f"run '{info.name}' is {info.state}, and a ps has lost what it held "
+            f"({error.message.rstrip('.')}); go on with another run{where}",
+            run=info.name,
+        ) from error
     history, stop = History(info.first_step), threading.Event()
     run = Run(result, history, stop)
     Attached(cluster, info, run, history, runner, stop, given.clock).start()

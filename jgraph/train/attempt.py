@@ -13,9 +13,10 @@ import jax
 from jgraph.cluster.patience import saying
 from jgraph.train import checkpoint
 from jgraph.train.attached import check_detachable
-from jgraph.train.checkpoints import is_checkpoint, newest_good
+from jgraph.train.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.data import Data, Dataset
 from jgraph.train.evaluations import Evaluations
+from jgraph.train.handed import check_handable
 from jgraph.train.on_tasks import Kept
 from jgraph.train.parts import Given, Made, Parts, Remade
 from jgraph.train.runner import Order, Position, Runner
@@ -37,6 +38,7 @@ class Wanted:
     eval_every: int | None
     evaluate: Callable[[Any], dict[str, float]]
     detached: bool = False
+    checkpoint: Checkpoints | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -155,6 +157,8 @@ class Attempts:
     ) -> Attempt:
         wanted = self._wanted
         step, runner, _ = made
+        if wanted.detached and wanted.checkpoint is not None:
+            check_handable(wanted.checkpoint, step)
         first = runner.global_step()
 
         def take() -> Snapshot:
@@ -175,6 +179,7 @@ class Attempts:
                 wanted.eval_every,
                 stop=wanted.stop,
                 detached=wanted.detached,
+                saves=wanted.checkpoint if wanted.detached else None,
             ),
             first=first,
             evaluations=make_evaluations(

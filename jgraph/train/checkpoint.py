@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CheckpointError, CheckpointPathError
+from jgraph.runtime.manifest import Leaf, Manifest, damaged, read_manifest
 from jgraph.train.array_files import load_arrays, read_arrays
-from jgraph.train.manifest import Leaf, Manifest, damaged, read_manifest
 from jgraph.train.on_tasks import KeptArray
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
@@ -228,12 +228,16 @@ def restore_position(path: str | Path) -> Position:
 
 def _layout(tree: Tree) -> Tree:
     """Returns the tree as it is stored: plain arrays, random keys as their data."""
-    plain = jax.tree.map(_plain, tree)
+    return stored_as(jax.tree.map(_plain, tree))
+
+
+def stored_as(tree: Tree) -> Tree:
+    """Returns the tree with the names that checkpoints have."""
     return {
-        "params": plain["params"],
-        "opt_state": plain["opt"],
-        "state": plain["state"],
-        "global_step": plain["global_step"],
+        "params": tree["params"],
+        "opt_state": tree["opt"],
+        "state": tree["state"],
+        "global_step": tree["global_step"],
     }
 
 

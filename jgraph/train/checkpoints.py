@@ -17,11 +17,12 @@ from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, final
 from jgraph.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from jgraph.failpoints import failpoint
 from jgraph.graph import markup
+from jgraph.runtime.manifest import FILE, read_manifest
+from jgraph.runtime.step_files import steps_in
+from jgraph.runtime.writer_lease import WriterLease
 from jgraph.train import checkpoint
-from jgraph.train.manifest import FILE, read_manifest
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
-from jgraph.train.writer_lease import WriterLease
 
 _LOG = logging.getLogger("jgraph.checkpoint")
 _GOING: Final = ".going"
@@ -159,14 +160,6 @@ class CheckpointWriter:
             _remove(path)
             failpoint("prune.removed")
         return going
-
-
-def steps_in(directory: Path) -> list[int]:
-    """Returns the steps of a directory, oldest first; reads the disk each time."""
-    if not directory.is_dir():
-        return []
-    found = [p for p in directory.iterdir() if p.name.isdecimal() and p.is_dir()]
-    return sorted(int(path.name) for path in found)
 
 
 def put_aside_in(directory: Path) -> list[Path]:

@@ -97,8 +97,9 @@ def prune(
 
 
 def _checkpoints(path: Path) -> list[Path]:
+    from jgraph.runtime.step_files import steps_in
     from jgraph.train.checkpoint import absolute
-    from jgraph.train.checkpoints import is_checkpoint, steps_in
+    from jgraph.train.checkpoints import is_checkpoint
 
     where = absolute(path)
     if is_checkpoint(where):
@@ -108,7 +109,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 def _facts(path: Path, read: Callable[[Path], Any] | None = None) -> dict[str, Any]:
     """Returns what is known of a checkpoint; ``problem`` says what is wrong with it."""
-    from jgraph.train.manifest import read_manifest
+    from jgraph.runtime.manifest import read_manifest
 
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint at {path}")

@@ -20,11 +20,11 @@ import orbax.checkpoint as ocp
 
 from jgraph.errors import CheckpointError, CheckpointSpaceError, JGError
 from jgraph.failpoints import failpoint
-from jgraph.train.array_files import directory_of, write_arrays
-from jgraph.train.manifest import FILE, Leaf, Manifest, damaged
+from jgraph.runtime.manifest import FILE, Leaf, Manifest, damaged, directory_of
+from jgraph.runtime.step_files import TEMPORARY
+from jgraph.train.array_files import write_arrays
 from jgraph.train.trees import Tree
 
-TEMPORARY: Final = ".orbax-checkpoint-tmp"
 _ROOM: Final = 1 << 20
 """For what a checkpoint has beside its arrays."""
 _ONLY_WRITES: Final = (

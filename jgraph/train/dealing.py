@@ -1,9 +1,9 @@
 """What the master is told of a run and its data."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from jgraph.cluster.loop_orders import DealtData
+from jgraph.cluster.loop_orders import DealtData, Detached
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.rejoin import WAIT_S
 from jgraph.train.runner import Order, Position, position_in
 
@@ -15,6 +15,7 @@ def dealt_data(
     names: Sequence[str],
     done: Sequence[int],
     updates: Callable[[], int],
+    saves: pb.RunSaves | None,
 ) -> DealtData:
     """Returns what is dealt out, and what whoever attaches to the run must know.
 
@@ -25,11 +26,12 @@ def dealt_data(
       names: of the metrics of a step.
       done: steps so far, by worker.
       updates: says how many updates are applied to the model.
+      saves: what the master saves.
     """
     plan = order.dataset.plan(order.batch_size, order.seed)
-    info = None
+    detached = None
     if order.detached:
-        info = run_info(order, updates(), container, names)
+        detached = run_info(order, updates(), container, names, saves=saves)
     return DealtData(
         plan,
         order.steps,
@@ -38,7 +40,7 @@ def dealt_data(
         updates=updates,
         wait_s=WAIT_S,
         stop=order.stop,
-        info=info,
+        detached=detached,
     )
 
 
@@ -49,8 +51,9 @@ def run_info(
     names: Sequence[str],
     *,
     sync: bool = False,
-) -> Mapping[str, Any]:
-    """Returns what whoever attaches to a run must know; see ``RunInfo``.
+    saves: pb.RunSaves | None = None,
+) -> Detached:
+    """Returns what the master is told of a detached run; see ``RunInfo``.
 
     Args:
       order: what to train.
@@ -58,12 +61,15 @@ def run_info(
       container: of the variables.
       names: of the metrics of a step.
       sync: training is synchronous.
+      saves: what the master saves.
     """
-    return {
+    about = {
         "first_step": first,
         "steps": first + order.steps,
         "batch_size": order.batch_size,
         "metrics": list(names),
         "container": container,
         "synchronous": sync,
+        "checkpoints": "" if saves is None else saves.directory,
     }
+    return Detached(about, saves)

@@ -13,6 +13,7 @@ from jgraph.clock import Clock
 from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.train.attempt import Attempt
+from jgraph.train.handed import Handed
 from jgraph.train.history import History
 from jgraph.train.large import KEPT_BYTES
 from jgraph.train.progress import Display, Report
@@ -45,7 +46,7 @@ class Fit:
     attempt: Attempt
     run: Run
     history: History
-    saving: Saving | None
+    saving: Saving | Handed | None
     recover: Recover | None
     callbacks: Sequence[Callback]
     display: Display

@@ -25,8 +25,9 @@ from jgraph.errors import (
     UninitializedError,
 )
 from jgraph.graph.ir import TaskName
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.attempt import Attempt, Attempts
-from jgraph.train.checkpoints import steps_in
+from jgraph.train.handed import Handed
 from jgraph.train.history import History
 from jgraph.train.local import Local
 from jgraph.train.parts import Given, Remade
@@ -64,7 +65,7 @@ class Recover:
     """
 
     cluster: Cluster
-    saving: Saving | None
+    saving: Saving | Handed | None
     history: History
     stop: threading.Event
     remake: Callable[[], Remade]
@@ -192,7 +193,7 @@ class Recover:
 
 def make_recover(
     given: Given,
-    saving: Saving | None,
+    saving: Saving | Handed | None,
     history: History,
     attempts: Attempts,
 ) -> Recover | None:

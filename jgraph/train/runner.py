@@ -38,6 +38,8 @@ class Order:
     report_every_s: float = 0.5
     detached: bool = False
     """The run goes on when its client is gone."""
+    saves: Any = None
+    """``Checkpoints`` that the master of a detached run takes; None: none."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set from another thread: stop after the current step."""
 

@@ -14,7 +14,8 @@ from jgraph.errors import (
     ClusterError,
     JGError,
 )
-from jgraph.train.checkpoints import Checkpoints, CheckpointWriter, steps_in
+from jgraph.runtime.step_files import steps_in
+from jgraph.train.checkpoints import Checkpoints, CheckpointWriter
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
 

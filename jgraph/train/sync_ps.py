@@ -327,10 +327,13 @@ class SyncRunner:
 
     def _sync(self, prepared: _Prepared, order: Order) -> SyncRequest:
         """Returns what all loops of a run that decide are told alike."""
-        version, info = self.state.global_step(), None
+        version, detached = self.state.global_step(), None
         if order.detached:
-            container = self._step.container
-            info = run_info(order, version, container, prepared.names, sync=True)
+            detached = run_info(
+                *(order, version, self._step.container, prepared.names),
+                sync=True,
+                saves=self.state.saves(order),
+            )
         return SyncRequest(
             gate=self._step.container,
             version=version,
@@ -339,7 +342,7 @@ class SyncRunner:
             shards=prepared.shards,
             plan=order.dataset.plan(order.batch_size, order.seed),
             run=unique("run"),
-            info=info,
+            detached=detached,
         )
 
     def _begin(

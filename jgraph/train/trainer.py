@@ -24,6 +24,7 @@ from jgraph.train.attempt import Attempts, Wanted, fill_from, save_to
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.data import Data, Dataset, as_dataset
 from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
+from jgraph.train.handed import make_saving
 from jgraph.train.history import History
 from jgraph.train.losses import Loss
 from jgraph.train.observed import Metrics, split_metrics
@@ -33,7 +34,6 @@ from jgraph.train.recover import make_recover
 from jgraph.train.row_step import Sparse
 from jgraph.train.run import Callback, Run
 from jgraph.train.runner import Events, Position, Staleness
-from jgraph.train.saving import Saving
 from jgraph.train.source import Source, as_source_or_dataset
 from jgraph.train.strategies import Strategy, choose_strategy, replica_names
 from jgraph.train.trees import Tree
@@ -172,7 +172,7 @@ class Trainer:
             from the newest good step by itself; see ``Run.recoveries``.
           progress: show live how the run stands; in a notebook also the tasks' logs.
           block: wait for the end; else train in the background, see ``Run.wait``.
-          detached: go on, without saving, when this process is gone; see ``attach``.
+          detached: go on when this process is gone; see ``attach``. The master saves.
 
         Raises:
           DataError: data that cannot be used; names the field.
@@ -185,7 +185,8 @@ class Trainer:
         check_evaluation(eval_data, eval_every)
         given = self._given
         wanted = Wanted(
-            *(data, steps, batch_size, eval_data, eval_every, self.evaluate, detached)
+            *(data, steps, batch_size, eval_data, eval_every, self.evaluate, detached),
+            checkpoint=checkpoint,
         )
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(
@@ -199,9 +200,7 @@ class Trainer:
             attempts = Attempts(self._parts, given, wanted)
             attempt = attempts.first()
             history = History(attempt.first)
-            saving = None
-            if checkpoint is not None:
-                saving = Saving(checkpoint, attempt.take, attempt.first)
+            saving = make_saving(checkpoint, attempt, detached=detached)
             recover = make_recover(given, saving, history, attempts)
             at_end = stack.pop_all()
         self.run = run = Run(self, history, wanted.stop)

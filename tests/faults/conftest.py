@@ -14,7 +14,7 @@ import pytest
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.local import LocalCluster
-from jgraph.train.writer_lease import newest
+from jgraph.runtime.writer_lease import newest
 
 _LEFT = ("*.orbax-checkpoint-tmp*", "*.going", ".jgraph_writer.*")
 

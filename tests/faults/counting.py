@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from jgraph.cluster.client import Cluster
-from jgraph.train.checkpoints import steps_in
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.trainer import Trainer

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from jgraph.cluster.client import connect
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints, steps_in
+from jgraph.train.checkpoints import Checkpoints
 from tests.faults.counting import BATCH, IDS, trainer
 
 

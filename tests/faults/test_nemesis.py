@@ -19,8 +19,9 @@ import pytest
 from flax import nnx
 
 from jgraph.cluster.local import LocalCluster
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints, steps_in
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer

@@ -14,8 +14,9 @@ from jgraph.cluster.local import LocalCluster
 from jgraph.failpoints import CRASHED, VARIABLE
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints, steps_in
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.faults import fit_forever

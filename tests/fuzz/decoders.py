@@ -32,7 +32,7 @@ with atheris.instrument_imports(include=["jgraph"]):
     from jgraph.rpc.record_codec import record_from, record_to
     from jgraph.rpc.table_codec import table_from, table_to
     from jgraph.rpc.token import Token
-    from jgraph.train.manifest import FILE, Leaf, Manifest, checksum, read_manifest
+    from jgraph.runtime.manifest import FILE, Leaf, Manifest, checksum, read_manifest
 
 import numpy as np
 from google.protobuf.message import DecodeError

@@ -156,7 +156,7 @@ BUGS: Final = {
         PS_CORE,
     ),
     "checksums are not compared": Bug(
-        "train/manifest.py",
+        "runtime/manifest.py",
         "if self.leaves.get(name) != found.get(name)",
         "if name not in self.leaves",
         "tests/train/test_checkpoint_damage.py::"

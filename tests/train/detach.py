@@ -1,13 +1,16 @@
-"""A client that begins a detached run, and is killed: ``… detach TARGET STRATEGY``."""
+"""A client that begins a detached run: ``… detach TARGET STRATEGY DIRECTORY``."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import optax
 from flax import nnx
 
 from jgraph.cluster.client import Cluster, connect
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
@@ -20,22 +23,24 @@ def make(cluster: Cluster | None, strategy: Strategy | None = None) -> Trainer:
     return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
 
 
-def main(target: str, strategy: str) -> None:
-    """Says so when it trains."""
+def main(target: str, strategy: str, directory: str) -> None:
+    """Says so when there is a checkpoint, of more than the beginning."""
 
     def tell(run: Any, report: Any) -> None:
-        sys.stdout.write("trains\n")
-        sys.stdout.flush()
+        if len(steps_in(Path(directory))) > 1:
+            sys.stdout.write("saved\n")
+            sys.stdout.flush()
 
     make(connect(target), {"AsyncPS": AsyncPS, "SyncPS": SyncPS}[strategy]()).fit(
         data(),
         steps=10**6,
         batch_size=8,
         callbacks=[tell],
+        checkpoint=Checkpoints(directory, every=50),
         progress=False,
         detached=True,
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -16,11 +16,12 @@ from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.session import Session
 from jgraph.errors import ConfigError, JGError, NonFiniteError, TaskLostError
 from jgraph.graph.ir import TaskName
+from jgraph.runtime.manifest import read_manifest
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints, steps_in
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.data import as_dataset
 from jgraph.train.local import Local
-from jgraph.train.manifest import read_manifest
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers, connected

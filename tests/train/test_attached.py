@@ -4,15 +4,22 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import orbax.checkpoint as orbax
 import pytest
+from orbax.checkpoint import checkpoint_managers as managers
 
 from jgraph.cli import main
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.local import LocalCluster
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, TaskLostError
+from jgraph.runtime.step_files import TEMPORARY, steps_in
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoint import verify
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.local import Local
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
@@ -49,6 +56,18 @@ def test_detached_run_is_found_with_all_that_it_told(
     there.close()
 
 
+def begin_and_kill(target: str, strategy: Strategy, directory: Path) -> None:
+    """Lets a client begin a detached run, and kills it when there is a checkpoint."""
+    command = [sys.executable, "-m", detach.__name__, target]
+    command += [type(strategy).__name__, str(directory)]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    assert client.stdout.readline() == "saved\n"
+    client.kill()
+    client.wait(10)
+    client.stdout.close()
+
+
 def test_run_that_does_not_go_on_is_not_found(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match="does not have the run 'yesterday'"):
         make(cluster).attach("yesterday")
@@ -64,23 +83,17 @@ def test_run_that_cannot_outlive_its_client_is_refused() -> None:
 @pytest.mark.procs
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
-    capsys: pytest.CaptureFixture[str], strategy: Strategy
+    capsys: pytest.CaptureFixture[str], strategy: Strategy, tmp_path: Path
 ) -> None:
-    with LocalCluster(ps=1, workers=2) as servers:
-        command = [sys.executable, "-m", detach.__name__, servers.target]
-        command.append(type(strategy).__name__)
-        client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert client.stdout is not None
-        assert client.stdout.readline() == "trains\n"
-        client.kill()
-        client.wait(10)
-        client.stdout.close()
+    with LocalCluster(ps=1, workers=2, restarts=3) as servers:
+        begin_and_kill(servers.target, strategy, tmp_path)
         with connect(servers.target, timeout_s=20) as cluster:
             there = make(cluster, strategy)
             run = there.attach()
-            before = cluster.runs()[0].step
+            before, saved = cluster.runs()[0].step, steps_in(tmp_path)[-1]
             while cluster.runs()[0].step < before + 200:
                 cluster.session().run(lambda x: x + 1, 1.0)
+            assert steps_in(tmp_path)[-1] > saved
             with pytest.raises(SystemExit) as ended:
                 main(["runs", servers.target, "--json"])
             assert ended.value.code == 0
@@ -95,7 +108,71 @@ def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
             replicas = {0, 1} if isinstance(strategy, AsyncPS) else {0}
             assert set(loss["replica"]) == replicas
             assert loss["value"][-100:].mean() < loss["value"][:20].mean()
-            done = run.steps
+            done, position = run.steps, there.current_position()
+            assert position is not None
+            assert position["done"] > before
             run = there.fit(data(), steps=20, batch_size=8, progress=False)
             assert run.steps == done + 20
             there.close()
+
+
+@pytest.mark.procs
+def test_rows_12_and_30_a_detached_run_that_loses_a_ps_says_where_to_go_on(
+    tmp_path: Path,
+) -> None:
+    with LocalCluster(ps=2, workers=1, restarts=3) as servers:
+        begin_and_kill(servers.target, AsyncPS(), tmp_path)
+        servers.kill("/job:ps/task:1")
+        assert servers.wait_for_tasks(30)
+        with connect(servers.target, timeout_s=20) as cluster:
+            (info,) = cluster.runs()
+            assert info.state == "failed"
+            there = make(cluster)
+            text = rf"lost what it held.*trainer\.restore\('{tmp_path}'\)"
+            with pytest.raises(TaskLostError, match=text):
+                there.attach(info.name)
+            there.restore(tmp_path)
+            saved = steps_in(tmp_path)[-1]
+            assert saved >= 50
+            run = there.fit(data(), steps=20, batch_size=8, progress=False)
+            assert run.steps == saved + 20
+            there.close()
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_master_saves_a_detached_run_and_any_client_goes_on_from_there(
+    cluster: Cluster, strategy: Strategy, tmp_path: Path
+) -> None:
+    where = Checkpoints(tmp_path, every=20, keep=2)
+    there = make(cluster, strategy)
+    options: Any = {"batch_size": 8, "progress": False}
+    run = there.fit(data(), steps=90, detached=True, checkpoint=where, **options)
+    assert steps_in(tmp_path)[-1] == run.steps == 90
+    assert len(steps_in(tmp_path)) == 2
+    manifest = verify(tmp_path / "90")
+    assert manifest.position == there.current_position()
+    assert not [path for path in tmp_path.iterdir() if TEMPORARY in path.name]
+    again = make(cluster, strategy).restore(tmp_path)
+    for mine, theirs in zip(
+        again.current_values(), there.current_values(), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+    plain = orbax.StandardCheckpointer().restore(tmp_path / "90")
+    kernel = run.model().layers[0].kernel[...]
+    np.testing.assert_array_equal(plain["params"]["layers"]["0"]["kernel"], kernel)
+    run = again.fit(data(), steps=10, checkpoint=where, **options)
+    assert steps_in(tmp_path)[-1] == run.steps == 100
+    for trainer in (there, again):
+        trainer.close()
+
+
+def test_what_a_master_cannot_save_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    every = managers.EveryNSteps(10)
+    with pytest.raises(ConfigError, match=r"saves its checkpoints: keep=EveryNSteps"):
+        make(cluster).fit(
+            data(),
+            steps=1,
+            batch_size=8,
+            detached=True,
+            checkpoint=Checkpoints(tmp_path, keep=every),
+        )

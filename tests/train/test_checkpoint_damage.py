@@ -24,8 +24,9 @@ from jgraph.errors import (
     CheckpointPathError,
     CheckpointSpaceError,
 )
-from jgraph.train import checkpoint, commit
-from jgraph.train.manifest import FILE, Manifest, read_manifest
+from jgraph.runtime.manifest import FILE, Manifest, read_manifest
+from jgraph.runtime.step_files import TEMPORARY
+from jgraph.train import checkpoint
 
 # When one read fails, Orbax closes its event loop under those that are under way.
 pytestmark = pytest.mark.filterwarnings(
@@ -185,7 +186,7 @@ def test_what_stops_a_save_before_its_commit_leaves_nothing(tmp_path: Path) -> N
 
     with pytest.raises(CheckpointError, match="not now"):
         checkpoint.save(tmp_path / "1", tree(), before_commit=stop)
-    assert [name.startswith(f"1{commit.TEMPORARY}") for name in seen] == [True]
+    assert [name.startswith(f"1{TEMPORARY}") for name in seen] == [True]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,17 +23,12 @@ from jgraph.errors import (
     CheckpointWriterError,
     ConfigError,
 )
+from jgraph.runtime.step_files import TEMPORARY, steps_in
+from jgraph.runtime.writer_lease import newest
 from jgraph.train import checkpoint
-from jgraph.train.checkpoints import (
-    Checkpoints,
-    CheckpointWriter,
-    newest_good,
-    steps_in,
-)
-from jgraph.train.commit import TEMPORARY
+from jgraph.train.checkpoints import Checkpoints, CheckpointWriter, newest_good
 from jgraph.train.saving import Saving, Snapshot
 from jgraph.train.trainer import Trainer
-from jgraph.train.writer_lease import newest
 from tests.train.models import NnxMLP, data, nnx_loss
 
 

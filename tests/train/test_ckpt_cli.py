@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from jgraph import cli
+from jgraph.runtime.step_files import steps_in
 from jgraph.train import checkpoint
-from jgraph.train.checkpoints import CheckpointWriter, steps_in
+from jgraph.train.checkpoints import CheckpointWriter
 from tests.train.test_checkpoints import damage, filled, tree
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from jgraph.errors import CheckpointError, CheckpointWriterError
 from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
+from jgraph.runtime.step_files import TEMPORARY, steps_in
 from jgraph.train import checkpoint
-from jgraph.train.checkpoints import CheckpointWriter, newest_good, steps_in
-from jgraph.train.commit import TEMPORARY
+from jgraph.train.checkpoints import CheckpointWriter, newest_good
 from jgraph.train.trees import Tree
 
 REPLACING = ("checkpoint.old_put_away", "checkpoint.replaced")

@@ -20,9 +20,10 @@ from jgraph.errors import (
     TaskLostError,
     TaskMissingError,
 )
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoint import restore_position
-from jgraph.train.checkpoints import Checkpoints, steps_in
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.history import History
 from jgraph.train.progress import Report
 from jgraph.train.run import Callback, Run

@@ -2297,22 +2297,99 @@ class OpenRun(_message.Message):
 
     RUN_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
+    SAVES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
+    @_builtins.property
+    def saves(self) -> Global___RunSaves: ...
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         info: _builtins.str = ...,
+        saves: Global___RunSaves | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "run", b"run", "saves", b"saves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenRun: _TypeAlias = OpenRun  # noqa: Y015
+
+@_typing.final
+class RunSaves(_message.Message):
+    """What the master saves of a run. The client saved one step; all others have its arrays."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    EVERY_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    DRIVER_FIELD_NUMBER: _builtins.int
+    CONTAINER_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    """absolute"""
+    proof: _builtins.bytes
+    """as in ShardFiles"""
+    every: _builtins.int
+    """updates between two steps"""
+    keep: _builtins.int
+    """steps"""
+    snapshot: _builtins.str
+    """program that copies the state"""
+    driver: _builtins.str
+    """of that program"""
+    container: _builtins.str
+    """of the copies"""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskShards]: ...
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str = ...,
+        proof: _builtins.bytes = ...,
+        every: _builtins.int = ...,
+        keep: _builtins.int = ...,
+        snapshot: _builtins.str = ...,
+        driver: _builtins.str = ...,
+        container: _builtins.str = ...,
+        tasks: _abc.Iterable[Global___TaskShards] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "directory", b"directory", "driver", b"driver", "every", b"every", "keep", b"keep", "proof", b"proof", "snapshot", b"snapshot", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunSaves: _TypeAlias = RunSaves  # noqa: Y015
+
+@_typing.final
+class TaskShards(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardFile]: ...
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        shards: _abc.Iterable[Global___ShardFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskShards: _TypeAlias = TaskShards  # noqa: Y015
 
 @_typing.final
 class RunQuery(_message.Message):

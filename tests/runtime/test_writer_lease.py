@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from jgraph.errors import CheckpointWriterError
-from jgraph.train.writer_lease import Holder, WriterLease, newest
+from jgraph.runtime.writer_lease import Holder, WriterLease, newest
 
 NOW = 1000.0
 AWAY = Holder(3, "away", 0, 77, 0.0, renewed=NOW, released=False)

@@ -198,6 +198,16 @@ def read_manifest(path: Path) -> Manifest:
         raise damaged(path, f"{FILE} cannot be read ({error})", []) from error
 
 
+def directory_of(name: str) -> str:
+    """Returns the directory of an array, as Orbax calls it.
+
+    Example:
+      >>> directory_of("params/Dense_0/kernel")
+      'params.Dense_0.kernel'
+    """
+    return name.replace("/", ".")
+
+
 def damaged(path: Path, what: str, leaves: list[str]) -> CheckpointCorruptError:
     """Returns the error of a checkpoint that is not what was written."""
     others = f", and {len(leaves) - 1} more" if len(leaves) > 1 else ""

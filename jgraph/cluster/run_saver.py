@@ -1,0 +1,177 @@
+"""Checkpoints of a run that its client may have left, taken by its master.
+
+Nothing of them passes through the master: the ps copy what they hold at one moment, and
+write it. The master makes the files before that, and gives the step its name after.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+
+from jgraph.cluster.calls import COMPILE_S, bulk_timeout_s
+from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.shard_calls import shard_from
+from jgraph.errors import CheckpointError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.blocks import Sums
+from jgraph.runtime.manifest import Leaf, Manifest, directory_of
+from jgraph.runtime.shard_files import Slice, make_proof, proven, read_slice
+from jgraph.runtime.step_files import begin_step, commit_step, prune, steps_in
+from jgraph.runtime.writer_lease import WriterLease
+
+_LOG = logging.getLogger("jgraph.checkpoint")
+_LOOK_S: Final = 0.5
+STEP: Final = "global_step"
+"""The leaf that says how many updates are in a step."""
+
+Call: TypeAlias = Callable[..., Awaitable[Frame]]
+
+
+@final
+@dataclass(slots=True)
+class RunSaver:
+    """Saves one run as long as it goes on, and when it is over.
+
+    Args:
+      task: this one, the master.
+      order: what to save, and where.
+      record: how the run stands.
+      call: calls a task.
+      position: says where in the data the run is.
+    """
+
+    task: TaskName
+    order: pb.RunSaves
+    record: RunRecord
+    call: Call
+    position: Callable[[], Mapping[str, Any]]
+    _lease: WriterLease = field(init=False)
+    _working: asyncio.Task[None] | None = field(init=False, default=None)
+
+    def start(self) -> None:
+        """Saves from now on.
+
+        Raises:
+          CheckpointPathError: this task does not have the directory of the client.
+        """
+        with proven(self.order.directory, self.order.proof):
+            self._lease = WriterLease(Path(self.order.directory))
+        self._working = asyncio.ensure_future(self._work())
+
+    def close(self) -> None:
+        """Saves no more."""
+        if self._working is not None:
+            self._working.cancel()
+
+    async def _work(self) -> None:
+        last, state = 0, "running"
+        try:
+            while state == "running":
+                await asyncio.sleep(_LOOK_S)
+                row = self.record.row()
+                steps, state = row.steps, row.state
+                due = steps - last >= self.order.every
+                if due or (state in {"done", "stopped"} and steps > last):
+                    last = steps
+                    await self._try()
+        finally:
+            await asyncio.to_thread(self._lease.release)
+
+    async def _try(self) -> None:
+        try:
+            await self._save()
+        except Exception as error:  # noqa: BLE001  # the run goes on, whatever it is
+            text = error.message if isinstance(error, JGError) else str(error)
+            _LOG.warning("not saved: %s. The run goes on", text.rstrip("."))
+
+    async def _save(self) -> None:
+        order, directory = self.order, Path(self.order.directory)
+        position = self.position()  # first: what is trained meanwhile comes again
+        run = pb.RunStep(handle=order.snapshot, timeout_s=COMPILE_S)
+        driver = TaskName(order.driver)
+        with proven(order.directory, order.proof):
+            # Of a master that was replaced it may be a little longer.
+            if not self._lease.generation:
+                await asyncio.to_thread(self._lease.acquire)
+            made, like = await asyncio.to_thread(begin_step, directory)
+        try:
+            await self.call(driver, "RunStep", frame(run_step=run), timeout_s=COMPILE_S)
+            leaves = await self._write(made, like)
+            step = await asyncio.to_thread(_step_in, made, leaves)
+            if step in steps_in(directory):
+                return
+            manifest = Manifest(
+                step=step,
+                leaves=leaves,
+                position=position,
+                generation=self._lease.generation,
+                saved=datetime.now(UTC).isoformat(timespec="seconds"),
+            )
+            check = self._lease.check
+            await asyncio.to_thread(commit_step, made, manifest, check)
+            await asyncio.to_thread(prune, directory, order.keep, check)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+            reset = frame(reset=pb.Reset(containers=[order.container]))
+            for shards in order.tasks:
+                await self.call(TaskName(shards.task), "Reset", reset)
+
+    async def _write(self, made: Path, like: Manifest) -> dict[str, Leaf]:
+        """Lets all tasks write what they have; returns what describes it."""
+        proof = await asyncio.to_thread(make_proof, made)
+        sums: defaultdict[str, list[Sums]] = defaultdict(list)
+
+        async def ask(shards: pb.TaskShards) -> None:
+            task = TaskName(shards.task)
+            mine = [shard_from(task, shard) for shard in shards.shards]
+            files = pb.ShardFiles(
+                directory=str(made), proof=proof, shards=shards.shards
+            )
+            limit_s = bulk_timeout_s(sum(s.variable.type.nbytes for s in mine))
+            request = frame(shard_files=files)
+            reply = await self.call(task, "SaveShards", request, timeout_s=limit_s)
+            told: list[Sums] = [Sums() for _ in mine]
+            for row in body_of(reply).sums:
+                told[row.shard][row.block] = row.crc32
+            for shard, one in zip(mine, told, strict=True):
+                sums[shard.rows.array].append(one)
+
+        await asyncio.gather(*map(ask, self.order.tasks))
+        arrays = {directory_of(name): name for name in like.leaves}
+        if arrays.keys() != sums.keys() or STEP not in like.leaves:
+            raise CheckpointError(
+                f"the newest checkpoint in {self.order.directory} is of another model",
+                path=self.order.directory,
+            )
+        return {
+            name: replace(
+                leaf, crc32=_whole(name, leaf).blocks.joined(sums[directory_of(name)])
+            )
+            for name, leaf in like.leaves.items()
+        }
+
+
+def _whole(name: str, leaf: Leaf) -> Slice:
+    return Slice.whole(directory_of(name), leaf.type, leaf.block_rows)
+
+
+def _step_in(made: Path, leaves: Mapping[str, Leaf]) -> int:
+    """Returns how many updates the files of a step have in them."""
+    fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        value, _ = read_slice(fd, _whole(STEP, leaves[STEP]))
+    finally:
+        os.close(fd)
+    return int(np.asarray(value))

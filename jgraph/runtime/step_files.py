@@ -1,0 +1,130 @@
+"""The files of a step of a directory of checkpoints, made like those of another step.
+
+Every step of a run has the same arrays, so all but their content is known from one that
+is there: what describes the tree, in Orbax's words, is copied as it is.
+"""
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from jgraph.errors import CheckpointError, CheckpointSpaceError
+from jgraph.failpoints import failpoint
+from jgraph.runtime.manifest import FILE, Manifest, directory_of, read_manifest
+from jgraph.runtime.shard_files import PROOF, Slice, make_array
+
+TEMPORARY: Final = ".orbax-checkpoint-tmp"
+"""Ends the name of what was never finished; Orbax's own word."""
+_ROOM: Final = 1 << 20
+_MOST_BYTES: Final = 64 << 20
+"""Of what describes a tree."""
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Returns the steps of a directory, oldest first; reads the disk each time."""
+    if not directory.is_dir():
+        return []
+    found = [p for p in directory.iterdir() if p.name.isdecimal() and p.is_dir()]
+    return sorted(int(path.name) for path in found)
+
+
+def begin_step(directory: Path) -> tuple[Path, Manifest]:
+    """Makes the files of a step like the newest one; their arrays have no content.
+
+    Returns:
+      Where they are, and what the other step holds.
+
+    Raises:
+      CheckpointError: there is no step to be like, or it cannot be read.
+      CheckpointSpaceError: there is no room.
+      OSError: what the disk says.
+    """
+    steps = steps_in(directory)
+    if not steps:
+        raise CheckpointError(f"there is no checkpoint in {directory} to be like")
+    like = directory / str(steps[-1])
+    manifest = read_manifest(like)
+    free = shutil.disk_usage(directory).free
+    if free < manifest.nbytes + _ROOM:
+        raise CheckpointSpaceError(
+            f"the next checkpoint in {directory} needs {manifest.nbytes + _ROOM:,} "
+            f"bytes, and {free:,} are free there; make room, or keep fewer (`jgraph "
+            "ckpt prune`). Nothing that was there is lost",
+            path=str(directory),
+            needed=manifest.nbytes + _ROOM,
+        )
+    made = directory / f"{steps[-1]}{TEMPORARY}-{secrets.token_hex(4)}"
+    made.mkdir()
+    for path in like.iterdir():
+        if path.name not in {FILE, PROOF} and not path.is_dir():
+            _copy(path, made / path.name)
+    for name, leaf in manifest.leaves.items():
+        make_array(made, Slice.whole(directory_of(name), leaf.type, leaf.block_rows))
+    return made, manifest
+
+
+def commit_step(
+    made: Path, manifest: Manifest, before_commit: Callable[[], None]
+) -> Path:
+    """Gives a step that is written its name; then it is there, and whole.
+
+    Args:
+      made: where ``begin_step`` made it.
+      manifest: of it.
+      before_commit: called when everything is on disk; what it raises stops the save.
+
+    Raises:
+      CheckpointError: the step is there already.
+      OSError: what the disk says.
+    """
+    target = made.with_name(str(manifest.step))
+    if target.exists():
+        raise CheckpointError(f"{target} exists", path=str(target))
+    (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
+    for path in made.iterdir():
+        _sync(path)
+    _sync(made)
+    failpoint("handed.on_disk")
+    before_commit()
+    made.rename(target)
+    failpoint("handed.committed")
+    _sync(target.parent)
+    return target
+
+
+def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:
+    """Deletes all but the newest steps."""
+    for step in steps_in(directory)[:-keep]:
+        check()
+        # Renamed first: a step that is there is whole.
+        going = directory / f"{step}.going"
+        (directory / str(step)).rename(going)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a small regular file with no other name: who put it there can read it.
+
+    Raises:
+      OSError: it is something else.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(source, flags), "rb") as file:
+        about = os.fstat(file.fileno())
+        regular = stat.S_ISREG(about.st_mode) and about.st_nlink == 1
+        if not regular or about.st_size > _MOST_BYTES:
+            raise OSError(errno.EINVAL, f"{source.name} is not a file of a checkpoint")
+        target.write_bytes(file.read(_MOST_BYTES))
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,159 @@
+"""Checkpoints of a detached run, which its master takes: no client need be there.
+
+The client saves the first one. All others have the same arrays, so the master makes
+their files like that one's, and no task needs Orbax or the model for it.
+"""
+
+import logging
+import threading
+from collections import defaultdict
+from typing import Any, Final, Protocol, Self, final
+
+import jax
+
+from jgraph.clock import SystemClock
+from jgraph.cluster.client import Cluster
+from jgraph.cluster.session import Session
+from jgraph.cluster.shard_calls import shard_to
+from jgraph.errors import ConfigError
+from jgraph.graph.ir import TaskName
+from jgraph.plan.types import value_type
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.runtime.manifest import directory_of
+from jgraph.runtime.shard_files import Slice, make_proof
+from jgraph.runtime.step_files import steps_in
+from jgraph.runtime.writer_lease import newest
+from jgraph.train.checkpoint import absolute, stored_as
+from jgraph.train.checkpoints import Checkpoints
+from jgraph.train.saving import Saving, Take
+from jgraph.train.step import TrainStep
+
+_LOG = logging.getLogger("jgraph.checkpoint")
+_LAST_S: Final = 60.0
+_LOOK_S: Final = 0.1
+
+
+@final
+class Handed:
+    """Stands where ``Saving`` does in a run whose master saves.
+
+    Args:
+      given: where and how often.
+      take: takes a snapshot of the run.
+      step: updates applied before the run.
+
+    Raises:
+      CheckpointError: the directory has steps that are not before this run's.
+      CheckpointWriterError: another process writes there.
+    """
+
+    def __init__(self, given: Checkpoints, take: Take, step: int) -> None:
+        with Saving(given, take, step) as first:
+            first.finish()
+            self.directory = first.directory
+        self._due = step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Leaves it to the master."""
+
+    def note(self, step: int) -> None:
+        """Learns how far the run is."""
+        self._due = step
+
+    def wait(self) -> None:
+        """Waits for nothing: see ``Saving.wait``."""
+
+    def go_back(self, take: Take, step: int) -> None:
+        """Goes on from ``step``; the master is told with the next order."""
+        self._due = step
+
+    def _is_free(self) -> bool:
+        return newest(self.directory).released
+
+    def finish(self) -> None:
+        """Waits until the master has saved what came out in the end."""
+        clock, never = SystemClock(), threading.Event()
+        deadline = clock.now() + _LAST_S
+        while steps_in(self.directory)[-1:] < [self._due] or not self._is_free():
+            if clock.now() > deadline:
+                _LOG.warning("the master has not saved step %d yet", self._due)
+                return
+            never.wait(_LOOK_S)
+
+
+def check_handable(given: Checkpoints, step: TrainStep) -> None:
+    """Refuses what a master cannot save.
+
+    Raises:
+      ConfigError: says why.
+    """
+    why = ""
+    if not isinstance(given.keep, int):
+        why = f"keep={given.keep!r:.60} is a policy; give the number of steps to keep"
+    elif step.tables:
+        why = "the rows of hash tables are sorted by the client; save with run.save(…)"
+    elif any(v.spec.sharding and v.spec.sharding.axis for v in step.variables):
+        why = "a variable is cut along another axis than the first; cut its rows"
+    if why:
+        raise ConfigError(f"the master of a detached run saves its checkpoints: {why}")
+
+
+def saves_order(
+    step: TrainStep, session: Session, cluster: Cluster, given: Checkpoints
+) -> pb.RunSaves:
+    """Returns what the master is to save; the program for it is registered.
+
+    Args:
+      step: of the run; its variables have values.
+      session: registers the program.
+      cluster: where it runs.
+      given: where and how often.
+    """
+    directory = absolute(given.directory)
+    driver = TaskName(cluster.tasks("ps")[0])
+    program, held = session.snapshots.repeatable(step.variables, driver)
+    (handle,) = session.register_all([program])
+    shards: defaultdict[str, list[Any]] = defaultdict(list)
+    numbers = stored_as(step.unflatten(list(range(len(step.names)))))
+    for path, number in jax.tree_util.tree_flatten_with_path(numbers)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        variable = step.variables[number]
+        whole = Slice.whole(directory_of(name), value_type(variable.spec.aval))
+        for shard in held.shards(variable, whole):
+            shards[shard.task].append(shard_to(shard))
+    assert isinstance(given.keep, int)  # checked
+    return pb.RunSaves(
+        directory=str(directory),
+        proof=make_proof(directory),
+        every=given.every,
+        keep=given.keep,
+        snapshot=handle,
+        driver=driver,
+        container=next(iter(held.copies.values())).spec.container,
+        tasks=[pb.TaskShards(task=t, shards=files) for t, files in shards.items()],
+    )
+
+
+class Begun(Protocol):
+    """An ``Attempt``, as far as it is saved."""
+
+    @property
+    def take(self) -> Take:
+        """Takes a snapshot of the state."""
+
+    @property
+    def first(self) -> int:
+        """Updates applied before."""
+
+
+def make_saving(
+    given: Checkpoints | None, attempt: Begun, *, detached: bool
+) -> Saving | Handed | None:
+    """Returns what takes the checkpoints of a run; None: there are none."""
+    if given is None:
+        return None
+    kind = Handed if detached else Saving
+    return kind(given, attempt.take, attempt.first)
