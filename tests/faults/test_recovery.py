@@ -15,8 +15,12 @@ def test_recovery_says_what_faults_cost(capsys: pytest.CaptureFixture[str]) -> N
         ["--mb", "1", "--every", "20", "--seconds", "12", "--kill-every-s", "5"]
     )
     lines = capsys.readouterr().out.splitlines()
-    worker, ps, goodput = map(json.loads, lines)
-    assert worker["went_on_s"] < worker["process_back_s"]
-    assert ps["went_on_s"] > ps["process_back_s"] > 0
+    *losses, goodput = map(json.loads, lines)
+    worker, master, *of_a_ps = losses
+    assert [loss["case"] for loss in losses] == list(recovery.LOSSES)
+    for loss in (worker, master):
+        assert loss["went_on_s"] < loss["process_back_s"]
+    for loss in of_a_ps:
+        assert loss["went_on_s"] > loss["process_back_s"] > 0
     assert len(goodput["killed"]) == 2
     assert 0 < goodput["goodput"] < 1.5
