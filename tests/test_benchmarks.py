@@ -367,51 +367,6 @@ def test_imports_are_measured_in_fresh_processes(
     monkeypatch.setattr(imports, "STATEMENTS", few)
     lines = bench(imports.main, "--repeats 1")
     assert [line["what"] for line in lines] == list(few.values())
-<<<<<<< HEAD
-=======
-
-
-def compared(workers: int, transport: str, ratio: float) -> dict[str, Any]:
-    rate = measure.spread("steps_per_s", [100 * ratio])
-    peer = measure.spread("peer_steps_per_s", [100])
-    what = {"benchmark": "compare", "kind": "dense", "mb": 8.0, "workers": workers}
-    ratios = measure.ratio("ratio", [ratio], [1.0])
-    sides = {"transport": transport, "beside": "tensorflow_ps"}
-    return {**what, **sides, **rate, **peer, **ratios}
-
-
-def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    lines = [
-        compared(4, "auto", 1.5),  # an earlier run of the same
-        compared(4, "auto", 2.5),
-        compared(8, "grpc", 1.25),
-        {**compared(4, "auto", 2.25), "mode": "sync"},
-        {**compared(4, "auto", 3.5), "beside": "ray_ps"},
-        {"benchmark": "memory", "ps_peak_mb": 300.5, "steps": 2},
-        {"benchmark": "a_new_one", "kind": "bag", **measure.spread("figure", [7])},
-    ]
-    results = tmp_path / "one.jsonl"
-    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report.main(["--readme", str(readme), str(results)])
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert "| dense 8 MB | 4 | auto | 250 (250 to 250) |" in text
-    assert "| sync dense 8 MB | 4 | auto | 225 (225 to 225) |" in text
-    assert "1.25 (1.25 to 1.25) | 1.1 |" in text
-    assert "Ray's actors | 100 (100 to 100) | 3.50 (3.50 to 3.50) |  |" in text
-    assert "| 300.5 |" in text
-    assert "### a new one" in text
-    assert "| figure | 7 (7 to 7) |" in text
-    assert sorted(p.name for p in (tmp_path / "results").iterdir()) == [
-        "ratios.png",
-        "workers.png",
-    ]
-    report.main(["--readme", str(readme), str(results)])
-    assert readme.read_text() == text
 
 
 @pytest.mark.procs
@@ -427,4 +382,3 @@ def test_what_is_cut_out_to_measure_guarantees_is_there() -> None:
     package = Path(jgraph.__file__).parent
     for name, code, _ in guarantees.CUTS:
         assert (package / name).read_text(encoding="utf-8").count(code) == 1
->>>>>>> f9cb64a (Measure what the guarantees cost against a copy of the package without them)
