@@ -291,10 +291,8 @@ def test_selection_keeps_what_is_printed_and_names_what_failed(
 
 
 @pytest.mark.procs
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "option", ["", pytest.param("--tls", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("option", ["", "--tls"])
 def test_ways_of_the_transport_take_turns(bench: Bench, option: str) -> None:
     lines = bench(transport.main, f"--largest 64 {option}")
     wanted = {"tls", "call_tls"} if option else {"shm"}
@@ -335,7 +333,7 @@ def test_session_calls_have_every_way(bench: Bench) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_startup_goes_from_nothing_to_a_step_and_leaves_nothing(bench: Bench) -> None:
     (line,) = bench(startup.main, "--ps 1 --workers 1 --rounds 1")
     assert line["up_to_first_step_s"] > line["first_step_s"] > 0

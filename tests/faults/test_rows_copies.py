@@ -34,12 +34,12 @@ def test_row_13_a_killed_ps_with_a_replica_loses_no_update(fault: Fault) -> None
     there, ledger, clock = trainer(cluster, REPLICA), Ledger(), Stopwatch()
     run = there.fit(
         IDS,
-        steps=1500,
+        steps=800,
         batch_size=BATCH,
-        callbacks=[after(300, lambda: cluster.kill(PS))],
+        callbacks=[after(200, lambda: cluster.kill(PS))],
         progress=False,
     )
-    assert (run.state, run.steps) == ("done", 1500)
+    assert (run.state, run.steps) == ("done", 800)
     assert clock.seconds < 60
     (recovery,) = run.recoveries()
     assert recovery.lost == (PS,)

@@ -133,7 +133,7 @@ def started(running: "subprocess.Popen[str]") -> dict[str, Any]:
     return dict(json.loads(line))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.procs
 def test_a_task_on_a_host_is_started_again_until_it_dies_too_often(
     ssh: str, tmp_path: Path
