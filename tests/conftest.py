@@ -48,6 +48,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts what takes long first, so that no worker has it left at the end.
+
+    Tests with processes of their own are then one worker's, which waits much, while the
+    other computes; two of them at once would slow each other down.
+    """
+    first = ("procs", "slow")
+    items.sort(key=lambda item: [not item.get_closest_marker(name) for name in first])
+
+
 @pytest.fixture
 def rewrite(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written instead of compared."""

@@ -157,7 +157,10 @@ def test_sigterm_drains_a_task_and_it_exits_cleanly() -> None:
     cluster.close()
 
 
-@pytest.mark.parametrize(("transport", "shared"), [("auto", True), ("grpc", False)])
+@pytest.mark.parametrize(
+    ("transport", "shared"),
+    [("auto", True), pytest.param("grpc", False, marks=pytest.mark.nightly)],
+)
 def test_large_tensors_go_through_shared_memory_unless_told_otherwise(
     transport: TransportChoice, shared: bool
 ) -> None:

@@ -68,6 +68,7 @@ def test_killed_task_comes_back_empty_and_is_taken_back_until_it_dies_too_often(
     assert not [t for t in threading.enumerate() if t.name.startswith("jgraph-/job")]
 
 
+@pytest.mark.nightly
 def test_master_that_died_is_waited_for_too() -> None:
     with LocalCluster(ps=1, workers=1, restarts=1) as cluster:
         assert cluster.master == WORKER

@@ -97,7 +97,13 @@ def test_fifty_steps_equal_a_plain_jax_loop(
     trainer.close()
 
 
-@pytest.mark.parametrize("lost", ["/job:ps/task:0", "/job:worker/task:0"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "/job:ps/task:0",
+        pytest.param("/job:worker/task:0", marks=pytest.mark.nightly),
+    ],
+)
 def test_fit_on_a_cluster_that_misses_a_task_fails_and_names_it(lost: str) -> None:
     clock = SystemClock()
     with LocalCluster(ps=1, workers=1) as cluster:
