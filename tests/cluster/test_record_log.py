@@ -20,6 +20,7 @@ from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
 from jgraph.plan.replay import NodeRan, Record
 from jgraph.rpc.record_codec import record_from, record_to
+from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.store import VariableStore
 
 STREAM = "train-1.ps0"
@@ -176,14 +177,20 @@ def test_log_begins_anew_when_it_has_grown(
     calls = SimpleQueue[Callable[[], None]]()  # the event loop is this thread
     keeper = RecordThread(*(tmp_path, STREAM, "", store), soon=calls.put, base=("", 0))
     keeper.start()
+
+    def wait_for(step: StepKey) -> None:
+        kept = list[JGError | None]()
+        keeper.recorder.when_kept(step, kept.append)
+        while not kept:
+            calls.get(timeout=60)()
+
+    wait_for(("", 0))  # or what comes meanwhile counts as its beginning
     for n in range(200):
         value = np.full(8, n, np.float32)
         told = partial(keeper.recorder.put, "w", [value], ("step", n))
         store.write([w], [value], told=told)
-    kept = list[JGError | None]()
-    keeper.recorder.when_kept(("step", 199), kept.append)
-    while not kept:
-        calls.get(timeout=10)()
+        if n in {99, 199}:  # it has grown with the first
+            wait_for(("step", n))
     keeper.end(remove=False)
     keeper._thread.join(10)
     records = [record_from(frame) for frame in read_log(tmp_path, STREAM)]
