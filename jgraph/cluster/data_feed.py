@@ -157,8 +157,9 @@ class DataFeed:
         elif self._error is not None or (self._over and not self._held):
             then, self._waiting = self._waiting, None
             then(self._error)
-        # After the step has been started: it does not wait for this.
-        self._read_ahead()
+        # After the step has been started, and what the one before sends has left:
+        # neither waits for this.
+        asyncio.get_running_loop().call_soon(self._read_ahead)
         self._ask_ahead()
 
     # ------------------------------------------------------------ reading

@@ -10,6 +10,7 @@ import mmap
 import os
 import stat
 import sys
+from contextlib import suppress
 from typing import Final, TypeAlias, final
 
 import numpy as np
@@ -20,6 +21,7 @@ NONCE_BYTES: Final = 32
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _NAME: Final = "jgraph"
+_HUGE_PAGE_BYTES: Final = 2 << 20
 _LINK: Final = f"/memfd:{_NAME} (deleted)"
 
 
@@ -113,4 +115,8 @@ def _checked_size(fd: int, path: str) -> int:
 
 def _map(fd: int, nbytes: int) -> Bytes:
     # Unmapped when the last array that looks at it is gone.
-    return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+    mapped = mmap.mmap(fd, nbytes)
+    if nbytes >= _HUGE_PAGE_BYTES:
+        with suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapped, np.uint8)

@@ -41,12 +41,23 @@ class RowsOf:
 class Entry:
     """The value of one variable; whoever uses it holds its lock."""
 
-    __slots__ = ("device", "layout", "lock", "table", "value", "version", "views")
+    __slots__ = (
+        "device",
+        "layout",
+        "lock",
+        "table",
+        "type",
+        "value",
+        "version",
+        "views",
+    )
 
     def __init__(self, value: jax.Array) -> None:
         self.value = value
         self.version = 0
         self.lock = threading.Lock()
+        # As a program declared it that fits; values change, their type does not.
+        self.type: ValueType | None = None
         self.table: ArrayTable | None = None
         # Where functions take the value; set when its rows are used on the CPU.
         self.device: Any = None
@@ -180,4 +191,7 @@ def padded_rows(entry: Entry | HashEntry, rows: RowsOf) -> np.ndarray[Any, Any]:
 def _view(array: jax.Array) -> np.ndarray[Any, Any]:
     # Not np.asarray(array): that keeps the view in the array, and then every update
     # would find the buffer in use.
-    return np.asarray(array.addressable_data(0))
+    try:
+        return np.asarray(memoryview(array))
+    except BufferError:  # not of numpy's own dtypes, or not on the CPU
+        return np.asarray(array.addressable_data(0))

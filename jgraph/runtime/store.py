@@ -331,7 +331,10 @@ class VariableStore:
                 variable=variable.name,
                 task=self.task,
             )
-        self._check_type(variable)
+        # Asked for each variable at each step: looking at an array takes too long.
+        if entry.type is not variable.type and entry.type != variable.type:
+            self._check_type(variable)
+            entry.type = variable.type
         return entry
 
     def _check_type(self, variable: StoredVariable) -> None:
@@ -339,7 +342,6 @@ class VariableStore:
         if entry is None:
             return
         value, wanted = entry.value, variable.type
-        # Asked at each step: the name of a dtype, as in ValueType, takes too long.
         if value.shape != wanted.shape or value.dtype != wanted.np_dtype:
             stored = _type_of(value)
             raise VariableMismatchError(

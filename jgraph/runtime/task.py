@@ -369,11 +369,10 @@ class TaskRuntime:
     ) -> None:
         run = self._steps.pop(step)
         self._tell_gate(registered, step, done=isinstance(outcome, list))
+        self._advance(registered)  # what waits for it here needs no word of it
         on_done(outcome, run.times)
-        if not self._steps:
-            waiting, self._when_idle = self._when_idle, []
-            for callback in waiting:
-                callback()
+        while self._when_idle and not self._steps:
+            self._when_idle.pop(0)()
 
     def _tell_gate(self, registered: _Registered, step: StepKey, *, done: bool) -> None:
         gate = self.gates.get(registered.gate)

@@ -84,6 +84,25 @@ def test_ordered_steps_wait_for_the_step_before_them(tasks: Tasks) -> None:
     assert value_of_w(tasks) == [4.0] * 3
 
 
+def test_a_step_that_waits_begins_before_the_one_before_it_is_told(
+    tasks: Tasks,
+) -> None:
+    ps, sent = tasks.runtimes[PS], list[tuple[str, int]]()
+
+    def told(outcome: object, times: object) -> None:
+        sent.extend(step for dst, step, _, _ in tasks.messages if dst == WORKER)
+
+    ps.start_step(("count", 1), told, ordered=True)
+    ps.start_step(("count", 2), lambda outcome, times: None, ordered=True)
+    tasks.runtimes[WORKER].start_step(
+        ("count", 1),
+        lambda outcome, times: None,
+        feeds={"x": np.ones(3, np.float32)},
+    )
+    tasks.deliver_all()
+    assert sent == [("count", 2)]
+
+
 def test_values_may_arrive_before_the_step_starts(tasks: Tasks) -> None:
     tasks.runtimes[PS].start_step(("count", 5), lambda outcome, times: None)
     tasks.deliver_all()  # w is at the worker, which has not begun
