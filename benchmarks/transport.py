@@ -5,9 +5,10 @@ of one round trip (median, least, greatest, in ms); the throughput with four req
 under way; the CPU seconds per GB of both processes together. Ways: ``post`` (the stream
 between tasks), ``shm`` (the same through shared memory), ``call`` (one call each), and
 as limits to compare with ``tcp``, a bare socket that reads into memory which it keeps,
-and ``memcpy`` into warm memory. ``--tls`` adds ``tls`` and ``call_tls``, the stream and
-the call encrypted, beside the same without. They take turns in one run. ``--fan-in``
-measures many processes that pull from and push to one.
+and ``memcpy`` into warm memory. Both processes have the event loop of one that serves a
+task, and keep freed memory as it does. ``--tls`` adds ``tls`` and ``call_tls``, the
+stream and the call encrypted, beside the same without. They take turns in one run.
+``--fan-in`` measures many processes that pull from and push to one.
 """
 
 import asyncio
@@ -104,9 +105,10 @@ def serve(pipe: Connection, sizes: list[int], certificates: str) -> None:
     """The other process: a ps, and a bare socket."""
     payloads = make_payloads(sizes)
     listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=serve_tcp, args=(listener, payloads), daemon=True).start()
+    tcp = threading.Thread(target=serve_tcp, args=(listener, payloads), daemon=True)
 
     async def main() -> None:
+        tcp.start()
         transports = make_transports(PS, certificates)
         addresses = {
             how: await t.start(Task(t, payloads)) for how, t in transports.items()
@@ -119,7 +121,7 @@ def serve(pipe: Connection, sizes: list[int], certificates: str) -> None:
         for transport in transports.values():
             await transport.close()
 
-    asyncio.run(main())
+    transport_fan_in.run_as_task(main())
 
 
 class Asking:
@@ -278,7 +280,8 @@ def run(sizes: dict[int, int], certificates: str) -> None:
     process.start()
     assert process.pid is not None  # it was started
     try:
-        asyncio.run(take_turns(ours, sizes, process.pid, certificates))
+        turns = take_turns(ours, sizes, process.pid, certificates)
+        transport_fan_in.run_as_task(turns)
         ours.send("enough")
         process.join(10)
     finally:

@@ -9,13 +9,15 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from benchmarks import measure
+from jgraph.cluster.allocator import keep_memory
+from jgraph.cluster.loop import new_loop
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -76,6 +78,13 @@ class Worker(Ps):
         await self.ask(message(PUSH, pulled.tensors[0]))
 
 
+def run_as_task(work: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine as a process does that serves a task."""
+    keep_memory()
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(work)
+
+
 def work(pipe: Connection, index: int) -> None:
     async def main() -> None:
         workers = {}
@@ -93,7 +102,7 @@ def work(pipe: Connection, index: int) -> None:
         for worker in workers.values():
             await worker.transport.close()
 
-    asyncio.run(main())
+    run_as_task(main())
 
 
 async def take_turns(pipes: list[Connection]) -> None:
@@ -148,7 +157,7 @@ def main() -> None:
             process.start()
             pipes.append(ours)
             processes.append(process)
-        asyncio.run(take_turns(pipes))
+        run_as_task(take_turns(pipes))
         for process in processes:
             process.join(10)
     finally:

@@ -23,14 +23,15 @@ def event_loop() -> asyncio.AbstractEventLoop:
     global _loop  # noqa: PLW0603  # one per process is the point
     with _lock:
         if _loop is None:
-            _loop = _new_loop()
+            _loop = new_loop()
             threading.Thread(
                 target=_loop.run_forever, name="jgraph-loop", daemon=True
             ).start()
         return _loop
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Returns a loop of the kind that serves a process; nothing runs it yet."""
     try:
         import uvloop  # a message costs a quarter less with it
     except ImportError:  # there is none for Windows
