@@ -50,7 +50,7 @@ def shown() -> dict[str, str]:
 
 
 SHOWN = shown()
-ORDER = ("up", "status", "runs", "doctor --links", "drain", "down", "")
+ORDER = ("up", "status", "runs", "events", "doctor --links", "drain", "down", "")
 
 
 @pytest.mark.parametrize("typed", SHOWN)

@@ -276,7 +276,7 @@ def test_frames_of_an_outbox_arrive_once_over_streams_that_fail(seed: int) -> No
         while len(got) < 60:
             for _ in range(chance.randrange(8)):
                 sent += 1
-                box.put(encode(step(sent, np.zeros(chance.randrange(700_000), "u1"))))
+                box.put(encode(step(sent, np.zeros(chance.randrange(1_400_000), "u1"))))
             try:
                 async with asyncio.timeout(0.02):
                     await over_one_stream(box)
