@@ -148,7 +148,7 @@ class TaskService:
     def peer_lost(self, peer: TaskName, error: JGError) -> None:
         """Ends every step that needs ``peer``; all, if it says that we are replaced."""
         if isinstance(error, FencedError) and self.replaced is None:
-            why = f"{self.task} ends: {error.message}"
+            why = f"{self.task} ends: {error}"
             events.note(self.task, "replaced", why, level=logging.ERROR)
             self.replaced = error
             self._shutdown(0.0)
