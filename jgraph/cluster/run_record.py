@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -79,6 +79,11 @@ class RunRecord:
             age_s=age_s,
         )
 
+    @property
+    def news(self) -> Awaitable[None]:
+        """Done as soon as something happens after this."""
+        return asyncio.shield(self._news)
+
     def follow(
         self, order: pb.RunLoop, reports: AsyncIterator[Frame]
     ) -> AsyncIterator[Frame]:
@@ -153,7 +158,7 @@ class RunRecord:
     async def _each(self, is_over: Callable[[], bool]) -> AsyncIterator[Frame]:
         at = 0
         while True:
-            news, ends = self._news, is_over()
+            news, ends = self.news, is_over()
             at = max(at, self._first)
             while at < self._first + len(self._kept):
                 body, tensors = self._kept[at - self._first]
@@ -161,7 +166,7 @@ class RunRecord:
                 at = max(at + 1, self._first)
             if ends:
                 return
-            await asyncio.shield(news)
+            await news
 
     def _outcomes(self) -> Iterator[JGError | None]:
         """Yields how each loop that tells of steps ended, the last one last."""

@@ -32,7 +32,6 @@ from jgraph.runtime.step_files import begin_step, commit_step, prune, steps_in
 from jgraph.runtime.writer_lease import WriterLease
 
 _LOG = logging.getLogger("jgraph.checkpoint")
-_LOOK_S: Final = 0.5
 STEP: Final = "global_step"
 """The leaf that says how many updates are in a step."""
 
@@ -76,16 +75,18 @@ class RunSaver:
             self._working.cancel()
 
     async def _work(self) -> None:
-        last, state = 0, "running"
+        last = 0
         try:
-            while state == "running":
-                await asyncio.sleep(_LOOK_S)
+            while True:
+                news = self.record.news  # also of what happens while this saves
                 row = self.record.row()
-                steps, state = row.steps, row.state
-                due = steps - last >= self.order.every
-                if due or (state in {"done", "stopped"} and steps > last):
-                    last = steps
+                due = row.steps - last >= self.order.every
+                if due or (row.state in {"done", "stopped"} and row.steps > last):
+                    last = row.steps
                     await self._try()
+                if row.state != "running":
+                    return
+                await news
         finally:
             await asyncio.to_thread(self._lease.release)
 
