@@ -190,7 +190,7 @@ def newest(directory: Path) -> Holder:
             holder = Holder(**json.loads(_file(directory, number).read_text("utf-8")))
         except FileNotFoundError:
             continue  # an older one, which its successor has just removed
-        except (ValueError, TypeError):
+        except (RecursionError, TypeError, ValueError):
             # Damaged: of nobody that can be asked, and its number is taken.
             return Holder(number)
         return replace(holder, generation=number)

@@ -103,8 +103,11 @@ def test_a_writer_that_comes_back_after_another_took_over_is_stopped(
     assert not newest(tmp_path).released
 
 
-def test_a_damaged_lease_does_not_lock_a_directory_for_ever(tmp_path: Path) -> None:
-    (tmp_path / "jgraph_writer.6.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["cut", "nested"])
+def test_a_damaged_lease_does_not_lock_a_directory_for_ever(
+    tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "jgraph_writer.6.json").write_text(text)
     mine = lease(tmp_path)
     mine.acquire()
     assert mine.generation == 7
