@@ -35,6 +35,10 @@ class GatedShard:
         self.history: list[tuple[int, ...]] = []
         self.process = world.net.start(task, self.receive, self.lost)
 
+    def forget(self) -> None:
+        """Loses what it holds."""
+        self.life = -1
+
     def begin(self, life: int, history: list[tuple[int, ...]]) -> None:
         """Makes the variables, and a gate for them."""
         self.life = life

@@ -7,21 +7,20 @@ when (``SyncGate``), who gets which batch (``SyncData``), when a replica begins 
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from jgraph.coordination.batch_order import BatchOrder
-from jgraph.coordination.recovery import ATTEMPTS, GoBack, Recoveries
-from jgraph.coordination.slots import DEATHS, Part, SlotPlan
+from jgraph.coordination.recovery import GoBack, Recoveries
+from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.errors import JGError, TaskLostError
 from jgraph.graph.ir import TaskName
+from tests.simulation.faulty_run import FaultyRun
 from tests.simulation.network import Message, Network, Simulation
 from tests.simulation.sync_tasks import GatedShard, Leader
 from tests.simulation.tasks import Worker
 
 MASTER: Final = TaskName("/job:master/task:0")
 REJOIN_S: Final = 0.5
-RESTART_S: Final = 2.0
 LOOK_S: Final = 5.0
 BATCHES: Final = 30
 """Of an epoch."""
@@ -35,7 +34,7 @@ class Checkpoint:
     history: list[tuple[int, ...]]
 
 
-class SyncWorld:
+class SyncWorld(FaultyRun[GatedShard]):
     """One run, from its begin to its end.
 
     Args:
@@ -192,21 +191,6 @@ class SyncWorld:
 
     # ------------------------------------------------------------ faults
 
-    def kill(self, task: TaskName) -> None:
-        """SIGKILL; the launcher starts it again, empty."""
-        there = self.workers.get(task) or self.shards.get(task)
-        assert there is not None
-        if not self.net.is_up(task) or self.state != "running":
-            return
-        self.sim.note(f"kill {task}")
-        self.net.kill(there.process)
-        if isinstance(there, Worker):
-            there.loops.clear()
-        else:
-            there.life = -1
-        wait = RESTART_S * self.sim.chance.random()
-        self.sim.later(wait, partial(self.restart, task))
-
     def restart(self, task: TaskName) -> None:
         if task in self.workers:
             self.workers[task] = Worker(self, task)
@@ -219,17 +203,7 @@ class SyncWorld:
 
     # ------------------------------------------------------------ the oracle
 
-    def check(self) -> None:
-        """What must hold when the run is over."""
-        if self.state.startswith("gave up: it went back"):
-            assert self.restored >= ATTEMPTS
-        elif self.state.startswith("failed: JG-215"):  # a batch that all had is blamed
-            assert self.losses >= DEATHS
-        else:
-            self.check_updates()
-
     def check_updates(self) -> None:
-        assert self.state == "done", self.state
         histories = [shard.history for shard in self.shards.values()]
         made = histories[0]
         assert len(made) == self.steps

@@ -73,6 +73,11 @@ class Shard:
         self.dropped: set[str] = set()
         self.process = world.net.start(task, self.receive, lambda _: None)
 
+    def forget(self) -> None:
+        """Loses what it holds."""
+        self.life, self.counts, self.applied = -1, Counter(), set()
+        self.dropped = set()
+
     def receive(self, src: TaskName, message: Message) -> None:
         kind, loop, life, step, *rest = message
         if kind == "read":

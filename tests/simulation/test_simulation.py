@@ -3,15 +3,12 @@
 ``make sim`` runs thousands. A run that fails is repeated by its number alone.
 """
 
-import os
 from functools import partial
 
 import pytest
 
+from tests.simulation.faulty_run import check_each
 from tests.simulation.world import World
-
-RUNS = int(os.environ.get("JGRAPH_SIMULATIONS", "200"))
-FIRST = int(os.environ.get("JGRAPH_SIMULATION", "0"))
 
 
 def simulated(seed: int) -> World:
@@ -41,14 +38,7 @@ def simulated(seed: int) -> World:
 
 
 def test_no_batch_is_left_out_and_no_update_lost_or_applied_twice() -> None:
-    for seed in range(FIRST, FIRST + RUNS):
-        world = simulated(seed)
-        try:
-            world.check()
-        except AssertionError as error:
-            end = "\n".join(world.sim.trace[-30:])
-            error.add_note(f"JGRAPH_SIMULATION={seed} repeats it; its end:\n{end}")
-            raise
+    check_each(simulated)
 
 
 @pytest.mark.parametrize("seed", [3, 4])

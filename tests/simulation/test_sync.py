@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
+from tests.simulation.faulty_run import check_each
 from tests.simulation.sync_world import SyncWorld
-from tests.simulation.test_simulation import FIRST, RUNS
 
 
 def simulated(seed: int) -> SyncWorld:
@@ -41,13 +41,7 @@ def simulated(seed: int) -> SyncWorld:
 
 
 def test_every_ps_makes_the_same_updates_and_no_batch_counts_twice() -> None:
-    for seed in range(FIRST, FIRST + RUNS):
-        try:
-            world = simulated(seed)
-            world.check()
-        except AssertionError as error:
-            error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
-            raise
+    check_each(simulated)
 
 
 @pytest.mark.parametrize("seed", [3, 6])

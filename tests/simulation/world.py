@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.dispatch import Dispatch
-from jgraph.coordination.recovery import ATTEMPTS, GoBack, Recoveries
-from jgraph.coordination.slots import DEATHS, Lease, Part, SlotPlan
+from jgraph.coordination.recovery import GoBack, Recoveries
+from jgraph.coordination.slots import Lease, Part, SlotPlan
 from jgraph.graph.ir import TaskName
+from tests.simulation.faulty_run import FaultyRun
 from tests.simulation.master import LEASE_S, Master
 from tests.simulation.network import Network, Simulation
 from tests.simulation.tasks import Shard, Worker
@@ -23,7 +24,6 @@ from tests.simulation.tasks import Shard, Worker
 REJOIN_S: Final = 0.5
 TAKEOVER_S: Final = 2.0
 ACCOUNTS_S: Final = 12.0
-RESTART_S: Final = 2.0
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Ledger:
     dealt: Counter[int] = field(default_factory=Counter)
 
 
-class World:
+class World(FaultyRun[Shard]):
     """One run, from its begin to its end: the client, and the tasks that it talks to.
 
     Args:
@@ -329,23 +329,6 @@ class World:
 
     # ------------------------------------------------------------ faults
 
-    def kill(self, task: TaskName) -> None:
-        """SIGKILL; the launcher starts it again, empty."""
-        there = self.workers.get(task) or self.shards.get(task)
-        assert there is not None
-        if not self.net.is_up(task) or self.state != "running":
-            return
-        self.sim.note(f"kill {task}")
-        self.net.kill(there.process)
-        if isinstance(there, Worker):
-            there.loops.clear()
-        else:
-            there.life, there.counts, there.applied = -1, Counter(), set()
-            there.dropped = set()
-        self.sim.later(
-            RESTART_S * self.sim.chance.random(), partial(self.restart, task)
-        )
-
     def restart(self, task: TaskName) -> None:
         if task in self.workers:
             self.workers[task] = Worker(self, task)
@@ -354,17 +337,7 @@ class World:
 
     # ------------------------------------------------------------ the oracle
 
-    def check(self) -> None:
-        """What must hold when the run is over."""
-        if self.state.startswith("gave up: it went back"):
-            assert self.restored >= ATTEMPTS
-        elif self.state.startswith("failed: JG-215"):  # a batch that all had is blamed
-            assert self.losses >= DEATHS
-        else:
-            self.check_updates()
-
     def check_updates(self) -> None:
-        assert self.state == "done", self.state
         numbers = set(range(self.batches))
         assert self.dispatch.done == self.batches
         for task, shard in self.shards.items():
