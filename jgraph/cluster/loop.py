@@ -5,6 +5,7 @@ the blocking API (sessions, clusters) waits for coroutines that run there.
 """
 
 import asyncio
+import atexit
 import concurrent.futures
 import threading
 from collections.abc import Coroutine
@@ -16,18 +17,39 @@ T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
     """Returns the process's loop, starting its thread on first use."""
-    global _loop  # noqa: PLW0603  # one per process is the point
+    global _loop, _thread  # noqa: PLW0603  # one per process is the point
     with _lock:
         if _loop is None:
             _loop = new_loop()
-            threading.Thread(
+            _thread = threading.Thread(
                 target=_loop.run_forever, name="jgraph-loop", daemon=True
-            ).start()
+            )
+            _thread.start()
         return _loop
+
+
+@atexit.register  # when this module is loaded: after whatever may still need the loop
+def _hold_still() -> None:
+    """Lets the loop's thread wait for the end of the process.
+
+    uvloop calls Python when a timer is due, which is a crash between the end of Python
+    and that of its process. Ending the loop instead would tell of every task of it.
+    """
+    if _loop is None or _thread is None or not _thread.is_alive():
+        return  # it is not in a forked child
+    held = threading.Event()
+
+    def hold() -> None:
+        held.set()
+        threading.Event().wait()  # nothing of Python runs any more
+
+    _loop.call_soon_threadsafe(hold)
+    held.wait(1.0)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
