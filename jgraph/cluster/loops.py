@@ -8,8 +8,8 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, final
 
 from jgraph.clock import SystemClock
 from jgraph.cluster import loop
@@ -25,6 +25,7 @@ from jgraph.cluster.failover import (
     take_over,
     tell_lost,
 )
+from jgraph.cluster.loop_items import Ended, Item, Loop
 from jgraph.cluster.loop_orders import (
     DealtData,
     LoopReport,
@@ -34,13 +35,9 @@ from jgraph.cluster.loop_orders import (
     plain,
     report_of,
 )
-from jgraph.errors import (
-    ClusterError,
-    ClusterUnreachableError,
-    DeadlineError,
-    JGError,
-    TaskLostError,
-)
+from jgraph.cluster.waiting import ready_tasks
+from jgraph.coordination.loop_ends import Verdict, is_cut_off, judge
+from jgraph.errors import ClusterError, DeadlineError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -50,32 +47,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("jgraph.loops")
 _LOOK_S: Final = 0.2
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _MasterLost:
-    """A loop's reports ended with the connection to the master."""
-
-    epoch: int
-    error: JGError
-
-
-@final
-@dataclass(eq=False, slots=True)
-class _Loop:
-    """A loop under way."""
-
-    request: LoopRequest
-    name: str
-    began_s: float
-    """Since the run began."""
-    next_step: int
-    seen: int = 0
-    """Number of its last report."""
-
-
-_Item: TypeAlias = tuple[_Loop, LoopReport] | LoopRequest | JGError | _MasterLost
 
 
 @final
@@ -115,14 +86,17 @@ class LoopHandle:
             self._run, self.epoch = sync.run or self._name, sync.epoch
             if sync.detached is not None:
                 open_run(cluster, self._run, sync.detached)
-        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        self._telling: set[asyncio.Future[None]] = set()
+        self._telling: set[concurrent.futures.Future[None]] = set()
         # A worker reports at least once per step; silence beyond that is an error.
         self._silence_s = 30.0 + max(
             (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
         )
-        self._loops: set[_Loop] = set()
+        self._loops: set[Loop] = set()
+        self._began_with = asyncio.run_coroutine_threadsafe(
+            ready_tasks(cluster), loop.event_loop()
+        )
         self._lost: JGError | None = None  # how the last one ended, if it was lost
         self._following: list[concurrent.futures.Future[None]] = []
         for request in requests:
@@ -136,11 +110,10 @@ class LoopHandle:
             if self._loops:
                 self.stop()
 
-    def _taken(self, item: _Item) -> Iterator[LoopReport]:
+    def _taken(self, item: Item) -> Iterator[LoopReport]:
         match item:
-            case _MasterLost(epoch, error):  # of each loop; the first one counts
-                if epoch == self.epoch:
-                    yield from self._fail_over(error)
+            case Ended():
+                yield from self._over(item)
             case JGError():
                 raise item
             case LoopRequest():
@@ -162,14 +135,14 @@ class LoopHandle:
     def _start(self, request: LoopRequest, began_s: float) -> None:
         again = f"-{request.attempt}" if request.attempt else ""
         name = f"{self._name}-{request.replica}{again}"
-        one = _Loop(request, name, began_s, request.first_step)
+        one = Loop(request, name, began_s, request.first_step)
         self._loops.add(one)
         following = self._follow(one, self._cluster.master, self.epoch)
         self._following.append(
             asyncio.run_coroutine_threadsafe(following, loop.event_loop())
         )
 
-    def _noted(self, one: _Loop, report: LoopReport) -> LoopReport:
+    def _noted(self, one: Loop, report: LoopReport) -> LoopReport:
         """Takes note of a report; returns it with times since the run began."""
         one.seen = max(one.seen, report.number)
         if len(report.steps):
@@ -296,7 +269,7 @@ class LoopHandle:
         for request in added:
             self._items.put(request)
 
-    def _stop_order(self, one: _Loop) -> pb.StopLoop:
+    def _stop_order(self, one: Loop) -> pb.StopLoop:
         return pb.StopLoop(
             loop=one.name,
             task=one.request.task,
@@ -335,7 +308,7 @@ class LoopHandle:
             with suppress(JGError):
                 self._cluster.call("Master.StopLoop", frame(stop_loop=order))
 
-    def _next(self) -> _Item:
+    def _next(self) -> Item:
         try:
             return self._items.get(timeout=self._silence_s)
         except queue.Empty:
@@ -344,7 +317,7 @@ class LoopHandle:
                 "the tasks with cluster.status()"
             ) from None
 
-    async def _follow(self, one: _Loop, master: TaskName, epoch: int) -> None:
+    async def _follow(self, one: Loop, master: TaskName, epoch: int) -> None:
         request = one.request
         order = order_of(request)
         order.loop, order.run, order.epoch = one.name, self._run, epoch
@@ -366,34 +339,58 @@ class LoopHandle:
         except JGError as error:
             self._items.put(self._judged(one, error, master, epoch))
 
-    def _judged(
-        self, one: _Loop, error: JGError, master: TaskName, epoch: int
-    ) -> _Item:
+    def _judged(self, one: Loop, error: JGError, master: TaskName, epoch: int) -> Item:
         """Returns what the end of a loop's reports means."""
-        lost = TaskName(str(error.details.get("task", master)))
-        if isinstance(error, TaskLostError | ClusterUnreachableError):
-            if lost == master:
-                if self._ledger is not None or self._arbiter is not None:
-                    return _MasterLost(epoch, error)
-                return lost_master(error, master)
-            if lost == one.request.task and self._can_do_without(one.request):
-                _LOG.warning(
-                    "%s was lost; the other workers go on: %s",
-                    one.request.task,
-                    error.message,
-                )
-                return one, lost_report(one.request, error)
+        request = one.request
+        decides = request is self._arbiter
+        verdict = judge(error, request.task, master, decides=decides)
+        if verdict is Verdict.WORKER_LOST and self._can_do_without:
+            self._tell_lost(request, error)
+            return one, lost_report(request, error)
+        if verdict in {Verdict.MASTER_LOST, Verdict.LINK_LOST}:
+            return Ended(one, error, master, epoch, verdict)
         return error
 
-    def _can_do_without(self, request: LoopRequest) -> bool:
-        if self._arbiter is not None and request is not self._arbiter:
+    def _over(self, end: Ended) -> Iterator[LoopReport]:
+        """Goes on without whoever is lost.
+
+        Raises:
+          JGError: that cannot be done.
+        """
+        one, error = end.loop, end.error
+        named = TaskName(str(error.details.get("task", end.master)))
+        if end.verdict is Verdict.LINK_LOST and self._can_do_without:
+            ready = loop.run(ready_tasks(self._cluster))
+            if is_cut_off(named, self._began_with.result(), ready):
+                # Nothing that is still under way there changes anything from here on.
+                drop_programs(self._cluster, [one.request.handle])
+                self._tell_lost(one.request, error)
+                yield self._noted(one, lost_report(one.request, error))
+                return
+        if named != end.master:
+            raise error
+        if self._ledger is None and self._arbiter is None:
+            raise lost_master(error, end.master)
+        if end.epoch == self.epoch:  # of each loop; the first one counts
+            yield from self._fail_over(error)
+
+    @property
+    def _can_do_without(self) -> bool:
+        """Whether a worker's loss is no error while another one goes on."""
+        return self._arbiter is not None or self._data is not None
+
+    def _tell_lost(self, request: LoopRequest, error: JGError) -> None:
+        _LOG.warning(
+            *("%s was lost; the other workers go on: %s", request.task, error.message)
+        )
+        if self._arbiter is not None:
             order = self._to_arbiter(self._arbiter)
             order.lost = request.task
-            telling = asyncio.ensure_future(tell_lost(self._cluster, order))
+            telling = asyncio.run_coroutine_threadsafe(
+                tell_lost(self._cluster, order), loop.event_loop()
+            )
             self._telling.add(telling)
             telling.add_done_callback(self._telling.discard)
-            return True
-        return self._data is not None
 
     def _to_arbiter(self, arbiter: LoopRequest) -> pb.StopLoop:
         return pb.StopLoop(loop=f"{self._name}-{arbiter.replica}", task=arbiter.task)

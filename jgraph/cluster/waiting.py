@@ -14,6 +14,7 @@ from jgraph.errors import (
     ClusterError,
     ClusterUnreachableError,
     DeadlineError,
+    JGError,
     TaskLostError,
     TaskMissingError,
     VersionError,
@@ -69,6 +70,34 @@ def incarnations_of(cluster: "Cluster") -> Mapping[TaskName, str]:
     with suppress(ClusterError):
         return {TaskName(t.task): t.incarnation for t in cluster.status().tasks}
     return {}
+
+
+async def ready_tasks(cluster: "Cluster") -> Mapping[TaskName, str]:
+    """Returns which start answers of each task that takes new work."""
+    ask, status = cluster.transport.ask, frame(empty=pb.Empty())
+    with suppress(JGError):
+        reply = await ask(
+            cluster.address, "Master.Status", status, timeout_s=2 * CONTROL_S
+        )
+        return {
+            TaskName(told.task): f"{told.incarnation:x}"
+            for told in body_of(reply).tasks
+            if told.state == "ready"
+        }
+    return {}
+
+
+def reaches_every_ps(cluster: "Cluster", worker: TaskName) -> bool:
+    """Whether a worker's links to the ps are whole; so they are if it cannot say."""
+    with suppress(JGError):
+        reply = cluster.call(
+            "Master.Status",
+            frame(empty=pb.Empty()),
+            timeout_s=2 * CONTROL_S,
+            to=cluster.spec.address(worker),
+        )
+        return not set(cluster.tasks("ps")) & set(body_of(reply).missing)
+    return True
 
 
 def _all_answer(cluster: "Cluster", timeout_s: float) -> bool:

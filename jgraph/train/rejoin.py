@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, final
 
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.waiting import incarnations_of
+from jgraph.cluster.waiting import incarnations_of, reaches_every_ps
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 
@@ -19,6 +19,8 @@ _LOG = logging.getLogger("jgraph.recover")
 @final
 class Rejoin:
     """Looks after lost workers, from the first loss to the end of the run.
+
+    One that answers must also reach every ps: it may have lost no more than a link.
 
     Args:
       cluster: theirs.
@@ -52,7 +54,9 @@ class Rejoin:
         while not self._over.wait(LOOK_EVERY_S):
             answering = incarnations_of(self._cluster) if self._lost else {}
             for replica, worker in list(self._lost.items()):
-                if worker in answering and not self._over.is_set():
+                if worker not in answering or self._over.is_set():
+                    continue
+                if reaches_every_ps(self._cluster, worker):
                     self._try(replica, worker)
 
     def _try(self, replica: int, worker: TaskName) -> None:

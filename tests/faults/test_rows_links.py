@@ -1,0 +1,83 @@
+"""Faults of links alone, which a run outlives without going back; `make chaos`."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jgraph.cluster.client import connect
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.sync_ps import SyncPS
+from jgraph.train.trainer import Trainer
+from tests.faults.conftest import Fault, Stopwatch
+from tests.faults.counting import BATCH, IDS, Ledger, after, counted, trainer
+from tests.faults.links import through_proxies
+from tests.train.ledger import examples_counted, examples_due
+
+pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
+
+PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
+
+
+def check_each_batch_once(there: Trainer, run: Any) -> None:
+    """Of synchronous training: nothing came twice, and nothing was left out."""
+    position = there.current_position()
+    assert position is not None
+    assert position["again"] == 0
+    np.testing.assert_array_equal(examples_counted(run), examples_due(position))
+    means = run.metrics("seen")["value"].sum(0)
+    for count in counted(there):
+        np.testing.assert_allclose(count, means, rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_row_21_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
+    fault: Fault, caplog: pytest.LogCaptureFixture, strategy: Any
+) -> None:
+    """There is no checkpoint: to go back would end the run."""
+    with (
+        through_proxies((WORKER, PS), (PS, WORKER)) as (servers, cut_off),
+        connect(servers.server(MASTER).target, timeout_s=20) as cluster,
+    ):
+        there, ledger = trainer(cluster, strategy), Ledger()
+        clocks: list[Stopwatch] = []
+        lost_s: list[float] = []
+        left_out = f"{WORKER} was lost; the other workers go on"
+
+        def heal() -> None:
+            for link in cut_off:
+                link.heal()
+
+        def silence() -> None:
+            clocks.append(Stopwatch())
+            for link in cut_off:
+                link.silence()
+            threading.Timer(30.0, heal).start()
+
+        def stop_when_it_is_back(run: Any, report: Any) -> None:
+            said = [record.getMessage() for record in caplog.records]
+            if not lost_s and any(left_out in line for line in said):
+                lost_s.append(clocks[0].seconds)
+            if any(f"{WORKER} answers again" in line for line in said):
+                assert clocks[0].seconds > 30
+                run.stop()
+
+        run = there.fit(
+            IDS,
+            steps=10**6,
+            batch_size=BATCH,
+            callbacks=[after(200, silence), stop_when_it_is_back],
+            progress=False,
+        )
+        assert run.state == "stopped"
+        assert run.recoveries() == []
+        assert lost_s[0] < 25  # 15 s are those of keepalive, 4 s those for coming back
+        assert clocks[0].seconds < 60
+        if isinstance(strategy, SyncPS):
+            check_each_batch_once(there, run)
+        else:
+            ledger.add(run)
+            ledger.check(there, lost=1)
+        fault.names += [left_out, f"{WORKER} answers again"]
+        there.close()
