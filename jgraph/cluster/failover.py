@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 from jgraph.cluster import loop
-from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.calls import COMPILE_S, CONTROL_S
 from jgraph.cluster.loop_orders import DealtData, Detached, plain
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.batch_ledger import BatchLedger
@@ -91,10 +91,18 @@ def open_data(cluster: "Cluster", run: str, name: str, data: DealtData) -> None:
 
 
 def open_run(cluster: "Cluster", run: str, detached: Detached) -> None:
-    """Makes the master of a client follow a run also when the client is gone."""
-    about = json.dumps(detached.about)
-    order = pb.OpenRun(run=run, info=about, saves=detached.saves)
+    """Makes the master of a client look after a run also when the client is gone."""
+    order = pb.OpenRun(
+        run=run,
+        info=json.dumps(detached.about),
+        saves=detached.saves,
+        source=detached.source,
+        records=detached.records,
+    )
     cluster.call("Master.OpenRun", frame(open_run=order))
+    for program in detached.programs:
+        body_of(program).run = run
+        cluster.call("Master.KeepProgram", program, timeout_s=COMPILE_S)
 
 
 def take_over(cluster: "Cluster", error: JGError) -> bool:

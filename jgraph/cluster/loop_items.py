@@ -1,18 +1,19 @@
 """What the client of loops hears of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, final
 
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest
 from jgraph.coordination.loop_ends import Verdict
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
 
 
 @final
 @dataclass(eq=False, slots=True)
 class Loop:
-    """A loop under way."""
+    """A loop under way; of a detached run, the loops of a replica one by one."""
 
     request: LoopRequest
     name: str
@@ -21,6 +22,30 @@ class Loop:
     next_step: int
     seen: int = 0
     """Number of its last report."""
+
+    def note(self, report: LoopReport) -> bool:
+        """Takes note of a report; returns whether it is of another loop than before."""
+        is_another = report.loop not in {"", self.name}
+        if is_another:
+            self.name, self.seen = report.loop, 0
+            if report.handle != self.request.handle:
+                self.request = replace(self.request, handle=report.handle)
+        self.seen = max(self.seen, report.number)
+        if len(report.steps):
+            self.next_step = int(report.steps[-1]) + 1
+        return is_another
+
+    def stop_order(self, run: str, epoch: int, *, account: bool = False) -> pb.StopLoop:
+        """Returns what ends it; with ``account`` also asks what nobody has heard of."""
+        return pb.StopLoop(
+            loop=self.name,
+            task=self.request.task,
+            account=account,
+            after=self.seen,
+            timeout_s=self.request.step_timeout_s,
+            run=run,
+            epoch=epoch,
+        )
 
 
 @final
@@ -43,4 +68,5 @@ class Ended:
     verdict: Verdict
 
 
-Item: TypeAlias = tuple[Loop, LoopReport] | LoopRequest | JGError | Ended
+Item: TypeAlias = tuple[Loop, LoopReport | None] | LoopRequest | JGError | Ended
+"""None: the loops of a replica have ended, of a detached run."""

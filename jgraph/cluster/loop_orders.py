@@ -15,21 +15,28 @@ from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
+from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """What makes the master follow a run also when its client is gone.
+    """What makes the master look after a run also when its client is gone.
 
     Attributes:
       about: what whoever attaches to the run must know.
       saves: what the master saves; None: nothing.
+      source: JSON of what workers open; empty: they were given arrays.
+      records: what tasks record of a worker's program.
+      programs: of each worker, and what is run before; see ``Master.KeepProgram``.
     """
 
     about: Mapping[str, Any]
     saves: pb.RunSaves | None = None
+    source: str = ""
+    records: Sequence[pb.TaskRecords] = ()
+    programs: Sequence[Frame] = ()
 
 
 @final
@@ -116,6 +123,7 @@ class LoopRequest:
       plan: the slots, where the task has data of its own and all of it once, in order,
         is not shuffled by ``seed``.
       attempt: how many loops of the replica were lost before in this run.
+      absent: of a detached run: the worker is lost; its loop begins when it is back.
     """
 
     task: TaskName
@@ -136,6 +144,7 @@ class LoopRequest:
     data_feeds: tuple[str, ...] = ()
     plan: SlotPlan | None = None
     attempt: int = 0
+    absent: bool = False
 
 
 @final
@@ -159,6 +168,8 @@ class LoopReport:
       position: of synchronous training: where in the data it is; see ``Dispatch``.
       done: where data is dealt: batches that are done since the last report.
       number: of this report of its loop, from 1.
+      loop: of a detached run: the name of the loop.
+      handle: of the program of a loop that begins.
     """
 
     replica: int
@@ -173,6 +184,8 @@ class LoopReport:
     position: Mapping[str, Any] | None = None
     done: tuple[Lease, ...] = ()
     number: int = 0
+    loop: str = ""
+    handle: str = ""
 
 
 def report_of(request: LoopRequest, message: Frame) -> LoopReport:
@@ -187,10 +200,13 @@ def report_of(request: LoopRequest, message: Frame) -> LoopReport:
         seconds,
         tuple(fetches),
         dict(body.times),
+        from_status(body.error) if body.HasField("error") else None,
         dropped={TaskName(task): count for task, count in body.dropped.items()},
         position=json.loads(body.data_position or "null"),
         done=tuple(leases_of(body.done)),
         number=body.number,
+        loop=body.loop,
+        handle=body.handle,
     )
 
 
@@ -220,6 +236,7 @@ def order_of(request: LoopRequest) -> pb.RunLoop:
         compute_wait_s=request.compute_wait_s,
         sync=_sync_order(request.sync),
         data_feeds=request.data_feeds,
+        absent=request.absent,
     )
 
 

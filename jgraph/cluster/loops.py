@@ -36,6 +36,7 @@ from jgraph.cluster.loop_orders import (
     report_of,
 )
 from jgraph.cluster.waiting import ready_tasks
+from jgraph.coordination.crew import WAIT_S
 from jgraph.coordination.loop_ends import Verdict, is_cut_off, judge
 from jgraph.errors import ClusterError, DeadlineError, JGError
 from jgraph.graph.ir import TaskName
@@ -57,7 +58,8 @@ class LoopHandle:
     data is dealt out, the loss of a worker is no error while another one goes on, or
     takes part again in time. Where ``DealtData.updates`` is set, neither is the loss of
     the master: another server becomes it, and deals out what is not known to be done.
-    In synchronous training all loops end then; the last report says where.
+    In synchronous training all loops end then; the last report says where. Where the
+    run is detached, its master looks after lost workers, and begins their next loops.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class LoopHandle:
         self._run = self._name = unique("loop")
         self.epoch = 1
         self._data = data
+        self._detached = data is not None and data.detached is not None
         self._arbiter = next((r for r in requests if r.sync is not None), None)
         self._plan = ""
         sync = None if self._arbiter is None else self._arbiter.sync
@@ -85,6 +88,7 @@ class LoopHandle:
             self._plan = plain(sync.plan)
             self._run, self.epoch = sync.run or self._name, sync.epoch
             if sync.detached is not None:
+                self._detached = True
                 open_run(cluster, self._run, sync.detached)
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._stopped = threading.Event()
@@ -93,6 +97,8 @@ class LoopHandle:
         self._silence_s = 30.0 + max(
             (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
         )
+        if self._detached:
+            self._silence_s += WAIT_S
         self._loops: set[Loop] = set()
         self._began_with = asyncio.run_coroutine_threadsafe(
             ready_tasks(cluster), loop.event_loop()
@@ -118,6 +124,8 @@ class LoopHandle:
                 raise item
             case LoopRequest():
                 self._begin(item)
+            case (loop, None):
+                self._loops.discard(loop)
             case (loop, report):
                 yield self._noted(loop, report)
 
@@ -144,12 +152,13 @@ class LoopHandle:
 
     def _noted(self, one: Loop, report: LoopReport) -> LoopReport:
         """Takes note of a report; returns it with times since the run began."""
-        one.seen = max(one.seen, report.number)
-        if len(report.steps):
-            one.next_step = int(report.steps[-1]) + 1
+        if one.note(report):
+            _LOG.info("%s goes on with another loop", report.task)
         if self._ledger is not None:
             self._ledger.add(report.done)
-        if report.state != "running":
+        if report.state == "lost" and self._detached and one in self._loops:
+            _LOG.warning("%s was lost; the other workers go on", report.task)
+        elif report.state != "running" and not self._detached:
             self._loops.discard(one)
             self._lost = report.error
         return replace(report, seconds=report.seconds + one.began_s)
@@ -161,7 +170,7 @@ class LoopHandle:
           JGError: none came back in time.
         """
         lost, data = self._lost, self._data
-        if lost is None or self._arbiter is not None:
+        if lost is None or self._arbiter is not None or self._detached:
             return False
         deadline = self._clock.now() + (0.0 if data is None else data.wait_s)
         if data is not None and data.wait_s:
@@ -218,7 +227,7 @@ class LoopHandle:
         self.epoch += 1
         yield from self._come_so_far()
         loops, self._loops = list(self._loops), set()
-        orders = [self._stop_order(one) for one in loops]
+        orders = [one.stop_order(self._run, self.epoch, account=True) for one in loops]
         accounts = accounts_of(self._cluster, orders, old)
         goes_on = []
         for one, account in zip(loops, accounts, strict=True):
@@ -241,11 +250,12 @@ class LoopHandle:
             self._name = unique("loop")
             left = self._ledger.left()
             open_data(self._cluster, self._run, self._name, left)
-            for one in goes_on:
+            for one in loops if self._detached else goes_on:
                 again = replace(
                     one.request,
                     first_step=one.next_step,
                     attempt=one.request.attempt + 1,
+                    absent=one in lost,
                 )
                 self._begin(again)
         for one in lost:
@@ -269,17 +279,6 @@ class LoopHandle:
         for request in added:
             self._items.put(request)
 
-    def _stop_order(self, one: Loop) -> pb.StopLoop:
-        return pb.StopLoop(
-            loop=one.name,
-            task=one.request.task,
-            account=True,
-            after=one.seen,
-            timeout_s=one.request.step_timeout_s,
-            run=self._run,
-            epoch=self.epoch,
-        )
-
     # ------------------------------------------------------------ orders and reports
 
     def stop(self) -> None:
@@ -287,15 +286,16 @@ class LoopHandle:
         if self._stopped.is_set():
             return
         self._stopped.set()
-        for one in list(self._loops):
-            order = pb.StopLoop(
-                loop=one.name,
-                task=one.request.task,
-                run=self._run,
-                epoch=self.epoch,
-            )
+        orders = [
+            ("Master.StopLoop", frame(stop_loop=one.stop_order(self._run, self.epoch)))
+            for one in self._loops
+        ]
+        if self._detached:
+            query = pb.RunQuery(run=self._run)
+            orders = [("Master.StopRun", frame(run_query=query))]
+        for method, order in orders:
             with suppress(JGError):
-                self._cluster.call("Master.StopLoop", frame(stop_loop=order))
+                self._cluster.call(method, order)
 
     def pause(self) -> None:
         """Asks who decides in synchronous training to end; others may go on from there.
@@ -336,6 +336,8 @@ class LoopHandle:
             )
             async for reply in replies:
                 self._items.put((one, report_of(request, reply)))
+            if self._detached:
+                self._items.put((one, None))
         except JGError as error:
             self._items.put(self._judged(one, error, master, epoch))
 
@@ -377,7 +379,8 @@ class LoopHandle:
     @property
     def _can_do_without(self) -> bool:
         """Whether a worker's loss is no error while another one goes on."""
-        return self._arbiter is not None or self._data is not None
+        dealt = self._arbiter is not None or self._data is not None
+        return dealt and not self._detached  # its master looks after that
 
     def _tell_lost(self, request: LoopRequest, error: JGError) -> None:
         _LOG.warning(

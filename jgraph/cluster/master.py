@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, final
 
 from jgraph.clock import Clock
@@ -44,8 +43,6 @@ from jgraph.errors import (
     UnknownDeviceError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.plan.nodes import SegmentNode
-from jgraph.plan.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.program_codec import decode_program, encode_program
@@ -72,11 +69,7 @@ class Master:
         self._transport = transport
         self.dealers = service.dealers
         self._runs_seen = RunsSeen(service.task)
-        self.runs = Runs(
-            *(service.task, clock, self._call),
-            lambda: self._addresses,
-            lambda run: self._position_in(run.data_run, run),
-        )
+        self.runs = Runs(self, clock, lambda run: self._position_in(run.data_run, run))
         self._spec = ClusterSpec({})
         self._addresses: dict[TaskName, str] = {}
         methods: Mapping[str, Method] = {
@@ -104,6 +97,15 @@ class Master:
         """Tells which tasks the cluster has."""
         self._spec = spec
         self._addresses = {task: spec.address(task) for task in spec.tasks()}
+
+    @property
+    def task(self) -> TaskName:
+        """Where it is."""
+        return self._service.task
+
+    def tasks(self) -> list[TaskName]:
+        """Returns all tasks of the cluster."""
+        return list(self._addresses)
 
     async def _connect(self, request: Frame) -> AsyncIterator[Frame]:
         timeout_s = body_of(request).timeout_s
@@ -165,11 +167,11 @@ class Master:
         yield self._cluster_status(statuses, missing)
 
     async def _status_of(self, task: TaskName) -> pb.TaskStatus:
-        reply = await self._call(task, "TaskStatus", frame(empty=pb.Empty()))
+        reply = await self.call(task, "TaskStatus", frame(empty=pb.Empty()))
         status: pb.TaskStatus = body_of(reply)
         if status.task != task:
             raise ClusterUnreachableError(
-                f"{self._address(task)} should be {task}, but is {status.task}; "
+                f"{self.address(task)} should be {task}, but is {status.task}; "
                 "correct the cluster description",
                 task=task,
             )
@@ -181,23 +183,27 @@ class Master:
         return frame(
             cluster_status=pb.ClusterStatus(
                 cluster_json=self._spec.to_json(),
-                master=self._service.task,
+                master=self.task,
                 tasks=[statuses[task] for task in sorted(statuses)],
                 missing=missing,
             )
         )
 
     async def _register_program(self, request: Frame) -> AsyncIterator[Frame]:
+        yield await self.register(request)
+
+    async def register(self, request: Frame) -> Frame:
+        """Passes every task its part of a program."""
         body = body_of(request)
         program = decode_program(body.program, request.tensors)
         participants = [partition.task for partition in program.partitions]
 
         async def register(task: TaskName) -> int:
-            message, tensors = encode_program(_only(program, task))
+            message, tensors = encode_program(program.only(task))
             order = pb.RegisterProgram(
                 handle=body.handle, program=message, participants=participants
             )
-            reply = await self._call(
+            reply = await self.call(
                 task,
                 "RegisterProgram",
                 frame(register_program=order, tensors=tensors),
@@ -206,7 +212,7 @@ class Master:
             return int(body_of(reply).compilations)
 
         counts = await asyncio.gather(*map(register, participants))
-        yield frame(
+        return frame(
             program_handle=pb.ProgramHandle(
                 handle=body.handle, compilations=sum(counts)
             )
@@ -216,7 +222,7 @@ class Master:
         # What a lost worker does not hold can be told without it; who asks for
         # something that nobody has sees who is missing.
         table = pb.VariableTable()
-        calls = (self._call(task, "Variables", request) for task in self._addresses)
+        calls = (self.call(task, "Variables", request) for task in self._addresses)
         for reply in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(reply, TaskLostError):
                 table.missing.append(to_status(reply))
@@ -228,17 +234,20 @@ class Master:
 
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        watched = bool(order.data_run) and not order.dealer
-        dealer = order.dealer = order.dealer or self._service.task
-        mine = dealer == self._service.task
-        order.dealer_address = (
-            self._service.address if mine else self._address(TaskName(dealer))
-        )
-        reports = self._told(order, request, watched=watched)
-        if (record := self.runs.find(order.run)) is not None:
-            reports = record.follow(order, reports)
+        crew = self.runs.find(order.run)
+        reports = self.loop(order) if crew is None else crew.follow(order)
         async for report in reports:
             yield report
+
+    def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Runs a loop on its task; yields its reports."""
+        watched = bool(order.data_run) and not order.dealer
+        dealer = order.dealer = order.dealer or self.task
+        mine = dealer == self.task
+        order.dealer_address = (
+            self._service.address if mine else self.address(TaskName(dealer))
+        )
+        return self._told(order, frame(run_loop=order), watched=watched)
 
     async def _told(
         self, order: pb.RunLoop, request: Frame, *, watched: bool
@@ -258,11 +267,11 @@ class Master:
                 raise error if error.details else _of_task(task, error) from error
 
     async def _relay(self, task: TaskName, request: Frame) -> AsyncIterator[Frame]:
-        if task == self._service.task:
+        if task == self.task:
             async for report in self._service.handle_call("RunLoop", request):
                 yield report
             return
-        order, address = body_of(request), self._address(task)
+        order, address = body_of(request), self.address(task)
         reports = self._transport.call(
             address,
             "RunLoop",
@@ -286,7 +295,8 @@ class Master:
 
     async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
         name = body_of(request).run
-        yield _position(self._position_in(name, self.runs.find(name)))
+        crew = self.runs.find(name)
+        yield _position(self._position_in(name, crew and crew.record))
 
     def _position_in(self, name: str, run: RunRecord | None) -> Mapping[str, Any]:
         """Returns where in its data a run is, dealt under this name."""
@@ -303,17 +313,17 @@ class Master:
         # Until the steps under way have ended, if an account of them is wanted.
         limit_s = CONTROL_S + (bounded_s(order.timeout_s) if order.account else 0.0)
         task = TaskName(order.task)
-        yield await self._call(task, "StopLoop", request, timeout_s=limit_s)
+        yield await self.call(task, "StopLoop", request, timeout_s=limit_s)
 
     async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
         shards = map(TaskName, body_of(request).shards)
-        await asyncio.gather(*(self._call(s, "OpenGate", request) for s in shards))
+        await asyncio.gather(*(self.call(s, "OpenGate", request) for s in shards))
         yield frame(empty=pb.Empty())
 
     async def _gate_report(self, request: Frame) -> AsyncIterator[Frame]:
         shards = map(TaskName, body_of(request).shards)
         replies = await asyncio.gather(
-            *(self._call(shard, "GateReport", request) for shard in shards)
+            *(self.call(shard, "GateReport", request) for shard in shards)
         )
         rows = [row for reply in replies for row in body_of(reply).rows]
         yield frame(gate_table=pb.GateTable(rows=rows))
@@ -323,7 +333,7 @@ class Master:
             body = body_of(request)
             limit_s = bulk_timeout_s(body.table.capacity_bytes)
             task = TaskName(body.task)
-            yield await self._call(task, method, request, timeout_s=limit_s)
+            yield await self.call(task, method, request, timeout_s=limit_s)
 
         return forward
 
@@ -332,7 +342,7 @@ class Master:
     ) -> Callable[[Frame], AsyncIterator[Frame]]:
         async def forward(request: Frame) -> AsyncIterator[Frame]:
             # Every task is asked, also when one of them does not answer.
-            calls = (self._call(task, method, request) for task in self._addresses)
+            calls = (self.call(task, method, request) for task in self._addresses)
             results = await asyncio.gather(*calls, return_exceptions=True)
             for result in results:
                 if lost_ok and isinstance(result, TaskLostError):
@@ -343,14 +353,15 @@ class Master:
 
         return forward
 
-    def _address(self, task: TaskName) -> str:
+    def address(self, task: TaskName) -> str:
+        """Returns where a task listens."""
         if task not in self._addresses:
             raise UnknownDeviceError(
                 f"this cluster has no {task}; it has {', '.join(self._addresses)}"
             )
         return self._addresses[task]
 
-    async def _call(
+    async def call(
         self,
         task: TaskName,
         method: str,
@@ -358,8 +369,9 @@ class Master:
         *,
         timeout_s: float = CONTROL_S,
     ) -> Frame:
-        address = self._address(task)
-        if task != self._service.task:
+        """Calls a task; who is lost is named."""
+        address = self.address(task)
+        if task != self.task:
             try:
                 return await self._transport.ask(
                     address, method, request, timeout_s=timeout_s
@@ -379,11 +391,3 @@ def _of_task(task: TaskName, error: JGError) -> TaskLostError:
     if task in error.message:
         return TaskLostError(error.message, task=task)
     return TaskLostError(f"{task} does not answer: {error.message}", task=task)
-
-
-def _only(program: Program, task: TaskName) -> Program:
-    """Returns what ``task`` needs of a program: its partition and its segments."""
-    own = program.partition(task)
-    needed = {n.digest for n in own.nodes if isinstance(n, SegmentNode)}
-    segments = tuple(code for code in program.segments if code.digest in needed)
-    return replace(program, partitions=(own,), segments=segments)

@@ -26,21 +26,22 @@ ROLES: Final[Roles] = {
     "LoadTable": _TASK,
     "Reset": _TASK,
     "Runs": _TASK,
+    "SendData": _TASK,
     # What a client asks of a task: neither training data nor checkpoints pass through
-    # the master.
+    # the master, which asks for some of it again when a worker is back.
     "RunStep": _BOTH,
-    "PutData": _CLIENT,
-    "OpenSource": _CLIENT,
+    "PutData": _BOTH,
+    "OpenSource": _BOTH,
     "TaskLog": _CLIENT,
     "SaveShards": _BOTH,
     "LoadShards": _CLIENT,
-    "KeepRecords": _CLIENT,
+    "KeepRecords": _BOTH,
     "TakeRecords": _CLIENT,
     "EndRecords": _CLIENT,
     "Shutdown": _CLIENT,
     # What a client asks of its master.
     "Master.Connect": _CLIENT,
-    "Master.Status": _CLIENT,
+    "Master.Status": _BOTH,  # a master asks a worker which ps that reaches
     "Master.RegisterProgram": _CLIENT,
     "Master.UnregisterProgram": _CLIENT,
     "Master.Variables": _CLIENT,
@@ -52,6 +53,7 @@ ROLES: Final[Roles] = {
     "Master.OpenGate": _CLIENT,
     "Master.GateReport": _CLIENT,
     "Master.OpenRun": _CLIENT,
+    "Master.KeepProgram": _CLIENT,
     "Master.Runs": _CLIENT,
     "Master.Attach": _CLIENT,
     "Master.StopRun": _CLIENT,

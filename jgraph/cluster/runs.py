@@ -1,15 +1,15 @@
 """The runs of one master that outlive their clients: calls about them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
+from jgraph.cluster.run_crew import LoopDoor, RunCrew
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.run_saver import RunSaver
 from jgraph.cluster.task_loops import Method
 from jgraph.errors import ConfigError, JGError
-from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
@@ -23,10 +23,8 @@ class Runs:
     """Adds the calls about runs to a master.
 
     Args:
-      task: where it is.
+      door: to the tasks.
       clock: dates what happens.
-      call: calls a task.
-      tasks: returns all tasks of the cluster.
       position: says where in its data a run is.
 
     Attributes:
@@ -35,63 +33,65 @@ class Runs:
 
     def __init__(
         self,
-        task: TaskName,
+        door: LoopDoor,
         clock: Clock,
-        call: Callable[..., Awaitable[Frame]],
-        tasks: Callable[[], Iterable[TaskName]],
         position: Callable[[RunRecord], Mapping[str, Any]],
     ) -> None:
-        self._task = task
+        self._door = door
         self._clock = clock
-        self._call = call
-        self._tasks = tasks
         self._position = position
-        self._records: dict[str, RunRecord] = {}
+        self._crews: dict[str, RunCrew] = {}
         self._savers: dict[str, RunSaver] = {}
         self.methods: Mapping[str, Method] = {
             "Runs": self._own,
             "Master.Runs": self._all,
             "Master.OpenRun": self._open,
+            "Master.KeepProgram": self._keep,
             "Master.Attach": self._attach,
             "Master.StopRun": self._stop,
         }
 
-    def find(self, run: str) -> RunRecord | None:
-        """Returns the record of a run; None of one that ends with its client."""
-        return self._records.get(run)
+    def find(self, run: str) -> RunCrew | None:
+        """Returns who looks after a run; None: it ends with its client."""
+        return self._crews.get(run)
 
     def close(self) -> None:
         """Follows no run any more."""
         for saver in self._savers.values():
             saver.close()
-        for record in self._records.values():
-            record.close()
+        for crew in self._crews.values():
+            crew.close()
 
     async def _open(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        if order.run not in self._records:
-            record = RunRecord(self._task, order, self._clock)
+        if order.run not in self._crews:
+            crew = RunCrew(order, self._door, self._clock)
             if order.HasField("saves"):
-                self._save(order, record)
-            self._records[order.run] = record
-        over = [name for name, record in self._records.items() if record.is_over]
-        for name in over[: max(0, len(self._records) - _KEPT)]:
-            del self._records[name]
+                self._save(order, crew.record)
+            self._crews[order.run] = crew
+        over = [name for name, crew in self._crews.items() if crew.record.is_over]
+        for name in over[: max(0, len(self._crews) - _KEPT)]:
+            del self._crews[name]
             self._savers.pop(name, None)
+        yield frame(empty=pb.Empty())
+
+    async def _keep(self, request: Frame) -> AsyncIterator[Frame]:
+        self._get(body_of(request).run).ready.keep(request)
         yield frame(empty=pb.Empty())
 
     def _save(self, order: pb.OpenRun, record: RunRecord) -> None:
         where = lambda: self._position(record)
-        saver = RunSaver(self._task, order.saves, record, self._call, where)
+        door = self._door
+        saver = RunSaver(door.task, order.saves, record, door.call, where)
         saver.start()
         self._savers[order.run] = saver
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
-        rows = [record.row() for record in self._records.values()]
+        rows = [crew.record.row() for crew in self._crews.values()]
         yield frame(run_table=pb.RunTable(runs=rows))
 
     async def _all(self, request: Frame) -> AsyncIterator[Frame]:
-        calls = (self._call(task, "Runs", request) for task in self._tasks())
+        calls = (self._door.call(t, "Runs", request) for t in self._door.tasks())
         replies = await asyncio.gather(*calls, return_exceptions=True)
         table = pb.RunTable()
         for reply in replies:
@@ -103,20 +103,17 @@ class Runs:
         yield frame(run_table=table)
 
     async def _attach(self, request: Frame) -> AsyncIterator[Frame]:
-        async for report in self._get(body_of(request).run).all():
+        async for report in self._get(body_of(request).run).record.all():
             yield report
 
     async def _stop(self, request: Frame) -> AsyncIterator[Frame]:
-        record = self._get(body_of(request).run)
-        for loop, task in list(record.loops.items()):
-            order = frame(stop_loop=pb.StopLoop(loop=loop, task=task))
-            await self._call(task, "StopLoop", order)
+        self._get(body_of(request).run).stop()
         yield frame(empty=pb.Empty())
 
-    def _get(self, run: str) -> RunRecord:
-        if run not in self._records:
+    def _get(self, run: str) -> RunCrew:
+        if run not in self._crews:
             raise ConfigError(
-                f"{self._task} is not the master of a run '{run[:80]}'; `jgraph runs` "
-                "shows which runs there are"
+                f"{self._door.task} is not the master of a run '{run[:80]}'; `jgraph "
+                "runs` shows which runs there are"
             )
-        return self._records[run]
+        return self._crews[run]

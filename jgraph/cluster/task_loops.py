@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final, TypeAlias, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.calls import CONTROL_S, bounded_s
+from jgraph.cluster.calls import CONTROL_S, bounded_s, bulk_timeout_s
 from jgraph.cluster.data_feed import Ask, DataFeed, deal_alone
 from jgraph.cluster.dealer import ANSWER_S, Dealers
 from jgraph.cluster.driver import StepDriver
@@ -82,6 +82,7 @@ class TaskLoops:
             "RunLoop": self._run_loop,
             "StopLoop": self._stop_loop,
             "PutData": self._put_data,
+            "SendData": self._send_data,
             "OpenSource": self._open_source,
         }
 
@@ -110,6 +111,20 @@ class TaskLoops:
             arrays = dict(zip(body.fields, request.tensors, strict=True))
             self._data[body.name] = ArrayReader(arrays)
         yield frame(empty=pb.Empty())
+
+    async def _send_data(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        reader = self._data.get(body.name)
+        if not isinstance(reader, ArrayReader):
+            raise DataError(f"{self._task} has no arrays of a data set '{body.name}'")
+        order = pb.PutData(name=body.name, fields=list(reader.arrays))
+        arrays = list(reader.arrays.values())
+        yield await self._transport.ask(
+            body.address,
+            "PutData",
+            frame(put_data=order, tensors=arrays),
+            timeout_s=bulk_timeout_s(sum(array.nbytes for array in arrays)),
+        )
 
     async def _open_source(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)

@@ -10,7 +10,7 @@ from typing import final
 
 from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
-from jgraph.plan.nodes import Node, RecvNode, Rows, SendNode, ValueType
+from jgraph.plan.nodes import Node, RecvNode, Rows, SegmentNode, SendNode, ValueType
 
 
 @final
@@ -81,6 +81,13 @@ class Program:
             if partition.task == task:
                 return partition
         raise KeyError(task)
+
+    def only(self, task: TaskName) -> "Program":
+        """Returns what ``task`` needs of it: its partition and its segments."""
+        own = self.partition(task)
+        needed = {n.digest for n in own.nodes if isinstance(n, SegmentNode)}
+        segments = tuple(code for code in self.segments if code.digest in needed)
+        return replace(self, partitions=(own,), segments=segments)
 
     def rename_task(self, old: TaskName, new: TaskName) -> "Program":
         """Returns the same program with task ``old`` called ``new`` everywhere.

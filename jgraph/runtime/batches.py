@@ -59,16 +59,16 @@ class ArrayReader:
     shuffle: Shuffle = "examples"
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays = dict(arrays)
-        length = check_lengths({name: len(a) for name, a in self._arrays.items()})
+        self.arrays: Mapping[str, Array] = dict(arrays)
+        length = check_lengths({name: len(a) for name, a in self.arrays.items()})
         self.parts: tuple[Part, ...] = (Part("the arrays", length),)
         self.fields: Mapping[str, Field] = {
-            name: Field(a.dtype, a.shape[1:]) for name, a in self._arrays.items()
+            name: Field(a.dtype, a.shape[1:]) for name, a in self.arrays.items()
         }
 
     def read(self, part: int, rows: Rows) -> dict[str, Array]:
         """See ``Reader.read``."""
-        return {name: a.take(rows, axis=0) for name, a in self._arrays.items()}
+        return {name: a.take(rows, axis=0) for name, a in self.arrays.items()}
 
 
 @final

@@ -7,13 +7,14 @@ its own loop over its part of the data; workers never wait for each other.
 
 import contextlib
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.gate_client import open_gate, stale_updates
+from jgraph.cluster.loop_orders import Detached
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.errors import ClusterError, JGError
@@ -23,11 +24,10 @@ from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
-from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.async_strategy import AsyncPS
 from jgraph.train.compress import for_replica
 from jgraph.train.data import Dataset
-from jgraph.train.dealing import dealt_data
+from jgraph.train.dealing import dealt_data, kept_programs, run_info
 from jgraph.train.handed import saves_order
 from jgraph.train.hash_state import NO_KEYS, TableRows
 from jgraph.train.kept_copies import copies_for
@@ -84,6 +84,7 @@ class AsyncRunner:
         self._loops: LoopHandle | None = None
         self.is_training = False
         self._untold = 0
+        self._replaced = False  # programs of workers, after one was lost
 
     @property
     def replicas(self) -> int:
@@ -116,17 +117,12 @@ class AsyncRunner:
         assert prepared is not None  # prepare sets it
         with self.lock:
             self.initialize()
-            if not prepared.handles:
-                workers = self.workers.tasks
-                prepared.handles = self.session.register_all(
-                    [prepared.program(n, workers) for n in range(len(workers))]
-                )
-                prepared.workers = dict(zip(prepared.handles, workers, strict=True))
+            self._register(prepared)
             if self.copies is not None:
                 self.copies.open([prepared.plan.program])
                 self.copies.admit(0, prepared.handles)
             self.clear_residuals(prepared.graph)
-            self.workers.upload(prepared.graph, order.dataset)
+            self.workers.upload(prepared.graph, order)
             open_gate(
                 self._cluster,
                 self._step.container,
@@ -143,16 +139,21 @@ class AsyncRunner:
                 dealt_data(
                     order,
                     self._position,
-                    self._step.container,
-                    prepared.names,
                     self.workers.done,
                     self.global_step,
-                    self.saves(order),
+                    self.detached(
+                        *(order, prepared.graph, prepared.names),
+                        {
+                            handle: prepared.program(replica, self.workers.tasks)
+                            for replica, handle in enumerate(prepared.handles)
+                        },
+                    ),
                 ),
             )
         self.is_training, self._untold = True, 0
         left, ended = order.steps, set[str]()
-        rejoin = Rejoin(self._cluster, partial(self._admit, prepared, order, loops))
+        admit = partial(self._admit, prepared, order, loops)
+        rejoin = Rejoin(self._cluster, None if order.detached else admit)
         try:
             for report in loops:
                 if order.stop.is_set():
@@ -161,6 +162,7 @@ class AsyncRunner:
                 ended.add(report.state)
                 left -= len(report.steps)
                 if report.state == "lost":
+                    self._replaced = True
                     rejoin.lost(report.replica, report.task)
                 if len(report.steps):
                     yield chunk_of(report, prepared.names, report.replica)
@@ -178,6 +180,16 @@ class AsyncRunner:
                 self._loops, self.is_training = None, False
                 with contextlib.suppress(ClusterError):  # gone, and the run with it
                     self._position = loops.close()
+
+    def _register(self, prepared: _Prepared) -> None:
+        if prepared.handles and not self._replaced:
+            return
+        workers = self.workers.tasks
+        prepared.handles = self.session.register_all(
+            [prepared.program(n, workers) for n in range(len(workers))]
+        )
+        prepared.workers = dict(zip(prepared.handles, workers, strict=True))
+        self._replaced = False
 
     def _admit(
         self, prepared: _Prepared, order: Order, loops: LoopHandle, replica: int
@@ -304,7 +316,8 @@ class AsyncRunner:
         gate, shards = self._step.container, shards_of(self._last.plan.program)
         found: dict[TaskName, dict[TaskName, dict[int, int]]] = {}
         for row in stale_updates(self._cluster, gate, shards):
-            worker = self._last.workers[row.handle]
+            # The master gives the programs of those that it takes back other ends.
+            worker = self._last.workers[row.handle.partition("~")[0]]
             ages = found.setdefault(worker, {}).setdefault(row.task, {})
             ages[row.staleness] = ages.get(row.staleness, 0) + row.updates
         return found
@@ -328,11 +341,38 @@ class AsyncRunner:
             streams = [] if self.copies is None else self.copies.streams
             self._cluster.reset(self._step.container, *streams)
 
-    def saves(self, order: Order) -> pb.RunSaves | None:
-        """Returns what the master of a detached run is to save."""
-        if order.saves is None:
+    def detached(
+        self,
+        order: Order,
+        graph: Graph,
+        names: Sequence[str],
+        programs: Mapping[str, Program],
+        *,
+        sync: bool = False,
+    ) -> Detached | None:
+        """Returns what the master is told of a detached run; None: it is not.
+
+        Args:
+          order: what to train.
+          graph: of the step.
+          names: of its metrics.
+          programs: of the workers, by handle.
+          sync: training is synchronous.
+        """
+        if not order.detached:
             return None
-        return saves_order(self._step, self.session, self._cluster, order.saves)
+        saves = None
+        if order.saves is not None:
+            saves = saves_order(self._step, self.session, self._cluster, order.saves)
+        tasks = self.workers.tasks
+        begun = {task: self._residuals(graph, [n]) for n, task in enumerate(tasks)}
+        return run_info(
+            *(order, self.global_step(), self._step.container, names),
+            sync=sync,
+            saves=saves,
+            records=[] if self.copies is None else self.copies.orders(0),
+            programs=[*kept_programs(self._cluster, programs, begun)],
+        )
 
     def initialize(self) -> None:
         """Gives the variables their values, unless they have some."""
@@ -345,8 +385,11 @@ class AsyncRunner:
     ) -> None:
         """Forgets what rounding took from earlier gradients, of all replicas."""
         if self._step.compression is not None:
-            of = self._step.compression.residuals_of
-            if replicas is None:
-                replicas = range(self.replicas)
-            used = [v for replica in replicas for v in of(replica, graph)]
-            self.session.initialize(used, again=True)
+            wanted = range(self.replicas) if replicas is None else replicas
+            self.session.initialize(self._residuals(graph, wanted), again=True)
+
+    def _residuals(self, graph: Graph, replicas: Sequence[int]) -> list[Variable]:
+        if self._step.compression is None:
+            return []
+        of = self._step.compression.residuals_of
+        return [v for replica in replicas for v in of(replica, graph)]

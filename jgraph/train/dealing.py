@@ -1,9 +1,21 @@
 """What the master is told of a run and its data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
+from jgraph.cluster.client import Cluster
 from jgraph.cluster.loop_orders import DealtData, Detached
+from jgraph.cluster.values import assign_initial, in_pieces
+from jgraph.graph.device import DeviceSpec
+from jgraph.graph.ir import TaskName
+from jgraph.graph.trace import trace
+from jgraph.graph.variable import Variable
+from jgraph.plan.plan import plan
+from jgraph.plan.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.program_codec import encode_program
+from jgraph.rpc.transport import Frame
 from jgraph.train.rejoin import WAIT_S
 from jgraph.train.runner import Order, Position, position_in
 
@@ -11,27 +23,20 @@ from jgraph.train.runner import Order, Position, position_in
 def dealt_data(
     order: Order,
     position: Position,
-    container: str,
-    names: Sequence[str],
     done: Sequence[int],
     updates: Callable[[], int],
-    saves: pb.RunSaves | None,
+    detached: Detached | None,
 ) -> DealtData:
-    """Returns what is dealt out, and what whoever attaches to the run must know.
+    """Returns what is dealt out.
 
     Args:
       order: what to train.
       position: where in the data to begin.
-      container: of the variables.
-      names: of the metrics of a step.
       done: steps so far, by worker.
       updates: says how many updates are applied to the model.
-      saves: what the master saves.
+      detached: what the master is told of a run that outlives its client.
     """
     plan = order.dataset.plan(order.batch_size, order.seed)
-    detached = None
-    if order.detached:
-        detached = run_info(order, updates(), container, names, saves=saves)
     return DealtData(
         plan,
         order.steps,
@@ -50,8 +55,10 @@ def run_info(
     container: str,
     names: Sequence[str],
     *,
-    sync: bool = False,
-    saves: pb.RunSaves | None = None,
+    sync: bool,
+    saves: pb.RunSaves | None,
+    records: Sequence[pb.TaskRecords],
+    programs: Sequence[Frame],
 ) -> Detached:
     """Returns what the master is told of a detached run; see ``RunInfo``.
 
@@ -62,6 +69,8 @@ def run_info(
       names: of the metrics of a step.
       sync: training is synchronous.
       saves: what the master saves.
+      records: what tasks record of a worker's program.
+      programs: of each worker; see ``kept_programs``.
     """
     about = {
         "first_step": first,
@@ -72,4 +81,39 @@ def run_info(
         "synchronous": sync,
         "checkpoints": "" if saves is None else saves.directory,
     }
-    return Detached(about, saves)
+    return Detached(about, saves, order.dataset.source, records, programs)
+
+
+def kept_programs(
+    cluster: Cluster,
+    programs: Mapping[str, Program],
+    begun: Mapping[TaskName, Sequence[Variable]],
+) -> Iterator[Frame]:
+    """Yields what the master keeps for workers that are started again.
+
+    Args:
+      cluster: of the run.
+      programs: of the workers, by handle.
+      begun: variables of a worker that begin anew with it.
+    """
+    for handle, program in programs.items():
+        yield _kept(handle, program)
+    for worker, variables in begun.items():
+        for piece in in_pieces(variables):
+            graph, _ = trace(
+                partial(assign_initial, piece), variables=piece, name="initialize"
+            )
+            planned = plan(
+                graph,
+                tasks=cluster.tasks(),
+                driver=worker,
+                default=DeviceSpec.from_string(worker),
+                platforms=cluster.platforms,
+            )
+            yield _kept("", planned.program)
+
+
+def _kept(handle: str, program: Program) -> Frame:
+    message, tensors = encode_program(program)
+    body = pb.RegisterProgram(handle=handle, program=message)
+    return frame(register_program=body, tensors=tensors)

@@ -15,6 +15,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.plan.program import Program
 from jgraph.plan.replay import replayed
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.large import total_nbytes
 from jgraph.train.step import TrainStep
 
@@ -124,6 +125,23 @@ class Copies:
                 self._keep(src, dict.fromkeys(handles, program))
         self._is_open = False  # from the first step on they are of this run
 
+    def orders(self, program: int) -> list[pb.TaskRecords]:
+        """Returns what ``admit`` asks of each ps, for a handle that is yet to come."""
+        tasks = [partition.task for partition in self._programs[program].partitions]
+        return [
+            pb.TaskRecords(
+                task=src,
+                order=pb.KeepRecords(
+                    stream=self._stream(src),
+                    container=self._step.container,
+                    programs=[program],
+                    backup=self._backup(src) or "",
+                ),
+            )
+            for src in self._ps
+            if src in tasks
+        ]
+
     def end(self) -> None:
         """Drops the copies."""
         with suppress(ClusterError):  # of a task that is gone nothing is left
@@ -201,6 +219,9 @@ class Copies:
             again.append(handle)
         take_records(self._cluster, stream, src, dst, again)
 
+    def _backup(self, src: TaskName) -> TaskName | None:
+        return None if self._in_logs else dict(self._pairs())[src]
+
     def _keep(self, src: TaskName, programs: Mapping[str, int]) -> None:
         shards = [spec for table in self._step.tables for _, spec in table.shards]
         tables = sum(spec.capacity_bytes for spec in shards)
@@ -208,7 +229,7 @@ class Copies:
             self._cluster,
             self._stream(src),
             src,
-            None if self._in_logs else dict(self._pairs())[src],
+            self._backup(src),
             programs,
             container=self._step.container,
             nbytes=total_nbytes(self._step.plain) + tables,

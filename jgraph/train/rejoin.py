@@ -25,10 +25,10 @@ class Rejoin:
     Args:
       cluster: theirs.
       admit: given the number of a replica, lets its worker run a loop again; called
-        from a thread of this object.
+        from a thread of this object. None: the master of a detached run does that.
     """
 
-    def __init__(self, cluster: Cluster, admit: Callable[[int], None]) -> None:
+    def __init__(self, cluster: Cluster, admit: Callable[[int], None] | None) -> None:
         self._cluster = cluster
         self._admit = admit
         self._lost: dict[int, TaskName] = {}
@@ -37,6 +37,8 @@ class Rejoin:
 
     def lost(self, replica: int, worker: TaskName) -> None:
         """Begins to look after a worker."""
+        if self._admit is None:
+            return
         self._lost[replica] = worker
         if self._thread is None:
             self._thread = threading.Thread(
@@ -62,6 +64,7 @@ class Rejoin:
     def _try(self, replica: int, worker: TaskName) -> None:
         # Before: the worker may be lost again as soon as it is admitted.
         del self._lost[replica]
+        assert self._admit is not None  # else nobody is looked for
         try:
             self._admit(replica)
         except JGError as error:  # it went away again; the next look tells

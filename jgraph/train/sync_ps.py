@@ -30,7 +30,6 @@ from jgraph.plan.program import Program
 from jgraph.train.async_ps import AsyncPS, AsyncRunner
 from jgraph.train.compress import for_replica
 from jgraph.train.data import Dataset
-from jgraph.train.dealing import run_info
 from jgraph.train.on_tasks import Kept
 from jgraph.train.rejoin import WAIT_S, Rejoin
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
@@ -90,6 +89,7 @@ class SyncRunner:
         self._present: set[int] = set()
         self._back: set[int] = set()
         """Replicas that will take part from the next loops on."""
+        self._replaced = False  # programs of workers, after one was lost
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
 
@@ -120,9 +120,10 @@ class SyncRunner:
                 self.state.copies.admit(0, workers)
                 self.state.copies.admit(1, [apply])
             self.state.clear_residuals(prepared.graph)
-            self._workers.upload(prepared.graph, order.dataset)
+            self._workers.upload(prepared.graph, order)
         self._present, self._back = set(range(self.replicas)), set()
-        rejoin = Rejoin(self._cluster, partial(self._admit, prepared, order))
+        admit = None if order.detached else partial(self._admit, prepared, order)
+        rejoin = Rejoin(self._cluster, admit)
         self.state.is_training = True
         try:
             yield from self._follow(prepared, order, rejoin)
@@ -145,7 +146,8 @@ class SyncRunner:
         dropped: Counter[TaskName] = Counter()
         beside: list[Chunk] = []
         while left and not order.stop.is_set():
-            if not self._present and not self._is_one_back(order.stop):
+            # The master of a detached run waits as well.
+            if not (order.detached or self._present or self._is_one_back(order.stop)):
                 return
             with self.state.lock:
                 self._present, self._back = self._present | self._back, set()
@@ -157,7 +159,7 @@ class SyncRunner:
                 if order.stop.is_set():
                     loops.stop()
                 if report.replica < self.replicas:
-                    self._note(report, rejoin)
+                    self._note(prepared, report, rejoin)
                     if len(report.steps):
                         beside.append(chunk_of(report, (), report.replica))
                     continue
@@ -173,11 +175,15 @@ class SyncRunner:
             dropped += late
             sync = replace(sync, epoch=loops.epoch)
 
-    def _note(self, report: LoopReport, rejoin: Rejoin) -> None:
+    def _note(self, prepared: _Prepared, report: LoopReport, rejoin: Rejoin) -> None:
         self._workers.note(report)
         if report.state == "lost":
+            self._replaced = True
             self._present.discard(report.replica)
             rejoin.lost(report.replica, report.task)
+        elif report.handle not in {"", prepared.handles[report.replica]}:
+            self._present.add(report.replica)  # its master has taken it back
+            prepared.handles[report.replica] = report.handle
 
     def _admit(self, prepared: _Prepared, order: Order, replica: int) -> None:
         """Lets the worker of a replica take part again, from the next update on."""
@@ -321,28 +327,25 @@ class SyncRunner:
         ]
 
     def _register(self, prepared: _Prepared) -> None:
-        if not prepared.handles:
+        if not prepared.handles or self._replaced:
+            self._replaced = False
             programs = [*self._programs(prepared), prepared.apply]
             prepared.handles = self.state.session.register_all(programs)
 
     def _sync(self, prepared: _Prepared, order: Order) -> SyncRequest:
         """Returns what all loops of a run that decide are told alike."""
-        version, detached = self.state.global_step(), None
-        if order.detached:
-            detached = run_info(
-                *(order, version, self._step.container, prepared.names),
-                sync=True,
-                saves=self.state.saves(order),
-            )
+        programs = dict(zip(prepared.handles, self._programs(prepared), strict=False))
         return SyncRequest(
             gate=self._step.container,
-            version=version,
+            version=self.state.global_step(),
             wanted=self._wanted,
             replicas={},
             shards=prepared.shards,
             plan=order.dataset.plan(order.batch_size, order.seed),
             run=unique("run"),
-            detached=detached,
+            detached=self.state.detached(
+                *(order, prepared.graph, prepared.names, programs), sync=True
+            ),
         )
 
     def _begin(
@@ -361,9 +364,13 @@ class SyncRunner:
             step_timeout_s=2 * limit + 5,
         )
         workers = [
-            replace(one, compute_wait_s=self.compute_wait_s.get(one.replica, 0.0))
+            replace(
+                one,
+                compute_wait_s=self.compute_wait_s.get(one.replica, 0.0),
+                absent=one.replica not in self._present,
+            )
             for one in requests
-            if one.replica in self._present
+            if order.detached or one.replica in self._present
         ]
         begin = position_in(sync.plan, self._position, version * self._wanted)
         # Who ended whom, of an earlier loop, is in no position of a ``Dispatch``.
@@ -371,7 +378,7 @@ class SyncRunner:
         sync = replace(
             sync,
             version=version,
-            replicas={one.handle: one.task for one in workers},
+            replicas={one.handle: one.task for one in workers if not one.absent},
             position=position,
         )
         arbiter = LoopRequest(

@@ -33,19 +33,19 @@ class Workers:
         self._session = session
         self._data = f"{step.container}/data"
         # Which data the workers hold: the same data of a later fit is not sent again.
-        self._uploaded = ""
+        self._uploaded: dict[TaskName, str] = {}
 
-    def upload(self, graph: Graph, dataset: Dataset) -> None:
-        """Gives every worker the data, unless it has it."""
+    def upload(self, graph: Graph, order: Order) -> None:
+        """Gives every worker the data, unless it has it; also who takes them back."""
+        dataset = order.dataset
         if dataset.source:  # the workers have opened it
             return
         digest = dataset.digest()
-        if digest == self._uploaded:
-            return
-        self._uploaded = ""
-        for worker in self.tasks:
-            self._put(worker, graph, dataset)
-        self._uploaded = digest
+        keeper = [self._cluster.master] if order.detached else []
+        for task in dict.fromkeys([*self.tasks, *keeper]):
+            if self._uploaded.pop(task, "") != digest:
+                self._put(task, graph, dataset)
+            self._uploaded[task] = digest
 
     def renew(self, replica: int, graph: Graph, dataset: Dataset) -> None:
         """Gives the data to a worker that was started again."""
@@ -61,7 +61,7 @@ class Workers:
 
     def forget_data(self) -> None:
         """Sends the data anew next time: a worker may have been started anew."""
-        self._uploaded = ""
+        self._uploaded.clear()
 
     def requests(
         self,

@@ -1,12 +1,11 @@
-"""What a master says of a synchronous run, whose loops come one after the other."""
+"""What a master keeps of a run and tells of it, whoever watches."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import numpy as np
-import pytest
 
 from jgraph.cluster.run_record import RunRecord
+from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -26,43 +25,75 @@ class SetClock:
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
 
 
-async def reports(state: str, steps: int, position: str = "") -> AsyncIterator[Frame]:
-    body = pb.LoopReport(state=state, data_position=position)
-    yield frame(loop_report=body, tensors=[np.arange(steps), np.zeros(steps)])
+def report(steps: int, position: str = "", late: int = 0) -> Frame:
+    body = pb.LoopReport(
+        state="running",
+        data_position=position,
+        dropped={WORKER: late} if late else {},
+    )
+    return frame(loop_report=body, tensors=[np.arange(steps), np.ones(steps)])
 
 
 def deciding(name: str) -> pb.RunLoop:
-    return pb.RunLoop(loop=name, task=PS, sync=pb.SyncOrder(gate="g"))
+    return pb.RunLoop(loop=name, task=PS, replica=1, sync=pb.SyncOrder(gate="g"))
 
 
 def contributing(name: str) -> pb.RunLoop:
     return pb.RunLoop(loop=name, task=WORKER, batch_feed="slot")
 
 
-@pytest.mark.parametrize(
-    ("state", "said"), [("done", "done"), ("stopped", "stopped"), ("alone", "failed")]
-)
-def test_run_goes_on_while_it_is_paused_and_its_steps_are_those_that_were_decided(
-    state: str, said: str
-) -> None:
+def test_steps_of_a_synchronous_run_are_those_that_were_decided_in_all_its_rows() -> (
+    None
+):
     async def run() -> None:
         clock = SetClock()
         record = RunRecord(WORKER, pb.OpenRun(run="r", info="{}"), clock)
-        worker = record.follow(contributing("w-0"), reports("stopped", 9))
-        first = record.follow(deciding("a-0"), reports("paused", 3, "[1]"))
-        told = [body_of(report).state async for report in first]
-        assert told == ["paused"]
-        assert [len(report.tensors[0]) async for report in worker] == [9]
-        assert (record.row().state, record.row().steps) == ("running", 3)
-        assert record.position == "[1]"
-        clock.at_s += 2.0
-        last = record.follow(deciding("a-1"), reports(state, 2, "[2]"))
-        assert [body_of(report).state async for report in last] == [state]
+        for loop, steps, late in [("a-0", 3, 2), ("a-1", 4, 5)]:
+            record.begins(deciding(loop))
+            record.begins(contributing("w" + loop))
+            record.keep(contributing("w" + loop), report(9), record.seconds)
+            told = report(steps, f"[{steps}]", late)
+            record.keep(deciding(loop), told, record.seconds)
+            assert record.position == f"[{steps}]"
+            clock.at_s += 2.0
+        assert (record.row().state, record.row().steps) == ("running", 7)
+        record.end("done", None)
         clock.at_s += 5.0
         row = record.row()
-        assert (row.state, row.steps, row.seconds, row.age_s) == (said, 5, 2.0, 7.0)
-        assert record.position == "[2]"
-        everything = [body_of(report).loop async for report in record.all()]
-        assert everything == ["a-0", "a-1"]
+        assert (row.state, row.seconds, row.age_s) == ("done", 4.0, 9.0)
+        told_all = [one async for one in record.all() if len(one.tensors[0])]
+        assert [body_of(one).loop for one in told_all] == ["a-0", "a-1"]
+        # Times are those since the run began, and counts those of all rows.
+        assert [one.tensors[1][0] for one in told_all] == [1.0, 3.0]
+        assert [body_of(one).dropped[WORKER] for one in told_all] == [2, 7]
+
+    asyncio.run(run())
+
+
+def test_who_watches_a_replica_hears_of_all_its_loops_and_how_the_run_ended() -> None:
+    async def run() -> None:
+        record = RunRecord(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
+        lost = TaskLostError("gone", task=WORKER)
+        order = pb.RunLoop(loop="w", task=WORKER, handle="h")
+        record.begins(order)
+        record.keep(order, report(2), 0.0)
+        record.lost(order, lost)
+        again = pb.RunLoop(loop="w~1", task=WORKER, handle="h~1.1")
+        record.begins(again)
+        record.end("failed", lost)
+        states, ended = [], None
+        try:
+            async for one in record.of(0):
+                body = body_of(one)
+                states.append((body.loop, body.handle, body.state, len(one.tensors[0])))
+        except TaskLostError as error:
+            ended = error
+        assert ended is lost
+        assert states == [
+            ("w", "h", "running", 0),
+            ("w", "", "running", 2),
+            ("w", "", "lost", 0),
+            ("w~1", "h~1.1", "running", 0),
+        ]
 
     asyncio.run(run())

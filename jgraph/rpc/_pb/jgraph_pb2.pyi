@@ -179,6 +179,7 @@ class Frame(_message.Message):
     OPEN_RUN_FIELD_NUMBER: _builtins.int
     RUN_QUERY_FIELD_NUMBER: _builtins.int
     RUN_TABLE_FIELD_NUMBER: _builtins.int
+    SEND_DATA_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
@@ -293,6 +294,8 @@ class Frame(_message.Message):
     def run_query(self) -> Global___RunQuery: ...
     @_builtins.property
     def run_table(self) -> Global___RunTable: ...
+    @_builtins.property
+    def send_data(self) -> Global___SendData: ...
     def __init__(
         self,
         *,
@@ -351,12 +354,13 @@ class Frame(_message.Message):
         open_run: Global___OpenRun | None = ...,
         run_query: Global___RunQuery | None = ...,
         run_table: Global___RunTable | None = ...,
+        send_data: Global___SendData | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1145,7 +1149,12 @@ class RegisterProgram(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     PROGRAM_FIELD_NUMBER: _builtins.int
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
+    run: _builtins.str
+    """"Master.KeepProgram" (client -> master): a worker of this run that was started again
+    runs the program of this handle; or, without a handle, one step of it before.
+    """
     @_builtins.property
     def program(self) -> Global___Program: ...
     @_builtins.property
@@ -1158,10 +1167,11 @@ class RegisterProgram(_message.Message):
         handle: _builtins.str = ...,
         program: Global___Program | None = ...,
         participants: _abc.Iterable[_builtins.str] | None = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["program", b"program"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "participants", b"participants", "program", b"program"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "participants", b"participants", "program", b"program", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1299,6 +1309,7 @@ class RunLoop(_message.Message):
     DATA_FEEDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -1339,6 +1350,8 @@ class RunLoop(_message.Message):
     by a later one refuses. Empty: nobody takes over.
     """
     epoch: _builtins.int
+    absent: _builtins.bool
+    """To the master of a run that looks after its workers: this one is lost."""
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
     @_builtins.property
@@ -1371,10 +1384,11 @@ class RunLoop(_message.Message):
         data_feeds: _abc.Iterable[_builtins.str] | None = ...,
         run: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        absent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1436,8 +1450,11 @@ class LoopReport(_message.Message):
     LOOP_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """"running", "done", "stopped"; synchronous: "paused", "alone" """
+    """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
+    after its workers also "lost".
+    """
     steps_done: _builtins.int
     seconds: _builtins.float
     data_done: _builtins.int
@@ -1447,8 +1464,10 @@ class LoopReport(_message.Message):
     number: _builtins.int
     """of this report of the loop: 1, 2, …"""
     loop: _builtins.str
-    """From Master.Attach: whose report this is, and how its loop ended if by an error."""
+    """Of a run that outlives its client: whose report this is, and the error of one lost."""
     replica: _builtins.int
+    handle: _builtins.str
+    """of the loop that begins here"""
     @_builtins.property
     def times(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Tensors: steps (int64[n]), seconds since the loop began (float64[n]), then each
@@ -1482,10 +1501,11 @@ class LoopReport(_message.Message):
         loop: _builtins.str = ...,
         replica: _builtins.int = ...,
         error: Global___Status | None = ...,
+        handle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "loop", b"loop", "number", b"number", "replica", b"replica", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "handle", b"handle", "loop", b"loop", "number", b"number", "replica", b"replica", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1711,7 +1731,7 @@ Global___StopLoop: _TypeAlias = StopLoop  # noqa: Y015
 
 @_typing.final
 class PutData(_message.Message):
-    """"PutData" (client -> worker): stores a data set; tensors are its arrays."""
+    """"PutData" (client or task -> worker): stores a data set; tensors are its arrays."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1735,6 +1755,34 @@ class PutData(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PutData: _TypeAlias = PutData  # noqa: Y015
+
+@_typing.final
+class SendData(_message.Message):
+    """"SendData" (master -> task): put a data set that the task has on another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    task: _builtins.str
+    address: _builtins.str
+    """of that one"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        task: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendData: _TypeAlias = SendData  # noqa: Y015
 
 @_typing.final
 class VariableQuery(_message.Message):
@@ -2290,7 +2338,7 @@ class OpenRun(_message.Message):
     """---------------------------------------------------------------- data of a run
 
     "Master.OpenRun" (client -> master): follow the loops of a run also when the client is
-    gone, and keep what they tell.
+    gone, keep what they tell, and take lost workers back: see Master.KeepProgram.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2298,25 +2346,58 @@ class OpenRun(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
+    source: _builtins.str
+    """JSON of what workers open; empty: they were given arrays"""
     @_builtins.property
     def saves(self) -> Global___RunSaves: ...
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskRecords]:
+        """What tasks record of a worker's program, without its handle."""
+
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         info: _builtins.str = ...,
         saves: Global___RunSaves | None = ...,
+        source: _builtins.str = ...,
+        records: _abc.Iterable[Global___TaskRecords] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "run", b"run", "saves", b"saves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenRun: _TypeAlias = OpenRun  # noqa: Y015
+
+@_typing.final
+class TaskRecords(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    @_builtins.property
+    def order(self) -> Global___KeepRecords: ...
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        order: Global___KeepRecords | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskRecords: _TypeAlias = TaskRecords  # noqa: Y015
 
 @_typing.final
 class RunSaves(_message.Message):
@@ -2666,7 +2747,7 @@ Global___DataPosition: _TypeAlias = DataPosition  # noqa: Y015
 
 @_typing.final
 class OpenSource(_message.Message):
-    """"OpenSource" (client -> worker): open files, or call an allowed function, as the data
+    """"OpenSource" (client or master -> worker): open files, or call an allowed function, as the data
     set `name`. The answer tells what is there.
     """
 

@@ -1,0 +1,133 @@
+"""A worker that was started again is given what the loops of a run need."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeAlias, final
+
+from jgraph.cluster.calls import COMPILE_S
+from jgraph.errors import ConfigError, DataError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+
+_LOG = logging.getLogger("jgraph.recover")
+_DATA_S: Final = 3600.0
+"""For data that one task sends another; how large it is only that one knows."""
+
+Call: TypeAlias = Callable[..., Awaitable[Frame]]
+
+
+class Door(Protocol):
+    """What a run asks of the master that it belongs to."""
+
+    @property
+    def task(self) -> TaskName:
+        """Where the master is."""
+
+    def tasks(self) -> Iterable[TaskName]:
+        """Returns all tasks of the cluster."""
+
+    def address(self, task: TaskName) -> str:
+        """Returns where a task listens."""
+
+    async def call(
+        self, task: TaskName, method: str, request: Frame, *, timeout_s: float = ...
+    ) -> Frame:
+        """Calls a task."""
+
+    async def register(self, request: Frame) -> Frame:
+        """Passes every task its part of a program."""
+
+
+@final
+@dataclass(slots=True)
+class ReadyWorker:
+    """Gives workers of one run their programs, data and first values again.
+
+    Args:
+      order: what the client said of the run.
+      door: to the tasks.
+    """
+
+    order: pb.OpenRun
+    door: Door
+    _programs: dict[str, Frame] = field(default_factory=dict)
+    _before: defaultdict[TaskName, list[Frame]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def keep(self, request: Frame) -> None:
+        """Keeps a program of a worker; see ``Master.KeepProgram``."""
+        body = body_of(request)
+        if body.handle:
+            self._programs[body.handle] = request
+        else:
+            self._before[TaskName(body.program.driver)].append(request)
+
+    async def __call__(self, loop: pb.RunLoop, number: int) -> str:
+        """Prepares the worker of a loop; returns the handle of its program.
+
+        Args:
+          loop: what it did last.
+          number: of this time.
+
+        Raises:
+          JGError: the worker, or one it works with, does not answer.
+        """
+        task, (first, _, _) = TaskName(loop.task), loop.handle.partition("~")
+        if first not in self._programs:
+            raise ConfigError(f"the program of {task} is not kept")
+        await self.drop(loop.handle)
+        handle = f"{first}~{loop.epoch}.{number}"
+        await self._register(self._programs[first], handle)
+        for records in self.order.records:
+            kept = pb.KeepRecords()
+            kept.CopyFrom(records.order)
+            kept.handles[:] = [handle] * len(kept.programs)
+            request = frame(keep_records=kept)
+            await self.door.call(
+                TaskName(records.task), "KeepRecords", request, timeout_s=COMPILE_S
+            )
+        await self._give_data(task, loop.data)
+        for number_before, program in enumerate(self._before[task]):
+            once = f"{handle}.{number_before}"
+            await self._register(program, once)
+            step = frame(run_step=pb.RunStep(handle=once, timeout_s=COMPILE_S))
+            await self.door.call(task, "RunStep", step, timeout_s=COMPILE_S)
+            await self.drop(once)
+        return handle
+
+    async def _register(self, program: Frame, handle: str) -> None:
+        body = pb.RegisterProgram(handle=handle, program=body_of(program).program)
+        await self.door.register(frame(register_program=body, tensors=program.tensors))
+
+    async def drop(self, handle: str) -> None:
+        """Makes all tasks refuse steps of a program, whoever still asks for some."""
+        request = frame(program_handle=pb.ProgramHandle(handle=handle))
+        for task in self.door.tasks():
+            with suppress(JGError):  # who does not answer does none
+                await self.door.call(task, "UnregisterProgram", request)
+
+    async def _give_data(self, task: TaskName, name: str) -> None:
+        if self.order.source:
+            source = pb.OpenSource(name=name, source=self.order.source)
+            await self.door.call(
+                task, "OpenSource", frame(open_source=source), timeout_s=COMPILE_S
+            )
+            return
+        send = pb.SendData(name=name, task=task, address=self.door.address(task))
+        others = [other for other in self.door.tasks() if other != task]
+        # The master has it, or a worker.
+        for holder in sorted(others, key=lambda other: other != self.door.task):
+            try:
+                request = frame(send_data=send)
+                await self.door.call(holder, "SendData", request, timeout_s=_DATA_S)
+            except JGError as error:
+                _LOG.debug("%s does not send '%s': %s", holder, name, error.message)
+            else:
+                return
+        raise DataError(f"no task that answers has the data set '{name}' for {task}")

@@ -1,0 +1,334 @@
+"""The loops of a run that its master looks after, be its client there or not."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, Final, Protocol, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.ready_worker import Door, ReadyWorker
+from jgraph.cluster.run_record import RunRecord
+from jgraph.coordination.crew import (
+    Begin,
+    Crew,
+    Event,
+    Failed,
+    Instruction,
+    LeaveOut,
+    LoopBegan,
+    LoopEnded,
+    LoopLost,
+    Over,
+    Pause,
+    Prepare,
+    RowBegan,
+    RowEnded,
+    StopAsked,
+    TimePassed,
+    WorkerAnswered,
+    WorkerNotReady,
+    WorkerReady,
+)
+from jgraph.coordination.loop_ends import is_cut_off
+from jgraph.errors import (
+    ClusterUnreachableError,
+    DataSlotError,
+    FencedError,
+    JGError,
+    TaskLostError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+
+_LOG = logging.getLogger("jgraph.recover")
+_LOOK_S: Final = 0.5
+_NO_QUESTION: Final = frame(empty=pb.Empty())
+
+
+class LoopDoor(Door, Protocol):
+    """A ``Door`` through which loops are told and tell."""
+
+    def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Runs a loop on its task; yields its reports."""
+
+
+@final
+class RunCrew:
+    """Acts for the ``Crew`` of one run.
+
+    Args:
+      order: what the client says of the run.
+      door: to the tasks.
+      clock: dates what happens.
+
+    Attributes:
+      record: what the loops told.
+      ready: gives workers what they need.
+    """
+
+    def __init__(self, order: pb.OpenRun, door: LoopDoor, clock: Clock) -> None:
+        self.record = RunRecord(door.task, order, clock)
+        self.ready = ReadyWorker(order, door)
+        self._door = door
+        self._clock = clock
+        self._crew: Crew | None = None
+        self._orders: dict[int, pb.RunLoop] = {}
+        """What the loop of each replica does next, or does."""
+        self._deciding: pb.RunLoop | None = None
+        self._under_way: dict[str, pb.RunLoop] = {}
+        self._known: dict[TaskName, str] = {}
+        self._number = 0
+        self._stopping = False
+        self._looking = False
+        self._working: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------ from outside
+
+    def follow(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Begins a loop as a client asks; yields what its replica tells from now on."""
+        together = order.HasField("sync") or bool(order.batch_feed)
+        if self._crew is None:
+            self._crew = Crew(together=together)
+        if not self.record.is_over:
+            if order.absent:
+                self._orders[order.replica] = order
+                missing = TaskLostError(f"{order.task} was lost", task=order.task)
+                self._handle(LoopLost(order.replica, missing))
+            else:
+                self._start(order)
+                self._handle(
+                    RowBegan() if order.HasField("sync") else LoopBegan(order.replica)
+                )
+        return self.record.of(order.replica)
+
+    def stop(self) -> None:
+        """Asks all loops to end after their steps in flight."""
+        self._stopping = True
+        for loop in list(self._under_way.values()):
+            self._tell(loop, pb.StopLoop())
+        self._handle(StopAsked())
+
+    def close(self) -> None:
+        """Looks after nobody any more."""
+        for work in self._working:
+            work.cancel()
+
+    # ------------------------------------------------------------ loops
+
+    def _start(self, order: pb.RunLoop) -> None:
+        if order.HasField("sync"):
+            self._deciding = order
+        else:
+            self._orders[order.replica] = order
+        self._under_way[order.loop] = order
+        self.record.begins(order)
+        self._do(self._follow(order, self.record.seconds))
+
+    async def _follow(self, order: pb.RunLoop, began_s: float) -> None:
+        sync, state = order.HasField("sync"), "stopped"
+        asked = pb.RunLoop()
+        asked.CopyFrom(order)  # the master adds to it
+        try:
+            await self._learn()
+            async for report in self._door.loop(asked):
+                self._note(order, report)
+                self.record.keep(order, report, began_s)
+                state = body_of(report).state
+                if self._stopping:  # it may have begun after the others were told
+                    self._tell(order, pb.StopLoop())
+            event: Event = RowEnded(state) if sync else LoopEnded(order.replica, state)
+        except JGError as error:
+            event = Failed(error)
+            if not sync and await self._is_lost(order, error):
+                _LOG.warning("%s was lost: %s", order.task, error.message)
+                self.record.lost(order, error)
+                await self.ready.drop(order.handle)
+                event = LoopLost(order.replica, error)
+        del self._under_way[order.loop]
+        newest = self._deciding if sync else self._orders.get(order.replica)
+        if order is newest:  # else a client has begun others
+            self._handle(event)
+
+    def _note(self, order: pb.RunLoop, report: Frame) -> None:
+        """Learns from a report where the next loop is to begin."""
+        body, steps = body_of(report), report.tensors[0]
+        if order.HasField("sync"):
+            order.steps -= len(steps)
+            order.sync.version += len(steps)
+            position = body.data_position or order.sync.data_position
+            order.sync.data_position = position
+        elif len(steps):
+            order.first_step = int(steps[-1]) + 1
+
+    async def _learn(self) -> None:
+        """Takes note of which processes the run begins with."""
+        if not self._known:
+            self._known = await self._ready_tasks()
+
+    async def _ready_tasks(self) -> dict[TaskName, str]:
+        """Returns which start answers of each task that takes new work."""
+        found: dict[TaskName, str] = {}
+
+        async def ask(task: TaskName) -> None:
+            with suppress(JGError):
+                reply = await self._door.call(task, "TaskStatus", _NO_QUESTION)
+                status: pb.TaskStatus = body_of(reply)
+                if status.task == task and status.state == "ready":
+                    found[task] = f"{status.incarnation:x}"
+
+        await asyncio.gather(*map(ask, self._door.tasks()))
+        return found
+
+    async def _is_lost(self, order: pb.RunLoop, error: JGError) -> bool:
+        """Whether the others can go on without the worker of a loop."""
+        task = TaskName(order.task)
+        named = TaskName(str(error.details.get("task", "")))
+        if isinstance(error, DataSlotError | FencedError):
+            return False
+        ready = await self._ready_tasks()
+        if isinstance(error, TaskLostError | ClusterUnreachableError):
+            # A ps that is where it was, or only the worker does not reach it.
+            return named == task or is_cut_off(named, self._known, ready)
+        return ready.get(task) != self._known.get(task)
+
+    def _tell(self, order: pb.RunLoop, told: pb.StopLoop) -> None:
+        told.loop, told.task = order.loop, order.task
+        told.run, told.epoch = order.run, order.epoch
+        self._do(self._tell_loop(told))
+
+    async def _tell_loop(self, told: pb.StopLoop) -> None:
+        with suppress(JGError):  # of a task that is gone, its loop tells
+            await self._door.call(
+                TaskName(told.task), "StopLoop", frame(stop_loop=told)
+            )
+
+    # ------------------------------------------------------------ decisions
+
+    def _handle(self, event: Event) -> None:
+        if self._crew is None:
+            return
+        for instruction in self._crew.handle(event, self._clock.now()):
+            self._perform(instruction)
+        if self._crew.missing and not self._looking:
+            self._looking = True
+            self._do(self._look())
+
+    def _perform(self, instruction: Instruction) -> None:
+        deciding = self._deciding
+        match instruction:
+            case Prepare(replica):
+                self._do(self._prepare(replica))
+            case Begin(replicas) if deciding is not None:
+                self._do(self._begin_row(deciding, replicas))
+            case Begin(replicas):
+                for replica in replicas:
+                    self._start(self._again(self._orders[replica]))
+            case Pause() if deciding is not None:
+                self._tell(deciding, pb.StopLoop(pause=True))
+            case LeaveOut(replica) if deciding is not None:
+                self._tell(deciding, pb.StopLoop(lost=self._orders[replica].task))
+            case Over(state, error):
+                self._end(state, error)
+
+    def _end(self, state: str, error: JGError | None) -> None:
+        if error is not None:
+            _LOG.error("the run failed: %s", error.message)
+            for loop in self._under_way.values():
+                self._tell(loop, pb.StopLoop())
+        self.record.end(state, error)
+
+    async def _look(self) -> None:
+        """Looks for workers that are missing, as long as there are any."""
+        assert self._crew is not None
+        try:
+            while self._crew.missing:
+                await asyncio.sleep(_LOOK_S)
+                self._handle(TimePassed())
+                ready = await self._ready_tasks()
+                for replica in self._crew.missing:
+                    task = TaskName(self._orders[replica].task)
+                    if task in ready and await self._reaches_every_ps(task):
+                        self._known[task] = ready[task]
+                        self._handle(WorkerAnswered(replica))
+        finally:
+            self._looking = False
+
+    async def _reaches_every_ps(self, worker: TaskName) -> bool:
+        """Whether it says so: what it lost may be no more than a link."""
+        with suppress(JGError):
+            reply = await self._door.call(
+                worker, "Master.Status", _NO_QUESTION, timeout_s=2 * CONTROL_S
+            )
+            missing = body_of(reply).missing
+            return not any(task.startswith("/job:ps/") for task in missing)
+        return False
+
+    async def _prepare(self, replica: int) -> None:
+        order = self._orders[replica]
+        self._number += 1
+        try:
+            await self._check_master(order)
+            order.handle = await self.ready(order, self._number)
+        except FencedError as error:
+            self._handle(Failed(error))
+            return
+        except JGError as error:  # it went away again; the next look tells
+            _LOG.info("%s does not take part yet: %s", order.task, error.message)
+            self._handle(WorkerNotReady(replica))
+            return
+        _LOG.warning("%s answers again and takes part in the run", order.task)
+        self._handle(WorkerReady(replica))
+
+    async def _check_master(self, order: pb.RunLoop) -> None:
+        """Asks all tasks that answer whether this is still the master of the run.
+
+        Raises:
+          FencedError: it is not.
+        """
+        told = frame(stop_loop=pb.StopLoop(run=order.run, epoch=order.epoch))
+        calls = [self._door.call(task, "StopLoop", told) for task in self._door.tasks()]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, FencedError):
+                raise answer
+
+    def _again(self, order: pb.RunLoop) -> pb.RunLoop:
+        """Returns the order of the loop that comes after another one."""
+        self._number += 1
+        again = pb.RunLoop()
+        again.CopyFrom(order)
+        again.loop = f"{order.loop.partition('~')[0]}~{self._number}"
+        again.absent = False
+        return again
+
+    async def _begin_row(self, last: pb.RunLoop, replicas: tuple[int, ...]) -> None:
+        """Begins the next row of loops of synchronous training."""
+        deciding = self._again(last)
+        sync, orders = deciding.sync, [self._again(self._orders[r]) for r in replicas]
+        sync.handles[:] = [order.handle for order in orders]
+        sync.tasks[:] = [order.task for order in orders]
+        gate = pb.OpenGate(
+            gate=sync.gate,
+            shards=sync.shards,
+            synchronous=True,
+            version=sync.version,
+        )
+        try:
+            for shard in map(TaskName, sync.shards):
+                await self._door.call(shard, "OpenGate", frame(open_gate=gate))
+        except JGError as error:
+            self._handle(Failed(error))
+            return
+        deciding.data_run = deciding.loop
+        self._start(deciding)
+        for order in orders:
+            order.data_run = deciding.loop
+            self._start(order)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)

@@ -1,0 +1,290 @@
+"""Who takes part in a run that looks after itself: workers are lost, and come back.
+
+In asynchronous training each worker runs a loop. One that was lost gets another loop as
+soon as its worker is prepared; the run is over when the data is, or when all were told
+to stop and have.
+
+In synchronous training one more loop decides what is averaged, for the workers that it
+began with. When a lost one is prepared, that loop pauses after the update under way;
+when all loops of its row have ended the next row begins, with everybody who is there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias, final
+
+from jgraph.errors import JGError, TaskLostError
+
+WAIT_S: Final = 3600.0
+"""So long a run waits for a worker when it has none."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoopBegan:
+    """The loop of a replica began; nobody asked for it here."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoopEnded:
+    """The loop of a replica ended in order: "done" or "stopped"."""
+
+    replica: int
+    state: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoopLost:
+    """The worker of a replica is gone, and its loop with it."""
+
+    replica: int
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowBegan:
+    """A loop that decides began; nobody asked for it here."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowEnded:
+    """The loop that decides ended: "done", "stopped", "paused" or "alone"."""
+
+    state: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkerAnswered:
+    """The worker of a lost replica answers."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """It has all that its loop needs."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkerNotReady:
+    """It could not be given that."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """The loops were told to stop."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something happened after which the run cannot go on."""
+
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing happened."""
+
+
+Event: TypeAlias = (
+    LoopBegan
+    | LoopEnded
+    | LoopLost
+    | RowBegan
+    | RowEnded
+    | WorkerAnswered
+    | WorkerReady
+    | WorkerNotReady
+    | StopAsked
+    | Failed
+    | TimePassed
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Give a worker all that its loop needs; then say whether it is ready."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Begin loops of these replicas; in synchronous training one that decides, too."""
+
+    replicas: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Ask the loop that decides to pause."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LeaveOut:
+    """Tell the loop that decides that the worker of a replica is gone."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The run is over: "done", "stopped" or "failed"."""
+
+    state: str
+    error: JGError | None = None
+
+
+Instruction: TypeAlias = Prepare | Begin | Pause | LeaveOut | Over
+
+
+@final
+class Crew:
+    """State machine of the workers of one run.
+
+    Args:
+      together: training is synchronous.
+      wait_s: how long a run without workers waits for one.
+
+    Example:
+      >>> crew = Crew(together=False)
+      >>> lost = LoopLost(1, TaskLostError("gone"))
+      >>> [crew.handle(event, 0.0) for event in (LoopBegan(0), LoopBegan(1), lost)]
+      [[], [], []]
+      >>> crew.handle(WorkerAnswered(1), 5.0), crew.handle(WorkerReady(1), 6.0)
+      ([Prepare(replica=1)], [Begin(replicas=(1,))])
+      >>> crew.handle(LoopEnded(0, "done"), 9.0), crew.handle(LoopEnded(1, "done"), 9.0)
+      ([], [Over(state='done', error=None)])
+    """
+
+    def __init__(self, *, together: bool, wait_s: float = WAIT_S) -> None:
+        self._together = together
+        self._wait_s = wait_s
+        # running | idle (it ended in order) | lost | preparing | ready
+        self._standing: dict[int, str] = {}
+        self._row = ""  # running, or how it ended
+        self._pausing = False
+        self._end = ""
+        self._over = False
+        self._alone_since: float | None = None
+        self._lost: JGError = TaskLostError("no worker ever began")
+
+    @property
+    def missing(self) -> list[int]:
+        """Replicas whose workers are to be looked for."""
+        if self._over or self._end:
+            return []
+        # Beside a row that goes on, one that ended in order was told to leave.
+        absent = ["lost", "idle"] if self._row == "running" else ["lost"]
+        return [r for r, state in self._standing.items() if state in absent]
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Takes an event at time ``now`` (seconds); returns what to do."""
+        if self._over:
+            return []
+        match event:
+            case LoopLost(replica, error):
+                self._standing[replica], self._lost = "lost", error
+                if self._row == "running":
+                    return [LeaveOut(replica)]
+            case WorkerAnswered(replica) if replica in self.missing:
+                self._standing[replica] = "preparing"
+                return [Prepare(replica)]
+            case Failed(error):
+                return self._finish("failed", error)
+            case _:
+                self._note(event)
+        return list(self._go_on(now))
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case LoopBegan(replica):
+                self._standing[replica] = "running"
+            case WorkerReady(replica):
+                self._standing[replica] = "ready"
+            case WorkerNotReady(replica):
+                self._standing[replica] = "lost"
+            case LoopEnded(replica, state):
+                self._ended(replica, state)
+            case RowBegan():
+                self._row = "running"
+            case RowEnded(state):
+                self._row_ended(state)
+            case StopAsked() if self._row != "running":
+                # A loop that decides ends by itself, and says how.
+                self._end = self._end or "stopped"
+
+    def _ended(self, replica: int, state: str) -> None:
+        self._standing[replica] = "idle"
+        if self._together:
+            return
+        if state == "done":
+            self._end = "done"
+        elif not self._end:  # nobody told it: its worker is being stopped
+            self._standing[replica] = "lost"
+
+    def _row_ended(self, state: str) -> None:
+        self._row, self._pausing = state, False
+        if state in {"done", "stopped"}:
+            self._end = state
+        if state == "alone":  # so those that ended in order have left
+            for replica in self._of("idle"):
+                self._standing[replica] = "lost"
+
+    def _of(self, *states: str) -> list[int]:
+        return sorted(r for r, state in self._standing.items() if state in states)
+
+    def _go_on(self, now: float) -> Iterator[Instruction]:
+        if self._together and self._row in {"running", ""}:
+            if self._row and self._of("ready") and not self._pausing:
+                self._pausing = True
+                yield Pause()
+            return
+        running = self._of("running")
+        if self._end:
+            if not running:
+                yield from self._finish(self._end)
+            return
+        if not (self._together and running):
+            # Of a row that paused, those who ended with it are there as well.
+            present = self._of("ready", *(["idle"] if self._together else []))
+            if present:
+                yield self._begin(present)
+                return
+        if running or self._of("preparing"):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since >= self._wait_s:
+            yield from self._finish("failed", self._lost)
+
+    def _begin(self, replicas: list[int]) -> Begin:
+        self._standing.update(dict.fromkeys(replicas, "running"))
+        self._row, self._alone_since = "running" if self._together else "", None
+        return Begin(tuple(replicas))
+
+    def _finish(self, state: str, error: JGError | None = None) -> list[Instruction]:
+        self._over = True
+        return [Over(state, error)]

@@ -1,0 +1,206 @@
+"""Transcripts of a run that looks after its workers: what happened, what is to be."""
+
+from hypothesis import given, strategies as st
+
+from jgraph.coordination.crew import (
+    Begin,
+    Crew,
+    Event,
+    Failed,
+    Instruction,
+    LeaveOut,
+    LoopBegan,
+    LoopEnded,
+    LoopLost,
+    Over,
+    Pause,
+    Prepare,
+    RowBegan,
+    RowEnded,
+    StopAsked,
+    TimePassed,
+    WorkerAnswered,
+    WorkerNotReady,
+    WorkerReady,
+)
+from jgraph.errors import TaskLostError
+
+GONE = TaskLostError("gone")
+Said = list[Instruction]
+
+
+def begun(*, together: bool, workers: int = 2) -> Crew:
+    crew = Crew(together=together, wait_s=60.0)
+    row: list[Event] = [RowBegan()] if together else []
+    for event in row + [LoopBegan(replica) for replica in range(workers)]:
+        assert crew.handle(event, 0.0) == []
+    return crew
+
+
+def told(crew: Crew, *events: Event, now: float = 1.0) -> list[Said]:
+    return [crew.handle(event, now) for event in events]
+
+
+def test_lost_worker_gets_another_loop_when_it_is_ready() -> None:
+    crew = begun(together=False)
+    assert told(crew, LoopLost(1, GONE), WorkerAnswered(1), WorkerAnswered(1)) == [
+        [],
+        [Prepare(1)],
+        [],
+    ]
+    assert crew.missing == []
+    # It went away while it was prepared, and is looked for again.
+    assert told(crew, WorkerNotReady(1)) == [[]]
+    assert crew.missing == [1]
+    assert told(crew, WorkerAnswered(1), WorkerReady(1)) == [
+        [Prepare(1)],
+        [Begin((1,))],
+    ]
+    assert told(crew, LoopEnded(0, "done"), LoopEnded(1, "done")) == [
+        [],
+        [Over("done")],
+    ]
+
+
+def test_run_without_workers_waits_for_one_and_fails_when_none_comes() -> None:
+    crew = begun(together=False)
+    assert told(crew, LoopLost(0, GONE), LoopLost(1, GONE)) == [[], []]
+    assert told(crew, TimePassed(), now=60.0) == [[]]
+    assert told(crew, WorkerAnswered(0), WorkerReady(0), now=60.5) == [
+        [Prepare(0)],
+        [Begin((0,))],
+    ]
+    assert told(crew, TimePassed(), now=100.0) == [[]]
+    assert told(crew, LoopLost(0, GONE), now=100.0) == [[]]
+    assert told(crew, TimePassed(), now=161.0) == [[Over("failed", GONE)]]
+    assert crew.missing == []
+
+
+def test_worker_that_ends_in_order_though_nobody_told_it_is_taken_back() -> None:
+    crew = begun(together=False)
+    assert told(crew, LoopEnded(1, "stopped")) == [[]]
+    assert crew.missing == [1]
+
+
+def test_run_that_is_told_to_stop_takes_nobody_back() -> None:
+    crew = begun(together=False)
+    assert told(crew, LoopLost(1, GONE), WorkerAnswered(1), StopAsked()) == [
+        [],
+        [Prepare(1)],
+        [],
+    ]
+    assert crew.missing == []
+    assert told(crew, WorkerReady(1), LoopEnded(0, "stopped")) == [
+        [],
+        [Over("stopped")],
+    ]
+    crew = begun(together=False, workers=1)
+    assert told(crew, LoopLost(0, GONE), StopAsked()) == [[], [Over("stopped")]]
+
+
+def test_synchronous_run_pauses_for_a_worker_that_is_back() -> None:
+    crew = begun(together=True, workers=3)
+    assert told(crew, LoopLost(1, GONE)) == [[LeaveOut(1)]]
+    assert told(crew, WorkerAnswered(1), WorkerReady(1)) == [[Prepare(1)], [Pause()]]
+    # The row is over when all its loops are, whoever tells first.
+    assert told(crew, LoopEnded(0, "stopped"), RowEnded("paused")) == [[], []]
+    assert told(crew, LoopEnded(2, "stopped")) == [[Begin((0, 1, 2))]]
+    assert told(crew, LoopEnded(1, "done"), RowEnded("done")) == [[], []]
+    assert told(crew, LoopEnded(0, "done"), LoopEnded(2, "done")) == [
+        [],
+        [Over("done")],
+    ]
+
+
+def test_synchronous_run_without_workers_goes_on_with_the_first_that_is_back() -> None:
+    crew = begun(together=True)
+    assert told(crew, LoopLost(0, GONE)) == [[LeaveOut(0)]]
+    # It was told to leave: nothing says that it is still there.
+    assert told(crew, LoopEnded(1, "stopped"), RowEnded("alone")) == [[], []]
+    assert crew.missing == [0, 1]
+    assert told(crew, WorkerAnswered(1), WorkerReady(1)) == [
+        [Prepare(1)],
+        [Begin((1,))],
+    ]
+    assert told(crew, WorkerAnswered(0), WorkerReady(0)) == [[Prepare(0)], [Pause()]]
+    # And when it is told to stop while all are gone, it is over at once.
+    assert told(crew, LoopLost(0, GONE), LoopLost(1, GONE)) == [
+        [LeaveOut(0)],
+        [LeaveOut(1)],
+    ]
+    assert told(crew, RowEnded("alone"), StopAsked()) == [[], [Over("stopped")]]
+
+
+def test_run_that_cannot_go_on_ends_with_the_reason() -> None:
+    crew = begun(together=True)
+    assert told(crew, Failed(GONE), LoopLost(0, GONE)) == [[Over("failed", GONE)], []]
+
+
+class AnyCrew:
+    """A crew, and what is true of the loops that it began."""
+
+    def __init__(self, *, together: bool) -> None:
+        self.crew, self.running = begun(together=together), {0, 1}
+        self.row = self.together = together
+        self.preparing: set[int] = set()
+        self.pausing = self.over = False
+
+    def possible(self) -> list[Event]:
+        """Returns what may happen next."""
+        events: list[Event] = [TimePassed(), *(LoopLost(r, GONE) for r in self.running)]
+        if self.together and not self.row:
+            events += [LoopEnded(r, "stopped") for r in self.running]
+        events += [WorkerAnswered(r) for r in self.crew.missing]
+        for ready in (WorkerReady, WorkerNotReady):
+            events += [ready(r) for r in self.preparing]
+        if self.row and (self.pausing or not self.running):
+            events.append(RowEnded("paused" if self.pausing else "alone"))
+        return events
+
+    def hear(self, event: Event) -> None:
+        """Lets it happen, and checks what is said to it."""
+        match event:
+            case LoopLost(replica) | LoopEnded(replica):
+                self.running.discard(replica)
+            case WorkerReady(replica) | WorkerNotReady(replica):
+                self.preparing.discard(replica)
+            case RowEnded():
+                self.row = self.pausing = False
+        for instruction in self.crew.handle(event, 0.0):
+            self.check(instruction)
+
+    def check(self, instruction: Instruction) -> None:
+        match instruction:
+            case Prepare(replica):
+                assert replica not in self.running | self.preparing
+                self.preparing.add(replica)
+            case Begin(replicas):
+                assert replicas
+                assert not self.running & set(replicas)
+                assert not (self.together and (self.row or self.running))
+                self.running.update(replicas)
+                self.row = self.together
+            case Pause():
+                assert self.row
+                assert not self.pausing
+                self.pausing = True
+            case Over():
+                assert not self.running
+                assert not self.row
+                self.over = True
+
+
+@given(st.data(), st.booleans())
+def test_no_worker_is_begun_twice_and_a_run_that_is_told_to_stop_ends(
+    data: st.DataObject, together: bool
+) -> None:
+    any_crew = AnyCrew(together=together)
+    for _ in range(data.draw(st.integers(0, 30))):
+        any_crew.hear(data.draw(st.sampled_from(any_crew.possible())))
+    assert not any_crew.over
+    any_crew.hear(StopAsked())
+    if any_crew.row:
+        any_crew.hear(RowEnded("stopped"))
+    for replica in sorted(any_crew.running):
+        any_crew.hear(LoopEnded(replica, "stopped"))
+    assert any_crew.over

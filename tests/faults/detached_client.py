@@ -1,0 +1,49 @@
+"""A client that begins a detached run: ``… detached_client TARGET STRATEGY``.
+
+It says so when the run has begun, and does not end by itself.
+"""
+
+import subprocess
+import sys
+from typing import Any
+
+from jgraph.cluster.client import connect
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
+from tests.faults.counting import BATCH, IDS, after, trainer
+
+STRATEGIES: dict[str, Strategy] = {
+    "async": AsyncPS(),
+    "int8": AsyncPS(gradient_dtype="int8", max_staleness=8),
+    "replica": AsyncPS(durability="replica"),
+    "sync": SyncPS(),
+}
+
+
+def begin_and_kill(target: str, strategy: str) -> None:
+    """Lets such a client begin a run, and kills it when that has made some steps."""
+    command = [sys.executable, "-m", __name__, target, strategy]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    assert client.stdout.readline() == "begun\n"
+    client.kill()
+    client.wait(10)
+    client.stdout.close()
+
+
+def main(target: str, strategy: str) -> None:
+    """Begins it."""
+
+    def tell() -> None:
+        sys.stdout.write("begun\n")
+        sys.stdout.flush()
+
+    options: Any = {"batch_size": BATCH, "progress": False, "detached": True}
+    trainer(connect(target), STRATEGIES[strategy]).fit(
+        IDS, steps=10**6, callbacks=[after(50, tell)], **options
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
