@@ -5,6 +5,7 @@ write it. The master makes the files before that, and gives the step its name af
 """
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -75,12 +76,14 @@ class RunSaver:
             self._working.cancel()
 
     async def _work(self) -> None:
-        last = 0
+        last, info = 0, json.loads(self.record.row().info)
+        wanted = info["steps"] - info["first_step"]
         try:
             while True:
                 news = self.record.news  # also of what happens while this saves
                 row = self.record.row()
-                due = row.steps - last >= self.order.every
+                # The last step is saved when all its batches are known to be done.
+                due = row.steps - last >= self.order.every and row.steps < wanted
                 if due or (row.state in {"done", "stopped"} and row.steps > last):
                     last = row.steps
                     await self._try()
