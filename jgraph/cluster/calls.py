@@ -3,6 +3,9 @@
 CONTROL_S = 5.0
 """For calls that only look or set a flag."""
 
+SILENCE_S = 20.0
+"""Longer than a link is silent unnoticed: whoever waits so long hears of that."""
+
 DRAIN_S = 30.0
 """What runs on a task has so long when that is told to end."""
 

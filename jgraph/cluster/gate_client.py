@@ -1,9 +1,11 @@
 """Gates as the client sees them: opened before a run, asked what they counted."""
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from jgraph.cluster.calls import CONTROL_S, SILENCE_S
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -48,8 +50,10 @@ def open_gate(
         synchronous=synchronous,
         version=version,
         max_staleness=max_staleness,
+        opening=uuid.uuid4().hex,
     )
-    cluster.call("Master.OpenGate", frame(open_gate=order))
+    request = frame(open_gate=order)
+    cluster.call("Master.OpenGate", request, timeout_s=SILENCE_S + CONTROL_S)
 
 
 def stale_updates(

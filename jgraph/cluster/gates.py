@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 from jgraph.cluster.stale_shard import StaleShard
 from jgraph.cluster.sync_shard import SyncShard
@@ -19,6 +19,13 @@ from jgraph.runtime.gate import Gate
 from jgraph.runtime.rendezvous import StepKey
 
 OnContributed: TypeAlias = Callable[[Contributed], None]
+
+
+class Decides(NamedTuple):
+    """Who decides: what it does with contributions, and when a ps lost its messages."""
+
+    take: OnContributed
+    lost: Callable[[TaskName], None]
 
 
 @final
@@ -39,9 +46,9 @@ class Gates:
         self._opened = opened
         self._admissions: dict[str, Admission] = {}
         self._shards: dict[str, list[TaskName]] = {}
+        self._openings: dict[str, str] = {}
         self._drivers: defaultdict[TaskName, set[str]] = defaultdict(set)
-        self.arbiters: dict[str, OnContributed] = {}
-        """Who decides here about what is contributed, by gate."""
+        self._arbiters: dict[str, Decides] = {}
         self._unheard: defaultdict[str, list[Contributed]] = defaultdict(list)
 
     # ------------------------------------------------------------ calls
@@ -60,6 +67,7 @@ class Gates:
             raise MalformedMessageError("a gate without a name would be that of all")
         self.drop([name])
         self._shards[name] = shards
+        self._openings[name] = order.opening
         if order.synchronous:
             tell = lambda told: self._contributed(name, told)
             self._opened[name] = SyncShard(order.version, tell)
@@ -83,6 +91,7 @@ class Gates:
                 gate.settle()
             self._admissions.pop(name, None)
             self._shards.pop(name, None)
+            self._openings.pop(name, None)
             self._unheard.pop(name, None)
 
     def staleness(self, name: str) -> list[pb.StalenessRow]:
@@ -111,13 +120,22 @@ class Gates:
                 if isinstance(gate, StaleShard):
                     gate.replica_lost(handle)
         for name, gate in list(self._opened.items()):
-            if isinstance(gate, SyncShard) and self._shards[name][0] == peer:
+            if not isinstance(gate, SyncShard) or self._shards[name][0] != peer:
+                continue
+            if not gate.is_closed:
                 # What it was told, or decided, may be lost: nobody waits for it.
                 error = TaskLostError(f"{peer}, which decides, was lost", task=peer)
                 gate.closed(error)
+                # It may have noticed nothing, or before this gate was open.
+                self._post(peer, pb.GateEvent(gate=name, closed=to_status(error)))
 
     def received(self, src: TaskName, event: pb.GateEvent) -> None:
         """Takes a message from a gate, or from who decides for this one."""
+        # A gate is opened by calls of a master, which may overtake these messages.
+        if event.opening == self._openings.get(event.gate):
+            self._take(src, event)
+
+    def _take(self, src: TaskName, event: pb.GateEvent) -> None:
         name, gate = event.gate, self._opened.get(event.gate)
         match event.WhichOneof("kind"), gate:
             case "contributed", _:
@@ -130,8 +148,11 @@ class Gates:
                 gate.decided(tuple(map(_step, event.decided.steps)))
             case "voided", SyncShard():
                 gate.voided(_step(event.voided))
-            case "closed", SyncShard():
+            case "closed", SyncShard() if src == self._shards[name][0]:
                 gate.closed(from_status(event.closed))
+            case "closed", SyncShard():
+                if name in self._arbiters:
+                    self._arbiters[name].lost(src)
             case "let_in", StaleShard():
                 gate.let_in(_step(event.let_in))
 
@@ -149,11 +170,11 @@ class Gates:
                 return
         callback()
 
-    def listen(self, name: str, arbiter: OnContributed) -> None:
+    def listen(self, name: str, arbiter: Decides) -> None:
         """Makes ``arbiter`` the one who decides; it hears also what came before."""
-        self.arbiters[name] = arbiter
+        self._arbiters[name] = arbiter
         for contributed in self._unheard.pop(name, ()):
-            arbiter(contributed)
+            arbiter.take(contributed)
 
     def decide(self, name: str, steps: tuple[StepKey, ...]) -> None:
         """Tells every gate what is averaged next."""
@@ -166,7 +187,7 @@ class Gates:
 
     def close(self, name: str, error: JGError) -> None:
         """Tells every gate that nothing more is decided."""
-        self.arbiters.pop(name, None)
+        self._arbiters.pop(name, None)
         self._tell_all(name, pb.GateEvent(gate=name, closed=to_status(error)))
 
     def _contributed(self, name: str, told: Tell) -> None:
@@ -181,11 +202,10 @@ class Gates:
         self._post(leader, pb.GateEvent(gate=name, contributed=body))
 
     def _hear(self, name: str, event: Contributed) -> None:
-        arbiter = self.arbiters.get(name)
-        if arbiter is None:
-            self._unheard[name].append(event)
+        if name in self._arbiters:
+            self._arbiters[name].take(event)
         else:
-            arbiter(event)
+            self._unheard[name].append(event)
 
     # ------------------------------------------------------------ bounded staleness
 
@@ -212,9 +232,10 @@ class Gates:
             if shard != self._task:
                 self._post(shard, event)
         if self._task in shards:
-            self.received(self._task, event)
+            self._take(self._task, event)
 
     def _post(self, dst: TaskName, event: pb.GateEvent) -> None:
+        event.opening = self._openings.get(event.gate, "")
         self._transport.post(dst, frame(gate_event=event))
 
 

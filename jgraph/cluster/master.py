@@ -15,6 +15,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.calls import (
     COMPILE_S,
     CONTROL_S,
+    SILENCE_S,
     bounded_s,
     bulk_timeout_s,
     loop_timeout_s,
@@ -317,7 +318,10 @@ class Master:
 
     async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
         shards = map(TaskName, body_of(request).shards)
-        await asyncio.gather(*(self.call(s, "OpenGate", request) for s in shards))
+        calls = (
+            self.call(s, "OpenGate", request, timeout_s=SILENCE_S) for s in shards
+        )
+        await asyncio.gather(*calls)
         yield frame(empty=pb.Empty())
 
     async def _gate_report(self, request: Frame) -> AsyncIterator[Frame]:

@@ -11,7 +11,7 @@ import numpy as np
 from jgraph.clock import Clock
 from jgraph.cluster.data_feed import deal_of
 from jgraph.cluster.driver import Fetches, StepDriver
-from jgraph.cluster.gates import Gates
+from jgraph.cluster.gates import Decides, Gates
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.coordination.aggregation import (
     Applied,
@@ -105,7 +105,7 @@ class SyncLoop:
         Raises:
           JGError: an update failed, or too much time passed without one.
         """
-        self._gates.listen(self._gate, self._take)
+        self._gates.listen(self._gate, Decides(self._take, self.peer_lost))
         self._watch_time()
         try:
             async for report in self.told.stream():

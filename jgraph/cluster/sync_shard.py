@@ -44,6 +44,8 @@ class SyncShard:
         self._kept: dict[StepKey, Contribution] = {}
         self._chosen: tuple[Contribution, ...] = ()
         self._settled: list[Callable[[], None]] = []
+        self.is_closed = False
+        """Whether nothing more is decided."""
 
     def ask(
         self,
@@ -104,6 +106,7 @@ class SyncShard:
 
     def closed(self, error: JGError) -> None:
         """The arbiter decides nothing more."""
+        self.is_closed = True
         self.settle()
         self._handle(Closed(error))
         self._kept.clear()

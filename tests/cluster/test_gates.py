@@ -2,35 +2,99 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.driver import StepDriver
-from jgraph.cluster.gates import Gates
+from jgraph.cluster.gates import Decides, Gates
 from jgraph.cluster.loop_orders import plain
 from jgraph.cluster.sync_loop import SyncLoop
 from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.coordination.sync_data import SyncData
-from jgraph.errors import JGError, TaskLostError
+from jgraph.errors import JGError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of
 from jgraph.rpc.inprocess import InProcessNetwork
+from jgraph.rpc.status import to_status
+from jgraph.rpc.transport import Frame
 from jgraph.runtime.gate import Gate
 from tests.runtime.tasks import Tasks
 
 FIRST, OTHER = TaskName("/job:ps/task:0"), TaskName("/job:ps/task:1")
-OPEN = pb.OpenGate(gate="g", synchronous=True, shards=[FIRST, OTHER])
+TASKS = [FIRST, OTHER]
+OPEN = pb.OpenGate(gate="g", synchronous=True, shards=TASKS)
+
+
+class Host:
+    """A task with gates, and nothing else."""
+
+    def __init__(
+        self, network: InProcessNetwork, task: TaskName, opened: dict[str, Gate]
+    ) -> None:
+        self.task = task
+        self.transport = network.transport(task)
+        self.gates = Gates(task, self.transport, opened)
+
+    def frame_received(self, src: TaskName, frame: Frame) -> None:
+        self.gates.received(src, body_of(frame))
+
+    def peer_lost(self, peer: TaskName, error: JGError) -> None:
+        self.gates.peer_lost(peer)
+
+    def handle_call(self, method: str, request: Frame) -> AsyncIterator[Frame]:
+        raise NotImplementedError
 
 
 def test_who_waits_at_a_gate_is_told_when_who_decides_is_lost() -> None:
+    async def run() -> None:
+        opened, refused = dict[str, Gate](), list[JGError]()
+        host = Host(InProcessNetwork(), OTHER, opened)
+        await host.transport.start(host)
+        host.gates.open(OPEN)
+        host.gates.peer_lost(FIRST)
+        opened["g"].ask(("w0", 1), lambda: None, refused.append)
+        assert isinstance(refused[0], TaskLostError)
+        assert refused[0].details["task"] == FIRST
+        await host.transport.close()
+
+    asyncio.run(run())
+
+
+def test_a_gate_takes_nothing_that_was_said_to_the_one_before() -> None:
     opened, refused = dict[str, Gate](), list[JGError]()
     gates = Gates(OTHER, InProcessNetwork().transport(OTHER), opened)
-    gates.open(OPEN)
-    gates.peer_lost(FIRST)
-    opened["g"].ask(("w0", 1), lambda: None, refused.append)
-    assert isinstance(refused[0], TaskLostError)
-    assert refused[0].details["task"] == FIRST
+    closed = pb.GateEvent(gate="g", opening="1", closed=to_status(RunOverError("over")))
+    order = pb.OpenGate(gate="g", synchronous=True, shards=TASKS)
+    for opening in ("1", "2"):
+        order.opening = opening
+        gates.open(order)
+        gates.received(FIRST, closed)  # the second time it was overtaken
+        opened["g"].ask(("w0", 1), lambda: None, refused.append)
+        assert len(refused) == 1
+
+
+def test_who_decides_hears_from_a_ps_that_it_was_lost_to_it() -> None:
+    async def run() -> None:
+        network, heard = InProcessNetwork(), asyncio.Queue[TaskName]()
+        hosts = [Host(network, task, {}) for task in TASKS]
+        peers = {h.task: await h.transport.start(h) for h in hosts}
+        for host in hosts:
+            host.transport.set_peers(peers)
+            host.gates.open(OPEN)
+        decides = Decides(lambda _: None, heard.put_nowait)
+        hosts[0].gates.listen("g", decides)
+        for _ in range(2):  # said once: it may be gone, and then is lost again
+            hosts[1].gates.peer_lost(FIRST)
+        async with asyncio.timeout(10):
+            assert await heard.get() == OTHER
+        for host in hosts:
+            await host.transport.close()
+        assert heard.empty()
+
+    asyncio.run(run())
 
 
 def test_who_decides_ends_when_a_ps_is_lost_that_has_contributions() -> None:

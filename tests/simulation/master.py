@@ -1,7 +1,7 @@
-"""Simulated masters: one deals out the data of a run, until another takes its place."""
+"""Simulated masters: one orders the loops of a run, until another takes its place."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from jgraph.coordination.dispatch import (
     Asked,
@@ -22,23 +22,23 @@ from jgraph.graph.ir import TaskName
 from tests.simulation.network import Message
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.faulty_run import FaultyRun
 
 ANSWER_S: Final = 10.0
 LEASE_S: Final = 20.0
 
 
 class Master:
-    """Deals out data, and tells the client what it hears.
+    """Orders loops, tells the client what it hears, and may deal out the data.
 
     Attributes:
-      dispatch: what is dealt; None until the client has said it.
+      dispatch: what is dealt; None until the client has said it, or if others deal.
       epoch: which master of the run this is.
       loops: where each loop that it has set going runs.
       is_heard: the client still listens; orders are refused of one that was replaced.
     """
 
-    def __init__(self, world: "World", epoch: int) -> None:
+    def __init__(self, world: "FaultyRun[Any]", epoch: int) -> None:
         self.world = world
         self.epoch = epoch
         self.task = TaskName(f"/job:master/task:{epoch}")
@@ -78,9 +78,11 @@ class Master:
 
     def receive(self, src: TaskName, message: Message) -> None:
         kind, loop, *rest = message
-        if kind == "account":
-            if self.is_heard:
+        if kind in ("account", "opened"):
+            if self.is_heard and kind == "account":
                 self.world.accounted(loop, *rest)
+            elif self.is_heard:
+                self.world.opened(loop, src)
             return
         if self.loops.get(loop) != src:
             return
@@ -92,12 +94,12 @@ class Master:
                 wait = partial(self.wait_ended, loop, number)
                 self.world.sim.later(ANSWER_S, wait)
             return
-        done, leases, state, lost = rest
+        done, told, state, lost = rest
         self.handle(Progressed(loop, done))
         if state not in ("running", "failed"):
             self.handle(WorkerEnded(loop))
         if self.is_heard:
-            self.world.reported(loop, leases, state, lost)
+            self.world.reported(loop, told, state, lost)
 
     def wait_ended(self, loop: str, number: int) -> None:
         if self.asked.get(loop) == number:

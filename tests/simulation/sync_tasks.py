@@ -1,23 +1,41 @@
-"""Simulated ps of synchronous training: gates, and on the first of them the arbiter."""
+"""Simulated ps of synchronous training, and their gates."""
 
-from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from jgraph.coordination import aggregation, sync_gate
-from jgraph.coordination.aggregation import Arbiter, Step
-from jgraph.coordination.slots import Lease
-from jgraph.coordination.sync_data import SyncData
+from jgraph.coordination import sync_gate
+from jgraph.coordination.aggregation import Step
+from jgraph.coordination.epochs import Epochs
 from jgraph.coordination.sync_gate import SyncGate
-from jgraph.errors import RunOverError, TaskLostError
+from jgraph.errors import FencedError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
+from tests.simulation.leader import Leader
 from tests.simulation.network import Message
+from tests.simulation.tasks import RUN
 
 if TYPE_CHECKING:
     from tests.simulation.sync_world import SyncWorld
 
-PATIENCE_S: Final = 60.0
 _APPLY_S: Final = 0.01
+_IDS: Final = 10**6
+"""More than a loop has steps."""
+
+
+def loop_name(handle: str, number: int) -> str:
+    """Returns the name of a loop of a replica: of which one that decides."""
+    return f"{handle}/{number}"
+
+
+def step_of(loop: str, step: int) -> Step:
+    """Returns the key of a step: the ids of a replica are never used again."""
+    handle, _, number = loop.partition("/")
+    return handle, int(number) * _IDS + step
+
+
+def of_loop(step: Step) -> tuple[str, int]:
+    """Returns the loop of a step, and the step's number in it."""
+    number, within = divmod(step[1], _IDS)
+    return loop_name(step[0], number), within
 
 
 class GatedShard:
@@ -26,6 +44,7 @@ class GatedShard:
     Attributes:
       life: of the variables; what is older is of gates that are no more.
       history: the batches of each update, in the order in which they were averaged.
+      leaders: the loops that decided here, by name.
     """
 
     def __init__(self, world: "SyncWorld", task: TaskName) -> None:
@@ -34,46 +53,134 @@ class GatedShard:
         self.life = -1
         self.history: list[tuple[int, ...]] = []
         self.process = world.net.start(task, self.receive, self.lost)
+        self.epochs = Epochs()
+        self.leaders: dict[str, Leader] = {}
+        self.dropped: set[str] = set()
 
     def forget(self) -> None:
         """Loses what it holds."""
         self.life = -1
+        self.leaders = {}
 
     def begin(self, life: int, history: list[tuple[int, ...]]) -> None:
-        """Makes the variables, and a gate for them."""
+        """Makes the variables."""
         self.life = life
         self.history = list(history)
-        self.gate = SyncGate(len(history))
+        self.leaders = {}
+        self.dropped = set()
+        self.settled: list[tuple[TaskName, Message]] = []
+        self.open(0, len(history))
+
+    def open(self, number: int, version: int) -> None:
+        """Opens a gate in place of the one before."""
+        self.settle()
+        self.opening = number
+        self.gate = SyncGate(version)
         self.readers: dict[Step, TaskName] = {}
         self.came: tuple[int, tuple[int, ...]] = (0, ())
         self.kept: dict[Step, tuple[int, tuple[int, ...]]] = {}
-        self.settled: list[tuple[TaskName, Message]] = []
+        self.unheard: list[tuple[Any, ...]] = []
+
+    # ------------------------------------------------------------ orders
+
+    @property
+    def leader(self) -> Leader | None:
+        """The last loop that decides here."""
+        return next(reversed(self.leaders.values()), None)
+
+    def order(self, src: TaskName, kind: str, name: Any, rest: list[Any]) -> None:
+        """Carries out an order of a master, unless another took its place."""
+        if kind == "open":
+            life, version = rest
+            if life == self.life:
+                self.open(name, version)
+                self.send(src, ("opened", name))
+            return
+        try:
+            self.epochs.check(RUN, rest[-1])
+        except FencedError:
+            return
+        leader = self.leaders.get(name)
+        if kind == "run":
+            if rest[0] == self.life:
+                self.lead(src, name)
+        elif kind == "account" and leader is None:
+            self.send(src, ("account", name, None))
+        elif leader is None:
+            return
+        elif kind == "account":
+            leader.account(src)
+        elif kind == "pause":
+            leader.stop(pause=True)
+
+    def lead(self, master: TaskName, name: str) -> None:
+        """Begins to decide."""
+        unheard, self.unheard = self.unheard, []
+        leader = self.leaders[name] = Leader(self.world, self, name, master)
+        for told in unheard:
+            leader.contributed(*told)
+
+    # ------------------------------------------------------------ messages
 
     def receive(self, src: TaskName, message: Message) -> None:
-        kind, loop, life, *rest = message
-        if kind == "ask":
-            _, batches, idle, number = message[2:]
-            dealt = self.world.leader.deal(loop, batches, idle=idle)
-            self.send(src, ("deal", loop, number, dealt))
+        kind, loop, *rest = message
+        if kind in ("open", "run", "account", "pause"):
+            self.order(src, kind, loop, rest)
             return
-        if life != self.life:
+        if kind == "ask":
+            self.ask(src, loop, rest)
+            return
+        life, *rest = rest
+        if life != self.life or loop.partition("/")[0] in self.dropped:
             return
         match kind:
             case "read":
-                self.readers[loop, rest[0]] = src
-                self.take(sync_gate.StepAsked((loop, rest[0])))
+                step = step_of(loop, rest[0])
+                self.readers[step] = src
+                self.take(sync_gate.StepAsked(step))
             case "push":
-                self.contribute(src, (loop, rest[0]), rest[1], rest[2])
+                self.contribute(src, step_of(loop, rest[0]), rest[1], rest[2])
+            case "gone" if loop in self.leaders:
+                self.leaders[loop].lost(rest[0])
+            case "applied" if self.leader is not None:
+                self.leader.applied(rest[0])
+            case _:
+                self.of_gate(src, kind, rest)
+
+    def of_gate(self, src: TaskName, kind: str, said: list[Any]) -> None:
+        """Takes what another gate says to this one, or who decides."""
+        opening, *rest = said
+        if opening != self.opening:
+            return  # it is of a gate that was here before
+        match kind:
+            case "contributed":
+                self.hear(src, *rest)
             case "decided":
                 self.take(sync_gate.Decided(rest[0]))
             case "voided":
                 self.take(sync_gate.Voided(rest[0]))
                 self.settle()
+            case "closed" if src != self.task and self.leader is not None:
+                self.leader.lost(src)  # it lost this one, and maybe what it said
             case "closed":
                 self.settle()
                 self.take(sync_gate.Closed(RunOverError("the run is over")))
-            case "contributed" | "applied" | "gone":
-                self.world.leader.hear(src, kind, loop, rest)
+
+    def ask(self, src: TaskName, loop: str, rest: list[Any]) -> None:
+        """Answers a replica that asks for batches."""
+        _, batches, idle, number = rest
+        handle, _, leading = loop.partition("/")
+        leader = self.leaders.get(self.world.leading(int(leading)))
+        dealt = () if leader is None else leader.deal(handle, batches, idle=idle)
+        self.send(src, ("deal", loop, number, dealt))
+
+    def hear(self, src: TaskName, step: Step, version: int, slot: int) -> None:
+        """A ps has a contribution: tells who decides, as soon as that is there."""
+        leader = self.leader
+        if leader is None or leader.is_over:
+            self.unheard.append((src, step, version, slot))
+        else:
+            leader.contributed(src, step, version, slot)
 
     def contribute(
         self, src: TaskName, step: Step, batch: int, versions: tuple[int, ...]
@@ -81,7 +188,8 @@ class GatedShard:
         self.came = batch, versions
         self.take(sync_gate.ContributionCame(step, batch))
         self.take(sync_gate.StepEnded(step))
-        done = ("done", step[0], self.life, step[1])
+        loop, number = of_loop(step)
+        done = ("done", loop, self.life, number)
         if step in self.kept:
             self.settled.append((src, done))
         else:
@@ -90,10 +198,12 @@ class GatedShard:
     def take(self, event: sync_gate.Event) -> None:
         for instruction in self.gate.handle(event):
             match instruction:
-                case sync_gate.LetIn((loop, number) as step):
+                case sync_gate.LetIn(step):
+                    loop, number = of_loop(step)
                     value = ("value", loop, self.life, number, self.gate.version)
                     self.send(self.readers.pop(step), value)
-                case sync_gate.Refuse((loop, number) as step, error):
+                case sync_gate.Refuse(step, error):
+                    loop, number = of_loop(step)
                     lost = str(error.details.get("task", ""))
                     refused = ("refused", loop, self.life, number, lost)
                     self.send(self.readers.pop(step), refused)
@@ -102,7 +212,8 @@ class GatedShard:
                 case sync_gate.Drop(step):
                     self.kept.pop(step, None)
                 case sync_gate.Tell(step, version, slot):
-                    self.tell("contributed", step, version, slot)
+                    told = self.said("contributed", step, version, slot)
+                    self.tell(self.world.deciding, told)
                 case sync_gate.Choose(steps):
                     chosen = [(step, *self.kept[step]) for step in steps]
                     self.kept.clear()
@@ -123,128 +234,32 @@ class GatedShard:
         self.history.append(tuple(batch for _, batch, _ in chosen))
         self.settle()
         self.take(sync_gate.UpdateApplied())
-        self.tell("applied", version)
+        self.tell(self.world.deciding, ("applied", "", self.life, version))
+
+    def said(self, kind: str, *what: Any) -> Message:
+        """Returns what this gate says to another."""
+        return (kind, "", self.life, self.opening, *what)
 
     def settle(self) -> None:
         settled, self.settled = self.settled, []
         for src, message in settled:
             self.send(src, message)
 
-    def tell(self, kind: str, *what: Any) -> None:
-        """Tells the arbiter, which may be here."""
-        leader = self.world.leader
-        if leader.task == self.task:
-            leader.hear(self.task, kind, "", list(what))
+    def tell(self, shard: TaskName, message: Message) -> None:
+        """Tells a ps, which may be this one."""
+        if shard == self.task:
+            self.receive(shard, message)
         else:
-            self.send(leader.task, (kind, "", self.life, *what))
+            self.send(shard, message)
 
     def send(self, task: TaskName, message: Message) -> None:
         self.world.net.send(self.process, task, message)
 
     def lost(self, task: TaskName) -> None:
-        leader = self.world.leader
-        if leader.task == self.task:
+        for leader in self.leaders.values():
             leader.lost(task)
-        elif task == leader.task and self.life == leader.life:
+        if task == self.world.deciding and self.life == self.world.life:
             self.settle()
             self.take(sync_gate.Closed(TaskLostError(f"{task} was lost", task=task)))
-
-
-class Leader:
-    """The loop of synchronous training, as ``SyncLoop`` makes it of machines.
-
-    Attributes:
-      task: the ps that it runs on.
-    """
-
-    def __init__(
-        self,
-        world: "SyncWorld",
-        loops: dict[str, TaskName],
-        position: dict[str, Any] | None,
-        steps: int,
-    ) -> None:
-        self.world = world
-        self.life = world.life
-        self.task = next(iter(world.shards))
-        self.loops = loops
-        self.data = SyncData(world.plan, loops, position)
-        self.version = len(world.shards[self.task].history)
-        self.machine = Arbiter(
-            world.shards,
-            loops,
-            self.data,
-            wanted=len(loops) - world.backups,
-            version=self.version,
-            steps=steps,
-        )
-        self.applied: Counter[int] = Counter()
-        self.is_applying = False
-        self.progress_at = world.sim.now
-        self.answer: tuple[Lease, ...] | None = None
-        self.events: deque[aggregation.Event] = deque()
-        self.handling = False
-
-    def hear(self, src: TaskName, kind: str, loop: str, rest: list[Any]) -> None:
-        match kind:
-            case "contributed":
-                self.take(aggregation.Contributed(src, *rest))
-            case "gone":
-                self.take(aggregation.ReplicaLost(loop))
-            case "applied":
-                self.applied[rest[0]] += 1
-                if self.applied[rest[0]] == len(self.world.shards):
-                    self.version, self.is_applying = rest[0] + 1, False
-                    self.progress_at = self.world.sim.now
-                    self.take(aggregation.Applied())
-
-    def deal(self, loop: str, batches: int, *, idle: bool) -> tuple[Lease, ...] | None:
-        """Answers a replica that asks for batches."""
-        self.take(aggregation.DataAsked(loop, batches, idle))
-        return self.answer
-
-    def lost(self, task: TaskName) -> None:
-        """A task is not reached any more: a ps, or maybe that of a replica."""
-        if task in self.world.shards and self.life == self.world.life:
-            error = TaskLostError(f"{task} was lost", task=task)
-            self.perform(aggregation.End("failed", error))
-        for loop, at in self.loops.items():
-            if at == task:
-                self.take(aggregation.ReplicaLost(loop))
-
-    def look(self) -> None:
-        """Time passes."""
-        if self.world.sim.now - self.progress_at > PATIENCE_S:
-            self.take(aggregation.TimeIsUp(PATIENCE_S))
-
-    def take(self, event: aggregation.Event) -> None:
-        self.events.append(event)
-        if self.handling:
-            return
-        self.handling = True
-        while self.events:
-            for instruction in self.machine.handle(self.events.popleft()):
-                self.perform(instruction)
-        self.handling = False
-
-    def perform(self, instruction: aggregation.Instruction) -> None:
-        match instruction:
-            case aggregation.Decide(_, steps):
-                self.is_applying = True
-                self.tell_all("decided", steps)
-            case aggregation.Void(step):
-                self.tell_all("voided", step)
-            case aggregation.DealData(_, leases):
-                self.answer = leases
-            case aggregation.End(state, error):
-                self.tell_all("closed")
-                self.world.ended(self, state, error)
-
-    def tell_all(self, kind: str, *what: Any) -> None:
-        here = self.world.shards[self.task]
-        message = (kind, "", self.life, *what)
-        for shard in self.world.shards:
-            if shard == self.task:
-                here.receive(shard, message)
-            else:
-                here.send(shard, message)
+            if task != self.task:
+                self.send(task, self.said("closed"))

@@ -2,26 +2,32 @@
 
 What decides is real: which contributions make up an update (``Arbiter``), who reads
 when (``SyncGate``), who gets which batch (``SyncData``), when a replica begins a step
-(``ReplicaLoop``), whether a run goes back (``Recoveries``).
+(``ReplicaLoop``), whether a run goes back (``Recoveries``), whose orders are refused
+(``Epochs``). A run is a row of loops that decide: each begins at the position that the
+one before told, with the workers that are there.
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from jgraph.coordination.batch_order import BatchOrder
 from jgraph.coordination.recovery import GoBack, Recoveries
 from jgraph.coordination.slots import Part, SlotPlan
-from jgraph.errors import JGError, TaskLostError
+from jgraph.coordination.sync_data import SyncData
 from jgraph.graph.ir import TaskName
-from tests.simulation.faulty_run import FaultyRun
-from tests.simulation.network import Message, Network, Simulation
-from tests.simulation.sync_tasks import GatedShard, Leader
+from tests.simulation.faulty_run import REJOIN_S, FaultyRun
+from tests.simulation.leader import Leader, Order, Told
+from tests.simulation.master import Master
+from tests.simulation.network import Network, Simulation
+from tests.simulation.sync_tasks import GatedShard, loop_name
 from tests.simulation.tasks import Worker
 
-MASTER: Final = TaskName("/job:master/task:0")
-REJOIN_S: Final = 0.5
 LOOK_S: Final = 5.0
+OPEN_S: Final = 20.0
+FORGOTTEN_S: Final = 40.0
+"""Longer than any loop needs to end for who is back."""
 BATCHES: Final = 30
 """Of an epoch."""
 
@@ -44,6 +50,9 @@ class SyncWorld(FaultyRun[GatedShard]):
       backups: how many of them an update does not wait for.
       steps: updates of the run.
       delay_s: the longest that a message takes.
+
+    Attributes:
+      unlucky: how often it lost its master while no loop ran, and went back.
     """
 
     def __init__(
@@ -59,109 +68,222 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.sim = Simulation(seed)
         self.net = Network(self.sim, delay_s)
         self.plan = SlotPlan([Part("a", BATCHES)], 1, seed, slot_batches=5)
-        self.backups = backups
+        self.wanted = workers - backups
         self.steps = steps
         self.shards: dict[TaskName, GatedShard] = {}
         for i in range(shards):
             name = TaskName(f"/job:ps/task:{i}")
             self.shards[name] = GatedShard(self, name)
+        self.deciding = next(iter(self.shards))
         self.workers = {
             name: Worker(self, name)
             for name in (TaskName(f"/job:worker/task:{i}") for i in range(workers))
         }
         self.recoveries = Recoveries(0)
         self.life, self.attempts, self.losses, self.restored = -1, 0, 0, 0
+        self.number = self.takeovers = 0
         self.state = "running"
-        self.going_back = False
-        self.epoch = 0
-        self.master = self.net.start(MASTER, self.receive, self.lost)
-        self.checkpoint = Checkpoint({}, [])
+        self.going_back, self.unlucky = False, 0
+        self.orders: dict[str, Order] = {}
+        self.leaders: list[Leader] = []
+        self.master = Master(self, epoch=0)
+        start = SyncData(self.plan, []).state()
+        self.checkpoint = Checkpoint(start, [])
         self.begin()
-        self.checkpoint = Checkpoint(self.leader.data.state(), [])
         self.keep_looking()
 
     def dealer_of(self, master: TaskName) -> TaskName:
         """Returns whom a loop asks for data: who decides what counts."""
-        return self.leader.task
+        return self.deciding
 
     def acknowledge(self, batch: int, life: int) -> None:
         """A worker heard from every ps that its step is over."""
 
     def unreached(self, worker: TaskName, master: TaskName) -> None:
         """The call that reports of a worker answer has ended."""
-        if master == MASTER:
-            self.lost(worker)
+        if master == self.master.task:
+            self.master.lost(worker)
 
     # ------------------------------------------------------------ the run
 
     def begin(self) -> None:
-        """Makes all variables, and starts a loop on every worker."""
+        """Makes all variables, and lets all workers take part."""
         self.life += 1
         self.going_back = False
-        if not self.master.alive:
-            self.epoch += 1
-            self.master = self.net.start(MASTER, self.receive, self.lost)
+        self.loops, self.accounts = {}, None
+        if not self.is_led:
+            self.master = Master(self, self.master.epoch + 1)
         for shard in self.shards.values():
             shard.begin(self.life, self.checkpoint.history)
-        self.loops = {
-            f"loop-{self.life}-{i}": task for i, task in enumerate(self.workers)
-        }
-        left = self.steps - len(self.checkpoint.history)
-        position = self.checkpoint.position or None
-        self.leader = Leader(self, dict(self.loops), position, left)
-        for loop, task in self.loops.items():
-            run = ("run", loop, self.life, self.epoch)
-            self.net.send(self.master, task, run)
+        self.leaders = []
+        self.position = self.checkpoint.position
+        self.version = len(self.checkpoint.history)
+        self.unopened: set[TaskName] = set()
+        self.present: dict[TaskName, str] = {}
+        self.back: dict[TaskName, float] = {}
+        for task in self.workers:
+            self.admit(task)
+        self.open_gates()
 
-    def receive(self, src: TaskName, message: Message) -> None:
-        """The client hears of a loop."""
-        _, loop, _, _, state, lost = message
-        if self.loops.get(loop) != src:
+    def admit(self, task: TaskName) -> None:
+        """Lets a worker take part from the next loop on, under a new handle."""
+        self.attempts += 1
+        self.present[task] = f"replica-{self.attempts}"
+        self.back[task] = self.sim.now
+
+    def open_gates(self) -> None:
+        """Begins the next loop that decides: with gates of its own."""
+        if self.state != "running" or self.going_back or not self.is_led or self.loops:
             return
-        if lost in self.shards:
+        if self.version == self.steps:
+            self.state = "done"
+            return
+        if not self.present:
+            return  # until one is back
+        self.number += 1
+        self.unopened = set(self.shards)
+        for shard in self.shards:
+            self.master.send(shard, ("open", self.number, self.life, self.version))
+        self.sim.later(OPEN_S, partial(self.unanswered, self.number))
+
+    def unanswered(self, gate: int) -> None:
+        """The call that opens gates has a deadline."""
+        if gate == self.number and self.unopened:
+            self.go_back()
+
+    def opened(self, gate: int, shard: TaskName) -> None:
+        if gate != self.number or self.going_back or self.loops:
+            return
+        self.unopened.discard(shard)
+        if not self.unopened:
+            self.begin_loops()
+
+    def begin_loops(self) -> None:
+        """Begins to decide, with the workers that are there."""
+        self.back.clear()
+        self.is_heard = False
+        there, name = self.present, self.leading(self.number)
+        self.orders[name] = Order(
+            replicas={handle: task for task, handle in there.items()},
+            position=self.position,
+            version=self.version,
+            steps=self.steps - self.version,
+        )
+        self.loops[name] = self.deciding
+        self.master.start_loop(name, self.deciding)
+        for task, handle in there.items():
+            self.loops[loop_name(handle, self.number)] = task
+            self.master.start_loop(loop_name(handle, self.number), task)
+
+    def leading(self, number: int) -> str:
+        """Returns the name of a loop that decides."""
+        return f"deciding-{number}"
+
+    def reported(self, loop: str, told: Any, state: str, lost: str) -> None:
+        if loop not in self.loops:
+            return
+        if isinstance(told, Told):
+            self.decided(loop, told)
+        elif lost in self.shards:
             self.go_back()  # a worker that does not reach a ps cannot train
         elif state == "failed":
             self.loop_lost(loop)
         elif state != "running":
-            del self.loops[loop]
+            self.over(loop)
         self.look()
 
-    def ended(self, leader: Leader, state: str, error: JGError | None) -> None:
-        """Who decides has decided the last update, or cannot go on."""
-        if leader.life != self.life or self.state != "running" or self.going_back:
-            return
-        if state == "alone" or isinstance(error, TaskLostError):
+    def decided(self, loop: str, told: Told) -> None:
+        """Who decides has told how far it is."""
+        self.is_heard = True
+        self.position, self.version = told.position, told.version
+        if told.lost in self.shards:
             self.go_back()
-        else:
-            self.state = state if error is None else f"failed: {error}"
+        elif told.state == "failed":
+            self.state = f"failed: {told.error}"
+        elif told.state != "running":
+            self.over(loop)
+
+    def over(self, loop: str) -> None:
+        """A loop has ended; after the last one another row of them begins."""
+        del self.loops[loop]
+        if not self.loops:
+            self.open_gates()
 
     # ------------------------------------------------------------ losses
 
     def lost(self, task: TaskName) -> None:
-        """The master does not reach a task any more."""
-        if task == self.leader.task:
+        if self.accounts is None and task == self.deciding and self.loops:
             self.go_back()  # it has a loop there: that of who decides
-        for loop in [name for name, at in self.loops.items() if at == task]:
-            self.loop_lost(loop)
-        self.look()
+        super().lost(task)
 
     def loop_lost(self, loop: str) -> None:
-        del self.loops[loop]
+        task = self.loops.get(loop)
+        if task is None or task == self.deciding:
+            return
         self.losses += 1
-        self.net.send(self.master, self.leader.task, ("gone", loop, self.life))
+        gone = ("gone", self.leading(self.number), self.life, task)
+        self.master.send(self.deciding, gone)
+        self.worker_lost(task)
+        self.over(loop)
+
+    def worker_lost(self, task: TaskName) -> None:
+        """Looks after a worker until it takes part again."""
+        self.present.pop(task, None)
+        self.back.pop(task, None)
+        self.sim.later(REJOIN_S, partial(self.rejoin, task, self.life))
+
+    def rejoin(self, task: TaskName, life: int) -> None:
+        if life != self.life or self.state != "running" or self.going_back:
+            return
+        if not (self.net.is_up(task) and self.is_led):
+            self.sim.later(REJOIN_S, partial(self.rejoin, task, life))
+            return
+        self.admit(task)
+        if not self.loops and not self.unopened:
+            self.open_gates()  # nobody was left
+        elif (name := self.leading(self.number)) in self.loops:
+            self.master.send(self.deciding, ("pause", name, self.master.epoch))
+
+    def go_on(self, accounts: dict[str, Any]) -> None:
+        """Begins another loop where the one before ended; who told nothing is lost."""
+        if not self.loops:  # gates are being opened, or nobody was left
+            self.unlucky += 1
+            self.go_back()
+            return
+        loops, self.loops = self.loops, {}
+        leading = next((n for n, at in loops.items() if at == self.deciding), None)
+        if leading is not None and (told := accounts[leading]) is not None:
+            self.position, self.version = told.position, told.version
+            if told.state == "failed":
+                self.go_back()
+                return
+        elif leading is not None and (
+            self.is_heard or not self.net.is_up(self.deciding)
+        ):
+            self.go_back()
+            return
+        for loop, task in loops.items():
+            if accounts[loop] is None and loop != leading:
+                self.losses += 1
+                handle = loop.partition("/")[0]
+                for shard in self.shards.values():
+                    shard.dropped.add(handle)
+                self.worker_lost(task)
+        self.open_gates()
 
     def keep_looking(self) -> None:
         self.look()
-        if self.state == "running" and not self.going_back:
-            self.leader.look()
+        if self.state == "running" and not self.going_back and self.leaders:
+            self.leaders[-1].look()
         self.sim.later(LOOK_S, self.keep_looking)
 
     def look(self) -> None:
-        """Goes back when a ps or the master is not the one it was."""
+        """Goes back when a ps is not the one it was."""
         if self.state != "running" or self.going_back:
             return
-        there = [shard.life == self.life for shard in self.shards.values()]
-        if not all(there) or not self.master.alive:
+        for task, since in self.back.items():
+            assert self.sim.now - since < FORGOTTEN_S, f"{task} never takes part again"
+        if any(shard.life != self.life for shard in self.shards.values()):
             self.go_back()
 
     def go_back(self) -> None:
@@ -183,11 +305,13 @@ class SyncWorld(FaultyRun[GatedShard]):
 
     def save(self) -> None:
         """Between two updates; what replicas hold then counts as not done."""
-        if self.state != "running" or self.going_back or self.leader.is_applying:
+        if self.state != "running" or self.going_back or not self.leaders:
             return
-        history = self.shards[self.leader.task].history
-        if all(shard.life == self.life for shard in self.shards.values()):
-            self.checkpoint = Checkpoint(self.leader.data.state(), list(history))
+        leader = self.leaders[-1]
+        history = leader.shard.history
+        there = all(shard.life == self.life for shard in self.shards.values())
+        if there and not leader.is_applying:
+            self.checkpoint = Checkpoint(leader.data.state(), list(history))
 
     # ------------------------------------------------------------ faults
 
@@ -197,24 +321,32 @@ class SyncWorld(FaultyRun[GatedShard]):
         else:
             self.shards[task] = GatedShard(self, task)
 
-    def kill_master(self) -> None:
-        """Another takes its place, and the run goes back to its checkpoint."""
-        self.net.kill(self.master)
-
     # ------------------------------------------------------------ the oracle
+
+    def leads(self, leader: Leader) -> None:
+        """A loop that decides begins, when the one before is over."""
+        before = [one for one in self.leaders if not one.is_over]
+        assert not before, f"{before[-1].name} still decides, and {leader.name} begins"
+        self.leaders.append(leader)
+
+    def decides(self, leader: Leader) -> None:
+        """A loop decides an update: the last one that began, where all ps are."""
+        assert leader is self.leaders[-1], f"{leader.name} decides after its end"
+        there = [s for s in self.shards.values() if s.life == leader.life]
+        versions = {len(shard.history) for shard in there}
+        assert versions == {leader.version}, f"{leader.name} decides at {versions}"
 
     def check_updates(self) -> None:
         histories = [shard.history for shard in self.shards.values()]
         made = histories[0]
         assert len(made) == self.steps
         assert all(history == made for history in histories), "not the same everywhere"
-        wanted = len(self.workers) - self.backups
-        assert all(1 <= len(batches) <= wanted for batches in made)
+        assert all(1 <= len(batches) <= self.wanted for batches in made)
         counted = [batch for batches in made for batch in batches]
         twice = [batch for batch, times in Counter(counted).items() if times > 1]
         assert not twice, f"counted twice: {twice}"
         order = BatchOrder(self.plan)
-        end, unfinished = order.restored(self.leader.data.state())
+        end, unfinished = order.restored(self.position)
         due = set(map(order.number, set(range(end)) - set(unfinished)))
         assert due == set(counted), f"left out: {due ^ set(counted)}"
         assert len(unfinished) <= 12 * len(self.workers), f"kept back: {unfinished}"

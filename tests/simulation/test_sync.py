@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tests.simulation.faulty_run import check_each
+from tests.simulation.faulty_run import FIRST, RUNS, check_each
 from tests.simulation.sync_world import SyncWorld
 
 
@@ -27,12 +27,13 @@ def simulated(seed: int) -> SyncWorld:
         src, dst = chance.sample(tasks, 2)
         acts = [
             partial(world.kill, chance.choice(list(world.workers))),
+            partial(world.lose_master, kill=chance.random() < 0.5),
             partial(world.net.cut, src, dst),
-            partial(world.net.silence, src, dst, chance.choice([0.5, 5.0, 20.0])),
         ]
-        if seed % 2:
+        if seed % 2:  # else nothing that makes a run go back
+            seconds = chance.choice([0.5, 5.0, 20.0])
+            acts.append(partial(world.net.silence, src, dst, seconds))
             acts.append(partial(world.kill, chance.choice(list(world.shards))))
-            acts.append(partial(world.kill_master))
         world.sim.later(at, chance.choice(acts))
     for i in range(6):
         world.sim.later(chance.random() * (i + 1) * 0.5, world.save)
@@ -42,6 +43,12 @@ def simulated(seed: int) -> SyncWorld:
 
 def test_every_ps_makes_the_same_updates_and_no_batch_counts_twice() -> None:
     check_each(simulated)
+
+
+def test_a_run_that_loses_workers_and_masters_never_goes_back() -> None:
+    for seed in range(FIRST, FIRST + RUNS // 4, 2):
+        run = simulated(seed)
+        assert run.restored <= run.unlucky, f"JGRAPH_SIMULATION={seed} repeats it"
 
 
 @pytest.mark.parametrize("seed", [3, 6])

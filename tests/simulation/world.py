@@ -9,21 +9,17 @@ do what these say, with messages over a network that goes wrong.
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.recovery import GoBack, Recoveries
 from jgraph.coordination.slots import Lease, Part, SlotPlan
 from jgraph.graph.ir import TaskName
-from tests.simulation.faulty_run import FaultyRun
+from tests.simulation.faulty_run import REJOIN_S, FaultyRun
 from tests.simulation.master import LEASE_S, Master
 from tests.simulation.network import Network, Simulation
 from tests.simulation.tasks import Shard, Worker
-
-REJOIN_S: Final = 0.5
-TAKEOVER_S: Final = 2.0
-ACCOUNTS_S: Final = 12.0
 
 
 @dataclass
@@ -109,8 +105,7 @@ class World(FaultyRun[Shard]):
         """Makes all variables, and starts a loop on every worker."""
         self.life += 1
         self.going_back = False
-        self.loops: dict[str, TaskName] = {}
-        self.accounts: dict[str, tuple[Lease, ...] | None] | None = None
+        self.loops, self.accounts = {}, None
         for task, shard in self.shards.items():
             shard.life = self.life
             shard.counts = Counter(back_to.counts[task] if back_to else ())
@@ -157,13 +152,10 @@ class World(FaultyRun[Shard]):
         if life == self.life:
             self.ledger.acknowledged.add(batch)
 
-    def reported(
-        self, loop: str, leases: tuple[Lease, ...], state: str, lost: str
-    ) -> None:
-        """The master passes a report on."""
+    def reported(self, loop: str, told: Any, state: str, lost: str) -> None:
         if loop not in self.loops:
             return
-        self.done.add(leases)
+        self.done.add(told)  # leases
         if lost in self.shards:
             self.go_back()  # a worker that does not reach a ps cannot train
         elif state == "failed":
@@ -173,16 +165,6 @@ class World(FaultyRun[Shard]):
         self.look()
 
     # ------------------------------------------------------------ losses
-
-    def lost(self, task: TaskName) -> None:
-        """The master does not reach a task any more."""
-        if self.accounts is not None:
-            for loop in [n for n in self.accounts if self.loops.get(n) == task]:
-                self.accounted(loop, None)
-            return
-        for loop in [name for name, at in self.loops.items() if at == task]:
-            self.loop_lost(loop)
-        self.look()
 
     def loop_lost(self, loop: str) -> None:
         if loop not in self.loops:
@@ -201,12 +183,6 @@ class World(FaultyRun[Shard]):
             self.start_loop(task)
         else:
             self.sim.later(REJOIN_S, partial(self.rejoin, task, life))
-
-    @property
-    def is_led(self) -> bool:
-        """Whether there is a master that deals."""
-        there = self.master.process.alive and self.master.is_heard
-        return there and self.accounts is None
 
     def look(self) -> None:
         """Ends the run when all is done; goes back when a ps is not the one it was."""
@@ -260,52 +236,12 @@ class World(FaultyRun[Shard]):
 
     # ------------------------------------------------------------ another master
 
-    def lose_master(self, *, kill: bool) -> None:
-        """The client hears no more of the master, which is dead or goes on alone."""
-        old = self.master
-        if self.state != "running" or not old.is_heard:
-            return
-        self.sim.note(f"lose {old.task}")
-        old.is_heard = False
-        if kill:
-            self.net.kill(old.process)
-        wait = self.sim.chance.random() * (TAKEOVER_S if kill else REJOIN_S)
-        self.sim.later(wait, partial(self.take_over, old))
-
-    def take_over(self, old: Master) -> None:
-        """Ends the loops through another master, and asks what they did."""
-        if self.master is not old or self.state != "running" or self.going_back:
-            return
-        self.master = Master(self, old.epoch + 1)
-        self.takeovers += 1
-        self.accounts = {}
-        for loop, task in self.loops.items():
-            self.accounts[loop] = None
-            self.master.send(task, ("account", loop, self.master.epoch))
-        self.waiting = set(self.accounts)
-        self.sim.later(ACCOUNTS_S, partial(self.go_on, self.master, old))
-        self.old = old
-        if not self.waiting:
-            self.go_on(self.master, old)
-
-    def accounted(self, loop: str, leases: tuple[Lease, ...] | None) -> None:
-        """A loop has told what it did (None: its task knows nothing of it)."""
-        if self.accounts is None or loop not in self.waiting:
-            return
-        self.accounts[loop] = leases
-        self.waiting.remove(loop)
-        if not self.waiting:
-            self.go_on(self.master, self.old)
-
-    def go_on(self, master: Master, old: Master) -> None:
+    def go_on(self, accounts: dict[str, Any]) -> None:
         """Deals out what is not known to be done, to those that have told."""
-        if self.master is not master or self.accounts is None or self.going_back:
-            return
-        accounts, self.accounts = self.accounts, None
-        loops, self.loops = self.loops, {}
+        old, loops, self.loops = self.old, self.loops, {}
         there = [loop for loop, leases in accounts.items() if leases is not None]
         for loop in there:
-            self.done.add(accounts[loop] or ())
+            self.done.add(accounts[loop])
         for shard in self.shards.values():
             shard.dropped |= accounts.keys() - set(there)
         position = self.done.position(self.updates())

@@ -737,7 +737,10 @@ class GateEvent(_message.Message):
     CLOSED_FIELD_NUMBER: _builtins.int
     LET_IN_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
+    opening: _builtins.str
+    """see OpenGate: what is of an earlier one is not for this gate"""
     @_builtins.property
     def contributed(self) -> Global___Contributed:
         """ps -> first ps: it has what a step contributed"""
@@ -752,7 +755,7 @@ class GateEvent(_message.Message):
 
     @_builtins.property
     def closed(self) -> Global___Status:
-        """first ps -> ps: there are no more updates"""
+        """first ps -> ps: there are no more updates; ps -> first ps: it lost you"""
 
     @_builtins.property
     def let_in(self) -> Global___StepId:
@@ -772,10 +775,11 @@ class GateEvent(_message.Message):
         closed: Global___Status | None = ...,
         let_in: Global___StepId | None = ...,
         ended: Global___StepId | None = ...,
+        opening: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "kind", b"kind", "let_in", b"let_in", "voided", b"voided"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "gate", b"gate", "kind", b"kind", "let_in", b"let_in", "voided", b"voided"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "gate", b"gate", "kind", b"kind", "let_in", b"let_in", "opening", b"opening", "voided", b"voided"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["contributed", "decided", "voided", "closed", "let_in", "ended"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -1576,12 +1580,15 @@ class OpenGate(_message.Message):
     SYNCHRONOUS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     synchronous: _builtins.bool
     version: _builtins.int
     """synchronous: updates applied so far"""
     max_staleness: _builtins.int
     """asynchronous; unset: no bound"""
+    opening: _builtins.str
+    """tells this gate from earlier ones of the same name"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1592,10 +1599,11 @@ class OpenGate(_message.Message):
         synchronous: _builtins.bool = ...,
         version: _builtins.int = ...,
         max_staleness: _builtins.int | None = ...,
+        opening: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "max_staleness", b"max_staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "max_staleness", b"max_staleness", "shards", b"shards", "synchronous", b"synchronous", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "max_staleness", b"max_staleness", "opening", b"opening", "shards", b"shards", "synchronous", b"synchronous", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
