@@ -52,7 +52,7 @@ class SyncWorld(FaultyRun[GatedShard]):
       delay_s: the longest that a message takes.
 
     Attributes:
-      unlucky: how often it lost its master while no loop ran, and went back.
+      unlucky: how often it lost its master while no loop was known to decide.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class SyncWorld(FaultyRun[GatedShard]):
 
     def open_gates(self) -> None:
         """Begins the next loop that decides: with gates of its own."""
+        self.told: Told | None = None
         if self.state != "running" or self.going_back or not self.is_led or self.loops:
             return
         if self.version == self.steps:
@@ -161,7 +162,6 @@ class SyncWorld(FaultyRun[GatedShard]):
     def begin_loops(self) -> None:
         """Begins to decide, with the workers that are there."""
         self.back.clear()
-        self.is_heard = False
         there, name = self.present, self.leading(self.number)
         self.orders[name] = Order(
             replicas={handle: task for task, handle in there.items()},
@@ -194,7 +194,7 @@ class SyncWorld(FaultyRun[GatedShard]):
 
     def decided(self, loop: str, told: Told) -> None:
         """Who decides has told how far it is."""
-        self.is_heard = True
+        self.told = told
         self.position, self.version = told.position, told.version
         if told.lost in self.shards:
             self.go_back()
@@ -246,24 +246,17 @@ class SyncWorld(FaultyRun[GatedShard]):
 
     def go_on(self, accounts: dict[str, Any]) -> None:
         """Begins another loop where the one before ended; who told nothing is lost."""
-        if not self.loops:  # gates are being opened, or nobody was left
-            self.unlucky += 1
-            self.go_back()
-            return
         loops, self.loops = self.loops, {}
-        leading = next((n for n, at in loops.items() if at == self.deciding), None)
-        if leading is not None and (told := accounts[leading]) is not None:
-            self.position, self.version = told.position, told.version
-            if told.state == "failed":
-                self.go_back()
-                return
-        elif leading is not None and (
-            self.is_heard or not self.net.is_up(self.deciding)
-        ):
+        ended = loops and self.leading(self.number) not in loops
+        told = self.told if ended else accounts.get(self.leading(self.number))
+        if told is None or told.state == "failed":
+            # Gates are being opened, nobody was left, or the order to begin was lost.
+            self.unlucky += self.told is None
             self.go_back()
             return
+        self.position, self.version = told.position, told.version
         for loop, task in loops.items():
-            if accounts[loop] is None and loop != leading:
+            if accounts[loop] is None:
                 self.losses += 1
                 handle = loop.partition("/")[0]
                 for shard in self.shards.values():
