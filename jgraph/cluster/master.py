@@ -318,9 +318,7 @@ class Master:
 
     async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
         shards = map(TaskName, body_of(request).shards)
-        calls = (
-            self.call(s, "OpenGate", request, timeout_s=SILENCE_S) for s in shards
-        )
+        calls = (self.call(s, "OpenGate", request, timeout_s=SILENCE_S) for s in shards)
         await asyncio.gather(*calls)
         yield frame(empty=pb.Empty())
 

@@ -1,0 +1,135 @@
+"""What a master saves of a detached run: with real variables, in real files."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jgraph.clock import SystemClock
+from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.run_saver import STEP, RunSaver
+from jgraph.cluster.shard_calls import save_shards
+from jgraph.graph.ir import TaskName
+from jgraph.plan.nodes import ValueType
+from jgraph.plan.program import StoredVariable
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.manifest import FILE, Leaf, Manifest, read_manifest
+from jgraph.runtime.shard_files import make_proof
+from jgraph.runtime.step_files import steps_in
+from jgraph.runtime.store import VariableStore
+from jgraph.runtime.writer_lease import newest
+
+MASTER, PS = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
+SCALAR = ValueType((), "int32")
+LIVE, COPY = (StoredVariable(STEP, SCALAR, of) for of in ("live", "copy"))
+
+
+class Ps:
+    """A ps with one variable, and a run that goes on after each call of the master."""
+
+    def __init__(self) -> None:
+        self.store = VariableStore(PS)
+        self.generations: list[int] = []
+        self.directory = Path()
+        self.saved: asyncio.Queue[None] = asyncio.Queue()
+        self.done = 0
+        self.train()
+
+    def train(self) -> None:
+        self.done += 1
+        self.store.write([LIVE], [np.int32(self.done)])
+
+    async def call(
+        self, task: TaskName, method: str, request: Frame, timeout_s: float = 0.0
+    ) -> Frame:
+        reply = frame(empty=pb.Empty())
+        if method == "RunStep":
+            self.store.write([COPY], self.store.read([LIVE]))
+            self.generations.append(newest(self.directory).generation)
+        elif method == "SaveShards":
+            reply = save_shards(task, self.store, request)
+        else:  # "Reset": the copies are needed no more
+            self.saved.put_nowait(None)
+        self.train()
+        return reply
+
+
+def order(directory: Path, keep: int = 2) -> pb.RunSaves:
+    """Returns what is saved; the client has saved the first step."""
+    first = directory / "0"
+    first.mkdir(parents=True)
+    manifest = Manifest(0, {STEP: Leaf.of(np.zeros((), np.int32))})
+    (first / FILE).write_text(manifest.to_json())
+    shard = pb.ShardFile(name=STEP, container="copy", array=STEP, rows=1, step=1)
+    shard.type.dtype = SCALAR.dtype
+    return pb.RunSaves(
+        directory=str(directory),
+        proof=make_proof(directory),
+        every=1,
+        keep=keep,
+        driver=PS,
+        tasks=[pb.TaskShards(task=PS, shards=[shard])],
+    )
+
+
+def report() -> Frame:
+    columns: list[Any] = [np.arange(1), np.zeros(1)]
+    return frame(loop_report=pb.LoopReport(state="running"), tensors=columns)
+
+
+def saved(directory: Path, ps: Ps, keep: int = 2) -> None:
+    """Lets a master save a run three times, the last time when it is over."""
+
+    async def run() -> None:
+        ps.directory, ps.saved = directory, asyncio.Queue()
+        info = json.dumps({"steps": 100, "first_step": 0})
+        record = RunRecord(MASTER, pb.OpenRun(run="r", info=info), SystemClock())
+        where = lambda: {"done": ps.done}
+        saver = RunSaver(MASTER, order(directory, keep), record, ps.call, where)
+        saver.start()
+        loop = pb.RunLoop(loop="a", task=PS)
+        record.begins(loop)
+        async with asyncio.timeout(20):
+            for _ in range(2):
+                record.keep(loop, report(), 0.0)
+                await ps.saved.get()
+            record.end("done", None)
+            assert saver._working is not None
+            await saver._working
+        assert newest(directory).released
+
+    asyncio.run(run())
+
+
+def test_a_position_is_never_after_the_updates_that_it_is_saved_with(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, Ps())
+    steps = steps_in(tmp_path)
+    assert len(steps) == 2
+    for step in steps:
+        position = read_manifest(tmp_path / str(step)).position
+        assert position is not None
+        assert position["done"] <= step
+
+
+def test_nothing_is_saved_before_the_directory_is_the_masters(tmp_path: Path) -> None:
+    ps = Ps()
+    saved(tmp_path, ps)
+    assert ps.generations
+    assert all(ps.generations)
+    assert read_manifest(tmp_path / str(steps_in(tmp_path)[-1])).generation
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_newest_steps_are_kept(tmp_path: Path, keep: int) -> None:
+    ps = Ps()
+    saved(tmp_path, ps, keep)
+    steps = steps_in(tmp_path)
+    assert len(steps) == keep
+    assert steps[-1] > 0
