@@ -3,10 +3,12 @@
 The same asynchronous training (an MLP 784-512-512-10, Adam) on the same processes at
 each level, in turns. One JSON line per level: steps per second, those of each round,
 and the share of what ``"checkpoint"`` does in the same round; with ``--lose`` also how
-long a run goes without a report when a ps is killed.
+long a run goes without a report when a ps is killed. ``--mb`` makes the state larger:
+two thirds of it are Adam's.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -25,15 +27,14 @@ PS = "/job:ps/task:1"
 
 
 class MLP(nnx.Module):
-    """An MLP 784-512-512-10, 2.7 MB."""
+    """An MLP 784-512-…-10, with as many layers of 512 as a state of ``mb`` MB has."""
 
-    def __init__(self) -> None:
+    def __init__(self, mb: float) -> None:
         rngs = nnx.Rngs(0)
+        hidden = max(1, round((mb * 1e6 / 12 - 784 * 512) / 512**2))
+        sizes = [784, *[512] * (hidden + 1), 10]
         self.layers = nnx.List(
-            [
-                nnx.Linear(a, b, rngs=rngs)
-                for a, b in [(784, 512), (512, 512), (512, 10)]
-            ]
+            [nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)]
         )
 
     def __call__(self, x: Any) -> Any:
@@ -54,10 +55,11 @@ def data() -> tuple[Any, Any]:
     return x, rng.integers(0, 10, 4096).astype(np.int32)
 
 
-def trainer_of(cluster: jg.LocalCluster, level: str) -> jg.Trainer:
+def trainer_of(cluster: jg.LocalCluster, level: str, mb: float) -> jg.Trainer:
     """Returns a Trainer of that level."""
     strategy = jg.AsyncPS(durability=level)  # type: ignore[arg-type]  # one of LEVELS
-    return jg.Trainer(MLP(), loss, optax.adam(1e-3), cluster=cluster, strategy=strategy)
+    model = MLP(mb)
+    return jg.Trainer(model, loss, optax.adam(1e-3), cluster=cluster, strategy=strategy)
 
 
 def rate(trainer: jg.Trainer, given: Any, seconds: float) -> float:
@@ -103,6 +105,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3, help="of each round")
+    parser.add_argument("--mb", type=float, default=8, help="of state, with Adam's")
     parser.add_argument("--lose", action="store_true", help="kill a ps at the end")
     a = parser.parse_args(args)
     with tempfile.TemporaryDirectory() as root:
@@ -114,7 +117,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def measured(cluster: jg.LocalCluster, a: argparse.Namespace) -> None:
     """Prints what each level costs."""
     given = data()
-    trainers = {level: trainer_of(cluster, level) for level in a.levels}
+    trainers = {level: trainer_of(cluster, level, a.mb) for level in a.levels}
     rates: dict[str, list[float]] = {level: [] for level in a.levels}
     for trainer in trainers.values():  # compiles
         trainer.fit(given, steps=20, batch_size=128, progress=False)
@@ -126,10 +129,11 @@ def measured(cluster: jg.LocalCluster, a: argparse.Namespace) -> None:
         share = statistics.median(x / y for x, y in zip(found, base, strict=True))
         lost = {}
         if a.lose and level != "checkpoint":
-            lost = lose(trainer_of(cluster, level), cluster, given)
+            lost = lose(trainer_of(cluster, level, a.mb), cluster, given)
         measure.emit(
             "durability",
             level=level,
+            mb=a.mb,
             steps_per_s=round(statistics.median(found), 1),
             rounds=[round(x, 1) for x in found],
             of_checkpoint=round(share, 3),

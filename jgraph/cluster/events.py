@@ -15,9 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, final
 
+from jgraph import __version__
 from jgraph.clock import WallClock
 from jgraph.cluster.kept_log import NewestLines
-from jgraph.errors import JGError, RunOverError, TaskLostError
+from jgraph.errors import JGError, RunOverError, TaskLostError, VersionError
 from jgraph.graph import markup
 
 LAUNCHER: Final = "launcher"
@@ -82,8 +83,18 @@ def _event(time_s: float, kind: str, text: str, by: str) -> Event:
 
 
 def from_json(line: str) -> Event:
-    """Returns the event that a task told."""
-    return Event(**json.loads(line))
+    """Returns the event that a task told.
+
+    Raises:
+      VersionError: it has other fields than those of this version.
+    """
+    try:
+        return Event(**json.loads(line))
+    except (TypeError, ValueError):
+        raise VersionError(
+            f"a task tells of an event that this jgraph, {__version__}, cannot read: "
+            f"{line[:200]!r}; install the version of the servers where you look"
+        ) from None
 
 
 def kept_events() -> list[Event]:

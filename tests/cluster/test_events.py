@@ -11,13 +11,14 @@ from jgraph.cluster.events import (
     Event,
     LogFiles,
     RunsSeen,
+    from_json,
     in_order,
     kept_events,
     note,
 )
 from jgraph.cluster.kept_log import FORMAT
 from jgraph.cluster.server import Server
-from jgraph.errors import GraphError, TaskLostError
+from jgraph.errors import GraphError, TaskLostError, VersionError
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:1"
 
@@ -50,6 +51,12 @@ def test_the_log_of_a_task_tells_what_it_noted(log: Path, tmp_path: Path) -> Non
     assert (found.by, found.subject) == (PS, WORKER)
     assert abs(found.time_s - kept.time_s) < 1
     assert files.new() == []
+
+
+@pytest.mark.parametrize("line", ['{"kind": "joined", "colour": 3}', "[1]", "{"])
+def test_an_event_of_another_version_is_named_in_a_sentence(line: str) -> None:
+    with pytest.raises(VersionError, match=r"cannot read.*install the version"):
+        from_json(line)
 
 
 def test_a_line_that_is_being_written_is_told_when_it_is_whole(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ SYNCHRONOUS: Final = (
     "test_every_ps_makes_the_same_updates_and_no_batch_counts_twice"
 )
 PS_CORE: Final = "tests/cluster/test_ps_core.py::TestPsCore"
+SAVER: Final = "tests/cluster/test_run_saver.py::"
 INBOUND: Final = "tests/rpc/test_inbound.py::"
 CALLS: Final = "tests/rpc/test_calls_resume.py::"
 
@@ -154,6 +155,76 @@ BUGS: Final = {
         "return last <= self._kept",
         "return True",
         PS_CORE,
+    ),
+    "another loop begins a batch too late": Bug(
+        "coordination/batch_order.py",
+        'within = firsts[int(position["index"])] + int(position["first"])',
+        'within = firsts[int(position["index"])] + int(position["first"]) + 1',
+        SYNCHRONOUS,
+    ),
+    "another loop begins a batch too early": Bug(
+        "coordination/batch_order.py",
+        'within = firsts[int(position["index"])] + int(position["first"])',
+        'within = max(0, firsts[int(position["index"])] + int(position["first"]) - 1)',
+        SYNCHRONOUS,
+    ),
+    "a worker may be lost twice": Bug(
+        "coordination/aggregation.py",
+        "if replica not in self._alive:",
+        "if not replica:",
+        SYNCHRONOUS,
+    ),
+    "a gate takes what was said to the one before": Bug(
+        "cluster/gates.py",
+        "if event.opening == self._openings.get(event.gate):",
+        "if event.gate in self._openings:",
+        "tests/cluster/test_gates.py::"
+        "test_a_gate_takes_nothing_that_was_said_to_the_one_before",
+    ),
+    "an update is seen while it is applied": Bug(
+        "runtime/store.py",
+        "with held([*entries, *others, *changed, *looked_at]):",
+        "with held([]):",
+        "tests/runtime/test_store.py::test_readers_never_see_half_an_update",
+    ),
+    "a wait for a silent master never ends": Bug(
+        "coordination/supervision.py",
+        "case Unanswered(error) if silent_s >= self._end_s:",
+        "case Unanswered(error) if silent_s < 0:",
+        "tests/coordination/test_supervision.py::"
+        "test_loop_ends_that_hears_nothing_for_a_minute",
+    ),
+    "a wait for contributions never ends": Bug(
+        "coordination/aggregation.py",
+        'return self._finish("failed", self._late(timeout_s))',
+        "return []",
+        "tests/coordination/test_aggregation.py::"
+        "test_wait_that_is_too_long_names_who_is_missing",
+    ),
+    "a run that went back uses the variables of before": Bug(
+        "train/parts.py",
+        "container = container or new_container()",
+        'container = container or "train"',
+        "tests/train/test_async_ps.py::"
+        "test_variables_made_anew_take_nothing_that_was_meant_for_those_before",
+    ),
+    "the master saves without a lease": Bug(
+        "cluster/run_saver.py",
+        "if not self._lease.generation:",
+        "if False:",
+        f"{SAVER}test_nothing_is_saved_before_the_directory_is_the_masters",
+    ),
+    "the position of a save is taken after its snapshot": Bug(
+        "cluster/run_saver.py",
+        "position=position,",
+        "position=self.position(),",
+        f"{SAVER}test_a_position_is_never_after_the_updates_that_it_is_saved_with",
+    ),
+    "retention removes the newest": Bug(
+        "runtime/step_files.py",
+        "steps_in(directory)[:-keep]",
+        "steps_in(directory)[keep:]",
+        f"{SAVER}test_the_newest_steps_are_kept[1]",
     ),
     "checksums are not compared": Bug(
         "runtime/manifest.py",

@@ -109,6 +109,20 @@ def test_two_workers_share_the_steps_and_one_model(two_workers: Cluster) -> None
     there.close()
 
 
+def test_variables_made_anew_take_nothing_that_was_meant_for_those_before(
+    two_workers: Cluster,
+) -> None:
+    first, second = trainer(cluster=two_workers), trainer(cluster=two_workers)
+    for there, steps in ((first, 3), (second, 2), (first, 1)):
+        fit(there, steps)
+    counts = [
+        dict(zip(t.names, t.current_values(), strict=True)) for t in (first, second)
+    ]
+    assert [count["global_step"] for count in counts] == [4, 2]
+    for there in (first, second):
+        there.close()
+
+
 def test_a_run_on_a_cluster_saves_while_it_trains(
     two_workers: Cluster, tmp_path: Path
 ) -> None:
