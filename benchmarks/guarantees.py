@@ -139,7 +139,7 @@ def timed(
 
 def measured(clusters: dict[str, jg.LocalCluster], a: argparse.Namespace) -> None:
     """Prints what the first of two clusters does of what the other does."""
-    trainers = {name: trainer_of(c, "checkpoint") for name, c in clusters.items()}
+    trainers = {name: trainer_of(c, "checkpoint", 8) for name, c in clusters.items()}
     for trainer in trainers.values():  # compiles
         trainer.fit(data(), steps=20, batch_size=128, progress=False)
     rates: dict[str, list[float]] = {name: [] for name in clusters}
