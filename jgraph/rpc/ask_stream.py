@@ -147,7 +147,9 @@ class AskStream:
 
     async def finish(self) -> None:
         """Waits until all has left and the server has ended the stream; 1 s at most."""
-        with suppress(TimeoutError, asyncio.CancelledError, grpc.aio.AioRpcError):
+        # gRPC's own error is that of a connection that breaks just then.
+        ends = (TimeoutError, asyncio.CancelledError, grpc.aio.AioRpcError)
+        with suppress(*ends, grpc.aio.InternalError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._talk.outbox.flushed()
                 if self._socket is not None:
