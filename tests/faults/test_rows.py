@@ -114,16 +114,18 @@ def test_rows_4_5_and_7_connections_that_are_cut_lose_nothing_and_bring_nothing_
         def cut_some(run: Any, report: Any) -> None:
             chance.choice(cut).cut()
             cuts[0] += 1
+            if cuts[0] == 10:
+                run.stop()
 
         run = there.fit(
             IDS,
-            steps=2000,
+            steps=10**6,
             batch_size=BATCH,
             callbacks=[cut_some],
             progress=False,
         )
-        assert (run.state, run.steps) == ("done", 2000)
-        assert cuts[0] > 3
+        assert run.state == "stopped"
+        assert cuts[0] >= 10
         ledger.add(run)
         assert ledger.check(there) == 0
         assert set(run.metrics("loss")["replica"]) == {0, 1}
