@@ -5,6 +5,7 @@ can be pointed at an accelerator (``JAX_PLATFORMS=cuda pytest -m gpu``).
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -39,6 +40,11 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+# JAX and the tests make a million objects that stay: looking at them for garbage again
+# and again is a tenth of the time. What is there once tests are collected is let be,
+# and of what comes later, a hundred times as much as usual is waited for.
+gc.disable()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -46,6 +52,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write golden files from what the code gives now; then read the diff",
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores: one waits for processes while the others compute."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(trylast=True)
@@ -57,6 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     first = ("procs", "slow")
     items.sort(key=lambda item: [not item.get_closest_marker(name) for name in first])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(70_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture
