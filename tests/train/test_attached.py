@@ -81,7 +81,11 @@ def test_run_that_cannot_outlive_its_client_is_refused() -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=["async", "sync"],
+)
 def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
     capsys: pytest.CaptureFixture[str], strategy: Strategy, tmp_path: Path
 ) -> None:

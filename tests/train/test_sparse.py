@@ -186,10 +186,10 @@ def test_rows_are_trained_as_the_whole_table_would_be(model: str) -> None:
     "tx",
     [
         optax.sgd(0.1),
-        optax.rmsprop(0.1),
-        optax.adam(0.1),
+        pytest.param(optax.rmsprop(0.1), marks=pytest.mark.nightly),
+        pytest.param(optax.adam(0.1), marks=pytest.mark.nightly),
         optax.adamw(0.1, weight_decay=0.1),
-        optax.sgd(0.1, momentum=0.9),
+        pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.nightly),
         optax.lamb(0.1),
         optax.adafactor(0.1, min_dim_size_to_factor=2),
         optax.multi_transform(

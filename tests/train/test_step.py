@@ -97,10 +97,12 @@ def test_metric_of_several_arrays_is_refused() -> None:
         optax.adam(1e-2),
         optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
         optax.adafactor(1e-2, min_dim_size_to_factor=2),
-        optax.lamb(1e-2),
+        pytest.param(optax.lamb(1e-2), marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.parametrize("check_finite", [False, True])
+@pytest.mark.parametrize(
+    "check_finite", [pytest.param(False, marks=pytest.mark.nightly), True]
+)
 def test_step_over_two_servers_and_a_worker_equals_the_whole(
     tx: Any, check_finite: bool
 ) -> None:

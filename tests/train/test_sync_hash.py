@@ -105,7 +105,7 @@ def assert_same(model: Any, wanted: Any) -> None:
     [
         optax.adagrad(0.1),
         optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.01)),
-        optax.lamb(0.01),
+        pytest.param(optax.lamb(0.01), marks=pytest.mark.nightly),
     ],
     ids=["adagrad", "clip + adam", "lamb"],
 )
