@@ -4,20 +4,25 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
 
+from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S
 from jgraph.cluster.loop_orders import DealtData, Detached, plain
 from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.waiting import ready_tasks
 from jgraph.coordination.batch_ledger import BatchLedger
+from jgraph.coordination.loop_ends import is_cut_off
 from jgraph.coordination.slots import Lease
+from jgraph.coordination.supervision import END_S
 from jgraph.errors import ClusterError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.dial import is_refused
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 
@@ -90,6 +95,28 @@ def open_data(cluster: "Cluster", run: str, name: str, data: DealtData) -> None:
     cluster.call("Master.OpenDataRun", frame(open_data_run=order))
 
 
+def ask_position(
+    cluster: "Cluster", method: str, name: str, ledger: Ledger | None
+) -> dict[str, Any]:
+    """Asks the master where in the data a run is.
+
+    Args:
+      cluster: the client.
+      method: of the master.
+      name: of the data.
+      ledger: knows it, as far as it is known here, if the master is lost; or None.
+    """
+    request = frame(data_run=pb.DataRun(run=name))
+    try:
+        reply = body_of(cluster.call(f"Master.{method}", request))
+    except JGError:
+        if ledger is None:
+            raise
+        return ledger.position()
+    position: dict[str, Any] = json.loads(reply.position)
+    return position
+
+
 def open_run(cluster: "Cluster", run: str, detached: Detached) -> None:
     """Makes the master of a client look after a run also when the client is gone."""
     order = pb.OpenRun(
@@ -146,14 +173,14 @@ def _may_be_master(cluster: "Cluster", task: TaskName) -> bool:
 
 
 def accounts_of(
-    cluster: "Cluster", orders: Sequence[pb.StopLoop], lost: TaskName
+    cluster: "Cluster", orders: Sequence[pb.StopLoop], lost: TaskName | None = None
 ) -> list[Frame | JGError]:
     """Ends loops, and returns what they did; an error of one that does not say.
 
     Args:
-      cluster: with another master.
+      cluster: with a master that reaches them.
       orders: one for each.
-      lost: the old master, which is given little time.
+      lost: another master than before, which is given little time.
     """
 
     async def account(order: pb.StopLoop) -> Frame | JGError:
@@ -173,6 +200,33 @@ def accounts_of(
         return await asyncio.gather(*map(account, orders))
 
     return loop.run(all_accounts())
+
+
+def until_reached(
+    cluster: "Cluster", task: TaskName, began: Mapping[TaskName, str], error: JGError
+) -> Iterator[None]:
+    """Yields, every few seconds at least, until the master reaches a task again.
+
+    Args:
+      cluster: the client.
+      task: the task.
+      began: which start of each task there was.
+      error: why it may be lost.
+
+    Raises:
+      JGError: ``error``: it is gone, was started again, or is silent for too long.
+    """
+    clock, address = SystemClock(), cluster.spec.address(task)
+    deadline = clock.now() + END_S
+    _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
+    while True:
+        ready = loop.run(ready_tasks(cluster))
+        if is_cut_off(task, began, ready):
+            return
+        is_late = clock.now() >= deadline
+        if is_late or task in ready or loop.run(is_refused(address)):
+            raise error
+        yield
 
 
 def lost_master(error: JGError, master: TaskName) -> JGError:

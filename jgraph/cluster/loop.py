@@ -61,13 +61,18 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
+def start(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Runs a coroutine on the loop, and does not wait."""
+    return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+
+
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine on the loop and waits for its result.
 
     The coroutine keeps its own deadline. An interrupt (Ctrl-C, a stopped notebook
     cell) cancels it and is raised here.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+    future = start(coroutine)
     try:
         try:
             return future.result(QUIET_S)

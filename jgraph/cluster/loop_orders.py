@@ -157,7 +157,8 @@ class LoopReport:
       task: its worker.
       state: "running", "done", "stopped", or "lost": its worker is gone, and others go
         on with its data. Of who decides in synchronous training also "paused", where it
-        was asked to, and "alone": no worker is left.
+        was asked to, "alone": no worker is left, and "silent": the master does not
+        reach it, and it is waited for.
       steps: numbers of the steps, int64[n].
       seconds: when each was computed, since the loop began, float64[n].
       fetches: per fetch of the program, its values stacked over the n steps.
@@ -257,3 +258,9 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         shards=request.shards,
         data_position=json.dumps(request.position),
     )
+
+
+def silent_report(request: LoopRequest) -> LoopReport:
+    """Returns what to tell while a loop is waited for that may be there still."""
+    none = np.empty(0)
+    return LoopReport(request.replica, request.task, "silent", none, none, (), {})

@@ -1,8 +1,6 @@
 """Replica loops as the client sees them: orders out, reports in."""
 
-import asyncio
 import concurrent.futures
-import json
 import logging
 import queue
 import threading
@@ -18,12 +16,14 @@ from jgraph.cluster.client import unique
 from jgraph.cluster.failover import (
     Ledger,
     accounts_of,
+    ask_position,
     drop_programs,
     lost_master,
     open_data,
     open_run,
     take_over,
     tell_lost,
+    until_reached,
 )
 from jgraph.cluster.loop_items import Ended, Item, Loop
 from jgraph.cluster.loop_orders import (
@@ -34,6 +34,7 @@ from jgraph.cluster.loop_orders import (
     order_of,
     plain,
     report_of,
+    silent_report,
 )
 from jgraph.cluster.waiting import ready_tasks
 from jgraph.coordination.crew import WAIT_S
@@ -92,7 +93,6 @@ class LoopHandle:
                 open_run(cluster, self._run, sync.detached)
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        self._telling: set[concurrent.futures.Future[None]] = set()
         # A worker reports at least once per step; silence beyond that is an error.
         self._silence_s = 30.0 + max(
             (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
@@ -100,9 +100,7 @@ class LoopHandle:
         if self._detached:
             self._silence_s += WAIT_S
         self._loops: set[Loop] = set()
-        self._began_with = asyncio.run_coroutine_threadsafe(
-            ready_tasks(cluster), loop.event_loop()
-        )
+        self._began_with = loop.start(ready_tasks(cluster))
         self._lost: JGError | None = None  # how the last one ended, if it was lost
         self._following: list[concurrent.futures.Future[None]] = []
         for request in requests:
@@ -118,6 +116,8 @@ class LoopHandle:
 
     def _taken(self, item: Item) -> Iterator[LoopReport]:
         match item:
+            case Ended(verdict=Verdict.DECIDER_LOST) if not self._detached:
+                yield from self._await_decider(item.loop, item.error)
             case Ended():
                 yield from self._over(item)
             case JGError():
@@ -146,9 +146,7 @@ class LoopHandle:
         one = Loop(request, name, began_s, request.first_step)
         self._loops.add(one)
         following = self._follow(one, self._cluster.master, self.epoch)
-        self._following.append(
-            asyncio.run_coroutine_threadsafe(following, loop.event_loop())
-        )
+        self._following.append(loop.start(following))
 
     def _noted(self, one: Loop, report: LoopReport) -> LoopReport:
         """Takes note of a report; returns it with times since the run began."""
@@ -196,22 +194,11 @@ class LoopHandle:
 
     def position(self) -> dict[str, Any]:
         """Returns where in the data the run is, as plain data for a checkpoint."""
-        return self._ask_position("Master.DataPosition")
+        return ask_position(self._cluster, "DataPosition", self._name, self._ledger)
 
     def close(self) -> dict[str, Any]:
         """Ends the dealing of the data and returns the last position."""
-        return self._ask_position("Master.CloseDataRun")
-
-    def _ask_position(self, method: str) -> dict[str, Any]:
-        request = frame(data_run=pb.DataRun(run=self._name))
-        try:
-            reply = body_of(self._cluster.call(method, request))
-        except JGError:
-            if self._ledger is None:
-                raise
-            return self._ledger.position()  # the master is lost
-        position: dict[str, Any] = json.loads(reply.position)
-        return position
+        return ask_position(self._cluster, "CloseDataRun", self._name, self._ledger)
 
     # ------------------------------------------------------------ another master
 
@@ -349,9 +336,9 @@ class LoopHandle:
         if verdict is Verdict.WORKER_LOST and self._can_do_without:
             self._tell_lost(request, error)
             return one, lost_report(request, error)
-        if verdict in {Verdict.MASTER_LOST, Verdict.LINK_LOST}:
-            return Ended(one, error, master, epoch, verdict)
-        return error
+        if verdict in {Verdict.FAILED, Verdict.WORKER_LOST}:
+            return error
+        return Ended(one, error, master, epoch, verdict)
 
     def _over(self, end: Ended) -> Iterator[LoopReport]:
         """Goes on without whoever is lost.
@@ -376,6 +363,25 @@ class LoopHandle:
         if end.epoch == self.epoch:  # of each loop; the first one counts
             yield from self._fail_over(error)
 
+    def _await_decider(self, one: Loop, error: JGError) -> Iterator[LoopReport]:
+        """Waits for the link to who decides, and takes from there how far that came.
+
+        Raises:
+          JGError: ``error``, as it is not the link alone that is lost.
+        """
+        began = self._began_with.result()
+        for _ in until_reached(self._cluster, one.request.task, began, error):
+            if self._stopped.is_set():
+                raise error
+            yield silent_report(one.request)
+            with suppress(queue.Empty):
+                yield from self._taken(self._items.get(timeout=_LOOK_S))
+        order = one.stop_order(self._run, self.epoch, account=True)
+        (account,) = accounts_of(self._cluster, [order])
+        if isinstance(account, JGError) or body_of(account).state == "failed":
+            raise error
+        yield self._noted(one, report_of(one.request, account))
+
     @property
     def _can_do_without(self) -> bool:
         """Whether a worker's loss is no error while another one goes on."""
@@ -383,17 +389,11 @@ class LoopHandle:
         return dealt and not self._detached  # its master looks after that
 
     def _tell_lost(self, request: LoopRequest, error: JGError) -> None:
-        _LOG.warning(
-            *("%s was lost; the other workers go on: %s", request.task, error.message)
-        )
+        _LOG.warning("%s was lost; the other workers go on: %s", request.task, error)
         if self._arbiter is not None:
             order = self._to_arbiter(self._arbiter)
             order.lost = request.task
-            telling = asyncio.run_coroutine_threadsafe(
-                tell_lost(self._cluster, order), loop.event_loop()
-            )
-            self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
+            self._following.append(loop.start(tell_lost(self._cluster, order)))
 
     def _to_arbiter(self, arbiter: LoopRequest) -> pb.StopLoop:
         return pb.StopLoop(loop=f"{self._name}-{arbiter.replica}", task=arbiter.task)

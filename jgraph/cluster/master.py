@@ -248,6 +248,7 @@ class Master:
         order.dealer_address = (
             self._service.address if mine else self.address(TaskName(dealer))
         )
+        order.master = self.task
         return self._told(order, frame(run_loop=order), watched=watched)
 
     async def _told(

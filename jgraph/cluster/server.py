@@ -127,7 +127,9 @@ class TaskServer:
     def set_cluster(self, spec: ClusterSpec) -> None:
         """Tells where the other tasks are."""
         self.master.set_cluster(spec)
-        self._transport.set_peers({task: spec.address(task) for task in spec.tasks()})
+        addresses = {task: spec.address(task) for task in spec.tasks()}
+        self.service.loops.addresses = addresses
+        self._transport.set_peers(addresses)
 
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Lets steps in flight end (at most ``grace_s``), then closes everything."""

@@ -13,6 +13,7 @@ from jgraph.cluster.data_feed import deal_of
 from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.gates import Decides, Gates
 from jgraph.cluster.loop_reports import LoopReports
+from jgraph.cluster.master_lease import AskMaster, MasterLease
 from jgraph.coordination.aggregation import (
     Applied,
     Arbiter,
@@ -28,6 +29,7 @@ from jgraph.coordination.aggregation import (
     Void,
 )
 from jgraph.coordination.slots import Lease, SlotPlan
+from jgraph.coordination.supervision import Supervision
 from jgraph.coordination.sync_data import SyncData
 from jgraph.errors import JGError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
@@ -44,13 +46,19 @@ class SyncLoop:
       driver: drives the steps of that program.
       gates: of this task; the order's is open.
       clock: time for reports and the deadline.
+      ask_master: asks whether the master is there; None: it is here.
 
     Attributes:
       told: what it tells.
     """
 
     def __init__(
-        self, order: pb.RunLoop, driver: StepDriver, gates: Gates, clock: Clock
+        self,
+        order: pb.RunLoop,
+        driver: StepDriver,
+        gates: Gates,
+        clock: Clock,
+        ask_master: AskMaster | None = None,
     ) -> None:
         sync = order.sync
         tasks = map(TaskName, sync.tasks)
@@ -79,6 +87,11 @@ class SyncLoop:
         self._progress_at = clock.now()
         self.told = LoopReports(clock)
         self._timer: asyncio.TimerHandle | None = None
+        self._lease: MasterLease | None = None
+        if ask_master is not None:
+            self._lease = MasterLease(
+                ask_master, Supervision(clock.now()), clock, self._take, self._give_up
+            )
 
     def stop(self, *, pause: bool = False) -> None:
         """Asks the loop to end after the update under way; see ``StopAsked``."""
@@ -107,6 +120,8 @@ class SyncLoop:
         """
         self._gates.listen(self._gate, Decides(self._take, self.peer_lost))
         self._watch_time()
+        if self._lease is not None:
+            self._lease.begin()
         try:
             async for report in self.told.stream():
                 yield report
@@ -114,8 +129,15 @@ class SyncLoop:
             self.stop()  # the watcher may be gone
             if self._timer is not None:
                 self._timer.cancel()
+            if self._lease is not None:
+                self._lease.close()
+
+    def _give_up(self, error: JGError) -> None:
+        self._end("failed", error)
 
     def _watch_time(self) -> None:
+        if self._lease is not None and self._lease.has_ended:
+            self._progress_at = self._clock.now()  # it is not this update's fault
         limit = self._order.step_timeout_s
         left = self._progress_at + limit - self._clock.now()
         if left <= 0:

@@ -13,6 +13,7 @@ from jgraph.cluster.dealer import ANSWER_S, Dealers
 from jgraph.cluster.driver import StepDriver
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.loop_reports import LoopReports
+from jgraph.cluster.master_lease import AskMaster
 from jgraph.cluster.replica import LoopRun
 from jgraph.cluster.requests import reading
 from jgraph.cluster.shell import TaskShell
@@ -21,11 +22,16 @@ from jgraph.cluster.sync_loop import SyncLoop
 from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.epochs import Epochs
 from jgraph.coordination.slots import SlotPlan
-from jgraph.errors import ClusterBusyError, DataError, TaskLostError
+from jgraph.errors import (
+    ClusterBusyError,
+    ClusterUnreachableError,
+    DataError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.transport import Frame, Transport
+from jgraph.rpc.transport import Address, Frame, Transport
 from jgraph.runtime.batches import ArrayReader, Reader
 from jgraph.runtime.sources import open_source
 
@@ -50,6 +56,7 @@ class TaskLoops:
 
     Attributes:
       allow_sources: see ``Server``.
+      addresses: of the other tasks.
       methods: the calls about loops and data, by name.
     """
 
@@ -64,6 +71,7 @@ class TaskLoops:
         dealers: Dealers,
     ) -> None:
         self.allow_sources: tuple[str, ...] = ()
+        self.addresses: Mapping[TaskName, Address] = {}
         self._task = task
         self._transport = transport
         self._clock = clock
@@ -163,7 +171,10 @@ class TaskLoops:
 
     def _make_loop(self, order: pb.RunLoop) -> LoopRun | SyncLoop:
         if order.HasField("sync"):
-            return SyncLoop(order, self._driver, self._gates, self._clock)
+            return SyncLoop(
+                *(order, self._driver, self._gates, self._clock),
+                self._ask_whether_there(TaskName(order.master)),
+            )
         if order.data not in self._data:
             raise DataError(
                 f"{self._task} has no data set '{order.data}' (it may have been "
@@ -191,8 +202,17 @@ class TaskLoops:
             *(plan, reader, ask, self._shell, self._clock, feeds), supervised=supervised
         )
 
+    def _ask_whether_there(self, master: TaskName) -> AskMaster | None:
+        address = self.addresses.get(master)
+        if master == self._task or address is None:
+            return None
+        question = frame(empty=pb.Empty())
+        ask = self._transport.ask
+        return lambda: ask(address, "TaskStatus", question, timeout_s=CONTROL_S)
+
     def _ask_master(self, order: pb.RunLoop) -> Ask:
         dealer = TaskName(order.dealer)
+        address = self.addresses.get(dealer, order.dealer_address)
 
         async def ask(
             done: int, batches: int, idle: bool, received: int
@@ -208,12 +228,17 @@ class TaskLoops:
             )
             if dealer == self._task:
                 return await self._dealers.ask(question)
-            reply = await self._transport.ask(
-                order.dealer_address,
-                "Master.AskData",
-                frame(ask_data=question),
-                timeout_s=ANSWER_S + CONTROL_S,
-            )
+            try:
+                reply = await self._transport.ask(
+                    address,
+                    "Master.AskData",
+                    frame(ask_data=question),
+                    timeout_s=ANSWER_S + CONTROL_S,
+                )
+            except (ClusterUnreachableError, TaskLostError) as error:
+                if "address" in error.details:  # else it is the answer
+                    error.details["task"] = dealer
+                raise
             deal: pb.DataDeal = body_of(reply)
             return deal
 

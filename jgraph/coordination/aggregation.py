@@ -83,8 +83,27 @@ class StopAsked:
     pause: bool = False
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class MasterSilent:
+    """The master of the run has not been heard of for too long; see ``supervision``."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MasterHeard:
+    """The master is there again."""
+
+
 Event: TypeAlias = (
-    Contributed | DataAsked | ReplicaLost | Applied | TimeIsUp | StopAsked
+    Contributed
+    | DataAsked
+    | ReplicaLost
+    | Applied
+    | TimeIsUp
+    | StopAsked
+    | MasterSilent
+    | MasterHeard
 )
 
 
@@ -176,6 +195,7 @@ class Arbiter:
         self._version = version
         self._end = version + steps
         self._applying = False
+        self._unsupervised = False
         self._stopping = ""
         self._over = False
         # Contributions that some ps have, and those that all have: slot -> step.
@@ -205,6 +225,8 @@ class Arbiter:
                 self._version += 1
             case StopAsked(pause):
                 self._stopping = self._stopping or ("paused" if pause else "stopped")
+            case MasterSilent() | MasterHeard():
+                self._unsupervised = isinstance(event, MasterSilent)
             case TimeIsUp(timeout_s):
                 return self._finish("failed", self._late(timeout_s))
         return self._go_on()
@@ -264,7 +286,7 @@ class Arbiter:
         there = list(self._whole[self._version].items())
         if not there and not self._alive:
             return self._finish("alone")
-        if len(there) < self.needed:
+        if self._unsupervised or len(there) < self.needed:
             return []
         # First come, first counted.
         chosen, late = there[: self.needed], there[self.needed :]

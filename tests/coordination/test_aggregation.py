@@ -15,6 +15,8 @@ from jgraph.coordination.aggregation import (
     Decide,
     End,
     Instruction,
+    MasterHeard,
+    MasterSilent,
     ReplicaLost,
     StopAsked,
     TimeIsUp,
@@ -241,3 +243,20 @@ def test_gate_keeps_nothing_once_it_is_closed() -> None:
     gate.handle(Closed(CancelledStepError("over")))
     (told,) = gate.handle(ContributionCame(("w0", 1), slot=0))
     assert told == Tell(("w0", 1), version=0, slot=0)
+
+
+def test_row_22_no_update_begins_while_the_master_is_silent() -> None:
+    machine = arbiter("ab")
+    assert machine.handle(MasterSilent()) == []
+    assert give(machine, A, B) == []
+    assert machine.handle(MasterHeard()) == [Decide(5, (A, B))]
+
+
+def test_row_22_update_that_was_decided_before_is_applied_and_the_loop_can_end() -> (
+    None
+):
+    machine = arbiter("ab", steps=3)
+    assert give(machine, A, B) == [Decide(5, (A, B))]
+    assert machine.handle(MasterSilent()) == []
+    assert machine.handle(Applied()) == []
+    assert machine.handle(StopAsked()) == [End("stopped")]

@@ -31,6 +31,13 @@ def check_each_batch_once(there: Trainer, run: Any) -> None:
         np.testing.assert_allclose(count, means, rtol=1e-6)
 
 
+def contributions_after(run: Any, pause_s: float) -> Any:
+    """Returns those of updates after the first pause of so many seconds."""
+    pauses = np.diff(run.metrics("loss")["seconds"]) > pause_s
+    first = pauses.argmax() if pauses.any() else len(pauses)
+    return run.metrics("contributions")["value"][first + 1 :]
+
+
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_row_21_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
     fault: Fault, caplog: pytest.LogCaptureFixture, strategy: Any
@@ -80,4 +87,57 @@ def test_row_21_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
             ledger.add(run)
             ledger.check(there, lost=1)
         fault.names += [left_out, f"{WORKER} answers again"]
+        there.close()
+
+
+@pytest.mark.parametrize("silent_s", [9.0, 30.0], ids=["9 s", "30 s"])
+def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_heals(
+    fault: Fault, caplog: pytest.LogCaptureFixture, silent_s: float
+) -> None:
+    """A master of its own reaches nobody. There is no checkpoint to go back to."""
+    master = "/job:chief/task:0"
+    tasks = ("/job:ps/task:0", PS, MASTER, WORKER)
+    links = [(master, task) for task in tasks] + [(task, master) for task in tasks]
+    with (
+        through_proxies(*links, chief=True) as (servers, cut_off),
+        connect(servers.target(master), timeout_s=20) as cluster,
+    ):
+        there = trainer(cluster, SyncPS())
+        clocks: list[Stopwatch] = []
+        healed: list[int] = []
+
+        def heal() -> None:
+            healed.append(len(caplog.records))
+            for link in cut_off:
+                link.heal()
+
+        def silence() -> None:
+            clocks.append(Stopwatch())
+            for link in cut_off:
+                link.silence()
+            threading.Timer(silent_s, heal).start()
+
+        def stop_when_both_are_there_again(run: Any, report: Any) -> None:
+            since = contributions_after(run, pause_s=silent_s - 6.5)
+            both = len(since) >= 50 and (since[-50:] == 2).all()
+            if both or (clocks and clocks[0].seconds > silent_s + 60):
+                run.stop()
+
+        run = there.fit(
+            IDS,
+            steps=10**6,
+            batch_size=BATCH,
+            callbacks=[after(200, silence), stop_when_both_are_there_again],
+            progress=False,
+        )
+        assert run.state == "stopped"
+        assert run.recoveries() == []
+        assert silent_s < clocks[0].seconds < silent_s + 25
+        assert cluster.master == master
+        check_each_batch_once(there, run)
+        said = [r.getMessage() for r in caplog.records]
+        paused = said.index("no answer of the master: the loop pauses")
+        assert paused < healed[0]
+        # Nothing was decided from the pause until the link was whole.
+        assert len(contributions_after(run, pause_s=silent_s - 6.5))
         there.close()
