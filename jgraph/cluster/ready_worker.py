@@ -1,13 +1,13 @@
 """A worker that was started again is given what the loops of a run need."""
 
+import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias, final
+from typing import Final, final
 
 from jgraph.cluster.calls import COMPILE_S
+from jgraph.cluster.door import Door
 from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -17,30 +17,6 @@ from jgraph.rpc.transport import Frame
 _LOG = logging.getLogger("jgraph.recover")
 _DATA_S: Final = 3600.0
 """For data that one task sends another; how large it is only that one knows."""
-
-Call: TypeAlias = Callable[..., Awaitable[Frame]]
-
-
-class Door(Protocol):
-    """What a run asks of the master that it belongs to."""
-
-    @property
-    def task(self) -> TaskName:
-        """Where the master is."""
-
-    def tasks(self) -> Iterable[TaskName]:
-        """Returns all tasks of the cluster."""
-
-    def address(self, task: TaskName) -> str:
-        """Returns where a task listens."""
-
-    async def call(
-        self, task: TaskName, method: str, request: Frame, *, timeout_s: float = ...
-    ) -> Frame:
-        """Calls a task."""
-
-    async def register(self, request: Frame) -> Frame:
-        """Passes every task its part of a program."""
 
 
 @final
@@ -108,9 +84,12 @@ class ReadyWorker:
     async def drop(self, handle: str) -> None:
         """Makes all tasks refuse steps of a program, whoever still asks for some."""
         request = frame(program_handle=pb.ProgramHandle(handle=handle))
-        for task in self.door.tasks():
-            with suppress(JGError):  # who does not answer does none
-                await self.door.call(task, "UnregisterProgram", request)
+        calls = [
+            self.door.call(task, "UnregisterProgram", request)
+            for task in self.door.tasks()
+        ]
+        # Who does not answer does none.
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def _give_data(self, task: TaskName, name: str) -> None:
         if self.order.source:

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import suppress
 from typing import Any, Final, Protocol, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.calls import CONTROL_S
-from jgraph.cluster.ready_worker import Door, ReadyWorker
+from jgraph.cluster.calls import DRAIN_S
+from jgraph.cluster.door import Door, reaches_every_ps, ready_tasks
+from jgraph.cluster.driver import as_error
+from jgraph.cluster.ready_worker import ReadyWorker
 from jgraph.cluster.run_record import RunRecord
 from jgraph.coordination.crew import (
     Begin,
@@ -46,7 +47,6 @@ from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.recover")
 _LOOK_S: Final = 0.5
-_NO_QUESTION: Final = frame(empty=pb.Empty())
 
 
 class LoopDoor(Door, Protocol):
@@ -81,6 +81,7 @@ class RunCrew:
         self._deciding: pb.RunLoop | None = None
         self._under_way: dict[str, pb.RunLoop] = {}
         self._known: dict[TaskName, str] = {}
+        self._learning: asyncio.Future[dict[TaskName, str]] | None = None
         self._number = 0
         self._stopping = False
         self._looking = False
@@ -166,22 +167,9 @@ class RunCrew:
 
     async def _learn(self) -> None:
         """Takes note of which processes the run begins with."""
-        if not self._known:
-            self._known = await self._ready_tasks()
-
-    async def _ready_tasks(self) -> dict[TaskName, str]:
-        """Returns which start answers of each task that takes new work."""
-        found: dict[TaskName, str] = {}
-
-        async def ask(task: TaskName) -> None:
-            with suppress(JGError):
-                reply = await self._door.call(task, "TaskStatus", _NO_QUESTION)
-                status: pb.TaskStatus = body_of(reply)
-                if status.task == task and status.state == "ready":
-                    found[task] = f"{status.incarnation:x}"
-
-        await asyncio.gather(*map(ask, self._door.tasks()))
-        return found
+        if self._learning is None:
+            self._learning = asyncio.ensure_future(ready_tasks(self._door))
+        self._known = {**await self._learning, **self._known}
 
     async def _is_lost(self, order: pb.RunLoop, error: JGError) -> bool:
         """Whether the others can go on without the worker of a loop."""
@@ -189,7 +177,7 @@ class RunCrew:
         named = TaskName(str(error.details.get("task", "")))
         if isinstance(error, DataSlotError | FencedError):
             return False
-        ready = await self._ready_tasks()
+        ready = await ready_tasks(self._door)
         if isinstance(error, TaskLostError | ClusterUnreachableError):
             # A ps that is where it was, or only the worker does not reach it.
             return named == task or is_cut_off(named, self._known, ready)
@@ -201,10 +189,16 @@ class RunCrew:
         self._do(self._tell_loop(told))
 
     async def _tell_loop(self, told: pb.StopLoop) -> None:
-        with suppress(JGError):  # of a task that is gone, its loop tells
-            await self._door.call(
-                TaskName(told.task), "StopLoop", frame(stop_loop=told)
-            )
+        """Tells a loop something, unless it ends before it can be told."""
+        request = frame(stop_loop=told)
+        while told.loop in self._under_way:
+            try:
+                await self._door.call(TaskName(told.task), "StopLoop", request)
+            except JGError as error:
+                _LOG.info("%s is not told yet: %s", told.loop, error.message)
+                await asyncio.sleep(_LOOK_S)
+            else:
+                return
 
     # ------------------------------------------------------------ decisions
 
@@ -248,24 +242,14 @@ class RunCrew:
             while self._crew.missing:
                 await asyncio.sleep(_LOOK_S)
                 self._handle(TimePassed())
-                ready = await self._ready_tasks()
+                ready = await ready_tasks(self._door)
                 for replica in self._crew.missing:
                     task = TaskName(self._orders[replica].task)
-                    if task in ready and await self._reaches_every_ps(task):
+                    if task in ready and await reaches_every_ps(self._door, task):
                         self._known[task] = ready[task]
                         self._handle(WorkerAnswered(replica))
         finally:
             self._looking = False
-
-    async def _reaches_every_ps(self, worker: TaskName) -> bool:
-        """Whether it says so: what it lost may be no more than a link."""
-        with suppress(JGError):
-            reply = await self._door.call(
-                worker, "Master.Status", _NO_QUESTION, timeout_s=2 * CONTROL_S
-            )
-            missing = body_of(reply).missing
-            return not any(task.startswith("/job:ps/") for task in missing)
-        return False
 
     async def _prepare(self, replica: int) -> None:
         order = self._orders[replica]
@@ -318,7 +302,9 @@ class RunCrew:
         )
         try:
             for shard in map(TaskName, sync.shards):
-                await self._door.call(shard, "OpenGate", frame(open_gate=gate))
+                await self._door.call(
+                    shard, "OpenGate", frame(open_gate=gate), timeout_s=DRAIN_S
+                )
         except JGError as error:
             self._handle(Failed(error))
             return
@@ -329,6 +315,12 @@ class RunCrew:
             self._start(order)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(self._done(work))
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+
+    async def _done(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  # nobody waits for it
+            self._handle(Failed(as_error(error, self._door.task)))

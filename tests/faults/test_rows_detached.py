@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jgraph.cluster.client import connect
+from jgraph.train.progress import Report
 from jgraph.train.run import Run
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import Ledger, counted, trainer
+from tests.faults.counting import BATCH, IDS, Ledger, counted, trainer
 from tests.faults.detached_client import STRATEGIES, begin_and_kill
 from tests.train.ledger import examples_counted, examples_due
 
@@ -70,6 +71,48 @@ def test_rows_1_9_and_30_a_run_without_its_client_takes_lost_workers_back(
         check(there, run, sum(killed.values()))
         there.close()
     fault.names += [f"{worker} was lost" for worker in WORKERS] + ["SIGKILL"]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["async", pytest.param("sync", marks=pytest.mark.nightly)]
+)
+def test_rows_1_and_19_a_detached_run_whose_master_is_lost_has_another_for_its_workers(
+    fault: Fault, strategy: str
+) -> None:
+    """The client makes a ps its master, which takes back the old one, and others."""
+    servers = fault.cluster(ps=2, workers=2, restarts=6)
+    to_kill, killed = list(WORKERS), 0
+    noticed = dict[int, int]()
+
+    def kill_when_all_take_part(run: Run, report: Report) -> None:
+        nonlocal killed
+        log = servers.logs(PS, tail=1000)
+        back = log.count("answers again and takes part")
+        if back < killed or report.step < noticed.setdefault(back, report.step) + 200:
+            return
+        if to_kill:
+            killed += 1
+            servers.kill(to_kill.pop(0))
+        else:
+            run.stop()
+
+    with connect(servers.target, timeout_s=20) as cluster:
+        assert cluster.master == WORKERS[0]
+        there = trainer(cluster, STRATEGIES[strategy])
+        run = there.fit(
+            IDS,
+            steps=10**6,
+            batch_size=BATCH,
+            callbacks=[kill_when_all_take_part],
+            progress=False,
+            detached=True,
+        )
+        assert (run.state, cluster.master) == ("stopped", PS)
+        assert run.recoveries() == []
+        check = check_together if strategy == "sync" else check_each
+        check(there, run, len(WORKERS))
+        there.close()
+    fault.names += [f"{WORKERS[0]}, the master, was lost", "SIGKILL"]
 
 
 def check_each(there: Trainer, run: Run, lost: int) -> None:

@@ -64,6 +64,13 @@ BUGS: Final = {
         "if sequence != sender.last + 1 and sequence == 0:",
         f"{INBOUND}test_resumed_stream_may_not_jump",
     ),
+    "a master that was replaced takes workers back": Bug(
+        "cluster/run_crew.py",
+        "await self._check_master(order)",
+        "pass",
+        "tests/cluster/test_run_crew.py::"
+        "test_row_20_master_that_was_replaced_takes_no_worker_back",
+    ),
     "the batches of a lost worker are forgotten": Bug(
         "coordination/dispatch.py",
         "self._returned.extendleft(reversed(worker.held))",

@@ -1,0 +1,63 @@
+"""The door to all tasks of a cluster, which a master is for what goes on there."""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final, Protocol
+
+from jgraph.cluster.calls import CONTROL_S
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+
+_NO_QUESTION: Final = frame(empty=pb.Empty())
+
+
+class Door(Protocol):
+    """What a run asks of the master that it belongs to."""
+
+    @property
+    def task(self) -> TaskName:
+        """Where the master is."""
+
+    def tasks(self) -> Iterable[TaskName]:
+        """Returns all tasks of the cluster."""
+
+    def address(self, task: TaskName) -> str:
+        """Returns where a task listens."""
+
+    async def call(
+        self, task: TaskName, method: str, request: Frame, *, timeout_s: float = ...
+    ) -> Frame:
+        """Calls a task."""
+
+    async def register(self, request: Frame) -> Frame:
+        """Passes every task its part of a program."""
+
+
+async def ready_tasks(door: Door) -> dict[TaskName, str]:
+    """Returns which start answers of each task that takes new work."""
+    found: dict[TaskName, str] = {}
+
+    async def ask(task: TaskName) -> None:
+        with suppress(JGError):
+            reply = await door.call(task, "TaskStatus", _NO_QUESTION)
+            status: pb.TaskStatus = body_of(reply)
+            if status.task == task and status.state == "ready":
+                found[task] = f"{status.incarnation:x}"
+
+    await asyncio.gather(*map(ask, door.tasks()))
+    return found
+
+
+async def reaches_every_ps(door: Door, worker: TaskName) -> bool:
+    """Whether a worker says so: what it lost may be no more than a link."""
+    with suppress(JGError):
+        reply = await door.call(
+            worker, "Master.Status", _NO_QUESTION, timeout_s=2 * CONTROL_S
+        )
+        missing = body_of(reply).missing
+        return not any(task.startswith("/job:ps/") for task in missing)
+    return False
