@@ -31,8 +31,12 @@ if "JGRAPH_HOME" not in os.environ:
     os.environ["JGRAPH_HOME"] = tempfile.mkdtemp(prefix="jgraph-tests-")
     atexit.register(shutil.rmtree, os.environ["JGRAPH_HOME"], ignore_errors=True)
 
+from collections.abc import Generator
+
 import pytest
 from hypothesis import settings
+
+from tests.leaks import Leaks
 
 settings.register_profile("dev", max_examples=25, deadline=None, print_blob=True)
 settings.register_profile(
@@ -75,6 +79,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(70_000, 10, 10)
     gc.enable()
+
+
+LEAKS = Leaks()
+LEAKS.watch()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fails a test that left a token or a private key in a log or on the screen."""
+    report = yield
+    LEAKS.look(report.sections)
+    path = getattr(item, "funcargs", {}).get("tmp_path")
+    if path is not None and report.when == "teardown":
+        LEAKS.look_into(path)
+    if told := LEAKS.told():
+        report.outcome, report.longrepr = "failed", told
+    return report
 
 
 @pytest.fixture

@@ -37,15 +37,6 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def calls_of(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {
-        node.func.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-
-
 def test_there_are_sources_to_check() -> None:
     assert len(PACKAGE) > 20
 
@@ -62,21 +53,6 @@ def test_only_compat_touches_jax_internals() -> None:
         if any(f"{module}.".startswith("jax._src.") for module in imports_of(path))
     ]
     assert set(inside) <= {"jgraph/_compat.py"}
-
-
-def test_the_package_neither_unpickles_nor_evaluates() -> None:
-    banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-    for path in PACKAGE:
-        assert not banned & {m.partition(".")[0] for m in imports_of(path)}, path
-        assert not {"eval", "exec", "compile", "__import__"} & calls_of(path), path
-
-
-def test_no_file_of_arrays_may_hold_objects() -> None:
-    """NumPy unpickles only when it is told to."""
-    for path in PACKAGE:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-                assert ast.unparse(node.value) == "False", path
 
 
 @pytest.mark.parametrize("folder", ["jgraph"])

@@ -1,7 +1,10 @@
 """How public objects show themselves: in a sentence, and as HTML with nothing in it."""
 
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,20 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
+from jgraph.cluster.auto import AutoReport
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.events import Event
+from jgraph.cluster.run_info import RunInfo
+from jgraph.cluster.status import ClusterStatus, HashTableStatus
 from jgraph.errors import FeedError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.cost_model import CostModel, Link, TaskSpeed
+from jgraph.train.cell import CellView
+from jgraph.train.progress import Report
+from jgraph.train.standing import WorkerStanding
 from tests.test_public import PUBLIC
 
-EVIL = "<script>alert(1)</script>"
+EVIL = "'\"><img src=x onerror=alert(1)><script>alert(1)</script>"
 X = np.ones((8, 2), np.float32)
 VOID = {"br", "img", "input", "hr", "meta"}
 
@@ -31,19 +41,21 @@ class Tags(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.seen: list[str] = []
+        self.handlers: list[str] = []
         self.texts: list[str] = []
         self.frames: list[Tags] = []
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
+        self.handle_startendtag(tag, attrs)
         if tag not in VOID:
             self.open.append(tag)
         self.frames += [Tags(v or "") for name, v in attrs if name == "srcdoc"]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag, f"</{tag}> closes another element"
@@ -52,8 +64,19 @@ class Tags(HTMLParser):
         self.texts.append(data if self.open[-1:] == ["script"] else "")
 
     @property
-    def scripts(self) -> str:
-        return "".join([*self.texts, *(frame.scripts for frame in self.frames)])
+    def runs(self) -> str:
+        """What a browser would run of the page."""
+        told = [*self.handlers, *self.texts, *(frame.runs for frame in self.frames)]
+        return " ".join(told)
+
+
+def told_by_a_wrong_master(status: ClusterStatus) -> ClusterStatus:
+    """Addresses in a cluster description are checked; what tasks tell is not."""
+    (task,) = status.tasks
+    table = HashTableStatus(EVIL, EVIL, 1, 2, 3, 4)
+    wrong = replace(task, address=EVIL, state=EVIL, platform=EVIL, jax=EVIL)
+    wrong = replace(wrong, hash_tables=(table,))
+    return replace(status, tasks=(wrong,))
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +142,36 @@ def made() -> Iterator[dict[str, Any]]:
         "Run": run,
         "Variable": variable,
         "auto": jg.auto(cluster, measured),
+        "auto.report": AutoReport(
+            [
+                {
+                    "name": EVIL,
+                    "tasks": [EVIL],
+                    "predicted_s": 1.0,
+                    "alone_s": None,
+                    "runs": 0,
+                    "measured_s": None,
+                }
+            ]
+        ),
         "connect": cluster,
-        "Cluster.status": cluster.status(),
+        "Cluster.status": told_by_a_wrong_master(cluster.status()),
+        "Cluster.events": Event(1.0, EVIL, EVIL, EVIL, EVIL),
+        "Cluster.runs": RunInfo(
+            *(EVIL, EVIL, 1, 2, 3.0, TaskName(EVIL), 0, 4, (EVIL,), EVIL, EVIL),
+            synchronous=False,
+            checkpoints=EVIL,
+        ),
+        "Graph.show": graph.show(),
+        "a run in a cell": CellView(
+            Report(
+                *(30, 100, 1.0, 10.0, 320.0, {EVIL: 0.25}),
+                curve=(3.0, 2.0),
+                workers=[WorkerStanding(EVIL, 15, 5.0, {"compute": 0.6}, {0: 3})],
+            ),
+            said=EVIL,
+            logs=[(EVIL, EVIL)],
+        ),
         "doctor": jg.doctor(),
         "fixed_size_partitioner": jg.fixed_size_partitioner(2),
         "function": function,
@@ -150,7 +201,8 @@ NO_OBJECTS = {
 SHOWN = [
     *sorted(set(PUBLIC) - NO_OBJECTS.keys()),
     *("Session.make_callable", "Session.run_metadata", "Session.plan", "Run"),
-    *("Run.profile", "Trainer.plan", "Cluster.status"),
+    *("Run.profile", "Trainer.plan", "Cluster.status", "Cluster.events"),
+    *("Cluster.runs", "Graph.show", "auto.report", "a run in a cell"),
 ]
 
 
@@ -171,13 +223,33 @@ def test_a_public_object_says_what_it_is(name: str, made: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_public_object_is_html_in_a_notebook_and_runs_nothing(
+def test_row_25_an_object_is_html_in_a_notebook_and_runs_nothing_of_what_it_shows(
     name: str, made: dict[str, Any]
 ) -> None:
     page = Tags(made[name]._repr_html_())
     assert page.open == [], "elements that nobody closed"
     assert page.seen
-    assert "alert" not in page.scripts
+    assert "alert" not in page.runs
+    assert "onerror" not in page.runs
+
+
+def test_row_25_every_class_that_is_html_in_a_notebook_is_shown_here(
+    made: dict[str, Any],
+) -> None:
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(jg.__path__, "jgraph.")
+        if not found.name.endswith(("__main__", "_pb2"))
+    ]
+    classes = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and "_repr_html_" in vars(value)
+    }
+    shown = {kind for value in made.values() for kind in type(value).__mro__}
+    assert len(classes) > 40
+    assert classes <= shown, "make one with EVIL in all that it shows"
 
 
 def test_closed_ones_show_that_they_are(made: dict[str, Any]) -> None:

@@ -25,9 +25,6 @@ class Door(Protocol):
     def tasks(self) -> Iterable[TaskName]:
         """Returns all tasks of the cluster."""
 
-    def address(self, task: TaskName) -> str:
-        """Returns where a task listens."""
-
     async def call(
         self, task: TaskName, method: str, request: Frame, *, timeout_s: float = ...
     ) -> Frame:

@@ -8,6 +8,7 @@ others cannot read. Nothing here imports JAX: the tasks' processes do that meanw
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import psutil
 
@@ -26,12 +27,14 @@ from jgraph.cluster.restarting import check_restarts
 from jgraph.errors import (
     ClusterBusyError,
     ClusterUnreachableError,
+    ConfigError,
     JGError,
     StartError,
     UnknownDeviceError,
 )
 from jgraph.rpc.token import home
 
+_NAME: Final = re.compile(r"[\w-]{1,100}")
 _START_S = 90.0
 _END_S = 20.0
 
@@ -72,9 +75,14 @@ def state_directory() -> Path:
 
 
 def find(name: str) -> KeptCluster | None:
-    """Returns a named cluster that runs; None if there is none."""
+    """Returns a named cluster that runs; None if there is none.
+
+    Raises:
+      ConfigError: no cluster can be called so.
+    """
+    path = _state_file(name)
     with suppress(OSError, ValueError, TypeError):
-        kept = KeptCluster(**json.loads(_state_file(name).read_text()))
+        kept = KeptCluster(**json.loads(path.read_text()))
         return kept if kept.running else None
     return None
 
@@ -103,7 +111,7 @@ def up(
     A task that dies is started again, up to ``restarts`` times within a minute.
 
     Raises:
-      ConfigError: no task at all.
+      ConfigError: no task at all, or no cluster can be called so.
       ClusterBusyError: it runs already.
       StartError: it could not be started; shows why.
     """
@@ -217,7 +225,13 @@ def describe(kept: KeptCluster) -> dict[str, Any]:
 
 
 def _state_file(name: str) -> Path:
-    return state_directory() / f"{Path(name).name}.json"
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"'{name:.80}' is no name of a cluster: files are called so; take letters, "
+            "digits, _ and -, as in --name default",
+            name=name,
+        )
+    return state_directory() / f"{name}.json"
 
 
 def _is_keeper(pid: int) -> bool:

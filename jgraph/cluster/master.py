@@ -243,11 +243,7 @@ class Master:
     def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
         """Runs a loop on its task; yields its reports."""
         watched = bool(order.data_run) and not order.dealer
-        dealer = order.dealer = order.dealer or self.task
-        mine = dealer == self.task
-        order.dealer_address = (
-            self._service.address if mine else self.address(TaskName(dealer))
-        )
+        order.dealer = order.dealer or self.task
         order.master = self.task
         return self._told(order, frame(run_loop=order), watched=watched)
 

@@ -299,7 +299,9 @@ def tasks_of(counts: Mapping[str, int]) -> list[TaskName]:
 
 
 def check_counts(counts: Mapping[str, object]) -> None:
-    """Refuses a cluster of no tasks, and counts that are no whole numbers.
+    """Refuses a cluster of no tasks, counts that are no whole numbers, and odd names.
+
+    Before anything is written: logs and certificates are called as the jobs are.
 
     Raises:
       ConfigError: shows what was given.
@@ -315,6 +317,7 @@ def check_counts(counts: Mapping[str, object]) -> None:
             f"a cluster needs at least one task, and this has {told}; write for "
             "example jg.LocalCluster(ps=2, workers=2)"
         )
+    ClusterSpec({job: {0: "127.0.0.1:0"} for job in counts}, port_zero=True)
 
 
 def hand_over_stdout() -> TextIO:

@@ -98,7 +98,7 @@ class ReadyWorker:
                 task, "OpenSource", frame(open_source=source), timeout_s=COMPILE_S
             )
             return
-        send = pb.SendData(name=name, task=task, address=self.door.address(task))
+        send = pb.SendData(name=name, task=task)
         others = [other for other in self.door.tasks() if other != task]
         # The master has it, or a worker.
         for holder in sorted(others, key=lambda other: other != self.door.task):

@@ -27,6 +27,7 @@ from jgraph.errors import (
     ClusterUnreachableError,
     DataError,
     TaskLostError,
+    UnknownDeviceError,
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -128,7 +129,7 @@ class TaskLoops:
         order = pb.PutData(name=body.name, fields=list(reader.arrays))
         arrays = list(reader.arrays.values())
         yield await self._transport.ask(
-            body.address,
+            self._address(TaskName(body.task)),
             "PutData",
             frame(put_data=order, tensors=arrays),
             timeout_s=bulk_timeout_s(sum(array.nbytes for array in arrays)),
@@ -212,7 +213,7 @@ class TaskLoops:
 
     def _ask_master(self, order: pb.RunLoop) -> Ask:
         dealer = TaskName(order.dealer)
-        address = self.addresses.get(dealer, order.dealer_address)
+        address = "" if dealer == self._task else self._address(dealer)
 
         async def ask(
             done: int, batches: int, idle: bool, received: int
@@ -243,6 +244,23 @@ class TaskLoops:
             return deal
 
         return ask
+
+    def _address(self, task: TaskName) -> Address:
+        """Returns where a task is that an order names.
+
+        No order names an address: a caller cannot choose what is dialled, and is shown
+        the token, or sent data.
+
+        Raises:
+          UnknownDeviceError: the cluster of this task has no such task.
+        """
+        if task not in self.addresses:
+            raise UnknownDeviceError(
+                f"{self._task} should call '{task}', and its cluster has no such task; "
+                "give all tasks one cluster description",
+                task=task,
+            )
+        return self.addresses[task]
 
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)

@@ -9,7 +9,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Final, final
 
-from jgraph.errors import ClusterUnreachableError, JGError
+from jgraph.errors import (
+    AddressError,
+    CertificateError,
+    ClusterUnreachableError,
+    JGError,
+)
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.ask_stream import AskStream, Conversation, Ended, Stream
 from jgraph.rpc.codec import Prepared, encode
@@ -178,18 +183,26 @@ class AskLine:
                     return
                 if not await self._again(until):
                     return
+        except CertificateError as error:
+            ended = Ended(error=error)
         finally:
             self.is_broken = True
             for take in list(self._waiting.values()):
                 take(ended)
 
     async def _again(self, until: float) -> bool:
-        """Opens another stream; returns whether it could."""
+        """Opens another stream; returns whether it could.
+
+        Raises:
+          CertificateError: one has expired since the first stream.
+        """
         while await is_worth_a_try(self._address, until, self._now):
             try:
                 stream = await self._dial()
-            except ClusterUnreachableError:
+            except (AddressError, ClusterUnreachableError):
                 continue
+            except CertificateError:
+                raise
             except JGError:
                 return False
             self._stream = self._over(stream, self._stream.incarnation)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Final, final
 
-from jgraph.errors import ClusterUnreachableError, JGError
+from jgraph.errors import AddressError, ClusterUnreachableError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.backlog import Backlog
@@ -107,8 +107,8 @@ class ExchangeLink:
                     if interrupted.was_accepted:
                         until = self._out.now() + RESUME_S
                     lost = interrupted.error
-                except ClusterUnreachableError:
-                    if lost is None:
+                except (AddressError, ClusterUnreachableError):
+                    if lost is None:  # names may be unknown for a moment as well
                         raise
                 if not await is_worth_a_try(self.address, until, self._out.now):
                     raise lost

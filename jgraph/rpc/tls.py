@@ -6,10 +6,11 @@ name among the subject's alternative names) says whose it is: ``worker-0.jgraph`
 well, which is what a caller checks who knows an address and no task.
 """
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 ANY_TASK: Final = "task.jgraph"
 CLIENT: Final = "client.jgraph"
+_SOON: Final = timedelta(days=30)
+_logger = logging.getLogger(__name__)
 
 
 def file_stem(task: TaskName | None) -> str:
@@ -217,6 +220,13 @@ def _check_dates(path: Path, leaf: "Certificate") -> None:
     elif now < leaf.not_valid_before_utc:
         why = f"is valid only from {leaf.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on"
     else:
+        if leaf.not_valid_after_utc - now < _SOON:
+            _logger.warning(
+                "The certificate %s expires at %s UTC; then no new connection is made. "
+                "Make new ones with `jgraph certs`, and start the cluster again.",
+                path,
+                f"{leaf.not_valid_after_utc:%Y-%m-%d %H:%M}",
+            )
         return
     raise CertificateError(
         f"the certificate {path} {why}; make new ones with `jgraph certs`, or set this "

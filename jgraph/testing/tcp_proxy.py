@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can go wrong: cut off, silent, or slow."""
+"""A TCP proxy on loopback that can go wrong: cut off, silent, slow, or false."""
 
 import asyncio
 from typing import Self, final
@@ -21,6 +21,7 @@ class TcpProxy:
       cut_after_bytes: once this many have passed towards the target, all connections
         are reset, and the number is forgotten.
       delay_s: what arrives is passed on so much later.
+      flips: so many times one bit of what passes next, either way, is another.
       held: set when something arrived that is not passed on, because it is silent.
 
     Example:
@@ -40,6 +41,7 @@ class TcpProxy:
         self.passed_bytes = 0
         self.cut_after_bytes: int | None = None
         self.delay_s = 0.0
+        self.flips = 0
         self.held = asyncio.Event()
         self._passes = asyncio.Event()
         self._passes.set()
@@ -100,7 +102,7 @@ class TcpProxy:
                 if not self._passes.is_set():
                     self.held.set()
                     await self._passes.wait()
-                sink.write(chunk)
+                sink.write(self._flipped(chunk))
                 await sink.drain()
                 if counts:
                     self._count(len(chunk))
@@ -109,6 +111,16 @@ class TcpProxy:
         finally:
             self._sinks.discard(sink)
             sink.close()
+
+    def _flipped(self, chunk: bytes) -> bytes:
+        if not self.flips:
+            return chunk
+        self.flips -= 1
+        # Somewhere else each time, and the same places in each run.
+        bit = self.passed_bytes % (8 * len(chunk))
+        wrong = bytearray(chunk)
+        wrong[bit // 8] ^= 1 << bit % 8
+        return bytes(wrong)
 
     def _count(self, nbytes: int) -> None:
         self.passed_bytes += nbytes

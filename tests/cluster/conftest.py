@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ class Servers:
         *,
         allow_sources: Sequence[str] = (),
         transport: TransportChoice = "auto",
+        tls: Path | None = None,
         **jobs: int,
     ) -> None:
         self.servers = [
@@ -30,6 +32,7 @@ class Servers:
                 index,
                 transport=transport,
                 allow_sources=allow_sources,
+                tls=tls,
             )
             for job, count in jobs.items()
             for index in range(count)
@@ -62,7 +65,7 @@ class Servers:
 @contextmanager
 def connected(*, allow_sources: Sequence[str] = (), **jobs: int) -> Iterator[Cluster]:
     """A client of servers of this process, which end with it."""
-    servers = Servers(allow_sources=allow_sources, transport="auto", **jobs)
+    servers = Servers(allow_sources=allow_sources, transport="auto", tls=None, **jobs)
     try:
         with connect(servers.servers[-1].target, timeout_s=20) as cluster:
             yield cluster

@@ -14,6 +14,7 @@ from jgraph.cluster.client import NoHandler, connect
 from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.roles import ROLES
 from jgraph.cluster.server import Server
+from jgraph.cluster.status import ClusterStatus
 from jgraph.cluster.transport_choice import is_loopback, token_file_in
 from jgraph.cluster.visit import status_of
 from jgraph.errors import InsecureError, NotAllowedError, TokenError
@@ -132,6 +133,21 @@ def test_with_tls_a_task_may_not_call_what_is_for_clients(tmp_path: Path) -> Non
         assert not server.join(0.0)
 
 
+def assert_only_documented_ports(
+    process: psutil.Process, status: ClusterStatus, task: str
+) -> None:
+    """A task listens at its address, for health, and nowhere beyond loopback."""
+    (told,) = (t for t in status.tasks if t.task == task)
+    listening = [
+        connection.laddr
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert {at.ip.removeprefix("::ffff:") for at in listening} == {"127.0.0.1"}
+    ports = {int(told.address.rpartition(":")[2]), told.health_port}
+    assert {at.port for at in listening} == ports
+
+
 @pytest.mark.procs
 @pytest.mark.slow
 def test_the_token_of_a_local_cluster_is_in_its_file_and_nowhere_else(
@@ -151,6 +167,7 @@ def test_the_token_of_a_local_cluster_is_in_its_file_and_nowhere_else(
             connect(f"jgraph://{cluster.address}", timeout_s=5)
         for task in cluster.tasks():
             process = psutil.Process(cluster.pid(task))
+            assert_only_documented_ports(process, cluster.status(), task)
             assert secret not in " ".join(process.cmdline())
             assert process.environ()[TOKEN_FILE] == file
             assert secret not in " ".join(process.environ().values())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import final
 
 from jgraph.cluster import loop
@@ -29,6 +30,15 @@ class Link:
     def cut_after(self, nbytes: int) -> None:
         """Resets its connections when so many bytes have passed towards the task."""
         self._proxy.cut_after_bytes = self._proxy.passed_bytes + nbytes
+
+    def flip(self) -> None:
+        """Flips a bit of what passes next, either way."""
+        self._proxy.flips = 1
+
+    @property
+    def has_flipped(self) -> bool:
+        """Whether something passed since then."""
+        return not self._proxy.flips
 
     def silence(self) -> None:
         """Passes nothing on, and closes nothing."""
@@ -63,22 +73,25 @@ class ProxiedServers:
 
     def target(self, task: str) -> str:
         """Returns what a client connects to; through a proxy if that is a link."""
-        return self._from_client.get(task, self.server(task).target)
+        server = self.server(task)
+        scheme, _, address = server.target.partition("://")
+        return f"{scheme}://{self._from_client.get(task, address)}"
 
 
 @contextmanager
 def through_proxies(
-    *links: tuple[str, str], chief: bool = False
+    *links: tuple[str, str], chief: bool = False, tls: Path | None = None
 ) -> Iterator[tuple[ProxiedServers, list[Link]]]:
     """A cluster in which these links, from a task or client to a task, pass proxies.
 
-    It has two ps, two workers, and, if wanted, a task of the job ``chief``.
+    It has two ps, two workers, and, if wanted, a task of the job ``chief``; with TLS if
+    there is a directory of certificates.
     """
     names = ("ps", "worker", *(["chief"] if chief else []))
     if chief:
-        servers = Servers(transport="grpc", ps=2, worker=2, chief=1)
+        servers = Servers(transport="grpc", tls=tls, ps=2, worker=2, chief=1)
     else:
-        servers = Servers(transport="grpc", ps=2, worker=2)
+        servers = Servers(transport="grpc", tls=tls, ps=2, worker=2)
     spec = servers.spec
     by_ends = {(src, dst): Link(spec.address(dst)) for src, dst in links}
     for server in servers.servers:

@@ -247,6 +247,22 @@ BUGS: Final = {
         "tests/train/test_failpoints.py::"
         "test_row_20_a_writer_that_is_replaced_during_a_save_commits_nothing",
     ),
+    "a server writes its token to its log": Bug(
+        "cluster/server.py",
+        'f"{self.task} listens on {server.address}"',
+        'f"{self.task} listens on {server.address}, {self._token.metadata}"',
+        "tests/test_smoke.py::"
+        "test_a_graph_over_a_ps_and_a_worker_runs_and_leaves_no_process",
+    ),
+    "a server writes its key to its log": Bug(
+        "rpc/tls.py",
+        "        return Identity(self, cert, key, ca)",
+        "        import logging\n"
+        "        logging.getLogger(__name__).warning('%s', key)\n"
+        "        return Identity(self, cert, key, ca)",
+        "tests/cluster/test_tls.py::"
+        "test_server_and_client_meet_with_the_files_of_one_run",
+    ),
 }
 QUICK: Final = (
     "the batches of a lost worker are forgotten",

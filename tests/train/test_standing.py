@@ -122,7 +122,7 @@ def test_a_cell_shows_curve_workers_and_logs_and_runs_nothing_of_them() -> None:
     page = Tags(view._repr_html_())
     assert page.open == []
     assert {"progress", "svg", "polyline", "table", "pre"} <= set(page.seen)
-    assert "alert" not in page.scripts
+    assert "alert" not in page.runs
     text = repr(view)
     assert "compute 60% push 40%" in text
     assert "stale 1 (up to 1)" in text

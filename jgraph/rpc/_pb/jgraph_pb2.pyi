@@ -1309,7 +1309,6 @@ class RunLoop(_message.Message):
     DATA_RUN_FIELD_NUMBER: _builtins.int
     DATA_PLAN_FIELD_NUMBER: _builtins.int
     DEALER_FIELD_NUMBER: _builtins.int
-    DEALER_ADDRESS_FIELD_NUMBER: _builtins.int
     DATA_FEEDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -1348,8 +1347,6 @@ class RunLoop(_message.Message):
     """JSON of the plan of the slots; empty: shuffled examples"""
     dealer: _builtins.str
     """task that deals; empty: the master that passes this on"""
-    dealer_address: _builtins.str
-    """where it listens, for who does not know"""
     run: _builtins.str
     """Which run this is part of, and which of its masters says so: a task that was told so
     by a later one refuses. Empty: nobody takes over.
@@ -1389,7 +1386,6 @@ class RunLoop(_message.Message):
         data_run: _builtins.str = ...,
         data_plan: _builtins.str = ...,
         dealer: _builtins.str = ...,
-        dealer_address: _builtins.str = ...,
         data_feeds: _abc.Iterable[_builtins.str] | None = ...,
         run: _builtins.str = ...,
         epoch: _builtins.int = ...,
@@ -1398,7 +1394,7 @@ class RunLoop(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "dealer_address", b"dealer_address", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1778,21 +1774,17 @@ class SendData(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     task: _builtins.str
-    address: _builtins.str
-    """of that one"""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         task: _builtins.str = ...,
-        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,91 @@
+"""The time of day is shown and saved; nothing that waits, or times out, looks at it."""
+
+import ast
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jgraph
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
+from tests.cluster.conftest import connected
+from tests.faults.counting import BATCH, IDS, check_recovered, trainer
+
+PACKAGE = Path(jgraph.__file__).parent
+DATES = {
+    "clock.py": "is the wall clock",
+    "cluster/client.py": "since when a client is there, to show only later events",
+    "cluster/events.py": "dates events",
+    "cluster/run_saver.py": "dates a checkpoint",
+    "rpc/certificates.py": "dates certificates",
+    "rpc/tls.py": "dates certificates",
+    "runtime/writer_lease.py": "compares with what another host wrote; a generation "
+    "fences whoever was taken for gone and was not",
+    "train/checkpoint.py": "dates a checkpoint",
+    "train/checkpoints.py": "dates a checkpoint",
+}
+"""Who reads the time of day, and what for."""
+
+
+def readers(names: set[str]) -> set[str]:
+    """Returns the files that use one of these names."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_name = isinstance(node, ast.Attribute | ast.Name)
+            if is_name and ast.unparse(node) in names:
+                found.add(path.relative_to(PACKAGE).as_posix())
+    return found
+
+
+def test_only_dates_that_are_shown_or_saved_are_of_the_wall_clock() -> None:
+    wall = {
+        *("WallClock", "time.time", "time.time_ns", "time.localtime", "time.gmtime"),
+        *("datetime.now", "datetime.utcnow", "datetime.fromtimestamp", "date.today"),
+    }
+    assert readers(wall) == DATES.keys()
+
+
+def test_what_decides_reads_no_clock_at_all() -> None:
+    files = [
+        p for d in ("coordination", "plan", "graph") for p in PACKAGE.glob(f"{d}/*.py")
+    ]
+    assert len(files) > 30
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {node.module or ""}
+            else:
+                continue
+            assert not names & {"time", "datetime", "jgraph.clock"}, path
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS])
+def test_training_goes_on_when_the_wall_clock_jumps_by_an_hour(
+    strategy: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward past every lease, and back."""
+    jumped = [0.0]
+    monkeypatch.setattr(time, "time", lambda: datetime.now(UTC).timestamp() + jumped[0])
+
+    def jump(run: Any, report: Any) -> None:
+        jumped[0] = -3600.0 if jumped[0] > 0 else 3600.0
+
+    with connected(ps=2, worker=2) as cluster:
+        there = trainer(cluster, strategy())
+        run = there.fit(
+            IDS, steps=300, batch_size=BATCH, callbacks=[jump], progress=False
+        )
+        assert (run.state, run.steps) == ("done", 300)
+        assert jumped[0]
+        assert not run.recoveries()
+        assert not run.dropped()
+        check_recovered(there, run, share=2 if strategy is SyncPS else 1)
+        there.close()
