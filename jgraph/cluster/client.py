@@ -159,8 +159,9 @@ class Cluster:
         """Tells a task to end as SIGTERM does, and returns once it was told.
 
         It takes no new work and hands over what it has: a worker's steps in flight end
-        and are told of, and its batches go to the others. What a ps holds is gone with
-        it.
+        and are told of, and its batches go to the others. Of a ps the run that uses it
+        is saved first, or has a copy (``fit(checkpoint=…)``, ``durability=``), and goes
+        on when the task is started again; else it ends with that ps.
 
         Args:
           task: its name.

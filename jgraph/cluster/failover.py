@@ -19,7 +19,7 @@ from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.loop_ends import is_cut_off
 from jgraph.coordination.slots import Lease
 from jgraph.coordination.supervision import END_S
-from jgraph.errors import ClusterError, JGError, TaskLostError
+from jgraph.errors import ClusterError, JGError, TaskLeavingError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import is_refused
@@ -143,9 +143,12 @@ def take_over(cluster: "Cluster", error: JGError) -> bool:
     """
     old = cluster.master
     others = [task for task in cluster.tasks() if task != old]
-    for task in [*sorted(others, key=_is_no_ps), old]:
+    for task in [*sorted(others, key=lambda task: not is_ps(task)), old]:
         if _may_be_master(cluster, task):
             cluster.move_to(task)
+            if isinstance(error, TaskLeavingError):
+                _LOG.info("%s; %s is the master from here on", error.message, task)
+                return True
             _LOG.warning(
                 "%s, the master, was lost: %s. %s is the master from here on",
                 *(old, error.message.rstrip("."), task),
@@ -154,12 +157,19 @@ def take_over(cluster: "Cluster", error: JGError) -> bool:
     return False
 
 
-def _is_no_ps(task: TaskName) -> bool:
-    return not task.startswith("/job:ps/")
+def is_ps(task: TaskName) -> bool:
+    """Whether a task holds variables of others."""
+    return task.startswith("/job:ps/")
+
+
+def told_to_end(*tasks: TaskName) -> TaskLeavingError:
+    """Returns the error of a run that cannot do without these tasks."""
+    who = f"{', '.join(tasks)} {'was' if len(tasks) == 1 else 'were'}"
+    return TaskLeavingError(f"{who} told to end", task=tasks[0], tasks=list(tasks))
 
 
 def _may_be_master(cluster: "Cluster", task: TaskName) -> bool:
-    """Whether it answers, and knows the same cluster."""
+    """Whether it answers, knows the same cluster, and does not end."""
     with suppress(JGError):
         reply = cluster.call(
             "Master.Status",
@@ -167,8 +177,11 @@ def _may_be_master(cluster: "Cluster", task: TaskName) -> bool:
             timeout_s=2 * CONTROL_S,
             to=cluster.spec.address(task),
         )
-        known = ClusterSpec.from_json(body_of(reply).cluster_json)
-        return known.tasks() == cluster.spec.tasks()  # not so if it was started anew
+        status: pb.ClusterStatus = body_of(reply)
+        known = ClusterSpec.from_json(status.cluster_json)
+        ready = any(t.task == task and t.state == "ready" for t in status.tasks)
+        # The spec is another if it was started anew.
+        return ready and known.tasks() == cluster.spec.tasks()
     return False
 
 
@@ -180,7 +193,7 @@ def accounts_of(
     Args:
       cluster: with a master that reaches them.
       orders: one for each.
-      lost: another master than before, which is given little time.
+      lost: another master than before, which is given little time; None: all answer.
     """
 
     async def account(order: pb.StopLoop) -> Frame | JGError:

@@ -10,6 +10,7 @@ from typing import final
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import loop
+from jgraph.cluster.calls import DRAIN_S
 from jgraph.cluster.client import Cluster, open_cluster
 from jgraph.cluster.patience import saying
 from jgraph.cluster.processes import (
@@ -24,6 +25,9 @@ from jgraph.errors import TaskMissingError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.token import NAME, TOKEN_FILE, Token
+
+_END_S = 10.0
+"""After the grace; a process has to end, too."""
 
 
 @final
@@ -135,6 +139,27 @@ class LocalCluster(Cluster):
     def kill(self, task: str) -> None:
         """Kills a task's process, as a crash of its host would."""
         self._processes[task].kill()
+
+    def restart(self, task: str) -> int:
+        """Ends a task by SIGTERM, starts it again where it was, and waits for that.
+
+        A run that goes on notices a pause at most: a worker hands over what it has and
+        takes part again, another server becomes the master, and for a ps the run is
+        saved, or has a copy of it (``fit(checkpoint=…)``, ``durability=``), waits, and
+        goes on from the same step.
+
+        Returns:
+          The exit code of its process: 0 unless it was killed, 40 s later.
+
+        Raises:
+          StartError: it ended while starting.
+          UnknownDeviceError: the cluster has no such task.
+
+        Example:
+          ``for task in cluster.tasks(): cluster.restart(task)`` restarts all, one after
+          the other.
+        """
+        return self._processes.restart(task, DRAIN_S + _END_S)
 
     def gone(self) -> Mapping[TaskName, str]:
         """See ``Cluster.gone``."""

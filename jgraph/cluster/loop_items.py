@@ -68,5 +68,15 @@ class Ended:
     verdict: Verdict
 
 
-Item: TypeAlias = tuple[Loop, LoopReport | None] | LoopRequest | JGError | Ended
+@final
+@dataclass(frozen=True, slots=True)
+class TaskLeaves:
+    """A task was told to end, and waits until it is let go."""
+
+    task: TaskName
+
+
+Item: TypeAlias = (
+    tuple[Loop, LoopReport | None] | LoopRequest | JGError | Ended | TaskLeaves
+)
 """None: the loops of a replica have ended, of a detached run."""

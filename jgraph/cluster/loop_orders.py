@@ -122,7 +122,6 @@ class LoopRequest:
       compute_wait_s: for benchmarks: emulated computing in each step.
       plan: the slots, where the task has data of its own and all of it once, in order,
         is not shuffled by ``seed``.
-      attempt: how many loops of the replica were lost before in this run.
       absent: of a detached run: the worker is lost; its loop begins when it is back.
     """
 
@@ -143,7 +142,6 @@ class LoopRequest:
     compute_wait_s: float = 0.0
     data_feeds: tuple[str, ...] = ()
     plan: SlotPlan | None = None
-    attempt: int = 0
     absent: bool = False
 
 
@@ -155,10 +153,11 @@ class LoopReport:
     Attributes:
       replica: number of the replica.
       task: its worker.
-      state: "running", "done", "stopped", or "lost": its worker is gone, and others go
-        on with its data. Of who decides in synchronous training also "paused", where it
-        was asked to, "alone": no worker is left, and "silent": the master does not
-        reach it, and it is waited for.
+      state: "running", "done", "stopped", "left": its worker was told to end and has
+        handed over, or "lost": its worker is gone; others go on with its data. Of who
+        decides in synchronous training also "paused", where it was asked to, "alone":
+        no worker is left, and "silent": the master does not reach it, and it is waited
+        for.
       steps: numbers of the steps, int64[n].
       seconds: when each was computed, since the loop began, float64[n].
       fetches: per fetch of the program, its values stacked over the n steps.

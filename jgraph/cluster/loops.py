@@ -1,9 +1,9 @@
 """Replica loops as the client sees them: orders out, reports in."""
 
-import concurrent.futures
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,21 +11,25 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from jgraph.clock import SystemClock
 from jgraph.cluster import loop
-from jgraph.cluster.calls import CONTROL_S, loop_timeout_s
+from jgraph.cluster.calls import CONTROL_S
 from jgraph.cluster.client import unique
 from jgraph.cluster.failover import (
     Ledger,
     accounts_of,
     ask_position,
     drop_programs,
+    is_ps,
     lost_master,
     open_data,
     open_run,
     take_over,
     tell_lost,
+    told_to_end,
     until_reached,
 )
-from jgraph.cluster.loop_items import Ended, Item, Loop
+from jgraph.cluster.farewell import Farewells
+from jgraph.cluster.following import Following
+from jgraph.cluster.loop_items import Ended, Item, Loop, TaskLeaves
 from jgraph.cluster.loop_orders import (
     DealtData,
     LoopReport,
@@ -39,7 +43,7 @@ from jgraph.cluster.loop_orders import (
 from jgraph.cluster.waiting import ready_tasks
 from jgraph.coordination.crew import WAIT_S
 from jgraph.coordination.loop_ends import Verdict, is_cut_off, judge
-from jgraph.errors import ClusterError, DeadlineError, JGError
+from jgraph.errors import ClusterError, JGError, TaskLeavingError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -70,6 +74,8 @@ class LoopHandle:
         data: DealtData | None = None,
     ) -> None:
         self._cluster = cluster
+        self._farewells: Farewells | None = None
+        self.leaving: list[TaskName] = []  # ps, held until all loops have ended
         self._clock = SystemClock()
         self._began = self._clock.now()
         self._run = self._name = unique("loop")
@@ -91,7 +97,7 @@ class LoopHandle:
             if sync.detached is not None:
                 self._detached = True
                 open_run(cluster, self._run, sync.detached)
-        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._following = Following(cluster, self._judged, to_the_end=self._detached)
         self._stopped = threading.Event()
         # A worker reports at least once per step; silence beyond that is an error.
         self._silence_s = 30.0 + max(
@@ -100,16 +106,21 @@ class LoopHandle:
         if self._detached:
             self._silence_s += WAIT_S
         self._loops: set[Loop] = set()
-        self._began_with = loop.start(ready_tasks(cluster))
+        self._began_with = self._following.beside(ready_tasks(cluster))
+        self._again = Counter[int]()  # how often a replica began anew
         self._lost: JGError | None = None  # how the last one ended, if it was lost
-        self._following: list[concurrent.futures.Future[None]] = []
         for request in requests:
             self._start(request, began_s=0.0)
+
+    def take_leave(self, farewells: Farewells) -> None:
+        """Goes on without held tasks that are told to end, or ends if one is a ps."""
+        self._farewells = farewells
+        farewells.listen(lambda task: self._following.put(TaskLeaves(task)))
 
     def __iter__(self) -> Iterator[LoopReport]:
         try:
             while self._loops or self._is_one_back():
-                yield from self._taken(self._next())
+                yield from self._taken(self._following.report(self._silence_s))
         finally:
             if self._loops:
                 self.stop()
@@ -120,6 +131,8 @@ class LoopHandle:
                 yield from self._await_decider(item.loop, item.error)
             case Ended():
                 yield from self._over(item)
+            case TaskLeaves(task):
+                yield from self._part_with(task)
             case JGError():
                 raise item
             case LoopRequest():
@@ -134,19 +147,19 @@ class LoopHandle:
 
         Nothing happens if the others end, or were asked to stop, before it begins.
         """
-        self._items.put(request)
+        self._following.put(request)
 
     def _begin(self, request: LoopRequest) -> None:
         if not self._stopped.is_set():
+            self._again[request.replica] += 1
             self._start(request, self._clock.now() - self._began)
 
     def _start(self, request: LoopRequest, began_s: float) -> None:
-        again = f"-{request.attempt}" if request.attempt else ""
-        name = f"{self._name}-{request.replica}{again}"
+        times = self._again[request.replica]
+        name = f"{self._name}-{request.replica}" + (f"-{times}" if times else "")
         one = Loop(request, name, began_s, request.first_step)
         self._loops.add(one)
-        following = self._follow(one, self._cluster.master, self.epoch)
-        self._following.append(loop.start(following))
+        self._following.begin(one, self._order(one))
 
     def _noted(self, one: Loop, report: LoopReport) -> LoopReport:
         """Takes note of a report; returns it with times since the run began."""
@@ -159,6 +172,9 @@ class LoopHandle:
         elif report.state != "running" and not self._detached:
             self._loops.discard(one)
             self._lost = report.error
+        if report.state == "left":
+            self._lost = told_to_end(report.task)
+            self.pause()  # others go on without it
         return replace(report, seconds=report.seconds + one.began_s)
 
     def _is_one_back(self) -> bool:
@@ -168,7 +184,8 @@ class LoopHandle:
           JGError: none came back in time.
         """
         lost, data = self._lost, self._data
-        if lost is None or self._arbiter is not None or self._detached:
+        waits = self._arbiter is None and not self._detached
+        if lost is None or not waits or self._stopped.is_set():
             return False
         deadline = self._clock.now() + (0.0 if data is None else data.wait_s)
         if data is not None and data.wait_s:
@@ -178,7 +195,7 @@ class LoopHandle:
         while data is not None and self._clock.now() < deadline:
             try:
                 self._cluster.check_startable()
-                item = self._items.get(timeout=_LOOK_S)
+                item = self._following.next(_LOOK_S)
             except queue.Empty:
                 if self._stopped.is_set() or data.stop.is_set():
                     return False
@@ -188,6 +205,8 @@ class LoopHandle:
             if isinstance(item, LoopRequest):
                 self._begin(item)
                 return bool(self._loops)
+            if isinstance(item, TaskLeaves):
+                list(self._taken(item))  # no loop is there that could tell something
         raise lost
 
     # ------------------------------------------------------------ data
@@ -202,6 +221,17 @@ class LoopHandle:
 
     # ------------------------------------------------------------ another master
 
+    def _part_with(self, task: TaskName) -> Iterator[LoopReport]:
+        """Takes what the run has on a task that is told to end."""
+        if is_ps(task):
+            self.leaving.append(task)
+            self.stop()
+            return
+        if task == self._cluster.master and (self._ledger or self._arbiter):
+            yield from self._fail_over(told_to_end(task))
+        if self._farewells is not None:
+            self._farewells.let_go([task])
+
     def _fail_over(self, error: JGError) -> Iterator[LoopReport]:
         """Goes on with another master from what is known to be done.
 
@@ -212,59 +242,52 @@ class LoopHandle:
         if not take_over(self._cluster, error):
             raise lost_master(error, old)
         self.epoch += 1
-        yield from self._come_so_far()
+        if self._farewells is not None:
+            self._farewells.hold([self._cluster.master])
+        leaves = isinstance(error, TaskLeavingError)  # it still answers
+        yield from self._come_so_far(0.0 if leaves else CONTROL_S)
         loops, self._loops = list(self._loops), set()
         orders = [one.stop_order(self._run, self.epoch, account=True) for one in loops]
-        accounts = accounts_of(self._cluster, orders, old)
-        goes_on = []
+        accounts = accounts_of(self._cluster, orders, None if leaves else old)
+        goes_on, left = list[Loop](), list[Loop]()
         for one, account in zip(loops, accounts, strict=True):
             if isinstance(account, JGError):
                 continue
-            goes_on.append(one)
             report = report_of(one.request, account)
-            if self._ledger is not None:
+            (left if report.state == "left" else goes_on).append(one)
+            if self._ledger is not None and report.state != "left":
                 state = "stopped" if self._stopped.is_set() else "running"
                 report = replace(report, state=state)
             elif one.request is self._arbiter and report.state == "failed":
                 raise lost_master(error, old)
             yield self._noted(one, report)
-        lost = [one for one in loops if one not in goes_on]
+        lost = [one for one in loops if one not in (*goes_on, *left)]
         # Nothing that is still under way there changes anything from here on.
         drop_programs(self._cluster, [one.request.handle for one in lost])
         if any(one.request is self._arbiter for one in lost):
             raise lost_master(error, old)  # with the ps that it was
-        if self._ledger is not None and not self._stopped.is_set():
-            self._name = unique("loop")
-            left = self._ledger.left()
-            open_data(self._cluster, self._run, self._name, left)
-            for one in loops if self._detached else goes_on:
-                again = replace(
-                    one.request,
-                    first_step=one.next_step,
-                    attempt=one.request.attempt + 1,
-                    absent=one in lost,
-                )
-                self._begin(again)
+        self._go_on(loops if self._detached else goes_on, absent=[*lost, *left])
         for one in lost:
             _LOG.warning("%s was lost; the other workers go on", one.request.task)
             yield self._noted(one, lost_report(one.request, lost_master(error, old)))
 
-    def _come_so_far(self) -> Iterator[LoopReport]:
-        """Yields what had come before the connection to the old master ended."""
-        concurrent.futures.wait(self._following, timeout=CONTROL_S)
-        for following in self._following:
-            following.cancel()
-        self._following = []
-        added: list[LoopRequest] = []
-        with suppress(queue.Empty):
-            while True:
-                item = self._items.get_nowait()
-                if isinstance(item, LoopRequest):
-                    added.append(item)
-                else:
-                    yield from self._taken(item)
-        for request in added:
-            self._items.put(request)
+    def _go_on(self, loops: Sequence[Loop], absent: Sequence[Loop]) -> None:
+        """Sets loops going again, with the data that is left."""
+        if self._ledger is None or self._stopped.is_set():
+            return
+        self._name = unique("loop")
+        open_data(self._cluster, self._run, self._name, self._ledger.left())
+        for one in loops:
+            step, away = one.next_step, one in absent
+            self._begin(replace(one.request, first_step=step, absent=away))
+
+    def _come_so_far(self, wait_s: float) -> Iterator[LoopReport]:
+        """Yields what had come before the calls of the old master ended."""
+        for item in self._following.cut(wait_s):
+            if isinstance(item, LoopRequest | TaskLeaves):
+                self._following.put(item)
+            else:
+                yield from self._taken(item)
 
     # ------------------------------------------------------------ orders and reports
 
@@ -295,38 +318,16 @@ class LoopHandle:
             with suppress(JGError):
                 self._cluster.call("Master.StopLoop", frame(stop_loop=order))
 
-    def _next(self) -> Item:
-        try:
-            return self._items.get(timeout=self._silence_s)
-        except queue.Empty:
-            raise DeadlineError(
-                f"no report from the training loops for {self._silence_s:g} s; look at "
-                "the tasks with cluster.status()"
-            ) from None
-
-    async def _follow(self, one: Loop, master: TaskName, epoch: int) -> None:
-        request = one.request
-        order = order_of(request)
-        order.loop, order.run, order.epoch = one.name, self._run, epoch
+    def _order(self, one: Loop) -> pb.RunLoop:
+        order = order_of(one.request)
+        order.loop, order.run, order.epoch = one.name, self._run, self.epoch
         if self._arbiter is not None:
             arbiter = self._to_arbiter(self._arbiter)
             order.data_run, order.dealer = arbiter.loop, arbiter.task
         elif self._data is not None:
             order.data_run = self._name
         order.data_plan = order.data_plan or self._plan
-        try:
-            replies = self._cluster.transport.call(
-                self._cluster.address,
-                "Master.RunLoop",
-                frame(run_loop=order),
-                timeout_s=loop_timeout_s(request.steps, request.step_timeout_s),
-            )
-            async for reply in replies:
-                self._items.put((one, report_of(request, reply)))
-            if self._detached:
-                self._items.put((one, None))
-        except JGError as error:
-            self._items.put(self._judged(one, error, master, epoch))
+        return order
 
     def _judged(self, one: Loop, error: JGError, master: TaskName, epoch: int) -> Item:
         """Returns what the end of a loop's reports means."""
@@ -375,7 +376,7 @@ class LoopHandle:
                 raise error
             yield silent_report(one.request)
             with suppress(queue.Empty):
-                yield from self._taken(self._items.get(timeout=_LOOK_S))
+                yield from self._taken(self._following.next(_LOOK_S))
         order = one.stop_order(self._run, self.epoch, account=True)
         (account,) = accounts_of(self._cluster, [order])
         if isinstance(account, JGError) or body_of(account).state == "failed":
@@ -393,7 +394,7 @@ class LoopHandle:
         if self._arbiter is not None:
             order = self._to_arbiter(self._arbiter)
             order.lost = request.task
-            self._following.append(loop.start(tell_lost(self._cluster, order)))
+            self._following.beside(tell_lost(self._cluster, order))
 
     def _to_arbiter(self, arbiter: LoopRequest) -> pb.StopLoop:
         return pb.StopLoop(loop=f"{self._name}-{arbiter.replica}", task=arbiter.task)

@@ -153,6 +153,10 @@ class Master:
         except Exception as error:  # noqa: BLE001  # whatever it is, it is the answer
             events.put_nowait(TaskRefused(task, as_error(error, task)))
             return
+        if status.state != "ready":
+            gone = TaskLostError(f"{task} is being stopped", task=task)
+            events.put_nowait(TaskRefused(task, gone))
+            return
         statuses[task] = status
         events.put_nowait(TaskAnswered(task, status.incarnation))
 

@@ -16,7 +16,7 @@ from typing import TextIO, final
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster.exits import how_it_ended, memory_kills
-from jgraph.cluster.restarting import Restarter
+from jgraph.cluster.restarting import Restarter, wait_started
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.errors import ConfigError, JGError, StartError
@@ -144,6 +144,16 @@ class TaskProcess:
             self.process.kill()
             self.process.wait(_END_S)
 
+    def terminate(self, grace_s: float) -> int:
+        """Ends the process by SIGTERM, killed after ``grace_s``; returns its code."""
+        process = self.process
+        process.terminate()
+        try:
+            return process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait(_END_S)
+
     def kill(self) -> None:
         """Kills the process, as a crash of its host would."""
         process = self.process  # another one when this is over, if it is restarted
@@ -191,6 +201,7 @@ class TaskProcesses:
     ) -> None:
         self._processes: dict[TaskName, TaskProcess] = {}
         self._restarter: Restarter | None = None
+        self._again: set[TaskName] = set()
         try:
             for job, count in counts.items():
                 modest = job in ("ps", "evaluator")
@@ -245,8 +256,30 @@ class TaskProcesses:
         return {
             task: f"{task} ended by {process.how_it_ended()}"
             for task, process in self._processes.items()
-            if process.process.poll() is not None
+            if process.process.poll() is not None and task not in self._again
         }
+
+    def restart(self, task: str, grace_s: float) -> int:
+        """Ends a task by SIGTERM and starts it again where it was.
+
+        Returns:
+          The exit code of its process, which is killed after ``grace_s``.
+
+        Raises:
+          StartError: it ended while starting.
+        """
+        process = self[task]
+        self._again.add(process.task)  # it is not gone meanwhile
+        try:
+            code = process.terminate(grace_s)
+            if code == 0 or self._restarter is None:  # which starts those that died
+                process.start(self.spec)
+                wait_started(process, self.spec, START_S)
+                if self._restarter is not None:
+                    self._restarter.watch(process)
+        finally:
+            self._again.discard(process.task)
+        return code
 
     def end(self) -> None:
         """Ends all processes and waits until they have ended."""

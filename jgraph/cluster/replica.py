@@ -62,6 +62,7 @@ class LoopRun:
         # Batches of steps under way: a step that is refused is computed anew.
         self._fed: dict[int, dict[str, Any]] = {}
         self._refused = 0
+        self._leaving = False
         self._machine = ReplicaLoop(
             first_step=order.first_step,
             steps=order.steps,
@@ -78,6 +79,11 @@ class LoopRun:
             for name, value in [(order.replica_feed, order.replica)]
             if name
         }
+
+    def leave(self) -> None:
+        """Asks the loop to end likewise, and to say that its task does."""
+        self._leaving = True
+        self.stop()
 
     def stop(self) -> None:
         """Asks the loop to end after the steps in flight."""
@@ -205,7 +211,7 @@ class LoopRun:
     def _end(self, state: str, error: JGError | None) -> None:
         self._feed.close()
         if error is None:
-            self._report(state)
+            self._report("left" if self._leaving and state == "stopped" else state)
         self.told.end(error)
 
     def _report(self, state: str) -> None:

@@ -31,6 +31,7 @@ REQUESTS: Final[Mapping[str, str]] = {
     "SendData": "send_data",
     "OpenSource": "open_source",
     "TaskLog": "log_query",
+    "Farewell": "empty",
     "Shutdown": "shutdown",
     "Master.Connect": "connect",
     "Master.Status": "empty",

@@ -79,14 +79,20 @@ class Restarter:
         self._closed = False
         self.left: dict[TaskName, str] = {}
         """Tasks that are not started again, and why."""
-        self._threads = [
-            threading.Thread(
-                target=self._watch, args=(p,), name=f"jgraph-{p.task}", daemon=True
-            )
-            for p in processes
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for process in processes:
+            self.watch(process)
+
+    def watch(self, process: Process) -> None:
+        """Starts a process again when it dies; it runs."""
+        thread = threading.Thread(
+            target=self._watch,
+            args=(process,),
+            name=f"jgraph-{process.task}",
+            daemon=True,
+        )
+        self._threads.append(thread)
+        thread.start()
 
     def close(self) -> None:
         """Starts nothing any more; what is starting is killed."""
@@ -104,7 +110,7 @@ class Restarter:
     def _watch(self, process: Process) -> None:
         while self._start(process, process.wait_dead()):
             try:
-                self._wait_started(process)
+                wait_started(process, self._spec, self._start_s)
             except StartError:
                 continue  # it is dead, which the next round tells
             finally:
@@ -144,14 +150,20 @@ class Restarter:
         note(LAUNCHER, "abandoned", left, level=logging.WARNING)
         _LOG.error("%s", self.left[process.task])
 
-    def _wait_started(self, process: Process) -> None:
-        timer = threading.Timer(self._start_s, process.kill)
-        timer.start()
-        try:
-            process.wait_started()
-            process.join(self._spec)
-        finally:
-            timer.cancel()
+
+def wait_started(process: Process, spec: ClusterSpec, limit_s: float) -> None:
+    """Waits until a process serves a task of ``spec``; kills one that takes longer.
+
+    Raises:
+      StartError: it ended instead.
+    """
+    timer = threading.Timer(limit_s, process.kill)
+    timer.start()
+    try:
+        process.wait_started()
+        process.join(spec)
+    finally:
+        timer.cancel()
 
 
 def check_restarts(restarts: object) -> None:

@@ -38,6 +38,7 @@ ROLES: Final[Roles] = {
     "KeepRecords": _BOTH,
     "TakeRecords": _CLIENT,
     "EndRecords": _CLIENT,
+    "Farewell": _CLIENT,
     "Shutdown": _CLIENT,
     # What a client asks of its master.
     "Master.Connect": _CLIENT,

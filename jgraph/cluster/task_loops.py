@@ -95,6 +95,12 @@ class TaskLoops:
             "OpenSource": self._open_source,
         }
 
+    def leave(self) -> None:
+        """Ends the loops of replicas: their run goes on with other workers."""
+        for loop in self._loops.values():
+            if isinstance(loop, LoopRun):
+                loop.leave()
+
     def stop(self) -> None:
         """Asks all loops to end after their current step."""
         for loop in self._loops.values():

@@ -20,6 +20,7 @@ from jgraph.cluster import events
 from jgraph.cluster.allocator import give_back_memory
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import StepDriver, as_error
+from jgraph.cluster.farewell import SHARE, Farewell
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.records import Records
@@ -55,6 +56,7 @@ from jgraph.runtime.task import TaskRuntime
 # A participant gives a step up this long after its driver should have.
 _GRACE_S = 10.0
 _NEW_WORK: Final = frozenset({"RunStep", "RunLoop", "RegisterProgram"})
+_NEW_LOOPS: Final = frozenset({"RunLoop"})
 
 
 @final
@@ -81,7 +83,10 @@ class TaskService:
         self.incarnation = 0
         self.address = ""
         self.health_port = 0
+        self.leaving = False
+        """It was told to end; those who hold it may still use it."""
         self.draining = False
+        self.farewell = Farewell()
         self.replaced: FencedError | None = None
         """Set: another process has the place of this one, which ends."""
         self.shell = TaskShell(transport, clock)
@@ -114,6 +119,7 @@ class TaskService:
             "LoadShards": self._load_shards,
             "Reset": self._reset,
             "TaskLog": self._task_log,
+            "Farewell": self.farewell.held,
             "Shutdown": self._shut_down,
         }
 
@@ -206,12 +212,18 @@ class TaskService:
         self.gates.when_settled(step, say)
 
     async def drain(self, grace_s: float) -> None:
-        """Takes no new work and lets what runs end, for at most ``grace_s`` seconds."""
+        """Takes no new work and lets what runs end, for at most ``grace_s`` seconds.
+
+        Begins no loop at once, and no step when those who hold the task let it go.
+        """
+        ends, idle = self._clock.now() + grace_s, asyncio.Event()
+        self.leaving = True
+        self.loops.leave()
+        await self.farewell.say(SHARE * grace_s)
         self.draining = True
         self.loops.stop()
-        idle = asyncio.Event()
         with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(ends - self._clock.now()):
                 await self.loops.wait_ended()
                 self.runtime.when_idle(idle.set)
                 await idle.wait()
@@ -227,7 +239,8 @@ class TaskService:
                 f"{installed_version('jgraph')}, the caller may run another version"
             )
         check_request(method, request)
-        if self.draining and method.removeprefix("Master.") in _NEW_WORK:
+        refused = _NEW_WORK if self.draining else _NEW_LOOPS
+        if self.leaving and method.removeprefix("Master.") in refused:
             raise TaskLostError(
                 f"{self.task} is being stopped and takes no new work", task=self.task
             )
@@ -240,7 +253,7 @@ class TaskService:
             incarnation=self.incarnation,
             address=self.address,
             platform=jax.export.default_export_platform(),  # "cuda", not "gpu"
-            state="draining" if self.draining else "ready",
+            state="draining" if self.leaving else "ready",
             pid=os.getpid(),
             rss_bytes=psutil.Process().memory_info().rss,
             jgraph=installed_version("jgraph"),

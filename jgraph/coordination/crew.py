@@ -30,7 +30,10 @@ class LoopBegan:
 @final
 @dataclass(frozen=True, slots=True)
 class LoopEnded:
-    """The loop of a replica ended in order: "done" or "stopped"."""
+    """The loop of a replica ended in order: "done", "stopped" or "left".
+
+    Left: its worker was told to end.
+    """
 
     replica: int
     state: str
@@ -209,6 +212,11 @@ class Crew:
                 self._standing[replica], self._lost = "lost", error
                 if self._row == "running":
                     return [LeaveOut(replica)]
+            case LoopEnded(replica, "left"):
+                self._standing[replica] = "lost"
+                if self._row == "running" and not self._pausing:
+                    self._pausing = True  # or the others would wait for it
+                    return [Pause()]
             case WorkerAnswered(replica) if replica in self.missing:
                 self._standing[replica] = "preparing"
                 return [Prepare(replica)]

@@ -69,16 +69,18 @@ class Recoveries:
         self._newest: int | None = None
         self._times = 0
 
-    def lost(self, newest: int | None) -> Instruction:
+    def lost(self, newest: int | None, *, told: bool = False) -> Instruction:
         """Says what to do now that tasks are lost.
 
         Args:
           newest: updates in the newest checkpoint; None: there is none.
+          told: they were told to end, so the state is not what ended them.
         """
         if newest is None or newest < self.first:
             return GiveUp("no checkpoint of this run is there yet")
-        self._times = self._times + 1 if newest == self._newest else 1
-        self._newest = newest
-        if self._times > ATTEMPTS:
+        if newest != self._newest:
+            self._newest, self._times = newest, 0
+        self._times += not told
+        if self._times > ATTEMPTS and not told:
             return GiveUp(f"it went back to step {newest} {ATTEMPTS} times already")
         return GoBack(newest)

@@ -44,7 +44,8 @@
     │   ├── PortInUseError            JG-121  the address is taken
     │   ├── TaskMissingError          JG-131  listed tasks that never answered
     │   ├── TaskLostError             JG-132  a task went away while it was needed
-    │   │   └── NotTakingError        JG-138  a task that does not take what is sent
+    │   │   ├── NotTakingError        JG-138  a task that does not take what is sent
+    │   │   └── TaskLeavingError      JG-142  a task that a run needs was told to end
     │   ├── DeadlineError             JG-133  a named wait passed its deadline
     │   ├── FencedError               JG-139  who says this was replaced
     │   ├── StartError                JG-134  a task's process ended while starting
@@ -90,6 +91,7 @@ from jgraph.errors.cluster import (
     RunOverError,
     StaleGradientError,
     StartError,
+    TaskLeavingError,
     TaskLostError,
     TaskMissingError,
     TokenError,
@@ -190,6 +192,7 @@ __all__ = [
     "SourceError",
     "StaleGradientError",
     "StartError",
+    "TaskLeavingError",
     "TaskLostError",
     "TaskMissingError",
     "TokenError",

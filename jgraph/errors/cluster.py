@@ -144,6 +144,19 @@ class TaskLostError(ClusterError, ConnectionError):
     code = "JG-132"
 
 
+class TaskLeavingError(TaskLostError):
+    """A task that a run needs was told to end.
+
+    Something sent it SIGTERM, or called ``cluster.drain``. A run that has
+    ``checkpoint=`` saves first, waits for the task to be started again, and goes on
+    with nothing lost; this error ends one that has nothing to go on from.
+
+    What to do: give ``fit(checkpoint=…)``, or ``durability=`` to the strategy.
+    """
+
+    code = "JG-142"
+
+
 class NotTakingError(TaskLostError):
     """A task does not take what is sent to it; too much waits.
 

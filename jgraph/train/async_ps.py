@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, final
 
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.gate_client import open_gate, stale_updates
 from jgraph.cluster.loop_orders import Detached
 from jgraph.cluster.loops import LoopHandle
@@ -42,7 +43,7 @@ from jgraph.train.on_tasks import (
 from jgraph.train.rejoin import Rejoin
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness
 from jgraph.train.step import TrainStep
-from jgraph.train.workers import Workers, chunk_of, end_loops, shares
+from jgraph.train.workers import Workers, chunk_of, end_loops, rest, shares
 
 __all__ = ["AsyncPS", "AsyncRunner"]
 
@@ -154,6 +155,8 @@ class AsyncRunner:
         left, ended = order.steps, set[str]()
         admit = partial(self._admit, prepared, order, loops)
         rejoin = Rejoin(self._cluster, None if order.detached else admit)
+        farewells = Farewells(self._cluster)
+        loops.take_leave(farewells)
         try:
             for report in loops:
                 if order.stop.is_set():
@@ -161,13 +164,15 @@ class AsyncRunner:
                 self.workers.note(report)
                 ended.add(report.state)
                 left -= len(report.steps)
-                if report.state == "lost":
+                if report.state in {"lost", "left"}:
                     self._replaced = True
                     rejoin.lost(report.replica, report.task)
                 if len(report.steps):
                     yield chunk_of(report, prepared.names, report.replica)
             # Loops end when all batches are done, unless they are stopped.
             self._untold = 0 if "stopped" in ended else max(left, 0)
+            self.is_training = False
+            yield from rest(loops)
         except GeneratorExit:
             end_loops(loops)
             raise
@@ -180,6 +185,7 @@ class AsyncRunner:
                 self._loops, self.is_training = None, False
                 with contextlib.suppress(ClusterError):  # gone, and the run with it
                     self._position = loops.close()
+            farewells.close()
 
     def _register(self, prepared: _Prepared) -> None:
         if prepared.handles and not self._replaced:
@@ -211,8 +217,7 @@ class AsyncRunner:
                 order,
                 step_timeout_s=self._strategy.step_timeout_s,
             )[replica]
-        lost = [h for h, task in prepared.workers.items() if task == worker]
-        loops.add(replace(again, attempt=len(lost) - 1))
+        loops.add(again)
 
     def position(self) -> Position:
         """See ``Runner.position``."""

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.errors import ClusterError, ConfigError, JGError
+from jgraph.errors import ClusterError, ConfigError, JGError, TaskLeavingError
 from jgraph.graph.ir import TaskName
 from jgraph.train.attempt import Attempt
 from jgraph.train.handed import Handed
@@ -107,6 +107,11 @@ class Fit:
         except JGError as error:
             if self.recover is not None:
                 return error
+            if isinstance(error, TaskLeavingError):
+                why = "and the run has nothing to go on from; give fit(checkpoint=…)"
+                raise TaskLeavingError(
+                    f"{error.message}, {why}", **error.details
+                ) from error
             if not isinstance(error, ClusterError) or not (gone := self.gone()):
                 raise
             why = "; ".join([error.message.rstrip("."), *gone.values()])
@@ -115,7 +120,7 @@ class Fit:
 
     def _next(self, failure: JGError, began: float) -> Attempt:
         assert self.recover is not None  # _failure asks for it
-        self.display.say(f"tasks were lost, waiting for all to be back: {failure}")
+        self.display.say(f"waiting for all tasks to be back: {failure}")
         attempt, recovery = self.recover(failure)
         self.history.go_back(recovery.back_to, self.clock.now() - began)
         self.run.recovered(recovery)
@@ -152,12 +157,20 @@ class Fit:
         # Closed here, whatever happens: nothing trains on behind an error.
         with contextlib.closing(attempt.runner.run(attempt.order)) as chunks:
             for chunk in chunks:
+                if chunk.at_rest:
+                    self._save_at_rest()
+                    continue
                 check_ids(chunk, attempt.lookups)
                 if attempt.checked is not None:
                     check_finite(chunk, attempt.checked)
                 self._tell(watch.take(chunk))
                 if self.saving is not None:
                     self.saving.note(self.history.steps)
+
+    def _save_at_rest(self) -> None:
+        if self.saving is not None:
+            self.display.say("saving, as tasks are about to end")
+            self.saving.save()
 
     def _tell(self, report: Report) -> None:
         self.run.report(report)

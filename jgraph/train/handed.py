@@ -66,6 +66,10 @@ class Handed:
     def wait(self) -> None:
         """Waits for nothing: see ``Saving.wait``."""
 
+    def save(self) -> None:
+        """Waits until the master has saved a run whose loops have ended."""
+        self.finish()
+
     def go_back(self, take: Take, step: int) -> None:
         """Goes on from ``step``; the master is told with the next order."""
         self._due = step

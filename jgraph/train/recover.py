@@ -21,6 +21,7 @@ from jgraph.errors import (
     InternalError,
     JGError,
     ProtocolError,
+    TaskLeavingError,
     TaskLostError,
     UninitializedError,
 )
@@ -86,7 +87,8 @@ class Recover:
         step, lost, kept = self.history.steps, self._lost(error), self.keep_on
         while lost and not self.stop.is_set():
             newest = self._newest() if kept is None else step
-            match self.decide.lost(newest):
+            told = isinstance(error, TaskLeavingError)
+            match self.decide.lost(newest, told=told):
                 case GiveUp(why):
                     raise self._hopeless(error, why, self._newest())
                 case GoBack(to):
@@ -127,6 +129,8 @@ class Recover:
         """Returns the tasks whose loss may be why there is this error."""
         if not isinstance(error, _OF_A_LOSS):
             return []
+        if isinstance(error, TaskLeavingError):
+            return list(error.details["tasks"])
         lost = self._changed()
         if not lost and isinstance(error, TaskLostError | ClusterUnreachableError):
             # All live, and a connection was lost: what was under way may be half done.
@@ -151,14 +155,14 @@ class Recover:
             then += f"{max(0, step - to)} steps are done again"
         else:
             then = "goes on with the copies of what was there"
+        what = f"{', '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost at"
+        why = f": {error.message.rstrip('.')}"
+        if isinstance(error, TaskLeavingError):
+            what, why = f"{error.message} after", ""
         _LOG.warning(
-            "%s lost at step %d: %s. The run waits up to %g s until all tasks answer, "
-            "and then %s.",
-            f"{', '.join(lost)} {'was' if len(lost) == 1 else 'were'}",
-            step,
-            error.message.rstrip("."),
-            _WAIT_S,
-            then,
+            "%s step %d%s. The run waits up to %g s until all tasks answer, and then "
+            "%s.",
+            *(what, step, why, _WAIT_S, then),
         )
 
     def _went_on(
@@ -169,7 +173,9 @@ class Recover:
             raise self._hopeless(error, "the checkpoints of this run are damaged", to)
         if self.saving is not None:
             self.saving.go_back(attempt.take, to)
-        _LOG.warning("all tasks answer; the run goes on from step %d", to)
+        told = isinstance(error, TaskLeavingError)
+        level = logging.INFO if told else logging.WARNING
+        _LOG.log(level, "all tasks answer; the run goes on from step %d", to)
         return Recovery(tuple(lost), step, to)
 
     def _hopeless(self, error: JGError, why: str, newest: int | None) -> JGError:

@@ -5,8 +5,9 @@ import threading
 from collections.abc import Callable
 from typing import Final, final
 
+from jgraph.cluster import loop
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.waiting import incarnations_of, reaches_every_ps
+from jgraph.cluster.waiting import reaches_every_ps, ready_tasks
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 
@@ -54,7 +55,7 @@ class Rejoin:
 
     def _look(self) -> None:
         while not self._over.wait(LOOK_EVERY_S):
-            answering = incarnations_of(self._cluster) if self._lost else {}
+            answering = loop.run(ready_tasks(self._cluster)) if self._lost else {}
             for replica, worker in list(self._lost.items()):
                 if worker not in answering or self._over.is_set():
                     continue

@@ -53,7 +53,9 @@ class Chunk:
     date the replica's steps; ``metrics`` are stacked, first axis n; ``times`` are the
     seconds that the n steps took, by part. In synchronous training there is one replica
     that stands for all; ``of_workers`` has what each did meanwhile, without metrics.
-    ``dropped`` counts gradients that came too late so far, by worker.
+    ``dropped`` counts gradients that came too late so far, by worker. With ``at_rest``
+    nothing was done, and nothing is under way: a task with a part of the state ends
+    when the next chunk is asked for.
     """
 
     replica: int
@@ -63,6 +65,7 @@ class Chunk:
     times: Mapping[str, float] = field(default_factory=dict)
     dropped: Mapping[TaskName, int] = field(default_factory=dict)
     of_workers: Sequence["Chunk"] = ()
+    at_rest: bool = False
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -108,6 +108,19 @@ class Saving:
         """Goes on after tasks were lost: from ``step``, with another state."""
         self._take, self._last = take, step
 
+    def save(self) -> None:
+        """Saves a run that is at rest, before a task goes; a failure is only told.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+        """
+        self.wait()
+        try:
+            self._begin()
+        except ClusterError as error:
+            _LOG.warning("not saved before tasks end: %s", error)
+        self.wait()
+
     def finish(self) -> None:
         """Saves what came out in the end.
 

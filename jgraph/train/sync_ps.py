@@ -18,6 +18,7 @@ from typing import Any, Final, final
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster, unique
+from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.gate_client import open_gate
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest, SyncRequest
 from jgraph.cluster.loops import LoopHandle
@@ -36,7 +37,7 @@ from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, posit
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_step import SyncStep
 from jgraph.train.sync_strategy import SyncPS
-from jgraph.train.workers import chunk_of, end_loops
+from jgraph.train.workers import chunk_of, end_loops, rest
 
 __all__ = ["SyncPS", "SyncRunner"]
 
@@ -125,6 +126,7 @@ class SyncRunner:
         admit = None if order.detached else partial(self._admit, prepared, order)
         rejoin = Rejoin(self._cluster, admit)
         self.state.is_training = True
+        self._farewells = Farewells(self._cluster)
         try:
             yield from self._follow(prepared, order, rejoin)
         except GeneratorExit:
@@ -136,6 +138,7 @@ class SyncRunner:
             raise
         finally:
             rejoin.close()
+            self._farewells.close()
             self._loops, self.state.is_training = None, False
 
     def _follow(
@@ -152,6 +155,7 @@ class SyncRunner:
             with self.state.lock:
                 self._present, self._back = self._present | self._back, set()
                 loops = self._begin(prepared, replace(order, steps=left), sync)
+                loops.take_leave(self._farewells)
                 self._loops = loops
             now, late = clock.now(), Counter[TaskName]()
             began = began or now
@@ -172,12 +176,13 @@ class SyncRunner:
                     chunk = chunk_of(told, prepared.names, replica=0)
                     yield replace(chunk, of_workers=tuple(beside))
                     beside.clear()
+            yield from rest(loops)
             dropped += late
             sync = replace(sync, epoch=loops.epoch)
 
     def _note(self, prepared: _Prepared, report: LoopReport, rejoin: Rejoin) -> None:
         self._workers.note(report)
-        if report.state == "lost":
+        if report.state in {"lost", "left"}:
             self._replaced = True
             self._present.discard(report.replica)
             rejoin.lost(report.replica, report.task)

@@ -1,10 +1,13 @@
 """What the workers of a training run have, and what each is told to run."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
+import numpy as np
+
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.failover import told_to_end
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
@@ -132,6 +135,18 @@ def shares(steps: int, count: int) -> list[int]:
       [3, 2, 2]
     """
     return [steps // count + (i < steps % count) for i in range(count)]
+
+
+def rest(loops: LoopHandle) -> Iterator[Chunk]:
+    """Lets the state be saved after all loops, if tasks with a part of it are to end.
+
+    Raises:
+      TaskLeavingError: they are, and the run has to wait for them.
+    """
+    if loops.leaving:
+        none = np.empty(0)
+        yield Chunk(0, none, none, {}, at_rest=True)
+        raise told_to_end(*loops.leaving)
 
 
 def end_loops(loops: LoopHandle) -> None:

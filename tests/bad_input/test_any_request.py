@@ -13,8 +13,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
 from tests.bad_input.conftest import PS, WORKER, Served
 
-# What ends the server, or is meant to forget what is there.
-METHODS = sorted(m for m in REQUESTS if not m.endswith(("Shutdown", "Reset")))
+# What ends the server, is meant to forget what is there, or is answered at its end.
+METHODS = sorted({*REQUESTS} - {"Shutdown", "Reset", "Master.Reset", "Farewell"})
 PLAN = (
     '{"parts": [["d", 8]], "batch_size": 2, "seed": 0, "shuffle": "slots", '
     '"slot_batches": 1}'

@@ -112,6 +112,14 @@ def test_synchronous_run_pauses_for_a_worker_that_is_back() -> None:
     ]
 
 
+def test_synchronous_run_pauses_for_a_worker_that_was_told_to_end() -> None:
+    crew = begun(together=True, workers=3)
+    assert told(crew, LoopEnded(2, "left")) == [[Pause()]]
+    assert crew.missing == [2]
+    stopped = LoopEnded(0, "stopped"), LoopEnded(1, "stopped")
+    assert told(crew, RowEnded("paused"), *stopped)[-1] == [Begin((0, 1))]
+
+
 def test_synchronous_run_without_workers_goes_on_with_the_first_that_is_back() -> None:
     crew = begun(together=True)
     assert told(crew, LoopLost(0, GONE)) == [[LeaveOut(0)]]

@@ -30,6 +30,16 @@ def test_run_that_loses_tasks_at_the_same_place_over_and_over_ends() -> None:
     assert recoveries.lost(20) == GiveUp("it went back to step 20 3 times already")
 
 
+def test_run_whose_tasks_are_told_to_end_goes_on_however_often() -> None:
+    recoveries = Recoveries(first=0)
+    for _ in range(ATTEMPTS):
+        assert recoveries.lost(20) == GoBack(20)
+        assert recoveries.lost(20, told=True) == GoBack(20)
+    assert recoveries.lost(20, told=True) == GoBack(20)
+    assert isinstance(recoveries.lost(20), GiveUp)
+    assert isinstance(Recoveries(0).lost(None, told=True), GiveUp)
+
+
 def test_recovery_says_how_many_steps_are_done_again() -> None:
     lost = (TaskName("/job:ps/task:0"),)
     assert Recovery(lost, step=730, back_to=500).again == 230

@@ -1,0 +1,120 @@
+"""A task that is told to end waits until those who use it have let it go.
+
+Whoever needs what a task has holds a call of ``Farewell`` there. The task answers when
+it is told to end, and goes on meanwhile as before; it ends when all have hung up. Who
+died has hung up, too.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, final
+
+from jgraph.cluster import loop
+from jgraph.cluster.calls import bounded_s
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
+
+if TYPE_CHECKING:
+    from jgraph.cluster.client import Cluster
+
+SHARE: Final = 2 / 3
+"""Of the grace; the rest is for what runs on the task."""
+
+
+@final
+class Farewell:
+    """Of one task: who would be told of its end."""
+
+    def __init__(self) -> None:
+        self._said = asyncio.Event()
+        self._held = 0
+        self._free = asyncio.Event()
+        self._free.set()
+
+    async def held(self, request: Frame) -> AsyncIterator[Frame]:
+        """Answers when the task is told to end; holds it until the caller hangs up."""
+        self._held += 1
+        self._free.clear()
+        try:
+            await self._said.wait()
+            yield frame(empty=pb.Empty())
+            await asyncio.Event().wait()
+        finally:
+            self._held -= 1
+            if not self._held:
+                self._free.set()
+
+    async def say(self, limit_s: float) -> None:
+        """Tells all of the end, and waits until they have let go, or ``limit_s``."""
+        self._said.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._free.wait(), limit_s)
+
+
+@final
+class Farewells:
+    """Holds the ps and the master for a client; used by one thread.
+
+    Args:
+      cluster: theirs.
+    """
+
+    def __init__(self, cluster: "Cluster") -> None:
+        self._cluster = cluster
+        self._calls: dict[TaskName, Future[None]] = {}
+        self._told: set[TaskName] = set()
+        self._tell: Callable[[TaskName], None] = lambda task: None
+        self.hold([*cluster.tasks("ps"), cluster.master])
+
+    def hold(self, tasks: Iterable[TaskName]) -> None:
+        """Holds these too."""
+        for task in tasks:
+            if task not in self._calls:
+                self._calls[task] = asyncio.run_coroutine_threadsafe(
+                    self._hold(task), loop.event_loop()
+                )
+
+    def listen(self, tell: Callable[[TaskName], None]) -> None:
+        """Calls ``tell`` for each task that ends, from the event loop's thread.
+
+        At once for those that have told so already, and are held still.
+        """
+
+        async def begin() -> None:
+            self._tell = tell
+            for task in sorted(self._told):
+                tell(task)
+
+        loop.run(begin())
+
+    def let_go(self, tasks: Iterable[TaskName]) -> None:
+        """Lets tasks end."""
+
+        async def hang_up(calls: list[Future[None]]) -> None:
+            for call in calls:
+                call.cancel()
+
+        gone = [task for task in tasks if task in self._calls]
+        loop.run(hang_up([self._calls.pop(task) for task in gone]))
+        self._told.difference_update(gone)
+
+    def close(self) -> None:
+        """Lets all go."""
+        self.let_go(list(self._calls))
+
+    async def _hold(self, task: TaskName) -> None:
+        replies = self._cluster.transport.call(
+            self._cluster.spec.address(task),
+            "Farewell",
+            frame(empty=pb.Empty()),
+            timeout_s=bounded_s(0.0),
+        )
+        with suppress(JGError):  # it is lost, which others tell
+            async for _ in replies:
+                self._told.add(task)
+                self._tell(task)
