@@ -3,7 +3,8 @@
 ``failpoint("checkpoint.begun")`` does nothing unless that point is armed: by a test of
 the same process (``armed``), or for a whole process by the environment variable
 ``JGRAPH_FAILPOINTS``. There ``checkpoint.begun=crash@2`` ends the process without any
-cleaning up, the second time that it is there; ``raise`` raises an ``OSError``. With
+cleaning up, the second time that it is there; ``raise`` raises an ``OSError``, and
+``sleep:0.5`` takes half a second. With
 ``JGRAPH_FAILPOINTS_ONCE`` only the process crashes that first makes that file, of all
 that have the same variables.
 """
@@ -11,8 +12,11 @@ that have the same variables.
 import errno
 import itertools
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NoReturn
 
 from jgraph.errors import ConfigError
@@ -23,6 +27,8 @@ CRASHED: Final = 86
 """How a process exits that was told to crash."""
 POINTS: Final = (
     "lease.file_created",
+    "lease.renewing",
+    "lease.renewed",
     "lease.released",
     "checkpoint.begun",
     "checkpoint.arrays_written",
@@ -33,6 +39,7 @@ POINTS: Final = (
     "checkpoint.replaced",
     "shard.written",
     "shard.on_disk",
+    "prune.begun",
     "prune.renamed",
     "prune.removed",
     "update.computed",
@@ -44,12 +51,20 @@ POINTS: Final = (
     "log.replaced",
     "log.written",
     "log.on_disk",
+    "step.received",
+    "step.begun",
     "step.done",
     "step.told",
+    "order.received",
+    "order.accepted",
     "data.dealt",
     "data.answered",
+    "handed.snapshot_taken",
     "handed.on_disk",
     "handed.committed",
+    "handed.prune_begun",
+    "handed.prune_renamed",
+    "handed.pruned",
 )
 """Every point that there is."""
 
@@ -101,12 +116,13 @@ def arm(text: str) -> None:
         name, _, what = one.partition("=")
         action, _, time = what.partition("@")
         _check(name)
-        if action not in _ACTIONS or not (time or "1").isdecimal():
+        act = _action(action)
+        if act is None or not (time or "1").isdecimal():
             raise ConfigError(
-                f"{VARIABLE} has '{one}'; write {name}=crash, {name}=raise, or "
-                f"{name}=crash@2 for the second time"
+                f"{VARIABLE} has '{one}'; write {name}=crash, {name}=raise, "
+                f"{name}=sleep:0.5, or {name}=crash@2 for the second time"
             )
-        _armed[name] = _nth(_ACTIONS[action], int(time or 1))
+        _armed[name] = _nth(act, int(time or 1))
 
 
 def _check(name: str) -> None:
@@ -125,7 +141,12 @@ def _crash() -> None:
     os._exit(CRASHED)
 
 
-_ACTIONS: Final[dict[str, Callable[[], None]]] = {"crash": _crash, "raise": fail}
+def _action(text: str) -> Callable[[], object] | None:
+    """Returns what is to be done; None: there is no such action."""
+    action, _, seconds = text.partition(":")
+    if action == "sleep" and re.fullmatch(r"\d+(\.\d+)?", seconds):
+        return partial(threading.Event().wait, float(seconds))
+    return {"crash": _crash, "raise": fail}.get(text)
 
 
 def _nth(act: Callable[[], object], time: int) -> Callable[[], None]:

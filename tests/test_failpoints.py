@@ -44,8 +44,28 @@ def test_a_process_crashes_the_second_time_and_cleans_nothing_up() -> None:
     assert (ended.returncode, ended.stdout) == (CRASHED, "1\n")
 
 
+def test_a_process_is_slow_at_a_point() -> None:
+    code = CODE + "from jgraph.clock import SystemClock as C\nc = C(); t = c.now()\n"
+    code += "f('prune.renamed'); f('prune.renamed'); print(0.3 < c.now() - t < 0.6)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={VARIABLE: "prune.renamed=sleep:0.3@2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == "True\n"
+
+
 @pytest.mark.parametrize(
-    "wrong", ["nowhere=crash", "prune.renamed", "prune.renamed=x@1"]
+    "wrong",
+    [
+        "nowhere=crash",
+        "prune.renamed",
+        "prune.renamed=x@1",
+        "prune.renamed=sleep",
+        "prune.renamed=sleep:-1",
+    ],
 )
 def test_a_point_or_action_that_there_is_not_is_refused(wrong: str) -> None:
     with pytest.raises(

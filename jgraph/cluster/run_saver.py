@@ -22,6 +22,7 @@ from jgraph.cluster.calls import COMPILE_S, bulk_timeout_s
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.shard_calls import shard_from
 from jgraph.errors import CheckpointError, JGError
+from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -112,6 +113,7 @@ class RunSaver:
             made, like = await asyncio.to_thread(begin_step, directory)
         try:
             await self.call(driver, "RunStep", frame(run_step=run), timeout_s=COMPILE_S)
+            failpoint("handed.snapshot_taken")
             leaves = await self._write(made, like)
             step = await asyncio.to_thread(_step_in, made, leaves)
             if step in steps_in(directory):

@@ -29,6 +29,7 @@ from jgraph.errors import (
     TaskLostError,
     UnknownDeviceError,
 )
+from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -151,7 +152,9 @@ class TaskLoops:
 
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
+        failpoint("order.received")
         self._epochs.check(order.run, order.epoch)
+        failpoint("order.accepted")
         if order.loop in self._loops:
             raise ClusterBusyError(f"loop '{order.loop}' already runs on {self._task}")
         with reading(f"the order of loop '{order.loop}'"):

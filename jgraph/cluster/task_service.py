@@ -169,6 +169,7 @@ class TaskService:
         self.records.peer_lost(peer, error)
 
     def _start_part(self, driver: TaskName, order: pb.StartStep) -> None:
+        failpoint("step.received")
         self.gates.step_started(driver, order.handle)
         step = order.handle, order.step_id
 
@@ -194,6 +195,7 @@ class TaskService:
             )
         except JGError as error:
             over(error, StepTimes())
+        failpoint("step.begun")
 
     def _report_part(
         self, driver: TaskName, step: StepKey, outcome: Outcome, times: StepTimes

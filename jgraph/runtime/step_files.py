@@ -101,10 +101,13 @@ def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:
     """Deletes all but the newest steps."""
     for step in steps_in(directory)[:-keep]:
         check()
+        failpoint("handed.prune_begun")
         # Renamed first: a step that is there is whole.
         going = directory / f"{step}.going"
         (directory / str(step)).rename(going)
+        failpoint("handed.prune_renamed")
         shutil.rmtree(going, ignore_errors=True)
+        failpoint("handed.pruned")
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -7,6 +7,7 @@ next file; so a writer that comes back after a pause sees a higher number and st
 """
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -22,6 +23,7 @@ from jgraph.clock import Clock, WallClock
 from jgraph.errors import CheckpointWriterError
 from jgraph.failpoints import failpoint
 
+_LOG = logging.getLogger("jgraph.checkpoint")
 LEASE_S: Final = 60.0
 """A writer on another host is gone when it has not renewed for so long."""
 _NAME: Final = re.compile(r"jgraph_writer\.(\d{1,18})\.json\Z")
@@ -157,11 +159,26 @@ class WriterLease:
 
     def _renew_on(self) -> None:
         while not self._released.wait(self._lease_s / 3):
-            with self._lock:
-                if self._held is None or newest(self._directory) != self._held:
+            try:
+                if not self._renew():
                     return  # ``check`` tells the one who saves
-                self._held = replace(self._held, renewed=self._clock.now())
-                self._write(self._held)
+            except OSError as error:
+                _LOG.warning(
+                    "the lease of %s is not renewed, but tried again in %g s: %s",
+                    *(self._directory, self._lease_s / 3, error),
+                )
+
+    def _renew(self) -> bool:
+        """Says that the writer is there; returns False if it is another by now."""
+        with self._lock:
+            if self._held is None or newest(self._directory) != self._held:
+                return False
+            renewed = replace(self._held, renewed=self._clock.now())
+            failpoint("lease.renewing")
+            self._write(renewed)
+            self._held = renewed
+            failpoint("lease.renewed")
+            return True
 
     def _create(self, holder: Holder) -> bool:
         """Makes the file of a generation, complete; returns whether nobody else did."""

@@ -154,6 +154,7 @@ class CheckpointWriter:
         for step in going:
             self._lease.check()
             # Renamed first: a step that is there is whole.
+            failpoint("prune.begun")
             path = self.directory / f"{step}{_GOING}"
             (self.directory / str(step)).rename(path)
             failpoint("prune.renamed")

@@ -12,6 +12,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.run_saver import STEP, RunSaver
 from jgraph.cluster.shard_calls import save_shards
+from jgraph.failpoints import POINTS, armed, fail
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
@@ -20,7 +21,7 @@ from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.manifest import FILE, Leaf, Manifest, read_manifest
 from jgraph.runtime.shard_files import make_proof
-from jgraph.runtime.step_files import steps_in
+from jgraph.runtime.step_files import TEMPORARY, steps_in
 from jgraph.runtime.store import VariableStore
 from jgraph.runtime.writer_lease import newest
 
@@ -124,6 +125,27 @@ def test_nothing_is_saved_before_the_directory_is_the_masters(tmp_path: Path) ->
     assert ps.generations
     assert all(ps.generations)
     assert read_manifest(tmp_path / str(steps_in(tmp_path)[-1])).generation
+
+
+@pytest.mark.parametrize("point", [n for n in POINTS if n.startswith("handed.")])
+def test_a_disk_that_fails_at_any_point_of_a_save_leaves_whole_steps(
+    tmp_path: Path, point: str
+) -> None:
+    reached = list[str]()
+
+    def fail_once() -> None:
+        reached.append(point)
+        if len(reached) == 1:
+            fail()
+
+    with armed(point, fail_once):
+        saved(tmp_path, Ps(), keep=1)
+    assert reached
+    names = [p.name for p in tmp_path.iterdir() if TEMPORARY in p.name]
+    assert not names
+    for step in steps_in(tmp_path):
+        assert read_manifest(tmp_path / str(step)).step == step
+    assert steps_in(tmp_path)[-1] > 0
 
 
 @pytest.mark.parametrize("keep", [1, 2])

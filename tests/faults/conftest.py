@@ -24,11 +24,13 @@ class Fault:
 
     Attributes:
       names: texts that the logs of client and tasks must have.
+      is_noticed: a log must name it; else none may say that a task was lost.
       path: for checkpoints.
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.names: list[str] = []
+        self.is_noticed = True
         self.path = path / "checkpoints"
         self.logs = path / "logs"
         self._stack = stack
@@ -68,6 +70,9 @@ def fault(
     assert not [n for n in names if n.startswith(("jgraph-/job", "jgraph-lease"))]
     logs = [path.read_text(errors="replace") for path in fault.logs.glob("*.log")]
     logs += [r.getMessage() for r in caplog.get_records("call")]
+    assert bool(fault.names) == fault.is_noticed
+    if not fault.is_noticed:
+        assert not [text for text in logs if "was lost" in text]
     for name in fault.names:
         assert any(name in text for text in logs), f"no log says {name}"
 

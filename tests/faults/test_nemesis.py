@@ -156,4 +156,5 @@ def test_whatever_is_killed_and_frozen_the_model_learns_as_it_does_undisturbed(
     losses = [r.evaluate(data(200, seed=1))["loss"] for r in (run, undisturbed)]
     sys.stdout.write(f"losses {losses} after {run.steps} steps\n")
     assert losses[0] < losses[1] + 0.05
+    fault.names += ["SIGKILL"]
     there.close()

@@ -102,6 +102,7 @@ def test_rows_4_5_and_7_connections_that_are_cut_lose_nothing_and_bring_nothing_
     fault: Fault,
 ) -> None:
     """What was on its way, there or back, is sent again; no step knows of it."""
+    fault.is_noticed = False
     links = [(WORKER, PS0), (PS0, WORKER), (WORKER, PS), (PS, WORKER)]
     links += [(CLIENT, MASTER), (MASTER, WORKER), (WORKER, MASTER)]
     chance, cuts = random.Random(0), [0]

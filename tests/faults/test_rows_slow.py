@@ -282,6 +282,7 @@ def test_row_22_workers_pause_without_their_master_and_go_on_when_the_link_heals
 
 
 def test_row_24_slow_links_lose_nobody(fault: Fault) -> None:
+    fault.is_noticed = False
     tasks = ("/job:ps/task:0", PS, MASTER, WORKER)
     links = [(a, b) for a in tasks for b in tasks if a != b]
     with (
@@ -337,4 +338,5 @@ def test_row_30_a_killed_client_stops_its_run_and_another_goes_on_from_its_check
     )
     assert run.steps == saved + 100
     check_recovered(there, run, restored=1)
+    fault.names += ["[ended] run"]
     there.close()

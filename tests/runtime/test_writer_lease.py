@@ -1,10 +1,12 @@
 """One writer per directory: refused, taken over, fenced."""
 
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from jgraph.errors import CheckpointWriterError
+from jgraph.failpoints import armed, fail
 from jgraph.runtime.writer_lease import Holder, WriterLease, newest
 
 NOW = 1000.0
@@ -112,3 +115,24 @@ def test_a_damaged_lease_does_not_lock_a_directory_for_ever(
     mine.acquire()
     assert mine.generation == 7
     mine.release()
+
+
+@pytest.mark.parametrize("point", ["lease.renewing", "lease.renewed"])
+def test_a_lease_outlives_a_disk_that_fails_when_it_is_renewed(
+    tmp_path: Path, point: str
+) -> None:
+    again, times, clock = threading.Event(), itertools.count(), Hand()
+
+    def fail_once() -> None:
+        if next(times) == 0:
+            clock.time += 5
+            fail()
+        again.set()
+
+    mine = WriterLease(tmp_path, lease_s=0.06, clock=clock)
+    with armed(point, fail_once):
+        mine.acquire()
+        assert again.wait(10)
+    mine.check()
+    mine.release()
+    assert newest(tmp_path).released

@@ -16,11 +16,13 @@ from jgraph.train import checkpoint
 from jgraph.train.checkpoints import CheckpointWriter, newest_good
 from jgraph.train.trees import Tree
 
+RENEWING = ("lease.renewing", "lease.renewed")
 REPLACING = ("checkpoint.old_put_away", "checkpoint.replaced")
 OF_STEPS = [
     n
     for n in POINTS
-    if n not in REPLACING and n.startswith(("lease.", "checkpoint.", "prune."))
+    if n not in (*REPLACING, *RENEWING)
+    and n.startswith(("lease.", "checkpoint.", "prune."))
 ]
 SAVES = """
 import json, sys
