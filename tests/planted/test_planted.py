@@ -52,6 +52,20 @@ BUGS: Final = {
         "if sequence < sender.last:",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
+    "a ps that was started again, and is empty, is taken for a lost link": Bug(
+        "coordination/loop_ends.py",
+        "return named in ready and ready[named] == began.get(named)",
+        "return named in ready",
+        "tests/coordination/test_loop_ends.py::"
+        "test_row_21_task_that_master_reaches_as_it_began_is_not_lost",
+    ),
+    "updates are decided without a master": Bug(
+        "coordination/aggregation.py",
+        "if self._unsupervised or len(there) < self.needed:",
+        "if len(there) < self.needed:",
+        "tests/coordination/test_aggregation.py::"
+        "test_row_22_no_update_begins_while_the_master_is_silent",
+    ),
     "an older process of a task is taken for the newer": Bug(
         "rpc/inbound.py",
         "if incarnation in sender.retired:",
