@@ -1,12 +1,14 @@
 """Evaluation and prediction with a model's current values, in this process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import jax
 import numpy as np
+from flax.errors import FlaxError
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.train.adapters import Adapter, Metric
 from jgraph.train.data import Dataset
 from jgraph.train.observed import Observed
@@ -64,13 +66,41 @@ class Evaluator:
         data: Dataset,
         batch_size: int,
         fn: Callable[..., Any] | None,
+        trained_on: Dataset | None = None,
     ) -> Any:
-        """Returns the model's outputs for all examples, as numpy arrays."""
-        outputs = [
-            jax.device_get(self._predict(tree["params"], tree["state"], batch, fn))
-            for _, batch in data.batches(batch_size)
-        ]
+        """Returns the model's outputs for all examples, as numpy arrays.
+
+        Raises:
+          DataError: the model, or ``fn``, does not take such inputs.
+        """
+        with _naming_inputs(data, batch_size, trained_on):
+            outputs = [
+                jax.device_get(self._predict(tree["params"], tree["state"], batch, fn))
+                for _, batch in data.batches(batch_size)
+            ]
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+
+@contextmanager
+def _naming_inputs(
+    data: Dataset, batch_size: int, trained_on: Dataset | None
+) -> Iterator[None]:
+    """Describes the inputs where the model, or a user's function, cannot take them."""
+    try:
+        yield
+    except (TypeError, ValueError, FlaxError) as error:
+        if isinstance(error, JGError):
+            raise
+        first = str(error).partition("\n")[0]
+        told = (
+            "" if trained_on is None else f" It was trained on {trained_on.describe()}."
+        )
+        raise DataError(
+            "the model cannot predict from "
+            f"{data.describe(min(batch_size, len(data)))}: {type(error).__name__}: "
+            f"{first}.{told} Give trainer.predict(x) examples as the model takes them, "
+            "along axis 0, or a function of the model and x: trainer.predict(x, fn=…)"
+        ) from error
 
 
 def check_metrics(shapes: Mapping[str, tuple[int, ...]]) -> None:

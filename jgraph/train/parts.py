@@ -70,7 +70,8 @@ class Parts:
     def __init__(self, given: Given) -> None:
         self._given = given
         self._made: Made | None = None
-        self._trained_on: Dataset | None = None
+        self.trained_on: Dataset | None = None
+        """The data of the newest training."""
         self._closed = False
         self._known: Mapping[TaskName, str] = {}
         self.side_car: SideCar | None = None
@@ -132,7 +133,7 @@ class Parts:
         dataset.plan(batch_size, self._given.seed)
         with naming_data(dataset, batch_size):
             made[1].prepare(dataset, batch_size)
-        self._trained_on = dataset
+        self.trained_on = dataset
         return made
 
     def _take(self, made: Made, side_car: SideCar | None) -> None:
@@ -200,7 +201,7 @@ class Parts:
         if not from_old:
             self._drop(*old)
         made, side_car = (
-            self._make(dataset or self._trained_on)
+            self._make(dataset or self.trained_on)
             if remade is None
             else remade.result()
         )
@@ -215,7 +216,7 @@ class Parts:
         self._take(made, side_car)
         if from_old:
             self._drop(*old)
-        self._trained_on = dataset or self._trained_on
+        self.trained_on = dataset or self.trained_on
         return made
 
     def adopt(self, container: str, position: Position) -> AsyncRunner | SyncRunner:
@@ -249,8 +250,8 @@ class Parts:
         Raises:
           DataError: says how they differ.
         """
-        if self._trained_on is not None:
-            check_alike(self._trained_on, dataset, "what the Trainer was trained on")
+        if self.trained_on is not None:
+            check_alike(self.trained_on, dataset, "what the Trainer was trained on")
 
     def close(self) -> None:
         """Drops their variables; nothing is prepared any more."""

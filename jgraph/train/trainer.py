@@ -264,12 +264,15 @@ class Trainer:
           batch_size: examples at a time.
           fn: called as ``fn(model, x)`` or ``fn(params or variables, x)`` in place of
             the model, for models that need more arguments.
+
+        Raises:
+          DataError: the model does not take such inputs; tells theirs and those known.
         """
         data = as_dataset(x, "x")
         step, runner, evaluator = self._made(data)
         with saying("predicting"):
             tree = step.unflatten(runner.values(model_only=True))
-            return evaluator.predict(tree, data, batch_size, fn)
+            return evaluator.predict(tree, data, batch_size, fn, self._parts.trained_on)
 
     @short_traceback
     def model(self) -> Any:

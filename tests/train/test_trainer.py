@@ -15,6 +15,7 @@ from flax import nnx
 from jgraph.errors import (
     ClusterBusyError,
     ConfigError,
+    DataError,
     DeadlineError,
 )
 from jgraph.train.progress import Report
@@ -204,6 +205,26 @@ def test_evaluation_uses_neither_dropout_nor_batch_statistics() -> None:
     np.testing.assert_allclose(
         trainer.predict(x, batch_size=7), model(x), rtol=1e-4, atol=1e-6
     )
+
+
+def test_inputs_that_the_model_cannot_take_are_told_beside_those_known() -> None:
+    def wrong(model: Any, x: Any) -> Any:
+        return model(x, x, x)
+
+    trainer = Trainer(NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, optax.sgd(0.1))
+    x, y = data()
+    text = (
+        r"from x float32\[40,2\]: .*trainer\.predict\(x\) examples as the model takes"
+    )
+    with pytest.raises(DataError, match=text):
+        trainer.predict(np.ones((40, 2), np.float32))
+    fit(trainer, 5)
+    text = rf"It was trained on .*float32\[…,{x.shape[1]}\].*fn=…"
+    with pytest.raises(DataError, match=text):
+        trainer.predict(np.ones((40, 2), np.float32))
+    with pytest.raises(DataError, match=r"TypeError: .*positional arguments"):
+        trainer.predict(x, fn=wrong)
+    assert len(trainer.predict(x)) == len(y)
 
 
 def test_linen_training_loss_is_not_evaluated_but_metrics_are() -> None:
