@@ -26,8 +26,9 @@ nightly: fuzz
 
 # Tasks killed and frozen, links cut, by a seed that is printed: CHAOS_SEED=7 make chaos
 chaos: .venv/dev.stamp
-	$(BIN)/python -m pytest -n 0 -s -m chaos -o faulthandler_timeout=0 tests/faults \
+	$(BIN)/python -m pytest -n auto -m chaos -o faulthandler_timeout=0 \
 		tests/train/test_failpoints.py tests/planted
+	$(BIN)/python -m pytest -n 0 -s -m chaos -o faulthandler_timeout=0 tests/faults
 
 # Thousands of runs in virtual time; JGRAPH_SIMULATION=7 JGRAPH_SIMULATIONS=1 repeats one.
 sim: .venv/dev.stamp
