@@ -145,9 +145,12 @@ def test_servers_started_by_hand_make_a_cluster(jgraph: Shell, tmp_path: Path) -
     file.write_text(
         f'[cluster]\nps = ["127.0.0.1:{ports[0]}"]\nworker = ["127.0.0.1:{ports[1]}"]\n'
     )
+    options = ["--task", "0", "--cluster", str(file)]
     servers = [
-        jgraph.start("server", "--job", job, "--task", "0", "--cluster", str(file))
-        for job in ("ps", "worker")
+        jgraph.start("server", "--job", "ps", *options),
+        jgraph.start(
+            "server", "--job", "worker", *options, "--sigterm-exit-code", "143"
+        ),
     ]
     targets = []
     for server in servers:
@@ -160,7 +163,7 @@ def test_servers_started_by_hand_make_a_cluster(jgraph: Shell, tmp_path: Path) -
     for server in servers:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=40)
-        assert server.returncode == 0
+    assert [server.returncode for server in servers] == [0, 143]
 
 
 def test_server_on_a_taken_port_says_which(jgraph: Shell) -> None:

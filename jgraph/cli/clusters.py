@@ -71,7 +71,8 @@ def up(
         int,
         typer.Option(
             min=0,
-            help="How often a task that died is started again within a minute.",
+            help="How often a task that died is started again within a minute. What "
+            "was told to end, by SIGTERM too, ends with 0 and stays ended.",
         ),
     ] = 2,
     hosts: Annotated[

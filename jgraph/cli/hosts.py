@@ -63,6 +63,16 @@ def server(
             help="End when standard input does: so does what started it.",
         ),
     ] = False,
+    sigterm_exit_code: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=255,
+            help="Exit code after SIGTERM. What starts again only what failed, such as "
+            "a Job of Kubernetes, needs 143: then it comes back after a drain of its "
+            "node, and 0 means that a client ended it.",
+        ),
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Serve one task of a cluster until SIGTERM, which drains it.
@@ -105,7 +115,8 @@ def server(
     )
     facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
     say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
-    if code := serve(running, orders=sys.stdin if end_with_input else None):
+    orders = sys.stdin if end_with_input else None
+    if code := serve(running, orders, sigterm_code=sigterm_exit_code):
         raise typer.Exit(code)
 
 

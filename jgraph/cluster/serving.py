@@ -25,7 +25,10 @@ def configure_logging(level: int = logging.INFO) -> None:
 
 
 def serve(
-    server: Server, orders: TextIO | None = None, answers: TextIO | None = None
+    server: Server,
+    orders: TextIO | None = None,
+    answers: TextIO | None = None,
+    sigterm_code: int = 0,
 ) -> int:
     """Waits until the server ends, and returns the exit code of its process.
 
@@ -38,12 +41,18 @@ def serve(
       orders: where a parent process writes cluster descriptions, one JSON a line.
         Its end means that the parent is gone, and then the server ends too.
       answers: gets a line when a description is in force.
+      sigterm_code: the exit code after SIGTERM, for who starts again what did not end
+        with 0.
     """
+    code = 0
 
     def end(grace_s: float) -> None:
         threading.Thread(target=server.stop, args=(grace_s,), daemon=True).start()
 
     def on_signal(number: int, frame: object) -> None:
+        nonlocal code
+        if number == signal.SIGTERM:
+            code = sigterm_code
         _LOG.info("%s ends on %s", server.task, signal.Signals(number).name)
         end(DRAIN_S if number == signal.SIGTERM else 1.0)
 
@@ -58,7 +67,7 @@ def serve(
     server.join()
     if loading.is_alive():  # the end of Python under a compiler is an abort
         loading.join()
-    return 0 if server.replaced is None else REPLACED
+    return code if server.replaced is None else REPLACED
 
 
 def _follow_orders(

@@ -19,6 +19,9 @@ USER: Final = 1000
 """User and group of the image."""
 GRACE_S: Final = 40
 """A server that is told to end lets steps in flight end for 30 s."""
+TOLD: Final = 143
+"""Exit code of a server after SIGTERM. Its pod has failed then, and is made again; 0
+would complete its index of a Job for good when a node is drained, or a probe fails."""
 _QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|[kKMGTPE]i?)?")
 _SECRET: Final = "/etc/jgraph/secret"  # where it is mounted
 _CLUSTER: Final = "/etc/jgraph/cluster"
@@ -176,6 +179,8 @@ class Deployment:
             "completions": count,
             "parallelism": count,
             "backoffLimit": 1000,  # containers that die are started again, as a ps is
+            # Two pods of one name would be two processes of one task.
+            "podReplacementPolicy": "Failed",
             "template": pods,
         }
 
@@ -213,6 +218,7 @@ class Deployment:
             "--tls-dir": _SECRET,
             "--bind": "0.0.0.0",
             "--health-port": str(self.health_port),
+            "--sigterm-exit-code": str(TOLD),
         }
         probe: Manifest = {"grpc": {"port": self.health_port}}
         mounts = {"cluster": _CLUSTER, "secret": _SECRET}

@@ -9,7 +9,8 @@
 # The directory that this is submitted from has to be on a disk that all nodes share.
 set -euo pipefail
 umask 077
-run="$SLURM_SUBMIT_DIR/jgraph-$SLURM_JOB_ID"
+# A job that was put back into the queue has its number again.
+run="$SLURM_SUBMIT_DIR/jgraph-$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}"
 mkdir "$run"
 
 # Hosts in the order of SLURM_PROCID, which is the order of the tasks.

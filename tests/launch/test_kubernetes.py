@@ -136,6 +136,26 @@ def test_a_pod_is_probed_restricted_and_sized(manifests: list[Manifest]) -> None
         assert mounted["secret"] == tls
 
 
+@pytest.mark.parametrize("manifests", FORMS)
+def test_a_pod_that_was_told_to_end_has_failed_and_is_made_again(
+    manifests: list[Manifest],
+) -> None:
+    """Kubernetes takes exit code 0 of a pod that it deletes for success, too."""
+    for template in pods_of(manifests).values():
+        arguments = template["spec"]["containers"][0]["args"]
+        given = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+        assert given["--sigterm-exit-code"] == "143"
+    found = by_kind(manifests)
+    jobs = (
+        [one["template"]["spec"] for one in found["JobSet"]["spec"]["replicatedJobs"]]
+        if "JobSet" in found
+        else [found["Job"]["spec"]]
+    )
+    for job in jobs:
+        assert job["podReplacementPolicy"] == "Failed", "one pod of a task at a time"
+        assert job["template"]["spec"]["restartPolicy"] == "OnFailure"
+
+
 def test_workers_get_their_gpus_and_ps_none() -> None:
     sizes = {
         job: template["spec"]["containers"][0]["resources"]["limits"]

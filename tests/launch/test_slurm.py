@@ -51,6 +51,14 @@ def test_bash_reads_the_script() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_job_that_is_queued_again_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    head, _, _ = SMALL.script().partition("\n# Hosts")
+    given = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    for more in ({}, {"SLURM_RESTART_COUNT": "1"}):
+        subprocess.run(["bash", "-c", head], env=os.environ | given | more, check=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"jgraph-7", "jgraph-7-1"}
+
+
 @pytest.mark.parametrize(
     ("program", "ps", "workers", "said"),
     [([], 1, 1, "name the program"), (["a"], 0, 0, "at least one task")],
