@@ -2201,7 +2201,11 @@ Global___Reset: _TypeAlias = Reset  # noqa: Y015
 
 @_typing.final
 class Shutdown(_message.Message):
-    """"Shutdown": finish what runs, then end the process."""
+    """"Farewell" (client -> task): Empty -> Empty, when the task is told to end. It goes on
+    until whoever asked hangs up, or a time limit.
+
+    "Shutdown": finish what runs, then end the process.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
