@@ -50,6 +50,7 @@ REQUESTS: Final[Mapping[str, str]] = {
     "Master.Runs": "empty",
     "Master.Attach": "run_query",
     "Master.StopRun": "run_query",
+    "Master.RunSaved": "run_query",
     "Master.OpenDataRun": "open_data_run",
     "Master.AskData": "ask_data",
     "Master.DataPosition": "data_run",

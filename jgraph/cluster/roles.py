@@ -58,6 +58,7 @@ ROLES: Final[Roles] = {
     "Master.Runs": _CLIENT,
     "Master.Attach": _CLIENT,
     "Master.StopRun": _CLIENT,
+    "Master.RunSaved": _CLIENT,
     "Master.OpenDataRun": _CLIENT,
     "Master.DataPosition": _CLIENT,
     "Master.CloseDataRun": _CLIENT,

@@ -115,6 +115,21 @@ def position_of(cluster: "Cluster", run: RunInfo) -> dict[str, Any]:
     return position
 
 
+def wait_saved(cluster: "Cluster", directory: str, timeout_s: float) -> None:
+    """Waits until the newest run that is saved to a directory is over and saved.
+
+    Raises:
+      DeadlineError: it is not, after ``timeout_s``.
+      TaskLostError, ClusterUnreachableError: its master was lost.
+    """
+    for run in reversed(runs_of(cluster)):
+        if run.checkpoints == directory:
+            query = frame(run_query=pb.RunQuery(run=run.name))
+            address = cluster.spec.address(run.master)
+            cluster.call("Master.RunSaved", query, to=address, timeout_s=timeout_s)
+            return
+
+
 def stop_run(cluster: "Cluster", run: RunInfo) -> None:
     """Asks the loops of a run to stop after their steps in flight."""
     query = frame(run_query=pb.RunQuery(run=run.name))

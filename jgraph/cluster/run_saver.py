@@ -71,6 +71,11 @@ class RunSaver:
             self._lease = WriterLease(Path(self.order.directory))
         self._working = asyncio.ensure_future(self._work())
 
+    async def rest(self) -> None:
+        """Waits until the run is over, and nothing of it is left to save."""
+        if self._working is not None:
+            await asyncio.wait([self._working])
+
     def close(self) -> None:
         """Saves no more."""
         if self._working is not None:
@@ -103,7 +108,6 @@ class RunSaver:
 
     async def _save(self) -> None:
         order, directory = self.order, Path(self.order.directory)
-        position = self.position()  # first: what is trained meanwhile comes again
         run = pb.RunStep(handle=order.snapshot, timeout_s=COMPILE_S)
         driver = TaskName(order.driver)
         with proven(order.directory, order.proof):
@@ -112,6 +116,7 @@ class RunSaver:
                 await asyncio.to_thread(self._lease.acquire)
             made, like = await asyncio.to_thread(begin_step, directory)
         try:
+            position = self.position()  # first: what is trained meanwhile comes again
             await self.call(driver, "RunStep", frame(run_step=run), timeout_s=COMPILE_S)
             failpoint("handed.snapshot_taken")
             leaves = await self._write(made, like)

@@ -49,6 +49,7 @@ class Runs:
             "Master.KeepProgram": self._keep,
             "Master.Attach": self._attach,
             "Master.StopRun": self._stop,
+            "Master.RunSaved": self._saved,
         }
 
     def find(self, run: str) -> RunCrew | None:
@@ -108,6 +109,13 @@ class Runs:
 
     async def _stop(self, request: Frame) -> AsyncIterator[Frame]:
         self._get(body_of(request).run).stop()
+        yield frame(empty=pb.Empty())
+
+    async def _saved(self, request: Frame) -> AsyncIterator[Frame]:
+        run = body_of(request).run
+        self._get(run)
+        if run in self._savers:
+            await self._savers[run].rest()
         yield frame(empty=pb.Empty())
 
     def _get(self, run: str) -> RunCrew:

@@ -5,32 +5,33 @@ their files like that one's, and no task needs Orbax or the model for it.
 """
 
 import logging
-import threading
 from collections import defaultdict
-from typing import Any, Final, Protocol, Self, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 
-from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.run_info import wait_saved
 from jgraph.cluster.session import Session
 from jgraph.cluster.shard_calls import shard_to
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.types import value_type
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.manifest import directory_of
 from jgraph.runtime.shard_files import Slice, make_proof
 from jgraph.runtime.step_files import steps_in
-from jgraph.runtime.writer_lease import newest
 from jgraph.train.checkpoint import absolute, stored_as
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.saving import Saving, Take
 from jgraph.train.step import TrainStep
 
+if TYPE_CHECKING:
+    from jgraph.train.attempt import Attempt, Wanted
+
 _LOG = logging.getLogger("jgraph.checkpoint")
 _LAST_S: Final = 60.0
-_LOOK_S: Final = 0.1
+"""The last save may take so long; the master goes on with it."""
 
 
 @final
@@ -41,17 +42,21 @@ class Handed:
       given: where and how often.
       take: takes a snapshot of the run.
       step: updates applied before the run.
+      cluster: where it runs.
 
     Raises:
       CheckpointError: the directory has steps that are not before this run's.
       CheckpointWriterError: another process writes there.
     """
 
-    def __init__(self, given: Checkpoints, take: Take, step: int) -> None:
+    def __init__(
+        self, given: Checkpoints, take: Take, step: int, cluster: Cluster
+    ) -> None:
         with Saving(given, take, step) as first:
             first.finish()
             self.directory = first.directory
         self._due = step
+        self._cluster = cluster
 
     def __enter__(self) -> Self:
         return self
@@ -74,18 +79,15 @@ class Handed:
         """Goes on from ``step``; the master is told with the next order."""
         self._due = step
 
-    def _is_free(self) -> bool:
-        return newest(self.directory).released
-
     def finish(self) -> None:
         """Waits until the master has saved what came out in the end."""
-        clock, never = SystemClock(), threading.Event()
-        deadline = clock.now() + _LAST_S
-        while steps_in(self.directory)[-1:] < [self._due] or not self._is_free():
-            if clock.now() > deadline:
-                _LOG.warning("the master has not saved step %d yet", self._due)
-                return
-            never.wait(_LOOK_S)
+        why = "its log says why"
+        try:
+            wait_saved(self._cluster, str(self.directory), _LAST_S)
+        except JGError as error:
+            why = error.message
+        if steps_in(self.directory)[-1:] < [self._due]:
+            _LOG.warning("the master has not saved step %d: %s", self._due, why)
 
 
 def check_handable(given: Checkpoints, step: TrainStep) -> None:
@@ -141,23 +143,14 @@ def saves_order(
     )
 
 
-class Begun(Protocol):
-    """An ``Attempt``, as far as it is saved."""
-
-    @property
-    def take(self) -> Take:
-        """Takes a snapshot of the state."""
-
-    @property
-    def first(self) -> int:
-        """Updates applied before."""
-
-
 def make_saving(
-    given: Checkpoints | None, attempt: Begun, *, detached: bool
+    wanted: "Wanted", attempt: "Attempt", cluster: Cluster | None
 ) -> Saving | Handed | None:
     """Returns what takes the checkpoints of a run; None: there are none."""
+    given = wanted.checkpoint
     if given is None:
         return None
-    kind = Handed if detached else Saving
-    return kind(given, attempt.take, attempt.first)
+    if wanted.detached:
+        assert cluster is not None  # checked
+        return Handed(given, attempt.take, attempt.first, cluster)
+    return Saving(given, attempt.take, attempt.first)

@@ -200,7 +200,7 @@ class Trainer:
             attempts = Attempts(self._parts, given, wanted)
             attempt = attempts.first()
             history = History(attempt.first)
-            saving = make_saving(checkpoint, attempt, detached=detached)
+            saving = make_saving(wanted, attempt, given.cluster)
             recover = make_recover(given, saving, history, attempts)
             at_end = stack.pop_all()
         self.run = run = Run(self, history, wanted.stop)

@@ -99,9 +99,11 @@ def saved(directory: Path, ps: Ps, keep: int = 2) -> None:
             for _ in range(2):
                 record.keep(loop, report(), 0.0)
                 await ps.saved.get()
+            resting = asyncio.ensure_future(saver.rest())
+            await asyncio.sleep(0)
+            assert not resting.done(), "the run goes on"
             record.end("done", None)
-            assert saver._working is not None
-            await saver._working
+            await resting
         assert newest(directory).released
 
     asyncio.run(run())

@@ -31,6 +31,7 @@ FILLED: Final = {
     # Others than the one that "Master.OpenRun" opens at the same time.
     "Master.Attach": frame(run_query=pb.RunQuery(run="attached")),
     "Master.StopRun": frame(run_query=pb.RunQuery(run="stopped")),
+    "Master.RunSaved": frame(run_query=pb.RunQuery(run="saved")),
     "Master.RunLoop": frame(run_loop=pb.RunLoop(run="run")),
 }
 """Others are sent with nothing in them."""

@@ -15,8 +15,10 @@ from orbax.checkpoint import checkpoint_managers as managers
 from jgraph.cli import main
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.local import LocalCluster
-from jgraph.errors import ConfigError, TaskLostError
+from jgraph.cluster.run_info import wait_saved
+from jgraph.errors import ConfigError, DeadlineError, TaskLostError
 from jgraph.runtime.step_files import TEMPORARY, steps_in
+from jgraph.runtime.writer_lease import newest
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoint import verify
 from jgraph.train.checkpoints import Checkpoints
@@ -104,8 +106,13 @@ def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
             assert ended.value.code == 0
             (told,) = json.loads(capsys.readouterr().out)
             assert (told["state"], told["steps"]) == ("running", 10**6)
+            with pytest.raises(DeadlineError, match="RunSaved"):
+                wait_saved(cluster, str(tmp_path), 0.1)
             run.stop()
             run.wait(30)
+            wait_saved(cluster, str(tmp_path), 30.0)
+            assert newest(tmp_path).released
+            assert steps_in(tmp_path)[-1] == run.steps
             assert run.state == "stopped"
             assert cluster.runs()[0].state == "stopped"
             loss = run.metrics("loss")

@@ -2485,7 +2485,8 @@ Global___TaskShards: _TypeAlias = TaskShards  # noqa: Y015
 @_typing.final
 class RunQuery(_message.Message):
     """"Master.Attach" (client -> the master of a run): all LoopReports so far, and those to
-    come. "Master.StopRun": ask its loops to stop.
+    come. "Master.StopRun": ask its loops to stop. "Master.RunSaved": answers when the run is
+    over and its master saves no more of it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
