@@ -30,7 +30,13 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.blocks import Sums
 from jgraph.runtime.manifest import Leaf, Manifest, directory_of
 from jgraph.runtime.shard_files import Slice, make_proof, proven, read_slice
-from jgraph.runtime.step_files import begin_step, commit_step, prune, steps_in
+from jgraph.runtime.step_files import (
+    begin_step,
+    commit_step,
+    move_position,
+    prune,
+    steps_in,
+)
 from jgraph.runtime.writer_lease import WriterLease
 
 _LOG = logging.getLogger("jgraph.checkpoint")
@@ -121,7 +127,10 @@ class RunSaver:
             failpoint("handed.snapshot_taken")
             leaves = await self._write(made, like)
             step = await asyncio.to_thread(_step_in, made, leaves)
+            check = self._lease.check
             if step in steps_in(directory):
+                if self.record.is_over:  # the position may be of a moment before
+                    await asyncio.to_thread(move_position, made, step, position, check)
                 return
             manifest = Manifest(
                 step=step,
@@ -130,7 +139,6 @@ class RunSaver:
                 generation=self._lease.generation,
                 saved=datetime.now(UTC).isoformat(timespec="seconds"),
             )
-            check = self._lease.check
             await asyncio.to_thread(commit_step, made, manifest, check)
             await asyncio.to_thread(prune, directory, order.keep, check)
         finally:

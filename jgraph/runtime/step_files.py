@@ -9,9 +9,10 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from jgraph.errors import CheckpointError, CheckpointSpaceError
 from jgraph.failpoints import failpoint
@@ -95,6 +96,33 @@ def commit_step(
     failpoint("handed.committed")
     _sync(target.parent)
     return target
+
+
+def move_position(
+    made: Path,
+    step: int,
+    position: Mapping[str, Any],
+    before_commit: Callable[[], None],
+) -> None:
+    """Says of a step that is there where in its data the run was.
+
+    Args:
+      made: where ``begin_step`` made another one; a file there is used up.
+      step: the one that is there.
+      position: of the same updates.
+      before_commit: see ``commit_step``.
+
+    Raises:
+      CheckpointError: the step cannot be read.
+      OSError: what the disk says.
+    """
+    target = made.with_name(str(step))
+    manifest = replace(read_manifest(target), position=position)
+    (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
+    _sync(made / FILE)
+    before_commit()
+    (made / FILE).replace(target / FILE)
+    _sync(target)
 
 
 def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:

@@ -33,7 +33,8 @@ LIVE, COPY = (StoredVariable(STEP, SCALAR, of) for of in ("live", "copy"))
 class Ps:
     """A ps with one variable, and a run that goes on after each call of the master."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: int = 1000) -> None:
+        self.last = last  # updates that there are
         self.store = VariableStore(PS)
         self.generations: list[int] = []
         self.directory = Path()
@@ -42,7 +43,7 @@ class Ps:
         self.train()
 
     def train(self) -> None:
-        self.done += 1
+        self.done = min(self.done + 1, self.last)
         self.store.write([LIVE], [np.int32(self.done)])
 
     async def call(
@@ -50,6 +51,7 @@ class Ps:
     ) -> Frame:
         reply = frame(empty=pb.Empty())
         if method == "RunStep":
+            self.train()  # on the way here
             self.store.write([COPY], self.store.read([LIVE]))
             self.generations.append(newest(self.directory).generation)
         elif method == "SaveShards":
@@ -102,6 +104,7 @@ def saved(directory: Path, ps: Ps, keep: int = 2) -> None:
             resting = asyncio.ensure_future(saver.rest())
             await asyncio.sleep(0)
             assert not resting.done(), "the run goes on"
+            record.keep(loop, report(), 0.0)
             record.end("done", None)
             await resting
         assert newest(directory).released
@@ -119,6 +122,15 @@ def test_a_position_is_never_after_the_updates_that_it_is_saved_with(
         position = read_manifest(tmp_path / str(step)).position
         assert position is not None
         assert position["done"] <= step
+
+
+def test_the_last_save_says_where_a_run_ended_also_of_a_step_that_is_there(
+    tmp_path: Path,
+) -> None:
+    """A step of the end that was saved before says of what was under way: again."""
+    saved(tmp_path, Ps(last=2))
+    assert steps_in(tmp_path) == [0, 2]
+    assert read_manifest(tmp_path / "2").position == {"done": 2}
 
 
 def test_nothing_is_saved_before_the_directory_is_the_masters(tmp_path: Path) -> None:
