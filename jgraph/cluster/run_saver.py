@@ -130,7 +130,8 @@ class RunSaver:
             check = self._lease.check
             if step in steps_in(directory):
                 if self.record.is_over:  # the position may be of a moment before
-                    await asyncio.to_thread(move_position, made, step, position, check)
+                    facts = (directory, step, position, check)
+                    await asyncio.to_thread(move_position, *facts)
                 return
             manifest = Manifest(
                 step=step,

@@ -99,7 +99,7 @@ def commit_step(
 
 
 def move_position(
-    made: Path,
+    directory: Path,
     step: int,
     position: Mapping[str, Any],
     before_commit: Callable[[], None],
@@ -107,8 +107,8 @@ def move_position(
     """Says of a step that is there where in its data the run was.
 
     Args:
-      made: where ``begin_step`` made another one; a file there is used up.
-      step: the one that is there.
+      directory: of the steps.
+      step: one of them.
       position: of the same updates.
       before_commit: see ``commit_step``.
 
@@ -116,13 +116,21 @@ def move_position(
       CheckpointError: the step cannot be read.
       OSError: what the disk says.
     """
-    target = made.with_name(str(step))
-    manifest = replace(read_manifest(target), position=position)
-    (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
-    _sync(made / FILE)
-    before_commit()
-    (made / FILE).replace(target / FILE)
-    _sync(target)
+    target = directory / str(step)
+    manifest = read_manifest(target)
+    if manifest.position == position:
+        return
+    made = directory / f"{step}{TEMPORARY}-{secrets.token_hex(4)}"
+    made.mkdir()
+    try:
+        text = replace(manifest, position=position).to_json()
+        (made / FILE).write_text(text, encoding="utf-8")
+        _sync(made / FILE)
+        before_commit()
+        (made / FILE).replace(target / FILE)
+        _sync(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:

@@ -56,6 +56,7 @@ class Saving:
         self._given = given
         self._take = take
         self._last = step
+        self._written: int | None = None
         self._failed = 0
         self._under_way: Future[None] | None = None
         self._stack = ExitStack()
@@ -116,7 +117,7 @@ class Saving:
         """
         self.wait()
         try:
-            self._begin()
+            self._begin(at_rest=True)
         except ClusterError as error:
             _LOG.warning("not saved before tasks end: %s", error)
         self.wait()
@@ -128,13 +129,15 @@ class Saving:
           CheckpointError: that cannot be saved.
         """
         self.wait()
-        self._begin()
+        self._begin(at_rest=True)
         if self._under_way is not None:
             self._under_way.result()
 
-    def _begin(self) -> None:
+    def _begin(self, *, at_rest: bool = False) -> None:
         snapshot = self._take()
         due = snapshot.step not in steps_in(self._writer.directory)
+        # What was saved under way may be of a position a moment before.
+        due |= at_rest and snapshot.step == self._written
         self._last = snapshot.step - snapshot.step % self._given.every
         if due:
             self._under_way = self._thread.submit(self._save, snapshot)
@@ -143,8 +146,13 @@ class Saving:
             snapshot.release()
 
     def _save(self, snapshot: Snapshot) -> None:
+        step, position = snapshot.step, snapshot.position
         try:
-            self._writer.save(snapshot.step, snapshot.tree, snapshot.position)
+            if step not in steps_in(self._writer.directory):
+                self._writer.save(step, snapshot.tree, position)
+                self._written = step
+            elif position is not None:
+                self._writer.move(step, position)
         finally:
             with suppress(ClusterError):  # a task that is gone holds nothing
                 snapshot.release()

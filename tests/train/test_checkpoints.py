@@ -5,6 +5,7 @@ import logging
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from jgraph.errors import (
     CheckpointWriterError,
     ConfigError,
 )
+from jgraph.runtime.manifest import read_manifest
 from jgraph.runtime.step_files import TEMPORARY, steps_in
 from jgraph.runtime.writer_lease import newest
 from jgraph.train import checkpoint
@@ -215,6 +217,22 @@ def test_row_26_training_goes_on_when_a_save_fails_and_the_second_is_loud(
     ]
     assert levels == ["WARNING", "ERROR"]
     assert steps_in(tmp_path) == [40, 50, 60]
+
+
+@pytest.mark.parametrize("end", [Saving.finish, Saving.save], ids=["end", "at rest"])
+def test_a_step_that_was_saved_under_way_says_at_rest_where_the_run_is(
+    tmp_path: Path, end: Callable[[Saving], None]
+) -> None:
+    """Its position was asked for before its state: batches of it would come again."""
+    done = iter([7, 10])
+    take = lambda: Snapshot(10, tree(10), {"done": next(done)})
+    with Saving(Checkpoints(tmp_path, every=5), take, 0) as saving:
+        saving.note(5)
+        saving.wait()
+        assert read_manifest(tmp_path / "10").position == {"done": 7}
+        end(saving)
+        assert checkpoint.verify(tmp_path / "10").position == {"done": 10}
+    assert not [path for path in tmp_path.iterdir() if TEMPORARY in path.name]
 
 
 def test_what_comes_out_in_the_end_and_cannot_be_saved_is_an_error(
