@@ -23,7 +23,7 @@ PS, WORKERS = "/job:ps/task:0", ("/job:worker/task:0", "/job:worker/task:1")
     "strategy",
     [
         "async",
-        "sync",
+        pytest.param("sync", marks=pytest.mark.chaos),
         pytest.param("int8", marks=pytest.mark.nightly),
         pytest.param("replica", marks=pytest.mark.nightly),
     ],
@@ -73,9 +73,8 @@ def test_rows_1_9_and_30_a_run_without_its_client_takes_lost_workers_back(
     fault.names += [f"{worker} was lost" for worker in WORKERS] + ["SIGKILL"]
 
 
-@pytest.mark.parametrize(
-    "strategy", ["async", pytest.param("sync", marks=pytest.mark.nightly)]
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_rows_1_and_19_a_detached_run_whose_master_is_lost_has_another_for_its_workers(
     fault: Fault, strategy: str
 ) -> None:

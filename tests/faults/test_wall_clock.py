@@ -67,7 +67,9 @@ def test_what_decides_reads_no_clock_at_all() -> None:
             assert not names & {"time", "datetime", "jgraph.clock"}, path
 
 
-@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS])
+@pytest.mark.parametrize(
+    "strategy", [AsyncPS, pytest.param(SyncPS, marks=pytest.mark.chaos)]
+)
 def test_training_goes_on_when_the_wall_clock_jumps_by_an_hour(
     strategy: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

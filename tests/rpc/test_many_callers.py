@@ -49,7 +49,7 @@ def sizes(server: GrpcTransport) -> Counter[str]:
 
 @pytest.mark.parametrize(
     "clients",
-    [100, pytest.param(5000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])],
+    [40, pytest.param(5000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])],
 )
 @pytest.mark.parametrize("near", ["auto", "off"])
 def test_clients_and_workers_that_come_again_and_again_leave_the_tables_as_they_were(
