@@ -139,6 +139,7 @@ class Session:
           ConfigError: ``fn`` is no function, ``timeout_s`` no time, or an option is
             also a parameter of ``fn``.
           DeadlineError: the step was not done in time; it names the tasks.
+          ClusterBusyError: its task had too many calls, for all of ``timeout_s``.
           TaskLostError: a task went away.
           JGError: anything else that went wrong, on whichever task.
         """

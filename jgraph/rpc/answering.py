@@ -204,33 +204,29 @@ class Answers:
             asked.header.ClearField(name)
         answering = asyncio.create_task(work(number, method, asked))
         self._answering[number] = answering
+        # Also of one that is given up before it began.
+        answering.add_done_callback(lambda _: self._answering.pop(number))
 
     async def _answer(self, number: int, method: str, request: Frame) -> None:
         try:
-            try:
-                self._may_answer(method)
-                replies = answer(self._handler, self._hello, method, request)
-                reply = await only_reply(replies, method, self._hello.task)
-                self._put(number, self._prepared(reply))
-            except JGError as error:
-                self._put(number, prepare(frame(status=to_status(error))))
-        finally:
-            del self._answering[number]
+            self._may_answer(method)
+            replies = answer(self._handler, self._hello, method, request)
+            reply = await only_reply(replies, method, self._hello.task)
+            self._put(number, self._prepared(reply))
+        except JGError as error:
+            self._put(number, prepare(frame(status=to_status(error))))
 
     async def _answer_each(self, number: int, method: str, request: Frame) -> None:
         try:
-            try:
-                self._may_answer(method)
-                replies = answer(self._handler, self._hello, method, request)
-                async with aclosing(replies):
-                    async for reply in replies:
-                        self._put(number, self._prepared(reply))
-                        await self._talk.outbox.room()
-                self._put(number, prepare(frame(goodbye=pb.Empty())))
-            except JGError as error:
-                self._put(number, prepare(frame(status=to_status(error))))
-        finally:
-            del self._answering[number]
+            self._may_answer(method)
+            replies = answer(self._handler, self._hello, method, request)
+            async with aclosing(replies):
+                async for reply in replies:
+                    self._put(number, self._prepared(reply))
+                    await self._talk.outbox.room()
+            self._put(number, prepare(frame(goodbye=pb.Empty())))
+        except JGError as error:
+            self._put(number, prepare(frame(status=to_status(error))))
 
     def _may_answer(self, method: str) -> None:
         if len(self._answering) > MAX_UNANSWERED:

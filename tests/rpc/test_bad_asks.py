@@ -12,6 +12,7 @@ import pytest
 from jgraph.errors import JGError
 from jgraph.rpc import outbox
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.answering import MAX_UNANSWERED
 from jgraph.rpc.asking import ASKS_METHOD
 from jgraph.rpc.codec import encode, pack, prepare
 from jgraph.rpc.decoder import Decoder
@@ -106,6 +107,24 @@ def test_nobody_waits_for_a_call_that_was_never_made() -> None:
             given_up = prepare(frame(abandon=pb.Empty())).encoded(sequence=7)
             got = await send(address, [HELLO, b"".join(given_up.pieces)])
             assert [kind_of(f) for f in got] == ["hello"]
+
+    run_async(main())
+
+
+def test_calls_given_up_as_soon_as_they_were_made_take_no_place_of_others() -> None:
+    abandon = frame(abandon=pb.Empty())
+    made = [
+        ask(number, "Hang") + b"".join(encode(abandon, sequence=number).pieces)
+        for number in range(1, MAX_UNANSWERED + 2)
+    ]
+
+    async def main() -> None:
+        async with ps() as address:
+            got = await send(address, [HELLO, b"".join(made), ask(5000)])
+            assert [kind_of(f) for f in got if not f.header.HasField("ack")] == [
+                "hello",
+                "start_step",
+            ]
 
     run_async(main())
 
