@@ -28,6 +28,7 @@ from tests.rpc.run_async import run_async
 Outcomes: TypeAlias = dict[str, list[str]]
 FILLED: Final = {
     "Master.Connect": frame(connect=pb.ConnectRequest(timeout_s=WAIT_S)),
+    "EndRecords": frame(end_records=pb.EndRecords(stream="ended")),
     # Others than the one that "Master.OpenRun" opens at the same time.
     "Master.Attach": frame(run_query=pb.RunQuery(run="attached")),
     "Master.KeepProgram": frame(register_program=pb.RegisterProgram(run="kept")),
