@@ -159,7 +159,7 @@ def test_row_18_both_copies_lost_leave_the_newest_checkpoint(fault: Fault) -> No
         steps=1500,
         batch_size=BATCH,
         checkpoint=Checkpoints(fault.path, every=50),
-        callbacks=[after(300, partial(kill, cluster, FIRST, PS))],
+        callbacks=[after(300, partial(kill, cluster, FIRST, PS), fault.path)],
         progress=False,
     )
     assert (run.state, run.steps) == ("done", 1500)
