@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final, TypeAlias, final
 
@@ -85,6 +85,8 @@ class TaskLoops:
         self._loops: dict[str, LoopRun | SyncLoop] = {}
         # The last that ended: a new master asks what they did.
         self._ended: OrderedDict[str, LoopReports] = OrderedDict()
+        # What loops are told before they begin: it may overtake the order to run them.
+        self._early: deque[pb.StopLoop] = deque(maxlen=_KEPT)
         self._epochs = Epochs()
         self._none = asyncio.Event()
         self._none.set()
@@ -163,6 +165,10 @@ class TaskLoops:
         self._none.clear()
         if isinstance(loop, SyncLoop):
             self._dealers.loop_begins(order.loop, loop)
+        for told in [told for told in self._early if told.loop == order.loop]:
+            self._early.remove(told)
+            # When it has begun.
+            asyncio.get_running_loop().call_soon(self._tell, told)
         try:
             async for report in loop.reports():
                 yield report
@@ -277,14 +283,20 @@ class TaskLoops:
         if body.account:
             yield await self._account(body)
             return
-        loop = self._loops.get(body.loop)
-        if isinstance(loop, SyncLoop) and body.lost:
-            loop.peer_lost(TaskName(body.lost))
+        if body.loop in self._loops:
+            self._tell(body)
+        elif body.loop and body.loop not in self._ended:
+            self._early.append(body)
+        yield frame(empty=pb.Empty())
+
+    def _tell(self, told: pb.StopLoop) -> None:
+        loop = self._loops.get(told.loop)
+        if isinstance(loop, SyncLoop) and told.lost:
+            loop.peer_lost(TaskName(told.lost))
         elif isinstance(loop, SyncLoop):
-            loop.stop(pause=body.pause)
+            loop.stop(pause=told.pause)
         elif loop is not None:
             loop.stop()
-        yield frame(empty=pb.Empty())
 
     async def _account(self, order: pb.StopLoop) -> Frame:
         loop, told = self._loops.get(order.loop), self._ended.get(order.loop)

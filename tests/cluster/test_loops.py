@@ -153,6 +153,17 @@ def test_stopped_loops_report_what_they_did_and_end(
     assert [report.state for report in ended] == ["stopped", "stopped"]
 
 
+def test_loop_that_is_told_to_end_before_its_order_has_come_ends(
+    session: Session, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (order, _) = endless_requests(session, cluster)
+    monkeypatch.setattr("jgraph.cluster.loops.unique", lambda what: "overtaken")
+    told = pb.StopLoop(loop="overtaken-0", task=WORKERS[0])
+    cluster.call("Master.StopLoop", frame(stop_loop=told))
+    loops = session.run_loops([replace(order, steps=1_000_000)])
+    assert [report.state for report in loops][-1] == "stopped"
+
+
 def endless_requests(session: Session, cluster: Cluster) -> list[LoopRequest]:
     """Loops without shared state."""
     graph, _ = trace(lambda x: x.sum(), jax.ShapeDtypeStruct((BATCH,), jnp.float32))
