@@ -232,7 +232,8 @@ def test_rows_21_and_23_a_link_that_falls_silent_is_noticed_and_done_without(
             fault.names += [f"{PS} was lost at step"]
         else:  # the ps said first that the worker is, or nobody had noticed yet
             ledger.add(run)
-            if ledger.check(there, lost=1):
+            fault.is_noticed = bool(ledger.check(there, lost=1))
+            if fault.is_noticed:
                 fault.names += [f"{WORKER} was lost; the other workers go on"]
         there.close()
 
