@@ -1,18 +1,18 @@
 """A task that is told to end waits until those who use it have let it go.
 
-Whoever needs what a task has holds a call of ``Farewell`` there. The task answers when
-it is told to end, and goes on meanwhile as before; it ends when all have hung up. Who
-died has hung up, too.
+Whoever needs what a task has holds a call of ``Farewell`` there. The task answers, and
+again when it is told to end; it goes on as before until all have hung up. Who died has
+hung up, too.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
 from jgraph.cluster import loop
-from jgraph.cluster.calls import bounded_s
+from jgraph.cluster.calls import CONTROL_S, bounded_s
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -37,10 +37,14 @@ class Farewell:
         self._free.set()
 
     async def held(self, request: Frame) -> AsyncIterator[Frame]:
-        """Answers when the task is told to end; holds it until the caller hangs up."""
+        """Answers at once, and when the task is told to end.
+
+        Holds it until the caller hangs up.
+        """
         self._held += 1
         self._free.clear()
         try:
+            yield frame(empty=pb.Empty())
             await self._said.wait()
             yield frame(empty=pb.Empty())
             await asyncio.Event().wait()
@@ -72,12 +76,16 @@ class Farewells:
         self.hold([*cluster.tasks("ps"), cluster.master])
 
     def hold(self, tasks: Iterable[TaskName]) -> None:
-        """Holds these too."""
+        """Holds these too; returns when they know, or do not answer."""
+        begun: list[Future[None]] = []
         for task in tasks:
             if task not in self._calls:
+                held = Future[None]()
                 self._calls[task] = asyncio.run_coroutine_threadsafe(
-                    self._hold(task), loop.event_loop()
+                    self._hold(task, held), loop.event_loop()
                 )
+                begun.append(held)
+        wait(begun, timeout=CONTROL_S)
 
     def listen(self, tell: Callable[[TaskName], None]) -> None:
         """Calls ``tell`` for each task that ends, from the event loop's thread.
@@ -107,14 +115,21 @@ class Farewells:
         """Lets all go."""
         self.let_go(list(self._calls))
 
-    async def _hold(self, task: TaskName) -> None:
+    async def _hold(self, task: TaskName, held: Future[None]) -> None:
         replies = self._cluster.transport.call(
             self._cluster.spec.address(task),
             "Farewell",
             frame(empty=pb.Empty()),
             timeout_s=bounded_s(0.0),
         )
-        with suppress(JGError):  # it is lost, which others tell
-            async for _ in replies:
-                self._told.add(task)
-                self._tell(task)
+        try:
+            with suppress(JGError):  # it is lost, which others tell
+                async for _ in replies:
+                    if not held.done():
+                        held.set_result(None)
+                        continue
+                    self._told.add(task)
+                    self._tell(task)
+        finally:
+            if not held.done():
+                held.set_result(None)

@@ -30,13 +30,7 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.blocks import Sums
 from jgraph.runtime.manifest import Leaf, Manifest, directory_of
 from jgraph.runtime.shard_files import Slice, make_proof, proven, read_slice
-from jgraph.runtime.step_files import (
-    begin_step,
-    commit_step,
-    move_position,
-    prune,
-    steps_in,
-)
+from jgraph.runtime.step_files import begin_step, commit_step, prune, steps_in
 from jgraph.runtime.writer_lease import WriterLease
 
 _LOG = logging.getLogger("jgraph.checkpoint")
@@ -128,10 +122,9 @@ class RunSaver:
             leaves = await self._write(made, like)
             step = await asyncio.to_thread(_step_in, made, leaves)
             check = self._lease.check
-            if step in steps_in(directory):
-                if self.record.is_over:  # the position may be of a moment before
-                    facts = (directory, step, position, check)
-                    await asyncio.to_thread(move_position, *facts)
+            # What was saved under way may be of a moment before, on another ps.
+            anew = self.record.is_over
+            if step in steps_in(directory) and not anew:
                 return
             manifest = Manifest(
                 step=step,
@@ -140,7 +133,7 @@ class RunSaver:
                 generation=self._lease.generation,
                 saved=datetime.now(UTC).isoformat(timespec="seconds"),
             )
-            await asyncio.to_thread(commit_step, made, manifest, check)
+            await asyncio.to_thread(commit_step, made, manifest, check, overwrite=anew)
             await asyncio.to_thread(prune, directory, order.keep, check)
         finally:
             await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)

@@ -9,10 +9,9 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from jgraph.errors import CheckpointError, CheckpointSpaceError
 from jgraph.failpoints import failpoint
@@ -70,7 +69,11 @@ def begin_step(directory: Path) -> tuple[Path, Manifest]:
 
 
 def commit_step(
-    made: Path, manifest: Manifest, before_commit: Callable[[], None]
+    made: Path,
+    manifest: Manifest,
+    before_commit: Callable[[], None],
+    *,
+    overwrite: bool = False,
 ) -> Path:
     """Gives a step that is written its name; then it is there, and whole.
 
@@ -78,13 +81,14 @@ def commit_step(
       made: where ``begin_step`` made it.
       manifest: of it.
       before_commit: called when everything is on disk; what it raises stops the save.
+      overwrite: replace a step that is there.
 
     Raises:
       CheckpointError: the step is there already.
       OSError: what the disk says.
     """
     target = made.with_name(str(manifest.step))
-    if target.exists():
+    if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists", path=str(target))
     (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
     for path in made.iterdir():
@@ -92,45 +96,14 @@ def commit_step(
     _sync(made)
     failpoint("handed.on_disk")
     before_commit()
+    old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
+    if target.exists():
+        target.rename(old)
     made.rename(target)
     failpoint("handed.committed")
     _sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
     return target
-
-
-def move_position(
-    directory: Path,
-    step: int,
-    position: Mapping[str, Any],
-    before_commit: Callable[[], None],
-) -> None:
-    """Says of a step that is there where in its data the run was.
-
-    Args:
-      directory: of the steps.
-      step: one of them.
-      position: of the same updates.
-      before_commit: see ``commit_step``.
-
-    Raises:
-      CheckpointError: the step cannot be read.
-      OSError: what the disk says.
-    """
-    target = directory / str(step)
-    manifest = read_manifest(target)
-    if manifest.position == position:
-        return
-    made = directory / f"{step}{TEMPORARY}-{secrets.token_hex(4)}"
-    made.mkdir()
-    try:
-        text = replace(manifest, position=position).to_json()
-        (made / FILE).write_text(text, encoding="utf-8")
-        _sync(made / FILE)
-        before_commit()
-        (made / FILE).replace(target / FILE)
-        _sync(target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:

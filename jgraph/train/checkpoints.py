@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from jgraph.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from jgraph.failpoints import failpoint
 from jgraph.graph import markup
 from jgraph.runtime.manifest import FILE, read_manifest
-from jgraph.runtime.step_files import move_position, steps_in
+from jgraph.runtime.step_files import steps_in
 from jgraph.runtime.writer_lease import WriterLease
 from jgraph.train import checkpoint
 from jgraph.train.runner import Position
@@ -130,10 +130,10 @@ class CheckpointWriter:
         self._lease.release()
 
     def save(self, step: int, tree: Tree, position: Position = None) -> Path:
-        """Writes a step, then deletes those that need not be kept.
+        """Writes a step, or writes it anew; then deletes those that need not be kept.
 
         Raises:
-          CheckpointError: the step exists, or cannot be written.
+          CheckpointError: the step cannot be written.
           CheckpointSpaceError: there is no room.
           CheckpointWriterError: another process has taken over.
         """
@@ -142,27 +142,12 @@ class CheckpointWriter:
             self.directory / str(step),
             tree,
             position,
+            overwrite=True,
             generation=self._lease.generation,
             before_commit=self._lease.check,
         )
         self.prune()
         return path
-
-    def move(self, step: int, position: Mapping[str, Any]) -> None:
-        """Says of a step that is there where in its data the run was.
-
-        Raises:
-          CheckpointError: the step cannot be read, or not written.
-          CheckpointWriterError: another process has taken over.
-        """
-        try:
-            move_position(self.directory, step, position, self._lease.check)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write to {self.directory / str(step)}: "
-                f"{error.strerror or error}; what it held before holds",
-                path=str(self.directory),
-            ) from error
 
     def prune(self) -> list[int]:
         """Deletes the steps that need not be kept, and returns them."""

@@ -136,7 +136,7 @@ class Saving:
     def _begin(self, *, at_rest: bool = False) -> None:
         snapshot = self._take()
         due = snapshot.step not in steps_in(self._writer.directory)
-        # What was saved under way may be of a position a moment before.
+        # What was saved under way may be of a moment before, on another ps.
         due |= at_rest and snapshot.step == self._written
         self._last = snapshot.step - snapshot.step % self._given.every
         if due:
@@ -148,11 +148,8 @@ class Saving:
     def _save(self, snapshot: Snapshot) -> None:
         step, position = snapshot.step, snapshot.position
         try:
-            if step not in steps_in(self._writer.directory):
-                self._writer.save(step, snapshot.tree, position)
-                self._written = step
-            elif position is not None:
-                self._writer.move(step, position)
+            self._writer.save(step, snapshot.tree, position)
+            self._written = step
         finally:
             with suppress(ClusterError):  # a task that is gone holds nothing
                 snapshot.release()

@@ -98,6 +98,7 @@ def test_task_waits_for_those_who_hold_it_but_not_for_ever() -> None:
     async def main() -> None:
         farewell, clock = Farewell(), SystemClock()
         first, second = farewell.held(EMPTY), farewell.held(EMPTY)
+        assert [await anext(held) for held in (first, second)] == [EMPTY, EMPTY]
         told = [asyncio.ensure_future(anext(held)) for held in (first, second)]
         await asyncio.sleep(0)
         began = clock.now()

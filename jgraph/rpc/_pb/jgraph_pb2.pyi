@@ -2201,8 +2201,8 @@ Global___Reset: _TypeAlias = Reset  # noqa: Y015
 
 @_typing.final
 class Shutdown(_message.Message):
-    """"Farewell" (client -> task): Empty -> Empty, when the task is told to end. It goes on
-    until whoever asked hangs up, or a time limit.
+    """"Farewell" (client -> task): Empty -> Empty at once, and another when the task is told to
+    end. It goes on until whoever asked hangs up, or a time limit.
 
     "Shutdown": finish what runs, then end the process.
     """
