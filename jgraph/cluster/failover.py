@@ -14,7 +14,7 @@ from jgraph.cluster import loop
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S
 from jgraph.cluster.loop_orders import DealtData, Detached, plain
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.cluster.waiting import ready_tasks
+from jgraph.cluster.waiting import ready_tasks, view_of
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.loop_ends import is_cut_off
 from jgraph.coordination.slots import Lease
@@ -170,19 +170,13 @@ def told_to_end(*tasks: TaskName) -> TaskLeavingError:
 
 def _may_be_master(cluster: "Cluster", task: TaskName) -> bool:
     """Whether it answers, knows the same cluster, and does not end."""
-    with suppress(JGError):
-        reply = cluster.call(
-            "Master.Status",
-            frame(empty=pb.Empty()),
-            timeout_s=2 * CONTROL_S,
-            to=cluster.spec.address(task),
-        )
-        status: pb.ClusterStatus = body_of(reply)
-        known = ClusterSpec.from_json(status.cluster_json)
-        ready = any(t.task == task and t.state == "ready" for t in status.tasks)
-        # The spec is another if it was started anew.
-        return ready and known.tasks() == cluster.spec.tasks()
-    return False
+    view = loop.run(view_of(cluster, cluster.spec.address(task)))
+    if view is None:
+        return False
+    ready = any(told.task == task and told.state == "ready" for told in view.tasks)
+    # The spec is another if it was started anew.
+    known = ClusterSpec.from_json(view.cluster_json)
+    return ready and known.tasks() == cluster.spec.tasks()
 
 
 def accounts_of(

@@ -47,6 +47,7 @@ from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.recover")
 _LOOK_S: Final = 0.5
+"""Between two looks: that a worker answers again shows only by asking it."""
 
 
 class LoopDoor(Door, Protocol):

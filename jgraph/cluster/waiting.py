@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import jax
 
 from jgraph.clock import SystemClock
+from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import (
@@ -22,7 +23,7 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version
-from jgraph.rpc.transport import Frame
+from jgraph.rpc.transport import Address, Frame
 
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
@@ -72,32 +73,30 @@ def incarnations_of(cluster: "Cluster") -> Mapping[TaskName, str]:
     return {}
 
 
+async def view_of(cluster: "Cluster", address: Address) -> pb.ClusterStatus | None:
+    """Asks a task whom it reaches, as any may be master; None if it cannot say."""
+    ask, question = cluster.transport.ask, frame(empty=pb.Empty())
+    with suppress(JGError):
+        reply = await ask(address, "Master.Status", question, timeout_s=2 * CONTROL_S)
+        status: pb.ClusterStatus = body_of(reply)
+        return status
+    return None
+
+
 async def ready_tasks(cluster: "Cluster") -> Mapping[TaskName, str]:
     """Returns which start answers of each task that takes new work."""
-    ask, status = cluster.transport.ask, frame(empty=pb.Empty())
-    with suppress(JGError):
-        reply = await ask(
-            cluster.address, "Master.Status", status, timeout_s=2 * CONTROL_S
-        )
-        return {
-            TaskName(told.task): f"{told.incarnation:x}"
-            for told in body_of(reply).tasks
-            if told.state == "ready"
-        }
-    return {}
+    view = await view_of(cluster, cluster.address)
+    return {
+        TaskName(told.task): f"{told.incarnation:x}"
+        for told in (view.tasks if view else ())
+        if told.state == "ready"
+    }
 
 
 def reaches_every_ps(cluster: "Cluster", worker: TaskName) -> bool:
     """Whether a worker's links to the ps are whole; so they are if it cannot say."""
-    with suppress(JGError):
-        reply = cluster.call(
-            "Master.Status",
-            frame(empty=pb.Empty()),
-            timeout_s=2 * CONTROL_S,
-            to=cluster.spec.address(worker),
-        )
-        return not set(cluster.tasks("ps")) & set(body_of(reply).missing)
-    return True
+    view = loop.run(view_of(cluster, cluster.spec.address(worker)))
+    return view is None or not set(cluster.tasks("ps")) & set(view.missing)
 
 
 def _all_answer(cluster: "Cluster", timeout_s: float) -> bool:

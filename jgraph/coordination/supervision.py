@@ -48,7 +48,7 @@ class Ask:
 @final
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """Ask the same once more."""
+    """Ask the same once more: that a silent master answers again shows only so."""
 
     after_s: float
 

@@ -25,7 +25,6 @@ from jgraph.train.watch import Watch
 
 _LOG = logging.getLogger("jgraph.run")
 _A_WEEK_S: Final = 7 * 86400.0
-_LOOK_S: Final = 0.2
 
 
 def find_run(cluster: Cluster, name: str | None) -> RunInfo:
@@ -114,6 +113,7 @@ class Attached:
             error = caught
         done = "done" if self.history.steps >= self.info.steps else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
+        self.stop.set()
 
     def _chunks(self) -> Iterator[Chunk]:
         for reply in reports_of(self.cluster, self.info, _A_WEEK_S):
@@ -130,9 +130,9 @@ class Attached:
                 )
 
     def _stop(self) -> None:
-        while not self.stop.wait(_LOOK_S):
-            if self.run.state != "running":
-                return
+        self.stop.wait()  # it is also set when the run is over
+        if self.run.state != "running":
+            return
         try:
             stop_run(self.cluster, self.info)
         except JGError as error:

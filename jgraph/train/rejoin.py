@@ -12,6 +12,7 @@ from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 
 LOOK_EVERY_S: Final = 0.5
+"""That a worker answers again shows only by asking it."""
 WAIT_S: Final = 60.0
 """So long a run without workers waits for one."""
 _LOG = logging.getLogger("jgraph.recover")

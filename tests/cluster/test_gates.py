@@ -45,7 +45,7 @@ class Host:
         self.gates.peer_lost(peer)
 
     def handle_call(self, method: str, request: Frame) -> AsyncIterator[Frame]:
-        raise NotImplementedError
+        raise AssertionError(f"gates only post, and {method} is a call")
 
 
 def test_who_waits_at_a_gate_is_told_when_who_decides_is_lost() -> None:
