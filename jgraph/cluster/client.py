@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 
-from jgraph.clock import WallClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S, DRAIN_S
-from jgraph.cluster.events import Event, in_order, kept_events
+from jgraph.cluster.events import Event, in_order
 from jgraph.cluster.logs import EventTail
 from jgraph.cluster.patience import saying
 from jgraph.cluster.spec import ClusterSpec
@@ -84,7 +83,6 @@ class Cluster:
         self._token_file = token_file
         self._sessions: list[Session] = []
         self._closed = False
-        self._since_s = WallClock().now()
 
     @property
     def target(self) -> str:
@@ -149,10 +147,10 @@ class Cluster:
         """Returns what became of the cluster: who joined, was lost, what ran, in order.
 
         Its tasks tell what they saw since they started, at most 1,000 events each, and
-        this process what it did for the cluster since it connected.
+        a ``jg.LocalCluster`` whose processes it started again.
         """
-        own = [event for event in kept_events() if event.time_s >= self._since_s]
-        return in_order([*EventTail(self.transport, self.spec).new(), *own])
+        seen = EventTail(self.transport, self.spec).new()
+        return in_order([*seen, *self._launcher_events()])
 
     @short_traceback
     def drain(self, task: str, grace_s: float = DRAIN_S) -> None:
@@ -209,6 +207,9 @@ class Cluster:
 
     def check_startable(self) -> None:
         """Raises ``TaskMissingError`` for a lost task that nobody starts again."""
+
+    def _launcher_events(self) -> list[Event]:
+        return []
 
     @short_traceback
     def reset(self, *containers: str) -> None:

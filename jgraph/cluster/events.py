@@ -65,15 +65,36 @@ class Event:
         return markup.data(self)
 
 
-KEPT: Final = NewestLines()
-"""The events that this process noted, as lines of JSON."""
+@final
+class EventLog:
+    """The events that a task, or a launcher, notes; from any thread.
 
+    Args:
+      by: who notes them.
 
-def note(by: str, kind: str, text: str, *, level: int = logging.INFO) -> None:
-    """Writes an event to the log of this process, and keeps it; see ``Event``."""
-    text = " ".join(text.split())[:1000]
-    KEPT.add(_event(WallClock().now(), kind, text, by).to_json())
-    _LOG.log(level, "[%s] %s", kind, text)
+    Attributes:
+      lines: the newest, as lines of JSON.
+
+    Example:
+      >>> log = EventLog("/job:ps/task:0")
+      >>> log.note("began", "run 'a' began: 10 steps")
+      >>> [(event.kind, event.subject) for event in log.newest()]
+      [('began', 'a')]
+    """
+
+    def __init__(self, by: str) -> None:
+        self._by = by
+        self.lines = NewestLines()
+
+    def note(self, kind: str, text: str, *, level: int = logging.INFO) -> None:
+        """Keeps an event, and writes it to the log of this process; see ``Event``."""
+        text = " ".join(text.split())[:1000]
+        self.lines.add(_event(WallClock().now(), kind, text, self._by).to_json())
+        _LOG.log(level, "[%s] %s", kind, text)
+
+    def newest(self) -> list[Event]:
+        """Returns the newest events, in order."""
+        return [from_json(line) for line in self.lines.after(0, 1000)[1]]
 
 
 def _event(time_s: float, kind: str, text: str, by: str) -> Event:
@@ -95,11 +116,6 @@ def from_json(line: str) -> Event:
             f"a task tells of an event that this jgraph, {__version__}, cannot read: "
             f"{line[:200]!r}; install the version of the servers where you look"
         ) from None
-
-
-def kept_events() -> list[Event]:
-    """Returns the newest events that this process noted."""
-    return [from_json(line) for line in KEPT.after(0, 1000)[1]]
 
 
 def from_log(line: str, by: str) -> Event | None:
@@ -151,11 +167,11 @@ class RunsSeen:
     """Notes when a run begins and ends, of which a master sees the loops.
 
     Args:
-      by: the master.
+      events: of the master.
     """
 
-    def __init__(self, by: str) -> None:
-        self._by = by
+    def __init__(self, events: EventLog) -> None:
+        self._note = events.note
         self._loops: Counter[str] = Counter()
         self._why: dict[str, str] = {}
 
@@ -163,7 +179,7 @@ class RunsSeen:
     def loop(self, run: str, text: str) -> Iterator[None]:
         """Counts a loop of ``run`` while it goes on; ``text`` describes the run."""
         if not self._loops[run]:
-            note(self._by, "began", f"run '{run}' began: {text}")
+            self._note("began", f"run '{run}' began: {text}")
         self._loops[run] += 1
         try:
             yield
@@ -181,9 +197,9 @@ class RunsSeen:
     def _end(self, run: str, why: str) -> None:
         if why:
             why = f"run '{run}' failed: {why}"
-            note(self._by, "failed", why, level=logging.WARNING)
+            self._note("failed", why, level=logging.WARNING)
         else:
-            note(self._by, "ended", f"run '{run}' ended")
+            self._note("ended", f"run '{run}' ended")
 
 
 @final

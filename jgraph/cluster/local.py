@@ -12,6 +12,7 @@ from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import DRAIN_S
 from jgraph.cluster.client import Cluster, open_cluster
+from jgraph.cluster.events import Event
 from jgraph.cluster.patience import saying
 from jgraph.cluster.processes import (
     START_S,
@@ -160,6 +161,9 @@ class LocalCluster(Cluster):
           the other.
         """
         return self._processes.restart(task, DRAIN_S + _END_S)
+
+    def _launcher_events(self) -> list[Event]:
+        return self._processes.events()
 
     def gone(self) -> Mapping[TaskName, str]:
         """See ``Cluster.gone``."""

@@ -109,6 +109,5 @@ class EventTail:
 
     def new(self) -> list[Event]:
         """Returns events since the last call, by time; none of a silent task."""
-        # Tasks of one process tell the same.
-        lines = dict.fromkeys(line for _, line in self._log.new())
-        return sorted(map(from_json, lines), key=lambda event: event.time_s)
+        found = (from_json(line) for _, line in self._log.new())
+        return sorted(found, key=lambda event: event.time_s)

@@ -69,7 +69,7 @@ class Master:
         self._service = service
         self._transport = transport
         self.dealers = service.dealers
-        self._runs_seen = RunsSeen(service.task)
+        self._runs_seen = RunsSeen(service.events)
         self.runs = Runs(self, clock, lambda run: self._position_in(run.data_run, run))
         self._spec = ClusterSpec({})
         self._addresses: dict[TaskName, str] = {}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO, final
 
 from jgraph.clock import Clock, SystemClock
+from jgraph.cluster.events import Event
 from jgraph.cluster.exits import how_it_ended, memory_kills
 from jgraph.cluster.restarting import Restarter, wait_started
 from jgraph.cluster.spec import ClusterSpec
@@ -248,6 +249,10 @@ class TaskProcesses:
     def pids(self) -> dict[str, int]:
         """Process ids by task."""
         return {task: p.process.pid for task, p in self._processes.items()}
+
+    def events(self) -> list[Event]:
+        """Returns what became of processes that are started again."""
+        return [] if self._restarter is None else self._restarter.events.newest()
 
     def gone(self) -> dict[TaskName, str]:
         """Returns why, by task, for those that ended and are not started again."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.events import LAUNCHER, note
+from jgraph.cluster.events import LAUNCHER, EventLog
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.restarts import LeaveEnded, Restarts, StartAgain, TaskEnded
 from jgraph.errors import ConfigError, StartError
@@ -57,6 +57,10 @@ class Restarter:
       start_s: a process that takes longer to start is killed.
       clock: dates the ends.
       told: called after a process was started again, in a thread of its own.
+
+    Attributes:
+      events: what it did.
+      left: tasks that are not started again, and why.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Restarter:
         self._starting: set[Process] = set()
         self._closed = False
         self.left: dict[TaskName, str] = {}
-        """Tasks that are not started again, and why."""
+        self.events = EventLog(LAUNCHER)
         self._threads: list[threading.Thread] = []
         for process in processes:
             self.watch(process)
@@ -118,7 +122,7 @@ class Restarter:
                     self._starting.discard(process)
                     self._lock.notify_all()
             back = f"{process.task} serves again, without what it held"
-            note(LAUNCHER, "restarted", back, level=logging.WARNING)
+            self.events.note("restarted", back, level=logging.WARNING)
             self._told()
 
     def _start(self, process: Process, code: int) -> bool:
@@ -129,7 +133,7 @@ class Restarter:
                 match instruction:
                     case StartAgain(task):
                         died = f"{task} died ({process.how_it_ended()}); starting it"
-                        note(LAUNCHER, "died", died, level=logging.WARNING)
+                        self.events.note("died", died, level=logging.WARNING)
                         try:
                             process.start(self._spec)
                         except OSError as error:
@@ -143,12 +147,11 @@ class Restarter:
         return False
 
     def _leave(self, process: Process, why: str) -> None:
-        self.left[process.task] = (
-            f"{why}, and is not started again. The end of its log:\n{process.tail()}"
-        )
         left = f"{why}, and is not started again"
-        note(LAUNCHER, "abandoned", left, level=logging.WARNING)
-        _LOG.error("%s", self.left[process.task])
+        self.events.note("abandoned", left, level=logging.WARNING)
+        with_log = f"{left}. The end of its log:\n{process.tail()}"
+        _LOG.error("%s", with_log)
+        self.left[process.task] = with_log
 
 
 def wait_started(process: Process, spec: ClusterSpec, limit_s: float) -> None:

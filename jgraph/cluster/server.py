@@ -12,7 +12,6 @@ import jax
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import loop
-from jgraph.cluster.events import note
 from jgraph.cluster.here import add_service, remove_service
 from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.master import Master
@@ -140,7 +139,7 @@ class TaskServer:
     async def _stop(self, grace_s: float) -> None:
         remove_service(self.address)
         if self.address:
-            note(self.task, "left", f"{self.task} was told to end")
+            self.service.events.note("left", f"{self.task} was told to end")
         await self._health.set_serving(serving=False)
         await self.service.drain(grace_s)
         gone = TaskLostError(f"{self.task} was stopped")
@@ -273,7 +272,8 @@ class Server:
         asyncio.ensure_future(server.stopped.wait()).add_done_callback(
             lambda _: self._stopped.set()
         )
-        note(self.task, "joined", f"{self.task} listens on {server.address}")
+        text = f"{self.task} listens on {server.address}"
+        server.service.events.note("joined", text)
         if self._tls is None and not is_loopback(self._bind):
             _LOG.warning(
                 "%s speaks plain text with other hosts: whoever reads the network may "

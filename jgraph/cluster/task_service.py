@@ -16,10 +16,10 @@ import numpy as np
 import psutil
 
 from jgraph.clock import Clock
-from jgraph.cluster import events
 from jgraph.cluster.allocator import give_back_memory
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.driver import StepDriver, as_error
+from jgraph.cluster.events import EventLog
 from jgraph.cluster.farewell import SHARE, Farewell
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.kept_log import kept_log
@@ -87,6 +87,7 @@ class TaskService:
         """It was told to end; those who hold it may still use it."""
         self.draining = False
         self.farewell = Farewell()
+        self.events = EventLog(task)
         self.replaced: FencedError | None = None
         """Set: another process has the place of this one, which ends."""
         self.shell = TaskShell(transport, clock)
@@ -155,11 +156,11 @@ class TaskService:
         """Ends every step that needs ``peer``; all, if it says that we are replaced."""
         if isinstance(error, FencedError) and self.replaced is None:
             why = f"{self.task} ends: {error}"
-            events.note(self.task, "replaced", why, level=logging.ERROR)
+            self.events.note("replaced", why, level=logging.ERROR)
             self.replaced = error
             self._shutdown(0.0)
         why = error.message if peer in error.message else f"{peer}: {error.message}"
-        events.note(self.task, "lost", why, level=logging.WARNING)
+        self.events.note("lost", why, level=logging.WARNING)
         self.driver.peer_lost(peer, error)
         for step, (driver, _) in list(self._drivers_of.items()):
             if driver == peer:
@@ -390,7 +391,7 @@ class TaskService:
 
     async def _task_log(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        kept = events.KEPT if body.events else kept_log()
+        kept = self.events.lines if body.events else kept_log()
         last, lines = kept.after(body.after, body.limit)
         yield frame(log_lines=pb.LogLines(last=last, lines=lines))
 

@@ -9,12 +9,11 @@ import pytest
 from jgraph.cluster.client import connect
 from jgraph.cluster.events import (
     Event,
+    EventLog,
     LogFiles,
     RunsSeen,
     from_json,
     in_order,
-    kept_events,
-    note,
 )
 from jgraph.cluster.kept_log import FORMAT
 from jgraph.cluster.server import Server
@@ -35,15 +34,22 @@ def log(tmp_path: Path) -> Iterator[Path]:
     handler.close()
 
 
-def noted(count: int) -> list[tuple[str, str]]:
-    return [(event.kind, event.text) for event in kept_events()[-count:]]
+@pytest.fixture
+def events() -> EventLog:
+    """What a master notes."""
+    return EventLog(WORKER)
+
+
+def noted(events: EventLog) -> list[tuple[str, str]]:
+    return [(event.kind, event.text) for event in events.newest()]
 
 
 def test_the_log_of_a_task_tells_what_it_noted(log: Path, tmp_path: Path) -> None:
     files = LogFiles(tmp_path)
     assert files.new() == []
-    note(PS, "lost", f"{WORKER} ended its connection;\nwhat", level=logging.WARNING)
-    (found,), kept = files.new(), kept_events()[-1]
+    events, text = EventLog(PS), f"{WORKER} ended its connection;\nwhat"
+    events.note("lost", text, level=logging.WARNING)
+    (found,), (kept,) = files.new(), events.newest()
     assert (found.kind, found.text) == (
         "lost",
         f"{WORKER} ended its connection; what",
@@ -84,29 +90,34 @@ def test_a_loss_that_many_see_is_told_once_and_the_next_one_again() -> None:
     ]
 
 
-def test_a_run_begins_with_its_first_loop_and_ends_with_its_last() -> None:
-    seen = RunsSeen(WORKER)
+def test_a_run_begins_with_its_first_loop_and_ends_with_its_last(
+    events: EventLog,
+) -> None:
+    seen = RunsSeen(events)
     with seen.loop("a", "10 steps"):
         with seen.loop("a", "10 steps"), seen.loop("b", "20 steps"):
             pass
-        assert noted(3) == [
+        told = [
             ("began", "run 'a' began: 10 steps"),
             ("began", "run 'b' began: 20 steps"),
             ("ended", "run 'b' ended"),
         ]
-    assert noted(1) == [("ended", "run 'a' ended")]
+        assert noted(events) == told
+    assert noted(events) == [*told, ("ended", "run 'a' ended")]
 
 
-def test_a_run_fails_by_its_first_error_and_not_by_a_worker_that_was_lost() -> None:
-    seen = RunsSeen(WORKER)
+def test_a_run_fails_by_its_first_error_and_not_by_a_worker_that_was_lost(
+    events: EventLog,
+) -> None:
+    seen = RunsSeen(events)
     gone = TaskLostError("gone")
     with seen.loop("a", "10 steps"), pytest.raises(TaskLostError), seen.loop("a", ""):
         raise gone
-    assert noted(1) == [("ended", "run 'a' ended")]
+    assert noted(events)[1:] == [("ended", "run 'a' ended")]
     wrong = GraphError("no such node")
     with seen.loop("a", "10 steps"), pytest.raises(GraphError), seen.loop("a", ""):
         raise wrong
-    ((kind, text),) = noted(1)
+    kind, text = noted(events)[-1]
     assert (kind, text[:16], text[-13:]) == (
         *("failed", "run 'a' failed: ", " no such node"),
     )
@@ -122,16 +133,14 @@ def test_what_a_cluster_has_not_says_what_is_written_instead() -> None:
     server.stop()
 
 
-def test_a_client_is_told_who_joined_since_the_servers_started() -> None:
-    server = Server({"worker": ["localhost:0"]})
-    with connect(server.target) as cluster:
-        note("launcher", "died", f"{WORKER} died (SIGKILL); starting it")
-        mine = f"/job:worker/task:0 listens on {server.address}"
-        told = f"{WORKER} died (SIGKILL); starting it"
-        events = {event.text: event for event in cluster.events()}
-        # Between them may be what other tests leave behind in this process.
-        assert [text for text in events if text in (mine, told)] == [mine, told]
-        assert events[told].kind == "died"
-        assert str(events[told]).endswith(f"{told}  (seen by launcher)")
-    server.stop()
-    assert noted(1) == [("left", "/job:worker/task:0 was told to end")]
+def test_clusters_of_one_process_tell_each_what_became_of_it() -> None:
+    servers = [Server({"worker": ["localhost:0"]}) for _ in range(2)]
+    for server in servers:
+        with connect(server.target) as cluster:
+            (event,) = cluster.events()
+        who = "/job:worker/task:0"
+        assert (event.kind, event.by, event.subject) == ("joined", who, who)
+        assert event.text == f"{who} listens on {server.address}"
+        assert event.text in str(event)
+    for server in servers:
+        server.stop()

@@ -19,7 +19,6 @@ from tests.faults.counting import BATCH, IDS, check_recovered, trainer
 PACKAGE = Path(jgraph.__file__).parent
 DATES = {
     "clock.py": "is the wall clock",
-    "cluster/client.py": "since when a client is there, to show only later events",
     "cluster/events.py": "dates events",
     "cluster/run_saver.py": "dates a checkpoint",
     "rpc/certificates.py": "dates certificates",
