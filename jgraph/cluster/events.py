@@ -39,8 +39,8 @@ class Event:
 
     Attributes:
       time_s: when, in seconds since 1970, by the clock of who saw it.
-      kind: "joined", "lost", "left", "replaced", "died", "restarted", "abandoned" of
-        tasks; "began", "ended", "failed" of runs.
+      kind: "joined", "lost", "left", "replaced", "frozen", "died", "restarted",
+        "abandoned" of tasks; "began", "ended", "failed" of runs.
       text: a sentence that names the task or the run.
       by: the task that saw it; "launcher": what started the processes.
       subject: the task or the run.

@@ -22,6 +22,7 @@ from jgraph.cluster.processes import (
 )
 from jgraph.cluster.restarting import check_restarts
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
+from jgraph.coordination.freezes import FROZEN_S
 from jgraph.errors import TaskMissingError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
@@ -57,6 +58,9 @@ class LocalCluster(Cluster):
       restarts: how often a task that died is started again within a minute, at its
         old address and without what it held; the next death is the last, and is an
         error in the log. See ``Trainer.fit(checkpoint=…)`` for what a run does then.
+      frozen_s: with ``restarts``, a task whose process is stopped (SIGSTOP, not a
+        debugger) for so many seconds is killed and started again. One that is slow is
+        not, and one that goes on before that is waited for.
 
     Raises:
       ConfigError: no task, or no such transport.
@@ -85,6 +89,7 @@ class LocalCluster(Cluster):
         transport: TransportChoice = "auto",
         tls: bool = False,
         restarts: int = 0,
+        frozen_s: float = FROZEN_S,
         clock: Clock | None = None,
     ) -> None:
         check_transport(transport)
@@ -113,6 +118,7 @@ class LocalCluster(Cluster):
                     tls_directory=self._certificates,
                     allow_sources=allow_sources,
                     restarts=restarts,
+                    frozen_s=frozen_s,
                     clock=clock,
                 )
         except BaseException:

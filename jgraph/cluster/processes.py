@@ -14,12 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, final
 
+import psutil
+
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster.events import Event
 from jgraph.cluster.exits import how_it_ended, memory_kills
+from jgraph.cluster.freeze_watch import FreezeWatch
 from jgraph.cluster.restarting import Restarter, wait_started
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
+from jgraph.coordination.freezes import FROZEN_S
 from jgraph.errors import ConfigError, JGError, StartError
 from jgraph.graph.device import TaskName
 
@@ -155,6 +159,13 @@ class TaskProcess:
             process.kill()
             return process.wait(_END_S)
 
+    def is_frozen(self) -> bool:
+        """Whether the kernel has stopped it (SIGSTOP), and no debugger has."""
+        try:
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            return False  # it has ended
+
     def kill(self) -> None:
         """Kills the process, as a crash of its host would."""
         process = self.process  # another one when this is over, if it is restarted
@@ -179,6 +190,7 @@ class TaskProcesses:
       tls_directory: where certificates of all tasks are; empty for plain text.
       allow_sources: see ``Server``.
       restarts: how often a task that died is started again within a minute.
+      frozen_s: a task that is started again is killed when it is frozen for so long.
       told: called after one was, in another thread.
       clock: dates their ends.
 
@@ -197,11 +209,13 @@ class TaskProcesses:
         allow_sources: Sequence[str] = (),
         *,
         restarts: int = 0,
+        frozen_s: float = FROZEN_S,
         told: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
         self._processes: dict[TaskName, TaskProcess] = {}
         self._restarter: Restarter | None = None
+        self._freeze_watch: FreezeWatch | None = None
         self._again: set[TaskName] = set()
         try:
             for job, count in counts.items():
@@ -230,6 +244,12 @@ class TaskProcesses:
                     start_s=START_S,
                     clock=clock or SystemClock(),
                     told=told,
+                )
+                self._freeze_watch = FreezeWatch(
+                    list(self._processes.values()),
+                    self._restarter.events,
+                    clock or SystemClock(),
+                    frozen_s,
                 )
         except BaseException:
             self.end()
@@ -288,6 +308,8 @@ class TaskProcesses:
 
     def end(self) -> None:
         """Ends all processes and waits until they have ended."""
+        if self._freeze_watch is not None:
+            self._freeze_watch.close()
         if self._restarter is not None:
             self._restarter.close()
         for process in self._processes.values():

@@ -6,9 +6,11 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jgraph.cluster.local import LocalCluster
+from jgraph.coordination.freezes import FROZEN_S
 from jgraph.errors import CopyLostError
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoints import Checkpoints
@@ -69,6 +71,45 @@ def test_row_13_a_killed_ps_with_a_replica_costs_no_step_of_synchronous_training
     assert recovery.again == 0
     check_recovered(there, run, share=2)
     fault.names += [ps, "goes on with the copies", "SIGKILL"]
+    there.close()
+
+
+@pytest.mark.parametrize(
+    "frozen_s", [1.5, pytest.param(FROZEN_S, marks=pytest.mark.chaos)]
+)
+def test_row_17_a_frozen_ps_is_killed_and_its_copy_takes_its_place(
+    fault: Fault, frozen_s: float
+) -> None:
+    """A pause of less than that is waited for; the longer one ends with its process."""
+    cluster = fault.cluster(ps=2, workers=2, restarts=3, frozen_s=frozen_s)
+    there, ledger, clock = trainer(cluster, REPLICA), Ledger(), Stopwatch()
+    pid, froze_at = cluster.pid(PS), list[float]()
+
+    def blink() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
+
+    def freeze() -> None:
+        assert cluster.pid(PS) == pid
+        froze_at.append(clock.seconds)
+        os.kill(pid, signal.SIGSTOP)
+
+    run = there.fit(
+        IDS,
+        steps=800,
+        batch_size=BATCH,
+        callbacks=[after(100, blink), after(300, freeze)],
+        progress=False,
+    )
+    assert (run.state, run.steps) == ("done", 800)
+    assert clock.seconds - froze_at[0] < frozen_s + 20
+    (recovery,) = run.recoveries()
+    assert recovery.lost == (PS,)
+    assert recovery.again <= 4  # told of when they were computed, never acknowledged
+    assert not psutil.pid_exists(pid)
+    ledger.add(run)
+    ledger.check(there, lost=2)
+    fault.names += [f"{PS} is frozen for", "SIGKILL", "goes on with the copies"]
     there.close()
 
 
