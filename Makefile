@@ -36,7 +36,7 @@ chaos: .venv/dev.stamp
 # Thousands of runs in virtual time; JGRAPH_SIMULATION=7 JGRAPH_SIMULATIONS=1 repeats one.
 sim: .venv/dev.stamp
 	JGRAPH_SIMULATIONS=$${JGRAPH_SIMULATIONS:-5000} $(BIN)/python -m pytest -n 0 \
-		-o faulthandler_timeout=0 tests/simulation
+		--timeout 3600 -o faulthandler_timeout=0 tests/simulation
 
 # Random programs on clusters of any shape against JAX alone; an hour or so. Random bytes
 # against every decoder, by coverage, where atheris can be had (else its tests are skipped).
