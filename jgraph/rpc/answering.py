@@ -1,13 +1,19 @@
 """The serving half of Asks: calls over a stream that stays open, and is resumed."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Any, Final, final
 
 import grpc
 
-from jgraph.errors import ClusterBusyError, JGError, MalformedMessageError
+from jgraph.errors import (
+    ClusterBusyError,
+    JGError,
+    MalformedMessageError,
+    NotTakingError,
+)
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.ask_stream import Conversation
 from jgraph.rpc.codec import Buffer, Prepared, encode, pack, prepare
@@ -20,6 +26,8 @@ from jgraph.rpc.serving import answer, only_reply
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame, Handler
+
+_logger = logging.getLogger(__name__)
 
 MAX_UNANSWERED: Final = 1024
 """More calls of one caller at once are refused."""
@@ -60,6 +68,7 @@ class Answers:
         # Of the stream that there is now.
         self._serving: asyncio.Task[Any] | None = None
         self._check: Callable[[str], None] | None = None
+        self._deaf: NotTakingError | None = None
         self._socket: LocalSocket | None = None
         self._beside: set[asyncio.Task[None]] = set()
 
@@ -82,6 +91,7 @@ class Answers:
 
         Raises:
           MalformedMessageError: the stream is not one of calls.
+          NotTakingError: the caller acknowledges nothing.
         """
         hello, *early = first
         await self._take_over()
@@ -104,6 +114,8 @@ class Answers:
                 decoder.finish()
                 await _flush(streamed)
         except asyncio.CancelledError:  # so gRPC tells of a connection that broke
+            if self._deaf is not None:
+                raise self._deaf from None
             self.may_return = self._resumable(body_of(hello), offer)
             raise
         except JGError:
@@ -140,8 +152,13 @@ class Answers:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._beside.discard(task)
-        if not task.cancelled():
-            task.exception()  # a connection that broke; who reads it learns it
+        if task.cancelled():
+            return
+        error = task.exception()  # a connection that broke: who reads it learns it
+        if isinstance(error, NotTakingError) and self._serving is not None:
+            _logger.warning("%s gives a caller up: %s", self._hello.task, error.message)
+            self._deaf = error
+            self._serving.cancel()
 
     async def _greet(self, context: Any, offer: LocalOffer | None) -> None:
         reply = pb.Hello(received=self._talk.received)

@@ -14,7 +14,9 @@ from jgraph.rpc.unacknowledged import Unacknowledged
 
 FULL_BYTES: Final = 64 << 20
 UNTOLD_BYTES: Final = 1 << 30
-"""More than this, and the frame that left last, is acknowledged by whoever reads."""
+"""More than this, and the frame that left last, waits until some is acknowledged."""
+UNTOLD_S: Final = 30.0
+"""Who acknowledges nothing for so long does not read."""
 FRAME_BYTES: Final = 512
 """What a frame costs that is kept, beside its own bytes."""
 
@@ -50,6 +52,7 @@ class Outbox:
         self._kept = Unacknowledged[Encoded]()
         self._number = 0
         self._received = 0
+        self._give_up_s: float | None = None
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._has_room = asyncio.Event()
@@ -65,8 +68,7 @@ class Outbox:
         self._frames.append(encoded)
         self._is_empty.clear()
         self._nbytes += encoded.nbytes
-        if self._nbytes > FULL_BYTES:
-            self._has_room.clear()
+        self._note_room()
         self._idle_socket = None
         self._wake.set()
 
@@ -86,6 +88,10 @@ class Outbox:
     def acknowledge(self, received: int) -> None:
         """Forgets the frames that the other side has."""
         self._kept.acknowledge(received)
+        self._give_up_s = None
+        self._note_room()
+        if self._frames:
+            self._wake.set()
 
     def tell(self, received: int) -> None:
         """Acknowledges the frames of the other side, before all that waits."""
@@ -103,7 +109,7 @@ class Outbox:
             them are sent again first.
 
         Raises:
-          NotTakingError: the other side acknowledges nothing.
+          NotTakingError: the other side acknowledges nothing for long.
         """
         self.acknowledge(received)
         for _, encoded in list(self._kept):
@@ -127,6 +133,11 @@ class Outbox:
         packer = Packer()
         self._wake.clear()
         while self._frames or self._received:
+            if self._has_to_wait and not self._received:
+                if rest := packer.rest():
+                    await write(rest)
+                await self._told()
+                continue
             encoded = self._next(keep)
             for piece in encoded.pieces:
                 for chunk in packer.add(piece):
@@ -136,6 +147,34 @@ class Outbox:
         if not self._frames:
             self._is_empty.set()
 
+    @property
+    def _has_to_wait(self) -> bool:
+        return self._kept.nbytes - self._kept.last_nbytes > UNTOLD_BYTES
+
+    def _note_room(self) -> None:
+        """Takes more while the other side has to acknowledge, also if full.
+
+        An acknowledgement comes behind what was sent before it.
+        """
+        if self._nbytes > FULL_BYTES and not self._has_to_wait:
+            self._has_room.clear()
+        else:
+            self._has_room.set()
+
+    async def _told(self) -> None:
+        """Waits until something is acknowledged, or is to be."""
+        if self._give_up_s is None:
+            self._give_up_s = asyncio.get_running_loop().time() + UNTOLD_S
+        try:
+            async with asyncio.timeout_at(self._give_up_s):
+                await self._wake.wait()
+        except TimeoutError:
+            raise NotTakingError(
+                f"nothing of the last {self._kept.nbytes:,} bytes over a line of calls "
+                f"was acknowledged for {UNTOLD_S:g} s"
+            ) from None
+        self._wake.clear()
+
     def _next(self, keep: bool) -> Encoded:
         """Takes out what is to be sent next."""
         if self._received:
@@ -144,11 +183,8 @@ class Outbox:
             return encode(frame(ack=told))
         encoded = self._frames.popleft()
         self._nbytes -= encoded.nbytes
-        if self._nbytes <= FULL_BYTES:
-            self._has_room.set()
         if keep:
-            if self._kept.nbytes - self._kept.last_nbytes > UNTOLD_BYTES:
-                raise NotTakingError("a caller of this task acknowledges no frames")
             self._number += 1
             self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)
+        self._note_room()
         return encoded

@@ -10,27 +10,25 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jgraph.errors import JGError, NotTakingError, TaskLostError
+from jgraph.errors import JGError, TaskLostError
 from jgraph.graph.ir import TaskName
-from jgraph.rpc import asking, callers, outbox, receiving, resuming
-from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.codec import encode
-from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc import asking, callers, receiving, resuming
+from jgraph.rpc.frames import body_of
 from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.outbox import Outbox
 from jgraph.rpc.transport import Frame
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WAIT_S, asked, call, numbers, step
 from tests.rpc.run_async import run_async
 
 Remote = partial(GrpcTransport, same_machine="off")
+LARGE = 4 << 20
 
 
 class Counting:
     """A handler that keeps which calls it was asked, and answers when it may.
 
-    ``Echo`` gives the request back, ``Count`` as many frames as its number says.
+    ``Echo`` gives the request back, ``Large`` is answered by ``LARGE`` bytes, ``Count``
+    by as many frames as its number says.
     """
 
     def __init__(self) -> None:
@@ -55,6 +53,8 @@ class Counting:
             raise
         if method == "Echo":
             yield request
+        elif method == "Large":
+            yield step(body_of(request).step_id, np.zeros(LARGE, np.uint8))
         else:
             for i in range(body_of(request).step_id):
                 yield step(i, np.full(5000, i, np.int32))
@@ -243,64 +243,3 @@ def test_call_with_many_replies_ends_on_the_server_when_its_caller_stops() -> No
                 await pair.at_ps.wait(lambda: pair.at_ps.stopped == 1)
 
     run_async(main())
-
-
-class BrokenError(Exception):
-    """A stream that fails."""
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_frames_of_an_outbox_arrive_once_over_streams_that_fail(seed: int) -> None:
-    chance = random.Random(seed)
-    got: list[int] = []
-
-    async def over_one_stream(box: Outbox) -> None:
-        decoder, left = Decoder(), chance.randrange(1, 12)
-
-        async def write(chunk: bytes) -> None:
-            nonlocal left
-            part = chunk if left else chunk[: chance.randrange(len(chunk))]
-            got.extend(numbers(decoder.feed(part)))
-            await asyncio.sleep(0)
-            left -= 1
-            if left < 0:
-                raise BrokenError
-
-        # Sometimes it tells what it has, always at the next stream.
-        if chance.random() < 0.5:
-            box.acknowledge(len(got))
-        await box.run(write, len(got))
-
-    async def main() -> None:
-        box, sent = Outbox(), 0
-        while len(got) < 60:
-            for _ in range(chance.randrange(8)):
-                sent += 1
-                box.put(encode(step(sent, np.zeros(chance.randrange(1_400_000), "u1"))))
-            try:
-                async with asyncio.timeout(0.02):
-                    await over_one_stream(box)
-            except (BrokenError, TimeoutError):
-                continue
-        assert got == list(range(1, len(got) + 1))
-
-    asyncio.run(main())
-
-
-def test_one_who_acknowledges_nothing_does_not_fill_the_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outbox, "UNTOLD_BYTES", 1 << 20)
-
-    async def main() -> None:
-        box = Outbox()
-        for _ in range(20):
-            box.put(encode(frame(empty=pb.Empty(), tensors=[np.zeros(100_000)])))
-        with pytest.raises(NotTakingError, match="acknowledges no frames"):
-            await box.run(_ignore)
-
-    asyncio.run(main())
-
-
-async def _ignore(chunk: bytes) -> None:
-    """Takes it."""
