@@ -6,10 +6,12 @@ is there: what describes the tree, in Orbax's words, is copied as it is.
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -20,15 +22,23 @@ from jgraph.runtime.shard_files import PROOF, Slice, make_array
 
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
 """Ends the name of what was never finished; Orbax's own word."""
+_OLD: Final = re.compile(r"(.+)\.old-[0-9a-f]{8}")
+"""The name of a checkpoint while another takes its place."""
 _ROOM: Final = 1 << 20
 _MOST_BYTES: Final = 64 << 20
 """Of what describes a tree."""
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Returns the steps of a directory, oldest first; reads the disk each time."""
+    """Returns the steps of a directory, oldest first; reads the disk each time.
+
+    One that was being replaced when its writer was killed has its name again.
+    """
     if not directory.is_dir():
         return []
+    for path in list(directory.glob("*.old-*")):
+        if (old := _OLD.fullmatch(path.name)) and old[1].isdecimal():
+            put_back(directory / old[1])
     found = [p for p in directory.iterdir() if p.name.isdecimal() and p.is_dir()]
     return sorted(int(path.name) for path in found)
 
@@ -96,14 +106,58 @@ def commit_step(
     _sync(made)
     failpoint("handed.on_disk")
     before_commit()
-    old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
-    if target.exists():
-        target.rename(old)
-    made.rename(target)
+    put_in_place(made, target)
     failpoint("handed.committed")
-    _sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def put_in_place(made: Path, target: Path) -> None:
+    """Gives a checkpoint that is whole its name; another that has it goes last.
+
+    Raises:
+      OSError: what the disk says; the other has its name again.
+    """
+    while True:
+        if target.exists():
+            target.rename(f"{target}.old-{secrets.token_hex(4)}")
+            failpoint("checkpoint.old_put_away")
+        try:
+            made.rename(target)
+            break
+        except OSError as error:
+            put_back(target)
+            # Unless somebody who looked just then had put it back already.
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                raise
+    _sync(target.parent)
+    for path in _put_away(target):
+        failpoint("checkpoint.replaced")
+        remove(path)
+
+
+def put_back(target: Path) -> None:
+    """Gives a checkpoint its name again, if its writer was killed while replacing it.
+
+    What was to replace it was not saved before it had the name.
+    """
+    if not target.exists():
+        for path in _put_away(target):
+            with suppress(OSError):  # somebody else did it, or may not
+                path.rename(target)
+
+
+def _put_away(target: Path) -> list[Path]:
+    """Returns where a checkpoint is, or was, that another takes the place of."""
+    found = [(p, _OLD.fullmatch(p.name)) for p in target.parent.glob("*.old-*")]
+    return [path for path, old in found if old and old[1] == target.name]
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint, or whatever else there is, if there is something."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:

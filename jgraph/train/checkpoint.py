@@ -25,6 +25,7 @@ import numpy as np
 
 from jgraph.errors import CheckpointError, CheckpointPathError
 from jgraph.runtime.manifest import Leaf, Manifest, damaged, read_manifest
+from jgraph.runtime.step_files import put_back
 from jgraph.train.array_files import load_arrays, read_arrays
 from jgraph.train.on_tasks import KeptArray
 from jgraph.train.runner import Position
@@ -59,6 +60,7 @@ def save(
     from jgraph.train import commit
 
     target = absolute(path)
+    put_back(target)
     if target.exists() and not overwrite:
         raise CheckpointError(
             f"{target} exists; choose another path, or save(…, overwrite=True)",
@@ -106,6 +108,7 @@ def restore(
     from jgraph.train import commit
 
     target = absolute(path)
+    put_back(target)
     manifest = read_manifest(target)
     layout = _layout(like)
     wanted = commit.names_of(_resized(layout, manifest.leaves, growing))
@@ -145,6 +148,7 @@ def verify(path: str | Path) -> Manifest:
     from jgraph.train import commit
 
     target = absolute(path)
+    put_back(target)
     manifest = read_manifest(target)
     _check_types(manifest, target)
     manifest.check(commit.names_of(commit.read(target)), target)

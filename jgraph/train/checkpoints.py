@@ -18,7 +18,7 @@ from jgraph.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from jgraph.failpoints import failpoint
 from jgraph.graph import markup
 from jgraph.runtime.manifest import FILE, read_manifest
-from jgraph.runtime.step_files import steps_in
+from jgraph.runtime.step_files import remove, steps_in
 from jgraph.runtime.writer_lease import WriterLease
 from jgraph.train import checkpoint
 from jgraph.train.runner import Position
@@ -28,7 +28,7 @@ _LOG = logging.getLogger("jgraph.checkpoint")
 _GOING: Final = ".going"
 """Ends the name of a step that is being deleted."""
 _UNFINISHED: Final = re.compile(
-    r"\d+\.orbax-checkpoint-tmp.*|\d+\.going|\.jgraph_writer\..*"
+    r"\d+\.(orbax-checkpoint-tmp|new-|old-).*|\d+\.going|\.jgraph_writer\..*"
 )
 _T = TypeVar("_T")
 
@@ -119,11 +119,12 @@ class CheckpointWriter:
                 f"{error.strerror or error}; give a directory that you may write to",
                 path=str(self.directory),
             ) from error
+        steps_in(self.directory)  # puts back what was being replaced
         # Of writers that are gone: nobody else may be at it now.
         for path in self.directory.iterdir():
             if _UNFINISHED.fullmatch(path.name):
                 _LOG.info("removing %s, which was never finished", path)
-                _remove(path)
+                remove(path)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -159,7 +160,7 @@ class CheckpointWriter:
             path = self.directory / f"{step}{_GOING}"
             (self.directory / str(step)).rename(path)
             failpoint("prune.renamed")
-            _remove(path)
+            remove(path)
             failpoint("prune.removed")
         return going
 
@@ -264,10 +265,3 @@ def _saved(directory: Path, step: int) -> _Saved:
     except (CheckpointError, ValueError):
         time = datetime.fromtimestamp(path.stat().st_mtime, UTC)
     return _Saved(step, time)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

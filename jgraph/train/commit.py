@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from jgraph.errors import CheckpointError, CheckpointSpaceError, JGError
 from jgraph.failpoints import failpoint
 from jgraph.runtime.manifest import FILE, Leaf, Manifest, damaged, directory_of
-from jgraph.runtime.step_files import TEMPORARY
+from jgraph.runtime.step_files import TEMPORARY, put_in_place
 from jgraph.train.array_files import write_arrays
 from jgraph.train.trees import Tree
 
@@ -163,7 +163,7 @@ def write(
             checkpointer.save(path, args=_Save(layout, manifest, before_commit))
         failpoint("checkpoint.committed")
         if path != target:
-            _replace(path, target)
+            put_in_place(path, target)
     except BaseException as error:
         for unfinished in target.parent.glob(f"{path.name}{TEMPORARY}*"):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -172,19 +172,6 @@ def write(
         if isinstance(error, JGError) or not isinstance(error, Exception):
             raise
         raise _why_not(error, target, nbytes_of(layout)) from error
-
-
-def _replace(new: Path, target: Path) -> None:
-    """Puts a complete checkpoint in the place of another, which goes last."""
-    old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
-    target.rename(old)
-    failpoint("checkpoint.old_put_away")
-    new.rename(target)
-    failpoint("checkpoint.replaced")
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink()
 
 
 def check_room(target: Path, nbytes: int) -> None:

@@ -55,6 +55,22 @@ def test_row_25_disk_that_fails_at_a_step_of_a_save_leaves_all_or_nothing(
     assert read_manifest(tmp_path / str(there[-1])).step == there[-1]
 
 
+def test_row_25_a_step_that_is_replaced_is_there_before_and_after(
+    tmp_path: Path,
+) -> None:
+    step(tmp_path, 3)
+    made, like = begin_step(tmp_path)
+    with armed("checkpoint.old_put_away", fail), pytest.raises(OSError, match="a fail"):
+        commit_step(made, Manifest(3, like.leaves), lambda: None, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir() if path.name == "3"] == []
+    (tmp_path / "4.old-2024").mkdir()  # the user's own
+    assert steps_in(tmp_path) == [3]
+    commit_step(made, Manifest(3, like.leaves), lambda: None, overwrite=True)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["3", "4.old-2024"]
+    assert (tmp_path / "3" / "params.w").is_dir()  # which the first did not have
+
+
 def test_nothing_is_made_without_a_step_or_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

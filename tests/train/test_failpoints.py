@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,8 @@ def check_goes_on(directory: Path, step: int) -> None:
     """A new writer has the directory at once, and finds nothing half done in it."""
     with CheckpointWriter(directory, keep=2) as writer:
         names = [path.name for path in directory.iterdir()]
-        assert not [n for n in names if TEMPORARY in n or "going" in n]
+        unfinished = (TEMPORARY, "going", ".new-", ".old-")
+        assert not [n for n in names if any(word in n for word in unfinished)]
         writer.save(step, tree(step))
     assert newest_step(directory) == step
     assert not list(directory.glob("*.corrupt"))
@@ -135,3 +137,53 @@ def test_a_checkpoint_that_is_replaced_is_there_before_and_after(
         checkpoint.save(target, tree(2), overwrite=True)
     assert sorted(there) == [1, 2]  # whole, for who is killed here
     assert checkpoint.restore(target, tree(0))["global_step"] == 2
+
+
+@pytest.mark.parametrize("point", REPLACING)
+def test_row_25_a_writer_that_is_killed_while_it_replaces_a_step_loses_none(
+    tmp_path: Path, point: str
+) -> None:
+    directory, killed = tmp_path / "run", tmp_path / "killed"
+    its_lease = shutil.ignore_patterns("*jgraph_writer*")
+    with CheckpointWriter(directory) as writer:
+        writer.save(1, tree(1))
+        with armed(point, lambda: shutil.copytree(directory, killed, ignore=its_lease)):
+            writer.save(1, tree(1))
+    assert sorted(path.name.partition("-")[0] for path in killed.iterdir()) == (
+        ["1.new", "1.old"] if "put_away" in point else ["1", "1.old"]
+    )
+    assert newest_step(killed) == 1
+    check_goes_on(killed, 2)
+    assert steps_in(killed) == [1, 2]
+
+
+@pytest.mark.parametrize("point", REPLACING)
+def test_a_checkpoint_whose_writer_was_killed_while_replacing_it_can_be_restored(
+    tmp_path: Path, point: str
+) -> None:
+    target, killed = tmp_path / "there" / "model", tmp_path / "killed"
+    checkpoint.save(target, tree(1))
+    with armed(point, lambda: shutil.copytree(target.parent, killed)):
+        checkpoint.save(target, tree(2), overwrite=True)
+    there = 1 if "put_away" in point else 2
+    assert checkpoint.restore(killed / "model", tree(0))["global_step"] == there
+    checkpoint.save(killed / "model", tree(3), overwrite=True)
+    assert checkpoint.restore(killed / "model", tree(0))["global_step"] == 3
+    assert not list(killed.glob("*.old-*"))
+
+
+def test_who_looks_while_a_step_is_replaced_does_not_stop_that(tmp_path: Path) -> None:
+    seen = list[list[int]]()
+
+    def look() -> None:
+        if not seen:
+            seen.append(steps_in(tmp_path))
+
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, tree(1))
+        with armed("checkpoint.old_put_away", look):
+            writer.save(1, tree(2))
+        assert seen == [[1]]
+        restored = checkpoint.restore(tmp_path / "1", tree(0))
+        assert restored["params"]["w"][0, 0] == 2
+        assert [p.name for p in tmp_path.iterdir() if "old" in p.name] == []
