@@ -1,12 +1,12 @@
 """The door to all tasks of a cluster, which a master is for what goes on there."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from typing import Final, Protocol
 
 from jgraph.cluster.calls import CONTROL_S
-from jgraph.errors import JGError
+from jgraph.errors import JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -30,8 +30,11 @@ class Door(Protocol):
     ) -> Frame:
         """Calls a task."""
 
-    async def register(self, request: Frame) -> Frame:
-        """Passes every task its part of a program."""
+    def farewell(self, task: TaskName) -> AsyncIterator[Frame]:
+        """Holds another task; see ``Farewell``."""
+
+    async def register(self, request: Frame, only: TaskName | None = None) -> Frame:
+        """Passes every task, or only one, its part of a program."""
 
 
 async def ready_tasks(door: Door) -> dict[TaskName, str]:
@@ -58,3 +61,10 @@ async def reaches_every_ps(door: Door, worker: TaskName) -> bool:
         missing = body_of(reply).missing
         return not any(task.startswith("/job:ps/") for task in missing)
     return False
+
+
+def of_task(task: TaskName, error: JGError) -> TaskLostError:
+    """Returns a transport's error, which knows addresses, as one of a task."""
+    if task in error.message:
+        return TaskLostError(error.message, task=task)
+    return TaskLostError(f"{task} does not answer: {error.message}", task=task)

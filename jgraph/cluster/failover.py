@@ -125,6 +125,7 @@ def open_run(cluster: "Cluster", run: str, detached: Detached) -> None:
         saves=detached.saves,
         source=detached.source,
         records=detached.records,
+        gate=detached.gate,
     )
     cluster.call("Master.OpenRun", frame(open_run=order))
     for program in detached.programs:

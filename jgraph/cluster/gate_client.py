@@ -1,7 +1,7 @@
 """Gates as the client sees them: opened before a run, asked what they counted."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -33,7 +33,7 @@ def open_gate(
     synchronous: bool = False,
     version: int = 0,
     max_staleness: int | None = None,
-) -> None:
+) -> pb.OpenGate:
     """Opens a gate on tasks, in place of an earlier one of that name.
 
     Args:
@@ -43,6 +43,9 @@ def open_gate(
       synchronous: contributions are averaged; else updates are asynchronous.
       version: synchronous only: updates applied so far.
       max_staleness: asynchronous only: the bound; None: there is none.
+
+    Returns:
+      The order, for a task that is started again.
     """
     order = pb.OpenGate(
         gate=gate,
@@ -54,6 +57,30 @@ def open_gate(
     )
     request = frame(open_gate=order)
     cluster.call("Master.OpenGate", request, timeout_s=SILENCE_S + CONTROL_S)
+    return order
+
+
+def staleness_of(
+    cluster: "Cluster",
+    gate: str,
+    shards: Sequence[TaskName],
+    workers: Mapping[str, TaskName],
+) -> dict[TaskName, dict[TaskName, dict[int, int]]]:
+    """Returns how many updates were how old: by worker, by ps, by staleness.
+
+    Args:
+      cluster: of the gate.
+      gate: its name.
+      shards: tasks with the gate.
+      workers: by the handles of their programs.
+    """
+    found: dict[TaskName, dict[TaskName, dict[int, int]]] = {}
+    for row in stale_updates(cluster, gate, shards):
+        # The master gives the programs of those that it takes back other ends.
+        worker = workers[row.handle.partition("~")[0]]
+        ages = found.setdefault(worker, {}).setdefault(row.task, {})
+        ages[row.staleness] = ages.get(row.staleness, 0) + row.updates
+    return found
 
 
 def stale_updates(

@@ -29,7 +29,8 @@ class Detached:
       saves: what the master saves; None: nothing.
       source: JSON of what workers open; empty: they were given arrays.
       records: what tasks record of a worker's program.
-      programs: of each worker, and what is run before; see ``Master.KeepProgram``.
+      programs: of workers and ps, and what is run before; see ``Master.KeepProgram``.
+      gate: of asynchronous training.
     """
 
     about: Mapping[str, Any]
@@ -37,6 +38,7 @@ class Detached:
     source: str = ""
     records: Sequence[pb.TaskRecords] = ()
     programs: Sequence[Frame] = ()
+    gate: pb.OpenGate | None = None
 
 
 @final

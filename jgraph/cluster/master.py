@@ -20,6 +20,7 @@ from jgraph.cluster.calls import (
     bulk_timeout_s,
     loop_timeout_s,
 )
+from jgraph.cluster.door import of_task
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.events import RunsSeen
 from jgraph.cluster.run_record import RunRecord
@@ -197,8 +198,17 @@ class Master:
     async def _register_program(self, request: Frame) -> AsyncIterator[Frame]:
         yield await self.register(request)
 
-    async def register(self, request: Frame) -> Frame:
-        """Passes every task its part of a program."""
+    def farewell(self, task: TaskName) -> AsyncIterator[Frame]:
+        """Holds another task; see ``Farewell``."""
+        return self._transport.call(
+            self.address(task),
+            "Farewell",
+            frame(empty=pb.Empty()),
+            timeout_s=bounded_s(0.0),
+        )
+
+    async def register(self, request: Frame, only: TaskName | None = None) -> Frame:
+        """Passes every task, or only one, its part of a program."""
         body = body_of(request)
         program = decode_program(body.program, request.tensors)
         participants = [partition.task for partition in program.partitions]
@@ -216,7 +226,8 @@ class Master:
             )
             return int(body_of(reply).compilations)
 
-        counts = await asyncio.gather(*map(register, participants))
+        wanted = [task for task in participants if only in (None, task)]
+        counts = await asyncio.gather(*map(register, wanted))
         return frame(
             program_handle=pb.ProgramHandle(
                 handle=body.handle, compilations=sum(counts)
@@ -266,7 +277,7 @@ class Master:
                 async for report in reports:
                     yield report
             except TaskLostError as error:
-                raise error if error.details else _of_task(task, error) from error
+                raise error if error.details else of_task(task, error) from error
 
     async def _relay(self, task: TaskName, request: Frame) -> AsyncIterator[Frame]:
         if task == self.task:
@@ -286,7 +297,7 @@ class Master:
         except (ClusterUnreachableError, TaskLostError) as error:
             if error.details.get("address") != address:
                 raise  # another task's, which this one told of
-            raise _of_task(task, error) from error
+            raise of_task(task, error) from error
 
     async def _open_data_run(self, request: Frame) -> AsyncIterator[Frame]:
         self.dealers.open(body_of(request))
@@ -380,17 +391,10 @@ class Master:
                     address, method, request, timeout_s=timeout_s
                 )
             except (ClusterUnreachableError, TaskLostError) as error:
-                raise _of_task(task, error) from error
+                raise of_task(task, error) from error
         answers = [reply async for reply in self._service.handle_call(method, request)]
         return answers[-1]
 
 
 def _position(position: Mapping[str, Any]) -> Frame:
     return frame(data_position=pb.DataPosition(position=json.dumps(position)))
-
-
-def _of_task(task: TaskName, error: JGError) -> TaskLostError:
-    """Returns a transport's error, which knows addresses, as one of a task."""
-    if task in error.message:
-        return TaskLostError(error.message, task=task)
-    return TaskLostError(f"{task} does not answer: {error.message}", task=task)

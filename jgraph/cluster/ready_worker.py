@@ -1,4 +1,4 @@
-"""A worker that was started again is given what the loops of a run need."""
+"""A task that was started again is given what the loops of a run need."""
 
 import asyncio
 import logging
@@ -24,6 +24,8 @@ _DATA_S: Final = 3600.0
 class ReadyWorker:
     """Gives workers of one run their programs, data and first values again.
 
+    And its programs to a ps.
+
     Args:
       order: what the client said of the run.
       door: to the tasks.
@@ -37,7 +39,7 @@ class ReadyWorker:
     )
 
     def keep(self, request: Frame) -> None:
-        """Keeps a program of a worker; see ``Master.KeepProgram``."""
+        """Keeps a program of the run; see ``Master.KeepProgram``."""
         body = body_of(request)
         if body.handle:
             self._programs[body.handle] = request
@@ -54,12 +56,8 @@ class ReadyWorker:
         Raises:
           JGError: the worker, or one it works with, does not answer.
         """
-        task, (first, _, _) = TaskName(loop.task), loop.handle.partition("~")
-        if first not in self._programs:
-            raise ConfigError(f"the program of {task} is not kept")
-        await self.drop(loop.handle)
-        handle = f"{first}~{loop.epoch}.{number}"
-        await self._register(self._programs[first], handle)
+        task = TaskName(loop.task)
+        handle = await self.renew(loop.handle, f"{loop.epoch}.{number}")
         for records in self.order.records:
             kept = pb.KeepRecords()
             kept.CopyFrom(records.order)
@@ -77,9 +75,38 @@ class ReadyWorker:
             await self.drop(once)
         return handle
 
-    async def _register(self, program: Frame, handle: str) -> None:
+    async def renew(self, handle: str, suffix: str) -> str:
+        """Gives all tasks a program whose driver is another process; returns its name.
+
+        It needs another one: steps of the driver before had the same numbers.
+
+        Raises:
+          JGError: a task does not answer.
+        """
+        program, new = self._kept(handle), f"{_first(handle)}~{suffix}"
+        await self.drop(handle)
+        await self._register(program, new)
+        return new
+
+    async def again(self, handle: str, ps: TaskName) -> None:
+        """Gives a ps its part of a program that the other tasks have.
+
+        Raises:
+          JGError: it does not answer.
+        """
+        await self._register(self._kept(handle), handle, only=ps)
+
+    def _kept(self, handle: str) -> Frame:
+        if (first := _first(handle)) not in self._programs:
+            raise ConfigError(f"the program '{first}' is not kept")
+        return self._programs[first]
+
+    async def _register(
+        self, program: Frame, handle: str, only: TaskName | None = None
+    ) -> None:
         body = pb.RegisterProgram(handle=handle, program=body_of(program).program)
-        await self.door.register(frame(register_program=body, tensors=program.tensors))
+        request = frame(register_program=body, tensors=program.tensors)
+        await self.door.register(request, only=only)
 
     async def drop(self, handle: str) -> None:
         """Makes all tasks refuse steps of a program, whoever still asks for some."""
@@ -110,3 +137,8 @@ class ReadyWorker:
             else:
                 return
         raise DataError(f"no task that answers has the data set '{name}' for {task}")
+
+
+def _first(handle: str) -> str:
+    """Returns which handle a program had first."""
+    return handle.partition("~")[0]

@@ -34,11 +34,11 @@ ROLES: Final[Roles] = {
     "OpenSource": _BOTH,
     "TaskLog": _CLIENT,
     "SaveShards": _BOTH,
-    "LoadShards": _CLIENT,
+    "LoadShards": _BOTH,
     "KeepRecords": _BOTH,
     "TakeRecords": _CLIENT,
     "EndRecords": _CLIENT,
-    "Farewell": _CLIENT,
+    "Farewell": _BOTH,  # a master, for a run whose client is gone
     "Shutdown": _CLIENT,
     # What a client asks of its master.
     "Master.Connect": _CLIENT,

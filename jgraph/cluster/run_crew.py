@@ -1,6 +1,7 @@
 """The loops of a run that its master looks after, be its client there or not."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Final, Protocol, final
@@ -11,6 +12,8 @@ from jgraph.cluster.door import Door, reaches_every_ps, ready_tasks
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.ready_worker import ReadyWorker
 from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.run_rest import RunRest
+from jgraph.cluster.run_saver import RunSaver
 from jgraph.coordination.crew import (
     Begin,
     Crew,
@@ -24,6 +27,9 @@ from jgraph.coordination.crew import (
     Over,
     Pause,
     Prepare,
+    Rest,
+    RestAsked,
+    Rested,
     RowBegan,
     RowEnded,
     StopAsked,
@@ -73,6 +79,7 @@ class RunCrew:
 
     def __init__(self, order: pb.OpenRun, door: LoopDoor, clock: Clock) -> None:
         self.record = RunRecord(door.task, order, clock)
+        self._order = order
         self.ready = ReadyWorker(order, door)
         self._door = door
         self._clock = clock
@@ -84,6 +91,7 @@ class RunCrew:
         self._known: dict[TaskName, str] = {}
         self._learning: asyncio.Future[dict[TaskName, str]] | None = None
         self._number = 0
+        self._rest: RunRest | None = None
         self._stopping = False
         self._looking = False
         self._working: set[asyncio.Task[None]] = set()
@@ -106,6 +114,14 @@ class RunCrew:
                     RowBegan() if order.HasField("sync") else LoopBegan(order.replica)
                 )
         return self.record.of(order.replica)
+
+    def take_leave(self, saver: RunSaver) -> None:
+        """Lets the run rest before a ps ends; ``saver`` saves it then."""
+        container = json.loads(self._order.info)["container"]
+        self._rest = RunRest(
+            *(self._order, container, self._door, self.ready, saver, self._clock),
+            tell=lambda: self._handle(RestAsked()),
+        )
 
     def stop(self) -> None:
         """Asks all loops to end after their steps in flight."""
@@ -170,6 +186,8 @@ class RunCrew:
         """Takes note of which processes the run begins with."""
         if self._learning is None:
             self._learning = asyncio.ensure_future(ready_tasks(self._door))
+            if self._rest is not None:
+                self._rest.hold()
         self._known = {**await self._learning, **self._known}
 
     async def _is_lost(self, order: pb.RunLoop, error: JGError) -> bool:
@@ -222,12 +240,21 @@ class RunCrew:
             case Begin(replicas):
                 for replica in replicas:
                     self._start(self._again(self._orders[replica]))
-            case Pause() if deciding is not None:
-                self._tell(deciding, pb.StopLoop(pause=True))
+            case Pause():
+                self._pause()
+            case Rest():
+                self._do(self._come_to_rest())
             case LeaveOut(replica) if deciding is not None:
                 self._tell(deciding, pb.StopLoop(lost=self._orders[replica].task))
             case Over(state, error):
                 self._end(state, error)
+
+    def _pause(self) -> None:
+        if self._deciding is not None:
+            self._tell(self._deciding, pb.StopLoop(pause=True))
+            return
+        for loop in list(self._under_way.values()):
+            self._tell(loop, pb.StopLoop())
 
     def _end(self, state: str, error: JGError | None) -> None:
         if error is not None:
@@ -235,6 +262,15 @@ class RunCrew:
             for loop in self._under_way.values():
                 self._tell(loop, pb.StopLoop())
         self.record.end(state, error)
+        if self._rest is not None:
+            self._do(self._rest.close())
+
+    async def _come_to_rest(self) -> None:
+        assert self._rest is not None  # who else would ask for it
+        loops = [*self._orders.values(), *filter(None, [self._deciding])]
+        self._number += 1
+        await self._rest(self._known, loops, self._number)
+        self._handle(Rested())
 
     async def _look(self) -> None:
         """Looks for workers that are missing, as long as there are any."""

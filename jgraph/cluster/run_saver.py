@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +20,12 @@ import numpy as np
 
 from jgraph.cluster.calls import COMPILE_S, bulk_timeout_s
 from jgraph.cluster.run_record import RunRecord
-from jgraph.cluster.shard_calls import shard_from
+from jgraph.cluster.shard_calls import shard_from, sums_in
 from jgraph.errors import CheckpointError, JGError
 from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.blocks import Sums
 from jgraph.runtime.manifest import Leaf, Manifest, directory_of
@@ -38,6 +38,20 @@ STEP: Final = "global_step"
 """The leaf that says how many updates are in a step."""
 
 Call: TypeAlias = Callable[..., Awaitable[Frame]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A step that was saved.
+
+    Attributes:
+      path: where.
+      sums: of what each task wrote of it, in the order of its shards.
+    """
+
+    path: Path
+    sums: Mapping[TaskName, Sequence[Sums]]
 
 
 @final
@@ -60,6 +74,9 @@ class RunSaver:
     position: Callable[[], Mapping[str, Any]]
     _lease: WriterLease = field(init=False)
     _working: asyncio.Task[None] | None = field(init=False, default=None)
+    _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _last: int = field(init=False, default=0)
+    """Updates that were told of when it was saved last."""
 
     def start(self) -> None:
         """Saves from now on.
@@ -70,6 +87,19 @@ class RunSaver:
         with proven(self.order.directory, self.order.proof):
             self._lease = WriterLease(Path(self.order.directory))
         self._working = asyncio.ensure_future(self._work())
+
+    async def save_at_rest(self) -> Saved:
+        """Saves what a run came to whose loops have all ended.
+
+        Raises:
+          CheckpointError, OSError: it is not saved.
+          ClusterError: a task does not answer.
+        """
+        async with self._turn:
+            steps = self.record.row().steps
+            saved = await self._save(at_rest=True)
+            self._last = steps
+        return saved
 
     async def rest(self) -> None:
         """Waits until the run is over, and nothing of it is left to save."""
@@ -82,31 +112,36 @@ class RunSaver:
             self._working.cancel()
 
     async def _work(self) -> None:
-        last, info = 0, json.loads(self.record.row().info)
+        info = json.loads(self.record.row().info)
         wanted = info["steps"] - info["first_step"]
         try:
             while True:
                 news = self.record.news  # also of what happens while this saves
                 row = self.record.row()
                 # The last step is saved when all its batches are known to be done.
-                due = row.steps - last >= self.order.every and row.steps < wanted
-                if due or (row.state in {"done", "stopped"} and row.steps > last):
-                    last = row.steps
-                    await self._try()
+                left = row.steps - self._last
+                due = left >= self.order.every and row.steps < wanted
+                if due or (row.state in {"done", "stopped"} and left):
+                    await self._try(row.steps)
                 if row.state != "running":
                     return
                 await news
         finally:
-            await asyncio.to_thread(self._lease.release)
+            async with self._turn:
+                await asyncio.to_thread(self._lease.release)
 
-    async def _try(self) -> None:
-        try:
-            await self._save()
-        except Exception as error:  # noqa: BLE001  # the run goes on, whatever it is
-            text = error.message if isinstance(error, JGError) else str(error)
-            _LOG.warning("not saved: %s. The run goes on", text.rstrip("."))
+    async def _try(self, steps: int) -> None:
+        async with self._turn:
+            if steps <= self._last:
+                return  # it came to rest meanwhile
+            self._last = steps
+            try:
+                await self._save(at_rest=self.record.is_over)
+            except Exception as error:  # noqa: BLE001  # the run goes on, whatever it is
+                text = error.message if isinstance(error, JGError) else str(error)
+                _LOG.warning("not saved: %s. The run goes on", text.rstrip("."))
 
-    async def _save(self) -> None:
+    async def _save(self, *, at_rest: bool) -> Saved:
         order, directory = self.order, Path(self.order.directory)
         run = pb.RunStep(handle=order.snapshot, timeout_s=COMPILE_S)
         driver = TaskName(order.driver)
@@ -119,13 +154,13 @@ class RunSaver:
             position = self.position()  # first: what is trained meanwhile comes again
             await self.call(driver, "RunStep", frame(run_step=run), timeout_s=COMPILE_S)
             failpoint("handed.snapshot_taken")
-            leaves = await self._write(made, like)
+            leaves, sums = await self._write(made, like)
             step = await asyncio.to_thread(_step_in, made, leaves)
-            check = self._lease.check
+            check, path = self._lease.check, directory / str(step)
             # What was saved under way may be of a moment before, on another ps.
-            anew = self.record.is_over
+            anew = at_rest or self.record.is_over
             if step in steps_in(directory) and not anew:
-                return
+                return Saved(path, sums)
             manifest = Manifest(
                 step=step,
                 leaves=leaves,
@@ -135,16 +170,24 @@ class RunSaver:
             )
             await asyncio.to_thread(commit_step, made, manifest, check, overwrite=anew)
             await asyncio.to_thread(prune, directory, order.keep, check)
+            return Saved(path, sums)
         finally:
             await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
             reset = frame(reset=pb.Reset(containers=[order.container]))
             for shards in order.tasks:
                 await self.call(TaskName(shards.task), "Reset", reset)
 
-    async def _write(self, made: Path, like: Manifest) -> dict[str, Leaf]:
-        """Lets all tasks write what they have; returns what describes it."""
+    async def _write(
+        self, made: Path, like: Manifest
+    ) -> tuple[dict[str, Leaf], dict[TaskName, list[Sums]]]:
+        """Lets all tasks write what they have.
+
+        Returns:
+          What describes it, and the checksums of each task.
+        """
         proof = await asyncio.to_thread(make_proof, made)
         sums: defaultdict[str, list[Sums]] = defaultdict(list)
+        by_task: dict[TaskName, list[Sums]] = {}
 
         async def ask(shards: pb.TaskShards) -> None:
             task = TaskName(shards.task)
@@ -155,9 +198,7 @@ class RunSaver:
             limit_s = bulk_timeout_s(sum(s.variable.type.nbytes for s in mine))
             request = frame(shard_files=files)
             reply = await self.call(task, "SaveShards", request, timeout_s=limit_s)
-            told: list[Sums] = [Sums() for _ in mine]
-            for row in body_of(reply).sums:
-                told[row.shard][row.block] = row.crc32
+            told = by_task[task] = sums_in(reply, len(mine))
             for shard, one in zip(mine, told, strict=True):
                 sums[shard.rows.array].append(one)
 
@@ -168,12 +209,13 @@ class RunSaver:
                 f"the newest checkpoint in {self.order.directory} is of another model",
                 path=self.order.directory,
             )
-        return {
+        leaves = {
             name: replace(
                 leaf, crc32=_whole(name, leaf).blocks.joined(sums[directory_of(name)])
             )
             for name, leaf in like.leaves.items()
         }
+        return leaves, by_task
 
 
 def _whole(name: str, leaf: Leaf) -> Slice:

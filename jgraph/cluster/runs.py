@@ -68,7 +68,7 @@ class Runs:
         if order.run not in self._crews:
             crew = RunCrew(order, self._door, self._clock)
             if order.HasField("saves"):
-                self._save(order, crew.record)
+                crew.take_leave(self._save(order, crew.record))
             self._crews[order.run] = crew
         over = [name for name, crew in self._crews.items() if crew.record.is_over]
         for name in over[: max(0, len(self._crews) - _KEPT)]:
@@ -80,12 +80,13 @@ class Runs:
         self._get(body_of(request).run).ready.keep(request)
         yield frame(empty=pb.Empty())
 
-    def _save(self, order: pb.OpenRun, record: RunRecord) -> None:
+    def _save(self, order: pb.OpenRun, record: RunRecord) -> RunSaver:
         where = lambda: self._position(record)
         door = self._door
         saver = RunSaver(door.task, order.saves, record, door.call, where)
         saver.start()
         self._savers[order.run] = saver
+        return saver
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
         rows = [crew.record.row() for crew in self._crews.values()]

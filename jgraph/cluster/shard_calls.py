@@ -218,15 +218,20 @@ def _ask_all(
             )
         except CheckpointPathError:
             return {}
-        told: dict[Shard, Sums] = {shard: {} for shard in mine}
-        for row in body_of(reply).sums:
-            told[mine[row.shard]][row.block] = row.crc32
-        return told
+        return dict(zip(mine, sums_in(reply, len(mine)), strict=True))
 
     if not proof or not by_task:
         return {}
     with ThreadPoolExecutor(len(by_task)) as pool:
         return {s: sums for told in pool.map(ask, by_task) for s, sums in told.items()}
+
+
+def sums_in(reply: Frame, shards: int) -> list[Sums]:
+    """Returns the checksums that a task told, of each of so many shards."""
+    told: list[Sums] = [{} for _ in range(shards)]
+    for row in body_of(reply).sums:
+        told[row.shard][row.block] = row.crc32
+    return told
 
 
 def shard_to(shard: Shard) -> pb.ShardFile:

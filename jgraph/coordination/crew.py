@@ -7,6 +7,9 @@ to stop and have.
 In synchronous training one more loop decides what is averaged, for the workers that it
 began with. When a lost one is prepared, that loop pauses after the update under way;
 when all loops of its row have ended the next row begins, with everybody who is there.
+
+Before a ps ends, all loops do: the run rests, is saved, and goes on when the ps is
+there again.
 """
 
 from collections.abc import Iterator
@@ -94,6 +97,18 @@ class StopAsked:
 
 @final
 @dataclass(frozen=True, slots=True)
+class RestAsked:
+    """A ps is told to end, and needs all loops to end first."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rested:
+    """All ps are there, and hold what they held when the run came to rest."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Something happened after which the run cannot go on."""
 
@@ -116,6 +131,8 @@ Event: TypeAlias = (
     | WorkerReady
     | WorkerNotReady
     | StopAsked
+    | RestAsked
+    | Rested
     | Failed
     | TimePassed
 )
@@ -140,7 +157,7 @@ class Begin:
 @final
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Ask the loop that decides to pause."""
+    """Ask the loop that decides to pause, or in asynchronous training all to end."""
 
 
 @final
@@ -153,6 +170,12 @@ class LeaveOut:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """No loop runs: save the run, and let the ps go that is told to end."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Over:
     """The run is over: "done", "stopped" or "failed"."""
 
@@ -160,7 +183,7 @@ class Over:
     error: JGError | None = None
 
 
-Instruction: TypeAlias = Prepare | Begin | Pause | LeaveOut | Over
+Instruction: TypeAlias = Prepare | Begin | Pause | LeaveOut | Rest | Over
 
 
 @final
@@ -189,6 +212,7 @@ class Crew:
         self._standing: dict[int, str] = {}
         self._row = ""  # running, or how it ended
         self._pausing = False
+        self._resting = ""  # asked, or begun
         self._end = ""
         self._over = False
         self._alone_since: float | None = None
@@ -197,7 +221,7 @@ class Crew:
     @property
     def missing(self) -> list[int]:
         """Replicas whose workers are to be looked for."""
-        if self._over or self._end:
+        if self._over or self._end or self._resting:
             return []
         # Beside a row that goes on, one that ended in order was told to leave.
         absent = ["lost", "idle"] if self._row == "running" else ["lost"]
@@ -220,6 +244,11 @@ class Crew:
             case WorkerAnswered(replica) if replica in self.missing:
                 self._standing[replica] = "preparing"
                 return [Prepare(replica)]
+            case RestAsked() if not (self._end or self._resting):
+                self._resting = "asked"
+                if self._of("running") and not self._pausing:
+                    self._pausing = self._together
+                    return [Pause()]
             case Failed(error):
                 return self._finish("failed", error)
             case _:
@@ -240,7 +269,9 @@ class Crew:
                 self._row = "running"
             case RowEnded(state):
                 self._row_ended(state)
-            case StopAsked() if self._row != "running":
+            case Rested():
+                self._resting = ""
+            case StopAsked() if self._row != "running" or self._resting:
                 # A loop that decides ends by itself, and says how.
                 self._end = self._end or "stopped"
 
@@ -250,7 +281,7 @@ class Crew:
             return
         if state == "done":
             self._end = "done"
-        elif not self._end:  # nobody told it: its worker is being stopped
+        elif not (self._end or self._resting):  # its worker is being stopped
             self._standing[replica] = "lost"
 
     def _row_ended(self, state: str) -> None:
@@ -275,15 +306,27 @@ class Crew:
             if not running:
                 yield from self._finish(self._end)
             return
+        if self._resting:
+            yield from self._rest(running)
+            return
         if not (self._together and running):
-            # Of a row that paused, those who ended with it are there as well.
-            present = self._of("ready", *(["idle"] if self._together else []))
+            # Those who ended when all were asked to are there as well.
+            present = self._of("ready", "idle")
             if present:
                 yield self._begin(present)
                 return
         if running or self._of("preparing"):
             self._alone_since = None
-        elif self._alone_since is None:
+        else:
+            yield from self._wait(now)
+
+    def _rest(self, running: list[int]) -> Iterator[Instruction]:
+        if self._resting == "asked" and not (running or self._of("preparing")):
+            self._resting = "begun"
+            yield Rest()
+
+    def _wait(self, now: float) -> Iterator[Instruction]:
+        if self._alone_since is None:
             self._alone_since = now
         elif now - self._alone_since >= self._wait_s:
             yield from self._finish("failed", self._lost)

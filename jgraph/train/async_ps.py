@@ -14,8 +14,8 @@ from typing import Any, final
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.farewell import Farewells
-from jgraph.cluster.gate_client import open_gate, stale_updates
-from jgraph.cluster.loop_orders import Detached
+from jgraph.cluster.gate_client import open_gate, staleness_of
+from jgraph.cluster.loop_orders import Detached, LoopRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.errors import ClusterError, JGError
@@ -25,6 +25,7 @@ from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.async_strategy import AsyncPS
 from jgraph.train.compress import for_replica
 from jgraph.train.data import Dataset
@@ -57,6 +58,10 @@ class _Prepared:
     handles: list[str]
     workers: dict[str, TaskName] = field(default_factory=dict)
     """By handle, also of programs of workers that were lost."""
+
+    def programs(self, workers: Sequence[TaskName]) -> dict[str, Program]:
+        """Returns what each worker runs, by handle."""
+        return {h: self.program(n, workers) for n, h in enumerate(self.handles)}
 
     def program(self, replica: int, workers: Sequence[TaskName]) -> Program:
         """Returns what the worker of a replica runs."""
@@ -124,31 +129,24 @@ class AsyncRunner:
                 self.copies.admit(0, prepared.handles)
             self.clear_residuals(prepared.graph)
             self.workers.upload(prepared.graph, order)
-            open_gate(
+            gate = open_gate(
                 self._cluster,
                 self._step.container,
                 shards_of(prepared.plan.program),
                 max_staleness=self._strategy.max_staleness,
             )
+            programs = prepared.programs(self.workers.tasks)
+            detached = self.detached(
+                *(order, prepared.graph, prepared.names, programs), gate=gate
+            )
             loops = self._loops = self.session.run_loops(
-                self.workers.requests(
-                    prepared.graph,
-                    prepared.handles,
-                    order,
-                    step_timeout_s=self._strategy.step_timeout_s,
-                ),
+                self._requests(prepared, order),
                 dealt_data(
                     order,
                     self._position,
                     self.workers.done,
                     self.global_step,
-                    self.detached(
-                        *(order, prepared.graph, prepared.names),
-                        {
-                            handle: prepared.program(replica, self.workers.tasks)
-                            for replica, handle in enumerate(prepared.handles)
-                        },
-                    ),
+                    detached,
                 ),
             )
         self.is_training, self._untold = True, 0
@@ -197,6 +195,11 @@ class AsyncRunner:
         prepared.workers = dict(zip(prepared.handles, workers, strict=True))
         self._replaced = False
 
+    def _requests(self, prepared: _Prepared, order: Order) -> list[LoopRequest]:
+        limit_s, handles = self._strategy.step_timeout_s, prepared.handles
+        requests = self.workers.requests
+        return requests(prepared.graph, handles, order, step_timeout_s=limit_s)
+
     def _admit(
         self, prepared: _Prepared, order: Order, loops: LoopHandle, replica: int
     ) -> None:
@@ -211,12 +214,7 @@ class AsyncRunner:
         with self.lock:
             prepared.handles[replica] = handle
             prepared.workers[handle] = worker
-            again = self.workers.requests(
-                prepared.graph,
-                prepared.handles,
-                order,
-                step_timeout_s=self._strategy.step_timeout_s,
-            )[replica]
+            again = self._requests(prepared, order)[replica]
         loops.add(again)
 
     def position(self) -> Position:
@@ -319,13 +317,7 @@ class AsyncRunner:
         if self._last is None or not self._last.handles:
             return {}
         gate, shards = self._step.container, shards_of(self._last.plan.program)
-        found: dict[TaskName, dict[TaskName, dict[int, int]]] = {}
-        for row in stale_updates(self._cluster, gate, shards):
-            # The master gives the programs of those that it takes back other ends.
-            worker = self._last.workers[row.handle.partition("~")[0]]
-            ages = found.setdefault(worker, {}).setdefault(row.task, {})
-            ages[row.staleness] = ages.get(row.staleness, 0) + row.updates
-        return found
+        return staleness_of(self._cluster, gate, shards, self._last.workers)
 
     def untold(self) -> int:
         """See ``Runner.untold``."""
@@ -354,6 +346,7 @@ class AsyncRunner:
         programs: Mapping[str, Program],
         *,
         sync: bool = False,
+        gate: pb.OpenGate | None = None,
     ) -> Detached | None:
         """Returns what the master is told of a detached run; None: it is not.
 
@@ -361,14 +354,17 @@ class AsyncRunner:
           order: what to train.
           graph: of the step.
           names: of its metrics.
-          programs: of the workers, by handle.
+          programs: of the workers, and of ps, by handle.
           sync: training is synchronous.
+          gate: of asynchronous training.
         """
         if not order.detached:
             return None
         saves = None
         if order.saves is not None:
-            saves = saves_order(self._step, self.session, self._cluster, order.saves)
+            state = self._step, self.session, self._cluster
+            saves, program = saves_order(*state, order.saves)
+            programs = {**programs, saves.snapshot: program}
         tasks = self.workers.tasks
         begun = {task: self._residuals(graph, [n]) for n, task in enumerate(tasks)}
         return run_info(
@@ -377,6 +373,7 @@ class AsyncRunner:
             saves=saves,
             records=[] if self.copies is None else self.copies.orders(0),
             programs=[*kept_programs(self._cluster, programs, begun)],
+            gate=gate,
         )
 
     def initialize(self) -> None:

@@ -59,6 +59,7 @@ def run_info(
     saves: pb.RunSaves | None,
     records: Sequence[pb.TaskRecords],
     programs: Sequence[Frame],
+    gate: pb.OpenGate | None,
 ) -> Detached:
     """Returns what the master is told of a detached run; see ``RunInfo``.
 
@@ -70,7 +71,8 @@ def run_info(
       sync: training is synchronous.
       saves: what the master saves.
       records: what tasks record of a worker's program.
-      programs: of each worker; see ``kept_programs``.
+      programs: see ``kept_programs``.
+      gate: of asynchronous training.
     """
     about = {
         "first_step": first,
@@ -81,7 +83,7 @@ def run_info(
         "synchronous": sync,
         "checkpoints": "" if saves is None else saves.directory,
     }
-    return Detached(about, saves, order.dataset.source, records, programs)
+    return Detached(about, saves, order.dataset.source, records, programs, gate)
 
 
 def kept_programs(
@@ -89,11 +91,11 @@ def kept_programs(
     programs: Mapping[str, Program],
     begun: Mapping[TaskName, Sequence[Variable]],
 ) -> Iterator[Frame]:
-    """Yields what the master keeps for workers that are started again.
+    """Yields what the master keeps for tasks that are started again.
 
     Args:
       cluster: of the run.
-      programs: of the workers, by handle.
+      programs: of the workers, and of ps, by handle.
       begun: variables of a worker that begin anew with it.
     """
     for handle, program in programs.items():

@@ -16,6 +16,7 @@ from jgraph.cluster.session import Session
 from jgraph.cluster.shard_calls import shard_to
 from jgraph.errors import ConfigError, JGError
 from jgraph.graph.ir import TaskName
+from jgraph.plan.program import Program
 from jgraph.plan.types import value_type
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.manifest import directory_of
@@ -109,8 +110,8 @@ def check_handable(given: Checkpoints, step: TrainStep) -> None:
 
 def saves_order(
     step: TrainStep, session: Session, cluster: Cluster, given: Checkpoints
-) -> pb.RunSaves:
-    """Returns what the master is to save; the program for it is registered.
+) -> tuple[pb.RunSaves, Program]:
+    """Returns what the master is to save; the program for it, which is registered.
 
     Args:
       step: of the run; its variables have values.
@@ -131,7 +132,7 @@ def saves_order(
         for shard in held.shards(variable, whole):
             shards[shard.task].append(shard_to(shard))
     assert isinstance(given.keep, int)  # checked
-    return pb.RunSaves(
+    saves = pb.RunSaves(
         directory=str(directory),
         proof=make_proof(directory),
         every=given.every,
@@ -141,6 +142,7 @@ def saves_order(
         container=next(iter(held.copies.values())).spec.container,
         tasks=[pb.TaskShards(task=t, shards=files) for t, files in shards.items()],
     )
+    return saves, program
 
 
 def make_saving(

@@ -324,22 +324,21 @@ class SyncRunner:
         )
 
     def _programs(self, prepared: _Prepared) -> list[Program]:
-        """Returns what each worker runs."""
+        """Returns what each worker runs, and then what is run on the ps."""
         first, program = self._workers.tasks[0], prepared.plan.program
-        return [
-            for_replica(program.rename_task(first, worker), replica)
-            for replica, worker in enumerate(self._workers.tasks)
-        ]
+        tasks = enumerate(self._workers.tasks)
+        each = [for_replica(program.rename_task(first, w), n) for n, w in tasks]
+        return [*each, prepared.apply]
 
     def _register(self, prepared: _Prepared) -> None:
         if not prepared.handles or self._replaced:
             self._replaced = False
-            programs = [*self._programs(prepared), prepared.apply]
-            prepared.handles = self.state.session.register_all(programs)
+            register = self.state.session.register_all
+            prepared.handles = register(self._programs(prepared))
 
     def _sync(self, prepared: _Prepared, order: Order) -> SyncRequest:
         """Returns what all loops of a run that decide are told alike."""
-        programs = dict(zip(prepared.handles, self._programs(prepared), strict=False))
+        programs = dict(zip(prepared.handles, self._programs(prepared), strict=True))
         return SyncRequest(
             gate=self._step.container,
             version=self.state.global_step(),

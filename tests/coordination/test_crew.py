@@ -1,5 +1,6 @@
 """Transcripts of a run that looks after its workers: what happened, what is to be."""
 
+import pytest
 from hypothesis import given, strategies as st
 
 from jgraph.coordination.crew import (
@@ -15,6 +16,9 @@ from jgraph.coordination.crew import (
     Over,
     Pause,
     Prepare,
+    Rest,
+    RestAsked,
+    Rested,
     RowBegan,
     RowEnded,
     StopAsked,
@@ -151,13 +155,14 @@ class AnyCrew:
         self.crew, self.running = begun(together=together), {0, 1}
         self.row = self.together = together
         self.preparing: set[int] = set()
-        self.pausing = self.over = False
+        self.pausing = self.resting = self.over = False
 
     def possible(self) -> list[Event]:
         """Returns what may happen next."""
         events: list[Event] = [TimePassed(), *(LoopLost(r, GONE) for r in self.running)]
-        if self.together and not self.row:
+        if (self.together and not self.row) or (self.pausing and not self.together):
             events += [LoopEnded(r, "stopped") for r in self.running]
+        events += [Rested() if self.resting else RestAsked()]
         events += [WorkerAnswered(r) for r in self.crew.missing]
         for ready in (WorkerReady, WorkerNotReady):
             events += [ready(r) for r in self.preparing]
@@ -174,6 +179,8 @@ class AnyCrew:
                 self.preparing.discard(replica)
             case RowEnded():
                 self.row = self.pausing = False
+            case Rested():
+                self.resting = self.pausing = False
         for instruction in self.crew.handle(event, 0.0):
             self.check(instruction)
 
@@ -185,17 +192,67 @@ class AnyCrew:
             case Begin(replicas):
                 assert replicas
                 assert not self.running & set(replicas)
+                assert not self.resting
                 assert not (self.together and (self.row or self.running))
                 self.running.update(replicas)
                 self.row = self.together
             case Pause():
-                assert self.row
+                assert self.row or (self.running and not self.together)
                 assert not self.pausing
                 self.pausing = True
+            case Rest():
+                assert not self.row
+                assert not self.running | self.preparing
+                self.resting = True
             case Over():
                 assert not self.running
                 assert not self.row
                 self.over = True
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_row_29_a_run_rests_when_all_loops_have_ended_and_goes_on_with_all_workers(
+    together: bool,
+) -> None:
+    crew = begun(together=together)
+    assert told(crew, RestAsked(), RestAsked()) == [[Pause()], []]
+    if together:
+        assert told(crew, RowEnded("paused")) == [[]]
+    assert told(crew, LoopEnded(0, "stopped"), LoopEnded(1, "stopped")) == [
+        [],
+        [Rest()],
+    ]
+    # Another ps is told to end meanwhile, and nobody is looked for.
+    assert told(crew, RestAsked(), TimePassed()) == [[], []]
+    assert crew.missing == []
+    assert told(crew, Rested()) == [[Begin((0, 1))]]
+    assert told(crew, RestAsked()) == [[Pause()]]
+
+
+def test_row_29_a_worker_that_is_lost_before_a_run_rests_is_looked_for_after_it() -> (
+    None
+):
+    crew = begun(together=False)
+    told(crew, LoopLost(1, GONE), WorkerAnswered(1))
+    assert told(crew, RestAsked(), LoopEnded(0, "stopped")) == [[Pause()], []]
+    assert told(crew, WorkerNotReady(1)) == [[Rest()]]
+    assert told(crew, Rested()) == [[Begin((0,))]]
+    assert crew.missing == [1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("begun_before", [False, True])
+def test_row_29_a_run_that_is_told_to_stop_before_a_ps_is_back_is_over(
+    together: bool, begun_before: bool
+) -> None:
+    crew = begun(together=together)
+    ends: list[Event] = [RowEnded("paused")] if together else []
+    ends += [LoopEnded(0, "stopped"), LoopEnded(1, "stopped")]
+    stop = StopAsked()
+    events = [RestAsked(), *ends, stop] if begun_before else [RestAsked(), stop, *ends]
+    said = [one for each in told(crew, *events) for one in each]
+    assert said == [Pause(), *([Rest()] if begun_before else []), Over("stopped")]
+    assert told(crew, Rested()) == [[]]
 
 
 @given(st.data(), st.booleans())

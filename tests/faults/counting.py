@@ -14,7 +14,7 @@ from jgraph.runtime.step_files import steps_in
 from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.trainer import Trainer
-from tests.train.ledger import examples_due
+from tests.train.ledger import examples_counted, examples_due
 
 EXAMPLES, BATCH = 64, 4
 IDS = np.arange(EXAMPLES)
@@ -86,6 +86,18 @@ class Ledger:
             more = count - due
             assert more.sum() <= again * BATCH, f"came twice: {more}, {again} times"
         return again
+
+
+def check_together(there: Trainer, run: Run) -> None:
+    """Of synchronous training: no batch came twice, or was left out."""
+    position = there.current_position()
+    assert position is not None
+    assert position["again"] == 0
+    np.testing.assert_array_equal(examples_counted(run), examples_due(position))
+    # Of the last step it may not have been told, if it was on its way from a master.
+    means = run.metrics("seen")["value"].sum(0)
+    for count in counted(there):
+        np.testing.assert_allclose(count, means, rtol=1e-6)
 
 
 def check_recovered(

@@ -1,14 +1,16 @@
-"""A client that begins a detached run: ``… detached_client TARGET STRATEGY``.
+"""A client that begins a detached run: ``… detached_client TARGET STRATEGY [PATH]``.
 
 It says so when the run has begun, and does not end by itself.
 """
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from jgraph.cluster.client import connect
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from tests.faults.counting import BATCH, IDS, after, trainer
@@ -21,9 +23,10 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def begin_and_kill(target: str, strategy: str) -> None:
+def begin_and_kill(target: str, strategy: str, saved_in: Path | None = None) -> None:
     """Lets such a client begin a run, and kills it when that has made some steps."""
     command = [sys.executable, "-m", __name__, target, strategy]
+    command += [] if saved_in is None else [str(saved_in)]
     client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None
     assert client.stdout.readline() == "begun\n"
@@ -32,7 +35,7 @@ def begin_and_kill(target: str, strategy: str) -> None:
     client.stdout.close()
 
 
-def main(target: str, strategy: str) -> None:
+def main(target: str, strategy: str, saved_in: str = "") -> None:
     """Begins it."""
 
     def tell() -> None:
@@ -40,6 +43,8 @@ def main(target: str, strategy: str) -> None:
         sys.stdout.flush()
 
     options: Any = {"batch_size": BATCH, "progress": False, "detached": True}
+    if saved_in:
+        options["checkpoint"] = Checkpoints(saved_in, every=10**6)
     trainer(connect(target), STRATEGIES[strategy]).fit(
         IDS, steps=10**6, callbacks=[after(50, tell)], **options
     )

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from jgraph.cluster.client import connect
+from jgraph.cluster.run_info import wait_saved
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import BATCH, IDS, Ledger, counted, trainer
+from tests.faults.counting import BATCH, IDS, Ledger, check_together, trainer
 from tests.faults.detached_client import STRATEGIES, begin_and_kill
-from tests.train.ledger import examples_counted, examples_due
 
 pytestmark = pytest.mark.procs
 
@@ -67,8 +67,7 @@ def test_rows_1_9_and_30_a_run_without_its_client_takes_lost_workers_back(
         run.stop()
         run.wait(30)
         assert run.state == "stopped"
-        check = check_together if strategy == "sync" else check_each
-        check(there, run, sum(killed.values()))
+        check_all(there, run, sum(killed.values()))
         there.close()
     fault.names += [f"{worker} was lost" for worker in WORKERS] + ["SIGKILL"]
 
@@ -108,27 +107,54 @@ def test_rows_1_and_19_a_detached_run_whose_master_is_lost_has_another_for_its_w
         )
         assert (run.state, cluster.master) == ("stopped", PS)
         assert run.recoveries() == []
-        check = check_together if strategy == "sync" else check_each
-        check(there, run, len(WORKERS))
+        check_all(there, run, len(WORKERS))
         there.close()
     fault.names += [f"{WORKERS[0]}, the master, was lost", "SIGKILL"]
 
 
-def check_each(there: Trainer, run: Run, lost: int) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["async", pytest.param("sync", marks=pytest.mark.chaos)]
+)
+def test_rows_29_and_30_a_run_without_its_client_rests_while_each_ps_is_restarted(
+    fault: Fault, strategy: str
+) -> None:
+    """No step is lost or made again, and nobody is there to see to it."""
+    servers = fault.cluster(ps=2, workers=2)
+    begin_and_kill(servers.target, strategy, fault.path)
+    with connect(servers.target, timeout_s=20) as cluster:
+        saved = []
+        for ps in cluster.tasks("ps"):
+            before = cluster.runs()[0].step
+            assert servers.restart(ps) == 0
+            saved.append(steps_in(fault.path)[-1])
+            assert saved[-1] >= before
+            clock = Stopwatch()
+            while cluster.runs()[0].step < saved[-1] + 100:
+                assert cluster.runs()[0].state == "running"
+                assert clock.seconds < 30, servers.logs(WORKERS[0], tail=100)
+        there = trainer(cluster, STRATEGIES[strategy])
+        run = there.attach()
+        run.stop()
+        run.wait(30)
+        wait_saved(cluster, str(fault.path), 30)
+        assert run.state == "stopped"
+        assert steps_in(fault.path) == [*saved, run.steps]
+        steps = run.metrics("loss")["step"]
+        assert sorted(steps) == [*range(1, run.steps + 1)]
+        check_all(there, run, lost=0)
+        assert run.repeated() == 0
+        there.close()
+    fault.names += [f"{ps} told to end" for ps in cluster.tasks("ps")]
+
+
+def check_all(there: Trainer, run: Run, lost: int) -> None:
+    """Nothing is lost or left out, and in the end all workers took part."""
+    if "contributions" in run.metric_names:
+        check_together(there, run)
+        together = run.metrics("contributions")["value"]
+        assert (together[-50:] == len(WORKERS)).all()
+        return
     ledger = Ledger()
     ledger.add(run)
     ledger.check(there, lost)
     assert set(run.metrics("loss")["replica"][-100:]) == {0, 1}
-
-
-def check_together(there: Trainer, run: Run, lost: int) -> None:
-    position = there.current_position()
-    assert position is not None
-    assert position["again"] == 0
-    np.testing.assert_array_equal(examples_counted(run), examples_due(position))
-    means = run.metrics("seen")["value"].sum(0)
-    for count in counted(there):
-        np.testing.assert_allclose(count, means, rtol=1e-6)
-    together = run.metrics("contributions")["value"]
-    assert set(together) == {1, 2}
-    assert (together[-50:] == 2).all()

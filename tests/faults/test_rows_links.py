@@ -9,26 +9,13 @@ import pytest
 from jgraph.cluster.client import connect
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.sync_ps import SyncPS
-from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import BATCH, IDS, Ledger, after, counted, trainer
+from tests.faults.counting import BATCH, IDS, Ledger, after, check_together, trainer
 from tests.faults.links import through_proxies
-from tests.train.ledger import examples_counted, examples_due
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
-
-
-def check_each_batch_once(there: Trainer, run: Any) -> None:
-    """Of synchronous training: nothing came twice, and nothing was left out."""
-    position = there.current_position()
-    assert position is not None
-    assert position["again"] == 0
-    np.testing.assert_array_equal(examples_counted(run), examples_due(position))
-    means = run.metrics("seen")["value"].sum(0)
-    for count in counted(there):
-        np.testing.assert_allclose(count, means, rtol=1e-6)
 
 
 def contributions_after(run: Any, pause_s: float) -> Any:
@@ -82,7 +69,7 @@ def test_row_21_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
         assert lost_s[0] < 25  # 15 s are those of keepalive, 4 s those for coming back
         assert clocks[0].seconds < 60
         if isinstance(strategy, SyncPS):
-            check_each_batch_once(there, run)
+            check_together(there, run)
         else:
             ledger.add(run)
             ledger.check(there, lost=1)
@@ -134,7 +121,7 @@ def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_
         assert run.recoveries() == []
         assert silent_s < clocks[0].seconds < silent_s + 25
         assert cluster.master == master
-        check_each_batch_once(there, run)
+        check_together(there, run)
         said = [r.getMessage() for r in caplog.records]
         paused = said.index("no answer of the master: the loop pauses")
         assert paused < healed[0]

@@ -7,8 +7,7 @@ import pytest
 
 from jgraph.train.sync_ps import SyncPS
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import BATCH, IDS, counted, trainer
-from tests.train.ledger import examples_counted, examples_due
+from tests.faults.counting import BATCH, IDS, check_together, trainer
 
 pytestmark = pytest.mark.procs
 
@@ -53,14 +52,7 @@ def test_rows_1_9_and_19_a_synchronous_run_takes_lost_workers_and_masters_back(
     steps, seconds = (run.metrics("loss")[name] for name in ("step", "seconds"))
     np.testing.assert_array_equal(steps, np.arange(1, run.steps + 1))
     assert (np.diff(seconds) >= 0).all()
-    position = there.current_position()
-    assert position is not None
-    assert position["again"] == 0
-    np.testing.assert_array_equal(examples_counted(run), examples_due(position))
-    # Of the last step it may not have been told, if it was on its way from a master.
-    means = run.metrics("seen")["value"].sum(0)
-    for count in counted(there):
-        np.testing.assert_allclose(count, means, rtol=1e-6)
+    check_together(there, run)
     fault.names += [
         *(f"{MASTER}, the master, was lost", "is the master from here on", "SIGKILL"),
         *("the other workers go on", f"{WORKER} answers again", "no worker is left"),

@@ -2358,6 +2358,7 @@ class OpenRun(_message.Message):
     SAVES_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -2369,6 +2370,10 @@ class OpenRun(_message.Message):
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskRecords]:
         """What tasks record of a worker's program, without its handle."""
 
+    @_builtins.property
+    def gate(self) -> Global___OpenGate:
+        """asynchronous training: for a ps that is started again"""
+
     def __init__(
         self,
         *,
@@ -2377,10 +2382,11 @@ class OpenRun(_message.Message):
         saves: Global___RunSaves | None = ...,
         source: _builtins.str = ...,
         records: _abc.Iterable[Global___TaskRecords] | None = ...,
+        gate: Global___OpenGate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["saves", b"saves"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "info", b"info", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,178 @@
+"""A run that outlives its client rests while one of its ps is started again.
+
+A ps that is told to end waits for those who hold it. The run is saved when its loops
+have ended; then the ps may go, and its next process gets what the last one had.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.calls import bulk_timeout_s
+from jgraph.cluster.door import Door, ready_tasks
+from jgraph.cluster.failover import told_to_end
+from jgraph.cluster.ready_worker import ReadyWorker
+from jgraph.cluster.run_saver import RunSaver, Saved
+from jgraph.cluster.shard_calls import shard_from, sums_in
+from jgraph.coordination.crew import WAIT_S
+from jgraph.errors import (
+    CheckpointCorruptError,
+    ClusterUnreachableError,
+    JGError,
+    TaskLostError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.runtime.shard_files import read_proof
+
+_LOG = logging.getLogger("jgraph.recover")
+_LOOK_S: Final = 0.5
+
+
+@final
+@dataclass(slots=True)
+class RunRest:
+    """Holds the ps of a run that is saved; gives those back what they had.
+
+    Args:
+      order: what the client said of the run.
+      container: of its variables.
+      door: to the tasks; a run does not outlive its own.
+      ready: gives the programs.
+      saver: saves the run.
+      clock: limits how long a ps is waited for.
+      tell: called when a ps is told to end.
+    """
+
+    order: pb.OpenRun
+    container: str
+    door: Door
+    ready: ReadyWorker
+    saver: RunSaver
+    clock: Clock
+    tell: Callable[[], None]
+    _held: dict[TaskName, asyncio.Task[None]] = field(init=False, default_factory=dict)
+    _leaving: set[TaskName] = field(init=False, default_factory=set)
+
+    def hold(self) -> None:
+        """Holds all ps from now on."""
+        for task in self._ps():
+            if task not in self._held and task != self.door.task:
+                self._held[task] = asyncio.ensure_future(self._hold(task))
+
+    async def close(self) -> None:
+        """Lets all go, as soon as a run that is over is saved."""
+        await self.saver.rest()
+        for held in self._held.values():
+            held.cancel()
+
+    async def __call__(
+        self, known: dict[TaskName, str], loops: Sequence[pb.RunLoop], number: int
+    ) -> None:
+        """Saves the run, and returns when all ps hold what they held.
+
+        Args:
+          known: which process of each task the run knows; those of ps are changed.
+          loops: what each did last; gets the handle for the next one.
+          number: of this time.
+
+        Raises:
+          JGError: it is not saved, or a ps does not come back.
+        """
+        saved = await self.saver.save_at_rest()
+        if self.order.records:  # what it recorded is with its client alone
+            raise told_to_end(*sorted(self._leaving))
+        _LOG.warning(
+            "%s told to end; the run is saved in %s, and goes on when all ps are there",
+            *(" and ".join(sorted(self._leaving)), saved.path),
+        )
+        deadline = self.clock.now() + WAIT_S
+        while not self.saver.record.is_over:
+            for task in self._leaving:
+                self._held[task].cancel()
+            ready = await ready_tasks(self.door)
+            lost = [task for task in self._ps() if task not in ready]
+            new = [t for t in self._ps() if t in ready and ready[t] != known.get(t)]
+            try:
+                for task in new:
+                    await self._give_programs(task, loops, number)
+                    await self._give_variables(task, saved)
+                    known[task] = ready[task]
+                    self._leaving.discard(task)
+                    self._held.pop(task, None)
+            except (ClusterUnreachableError, TaskLostError) as error:
+                _LOG.info("it went away again: %s", error.message)
+            else:
+                if not (lost or self._leaving):
+                    break
+            if self.clock.now() >= deadline:
+                who = " and ".join(sorted({*lost, *self._leaving}))
+                raise TaskLostError(
+                    f"{who} did not come back in {WAIT_S:g} s; go on with another run, "
+                    f"from trainer.restore('{self.order.saves.directory}')",
+                    task=who,
+                )
+            await asyncio.sleep(_LOOK_S)
+        self.hold()
+
+    def _ps(self) -> list[TaskName]:
+        return [task for task in self.door.tasks() if task.startswith("/job:ps/")]
+
+    async def _hold(self, task: TaskName) -> None:
+        """Holds a task; tells when it is told to end."""
+        is_held = False
+        with suppress(JGError):  # it is lost, which others tell
+            async for _ in self.door.farewell(task):
+                if is_held:
+                    self._leaving.add(task)
+                    self.tell()
+                is_held = True
+
+    async def _give_programs(
+        self, task: TaskName, loops: Sequence[pb.RunLoop], number: int
+    ) -> None:
+        saves = self.order.saves
+        for loop in loops:
+            loop.handle = await self._program(loop.handle, loop.task, task, number)
+        saves.snapshot = await self._program(saves.snapshot, saves.driver, task, number)
+        if task in self.order.gate.shards:
+            await self.door.call(task, "OpenGate", frame(open_gate=self.order.gate))
+
+    async def _program(
+        self, handle: str, driver: str, ps: TaskName, number: int
+    ) -> str:
+        """Gives a ps its part of a program; returns the program's handle then."""
+        if driver == ps:
+            return await self.ready.renew(handle, f"rest.{number}")
+        await self.ready.again(handle, ps)
+        return handle
+
+    async def _give_variables(self, task: TaskName, saved: Saved) -> None:
+        held = [own.shards for own in self.order.saves.tasks if own.task == task]
+        files = pb.ShardFiles(
+            directory=str(saved.path),
+            proof=await asyncio.to_thread(read_proof, saved.path),
+            shards=[shard for shards in held for shard in shards],
+        )
+        if not files.shards:
+            return
+        for shard in files.shards:
+            shard.container = self.container  # it was a copy that was saved
+        nbytes = sum(shard_from(task, s).variable.type.nbytes for s in files.shards)
+        reply = await self.door.call(
+            task,
+            "LoadShards",
+            frame(shard_files=files),
+            timeout_s=bulk_timeout_s(nbytes),
+        )
+        if sums_in(reply, len(files.shards)) != saved.sums[task]:
+            raise CheckpointCorruptError(
+                f"what {task} read of {saved.path} is not what it wrote there",
+                path=str(saved.path),
+            )
+        _LOG.warning("%s is there again, with what it held", task)
