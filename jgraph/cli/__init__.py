@@ -24,6 +24,7 @@ from jgraph.errors import (
     RoleError,
 )
 from jgraph.examples.cli import app as examples
+from jgraph.loading import end_uncollected
 from jgraph.train.ckpt_cli import app as ckpt
 
 __all__ = [
@@ -78,6 +79,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
       args: what follows ``jgraph``; the process's own arguments if unset.
     """
+    if args is None:
+        end_uncollected()
     try:
         app(args=args)
     except JGError as error:

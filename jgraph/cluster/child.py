@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from jgraph.cluster.processes import hand_over_stdout
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
-from jgraph.loading import uncollected
+from jgraph.loading import end_uncollected, uncollected
 
 
 def main(
@@ -32,6 +32,7 @@ def main(
         from jgraph.cluster.own_process import settle_process
         from jgraph.cluster.server import Server
         from jgraph.cluster.serving import configure_logging, serve
+    end_uncollected()
     settle_process()
     configure_logging()
     parent = hand_over_stdout()

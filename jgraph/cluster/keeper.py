@@ -24,6 +24,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.patience import saying
 from jgraph.cluster.processes import TaskProcesses, check_counts, hand_over_stdout
 from jgraph.cluster.restarting import check_restarts
+from jgraph.cluster.signals import wait_signalled
 from jgraph.errors import (
     ClusterBusyError,
     ClusterUnreachableError,
@@ -267,7 +268,7 @@ def main(name: str, ps: int, workers: int, restarts: int, log_dir: str) -> None:
         note()
         parent.write("ready\n")
         parent.close()
-        ended.wait()
+        wait_signalled(ended)
     finally:
         tasks.end()
 

@@ -17,6 +17,7 @@ from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.master import Master
 from jgraph.cluster.records import RECORDS_DIR
 from jgraph.cluster.roles import ROLES
+from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import TaskService
 from jgraph.cluster.transport_choice import (
@@ -298,7 +299,7 @@ class Server:
         Returns:
           Whether it has stopped.
         """
-        return self._stopped.wait(timeout_s)
+        return wait_signalled(self._stopped, timeout_s)
 
     def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Ends the server and frees its port; steps in flight get ``grace_s``."""

@@ -83,9 +83,9 @@ def _follow_orders(
         except ClusterSpecError:
             _LOG.exception("bad cluster description from the parent process")
             continue
+        if number == 0:
+            joined()  # before the answer: whoever has it may end this process
         if answers is not None:
             answers.write("joined\n")
             answers.flush()
-        if number == 0:
-            joined()
     end(1.0)
