@@ -56,6 +56,14 @@ def server(
             "given more than once, and in the cluster file: allow of [sources]."
         ),
     ] = None,
+    max_request_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How much of what clients send it takes in at once; who sends more "
+            "waits for its turn. A quarter of the free memory if unset.",
+        ),
+    ] = None,
     end_with_input: Annotated[
         bool,
         typer.Option(
@@ -112,6 +120,7 @@ def server(
         token_file=token_file,
         insecure_i_accept=insecure_i_accept,
         allow_sources=allow_source or (),
+        max_request_bytes=max_request_bytes,
     )
     facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
     say(facts, f"{running.task} serves at {running.target}", as_json=as_json)

@@ -4,16 +4,18 @@ import asyncio
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 
 from jgraph.cluster import loop
+from jgraph.cluster.busy import until_taken
 from jgraph.cluster.calls import CONTROL_S, DRAIN_S
 from jgraph.cluster.events import Event, in_order
 from jgraph.cluster.logs import EventTail
+from jgraph.cluster.no_handler import NoHandler
 from jgraph.cluster.patience import saying
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.status import ClusterStatus
@@ -29,9 +31,7 @@ from jgraph.cluster.waiting import check_versions, connect_request, wait_for_tas
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
-    JGError,
     TaskLostError,
-    UnknownMethodError,
     hints,
 )
 from jgraph.errors.tracebacks import short_traceback
@@ -230,14 +230,27 @@ class Cluster:
         request: Frame,
         *,
         timeout_s: float = 2 * CONTROL_S,
+        begin_s: float | None = None,
         to: Address | None = None,
     ) -> Frame:
-        """Calls a method that answers with one frame, at the master unless told."""
+        """Calls a method that answers with one frame, at the master unless told.
+
+        Args:
+          method: its name.
+          request: what to ask.
+          timeout_s: limit for the answer.
+          begin_s: how long a busy task is asked again; ``timeout_s`` unless given.
+          to: whom.
+        """
         self._check_open()
         address = to or self.address
-        coroutine = self._transport.ask(address, method, request, timeout_s=timeout_s)
+
+        def ask(left_s: float) -> Frame:
+            asking = self._transport.ask(address, method, request, timeout_s=left_s)
+            return loop.run(asking)
+
         try:
-            return loop.run(coroutine)
+            return until_taken(ask, method, timeout_s, begin_s or timeout_s)
         except (ClusterUnreachableError, TaskLostError) as error:
             # The transport knows addresses; users know tasks.
             if str(error.details.get("task", "")).startswith("/job:"):
@@ -377,21 +390,6 @@ async def open_cluster(
         await asyncio.shield(transport.close())
         raise
     return transport, status
-
-
-@final
-class NoHandler:
-    """The handler of a client, which nobody calls or posts to."""
-
-    def frame_received(self, src: TaskName, received: Frame) -> None:
-        """Never called."""
-
-    def peer_lost(self, peer: TaskName, error: JGError) -> None:
-        """Never called."""
-
-    def handle_call(self, method: str, request: Frame) -> AsyncIterator[Frame]:
-        """Refuses."""
-        raise UnknownMethodError(f"a client has no method '{method}'")
 
 
 def unique(prefix: str) -> str:

@@ -1,20 +1,15 @@
 """The programs that one client has registered on a cluster."""
 
-import itertools
-import secrets
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, final
 
-from jgraph.clock import SystemClock
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.client import unique
 from jgraph.cluster.here import run_here
-from jgraph.coordination.backoff import pause_s
 from jgraph.coordination.run_metadata import PartTimes
-from jgraph.errors import ClusterBusyError, ClusterError
+from jgraph.errors import ClusterError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -26,7 +21,6 @@ if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
 
 STEP_S = 60.0
-_LUCK: Final = secrets.SystemRandom()
 
 
 @final
@@ -91,18 +85,12 @@ class Programs:
     def _run(self, order: pb.RunStep, arrays: Sequence[Any]) -> Frame:
         request = frame(run_step=order, tensors=arrays)
         spare_s = bulk_timeout_s(sum(array.nbytes for array in arrays))
-        clock, pausing = SystemClock(), threading.Event()
-        end = clock.now() + order.timeout_s
-        for tries in itertools.count(1):
-            left_s = max(end - clock.now(), 0.0) + spare_s
-            try:
-                return self._cluster.call("RunStep", request, timeout_s=left_s)
-            except ClusterBusyError:  # nothing of the step began
-                seconds = pause_s(tries, _LUCK.random())
-                if clock.now() + seconds > end:
-                    raise
-                pausing.wait(seconds)
-        raise AssertionError("counting does not end")
+        return self._cluster.call(
+            "RunStep",
+            request,
+            timeout_s=order.timeout_s + spare_s,
+            begin_s=order.timeout_s,
+        )
 
     def unregister_all(self) -> None:
         """Makes the tasks forget them all; one that is gone has forgotten them."""

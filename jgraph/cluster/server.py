@@ -61,7 +61,7 @@ class TaskServer:
         that it answers when the task is busy.
       transport: how tensors reach other tasks.
       tls: certificates of the task; None speaks plain text.
-      allow_sources: see ``Server``.
+      allow_sources, max_request_bytes: see ``Server``.
 
     Raises:
       ConfigError: ``transport`` is something else.
@@ -77,6 +77,7 @@ class TaskServer:
         transport: TransportChoice = "auto",
         tls: TLS | None = None,
         allow_sources: Sequence[str] = (),
+        max_request_bytes: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         check_transport(transport)
@@ -89,6 +90,7 @@ class TaskServer:
             task,
             bind=bind,
             same_machine="auto" if transport == "auto" else "off",
+            max_request_bytes=max_request_bytes,
             token=token,
             roles=ROLES,
             tls=tls,
@@ -181,6 +183,8 @@ class Server:
         network sees the token, and with it may run programs here.
       allow_sources: functions that a ``jg.Source.grain`` may call here, as patterns of
         ``"package.module:function"``.
+      max_request_bytes: how much of what clients send it takes in at once; who sends
+        more waits for its turn. A quarter of the free memory unless given.
       start: whether to start at once.
 
     Raises:
@@ -212,6 +216,7 @@ class Server:
         token_file: str | os.PathLike[str] | None = None,
         insecure_i_accept: bool = False,
         allow_sources: Sequence[str] = (),
+        max_request_bytes: int | None = None,
         start: bool = True,
     ) -> None:
         check_transport(transport)
@@ -225,6 +230,7 @@ class Server:
         self._tls = as_tls(tls, self.task)
         self._token = find_token(token_file, certificates_of(self._tls))
         self._allow_sources = tuple(allow_sources)
+        self._max_request_bytes = max_request_bytes
         self._server: TaskServer | None = None
         self._stopped = threading.Event()
         if start:
@@ -260,6 +266,7 @@ class Server:
             transport=self._transport,
             tls=self._tls,
             allow_sources=self._allow_sources,
+            max_request_bytes=self._max_request_bytes,
         )
         try:
             await server.start()

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import final
 
 from jgraph.cluster import loop
-from jgraph.cluster.client import NoHandler
 from jgraph.cluster.logs import EventTail, LogTail
+from jgraph.cluster.no_handler import NoHandler
 from jgraph.cluster.run_info import RunInfo, run_infos
 from jgraph.cluster.status import ClusterStatus
 from jgraph.cluster.transport_choice import (

@@ -17,8 +17,8 @@ from jgraph.errors import (
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.ask_stream import Conversation
 from jgraph.rpc.codec import Buffer, Prepared, encode, pack, prepare
-from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.intake import Intake, RequestRoom
 from jgraph.rpc.local_door import LocalDoor, LocalOffer
 from jgraph.rpc.local_socket import LAST_WORDS_S, LocalSocket
 from jgraph.rpc.outbox import Outbox
@@ -43,6 +43,7 @@ class Answers:
       hello: who answers.
       counters: where calls are counted.
       max_frame_bytes: larger replies become errors.
+      room: for the bytes of calls, given back as they are answered.
 
     Attributes:
       turn: how many streams it has had.
@@ -55,6 +56,7 @@ class Answers:
         hello: pb.Hello,
         counters: Counters,
         max_frame_bytes: int,
+        room: RequestRoom,
     ) -> None:
         self.turn = 0
         self.may_return = False
@@ -62,6 +64,7 @@ class Answers:
         self._hello = hello
         self._counters = counters
         self._max_frame_bytes = max_frame_bytes
+        self._room = room
         self._talk = Conversation()
         self._answering: dict[int, asyncio.Task[None]] = {}
         self._is_over = False
@@ -69,13 +72,14 @@ class Answers:
         self._serving: asyncio.Task[Any] | None = None
         self._check: Callable[[str], None] | None = None
         self._deaf: NotTakingError | None = None
+        self._intake: Intake | None = None
         self._socket: LocalSocket | None = None
         self._beside: set[asyncio.Task[None]] = set()
 
     async def serve(
         self,
         context: Any,
-        decoder: Decoder,
+        intake: Intake,
         first: list[Frame],
         check: Callable[[str], None],
         door: LocalDoor | None,
@@ -84,7 +88,7 @@ class Answers:
 
         Args:
           context: gRPC's, of the stream.
-          decoder: turns its chunks into frames.
+          intake: lets calls in.
           first: the Hello of the caller, and what came with it.
           check: refuses methods that the caller may not call.
           door: where callers of this machine may connect; None: nowhere.
@@ -95,10 +99,11 @@ class Answers:
         """
         hello, *early = first
         await self._take_over()
-        self._check, self.may_return = check, False
+        self._check, self._intake, self.may_return = check, intake, False
+        intake.of_task = bool(body_of(hello).task)
 
         def feed(chunk: Buffer) -> None:
-            self._feed(decoder.feed(chunk), len(chunk))
+            self._feed(intake.decoder.feed(chunk), len(chunk))
 
         offer = LocalOffer(door, feed, self._move) if door and self.turn == 1 else None
         streamed = self._talk.outbox
@@ -111,7 +116,7 @@ class Answers:
             await (reading if offer is None else offer.beside(reading))
             self.may_return = self._resumable(body_of(hello), offer)
             if not self.may_return:
-                decoder.finish()
+                intake.decoder.finish()
                 await _flush(streamed)
         except asyncio.CancelledError:  # so gRPC tells of a connection that broke
             if self._deaf is not None:
@@ -215,6 +220,15 @@ class Answers:
             self._begin(number, method, asked)
 
     def _begin(self, number: int, method: str, asked: Frame) -> None:
+        assert self._intake is not None  # something was read
+        try:
+            nbytes = self._intake.begin(number, method, self._hello.task)
+        except ClusterBusyError as error:
+            if not self._room.has_refused:  # one line while it lasts
+                self._room.has_refused = True
+                _logger.warning("%s.", error.message)
+            self._put(number, prepare(frame(status=to_status(error))))
+            return
         self._counters.calls_served += 1
         work = self._answer_each if asked.header.every_reply else self._answer
         for name in ("sequence", "method", "every_reply"):
@@ -222,7 +236,11 @@ class Answers:
         answering = asyncio.create_task(work(number, method, asked))
         self._answering[number] = answering
         # Also of one that is given up before it began.
-        answering.add_done_callback(lambda _: self._answering.pop(number))
+        answering.add_done_callback(lambda _: self._end_of(number, nbytes))
+
+    def _end_of(self, number: int, nbytes: int) -> None:
+        del self._answering[number]
+        self._room.give(nbytes)
 
     async def _answer(self, number: int, method: str, request: Frame) -> None:
         try:
@@ -249,7 +267,9 @@ class Answers:
         if len(self._answering) > MAX_UNANSWERED:
             raise ClusterBusyError(
                 f"{self._hello.task} answers {MAX_UNANSWERED} calls of yours "
-                f"already and refused '{method}'; wait for some of them"
+                f"already and refused '{method}'; wait for some of them",
+                refused=method,
+                task=self._hello.task,
             )
         assert self._check is not None  # something was read
         self._check(method)

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias, final
 from jgraph.errors import MalformedMessageError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.answering import Answers
-from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.exchange_stream import check_protocol
 from jgraph.rpc.frames import body_of, kind_of
+from jgraph.rpc.intake import Intake
 from jgraph.rpc.local_door import LocalDoor
 from jgraph.rpc.receiving import RETURN_S
 from jgraph.rpc.transport import Frame
@@ -41,7 +41,7 @@ class Callers:
     async def serve(
         self,
         context: Any,
-        decoder: Decoder,
+        intake: Intake,
         first: list[Frame],
         check: Callable[[str], None],
         names: Iterable[bytes],
@@ -51,7 +51,7 @@ class Callers:
 
         Args:
           context: gRPC's, of the stream.
-          decoder: turns its chunks into frames.
+          intake: lets calls in.
           first: the first frames of it.
           check: refuses methods that the caller may not call.
           names: of the caller, in its certificate.
@@ -66,7 +66,7 @@ class Callers:
         key = frozenset(names), hello.incarnation, hello.line
         answers = self._find(key, hello)
         try:
-            await answers.serve(context, decoder, first, check, door)
+            await answers.serve(context, intake, first, check, door)
         finally:
             is_known = self._lines.get(key) is answers
             if is_known and answers.may_return:

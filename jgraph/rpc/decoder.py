@@ -33,6 +33,9 @@ class Decoder:
       max_frame_bytes: larger frames are refused when their header is read, before
         memory is taken for them.
       take: gives the memory for a tensor of so many bytes.
+      admit: whether to take the tensors of a frame, so many bytes; asked when its
+        header is read. If not, they are thrown away as they arrive, and the frame has
+        none. None: always.
 
     Attributes:
       shared: the memory of the sender, where tensors may lie that are not in the
@@ -53,12 +56,14 @@ class Decoder:
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         take: Callable[[int], Bytes] = aligned_empty,
+        admit: Callable[[pb.Frame, int], bool] | None = None,
     ) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._take = take
+        self._admit = admit
         self._head = bytearray()
         self._need = LENGTH.size
-        self._body: _Body | None = None
+        self._body: _Body | _Refused | None = None
         self._failure: JGError | None = None
         self.shared: ReceiveMemory | None = None
         self.shared_bytes = 0
@@ -124,7 +129,7 @@ class Decoder:
             )
         return length
 
-    def _parse(self, text: bytes) -> "_Body":
+    def _parse(self, text: bytes) -> "_Body | _Refused":
         try:
             header = pb.Frame.FromString(text)
         except DecodeError as error:
@@ -136,7 +141,8 @@ class Decoder:
                 "a frame without a body, or of a kind that this version does not know"
             )
         types = [check_type(t, "tensor", i) for i, t in enumerate(header.tensors)]
-        nbytes = LENGTH.size + len(text) + sum([size for _, size, _ in types])
+        tensor_bytes = sum([size for _, size, _ in types])
+        nbytes = LENGTH.size + len(text) + tensor_bytes
         if nbytes > self._max_frame_bytes:
             raise MessageTooLargeError(
                 too_large("frame", nbytes, self._max_frame_bytes)
@@ -147,6 +153,8 @@ class Decoder:
         ]
         if slots:
             header.ClearField("tensors")
+        if tensor_bytes and self._admit and not self._admit(header, tensor_bytes):
+            return _Refused(header, sum([s[1] for s in slots if s[3] is None]))
         return _Body(header, slots, self._take)
 
     def _outside(self, type_: pb.TensorType, nbytes: int) -> Bytes | None:
@@ -205,3 +213,25 @@ class _Body:
             self._tensors.append(buffer.view(dtype).reshape(shape))
             if data is None:
                 self._room = buffer.data
+
+
+class _Refused:
+    """A frame whose tensors, so many bytes in the stream, are thrown away."""
+
+    __slots__ = ("_header", "_left")
+
+    def __init__(self, header: pb.Frame, nbytes: int) -> None:
+        self._header = header
+        self._left = nbytes
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._left
+
+    def frame(self) -> Frame:
+        return Frame(self._header, ())
+
+    def fill(self, view: memoryview) -> memoryview:
+        n = min(len(view), self._left)
+        self._left -= n
+        return view[n:]

@@ -30,6 +30,7 @@ from jgraph.rpc.dial import (
 )
 from jgraph.rpc.exchange import ExchangeLink
 from jgraph.rpc.frames import PROTOCOL, hello
+from jgraph.rpc.intake import RequestRoom, default_request_limit
 from jgraph.rpc.kept_buffers import KeptBuffers
 from jgraph.rpc.links import Links
 from jgraph.rpc.listening import listen, stop_listening
@@ -71,6 +72,9 @@ class GrpcTransport:
         available if that is less.
       max_queued_bytes: a task for which more waits is given up as lost; half of the
         memory that is available unless given, and 1 GiB at least.
+      max_request_bytes: what clients may ask at once, in bytes of arrays; more is
+        refused until something was answered. A single call may be larger. A quarter of
+        the memory that is available unless given, and 256 MiB at least.
       token: what callers must show here, and what this one shows; None: nothing, for
         what is no cluster.
       roles: which role may call which method; None: every one all.
@@ -80,7 +84,7 @@ class GrpcTransport:
       protocol: version of the wire contract, for tests.
 
     Raises:
-      ConfigError: ``same_machine`` is something else.
+      ConfigError: ``same_machine`` is something else, or a limit below 1.
       CertificateError: the certificates of ``tls`` cannot be used.
       RoleError: they are of another task.
 
@@ -112,6 +116,7 @@ class GrpcTransport:
         same_machine: Literal["auto", "off"] = "auto",
         max_shared_bytes: int | None = None,
         max_queued_bytes: int | None = None,
+        max_request_bytes: int | None = None,
         token: Token | None = None,
         roles: Roles | None = None,
         tls: TLS | None = None,
@@ -134,6 +139,9 @@ class GrpcTransport:
             default_limit() if max_shared_bytes is None else max_shared_bytes
         )
         self._max_queued_bytes = max_queued_bytes or default_queue_limit()
+        self._room = RequestRoom(
+            default_request_limit() if max_request_bytes is None else max_request_bytes
+        )
         self._identity = tls.load(task) if tls is not None else None
         self._token = token
         self._metadata = token.metadata if token is not None else None
@@ -169,6 +177,7 @@ class GrpcTransport:
             self._counters,
             self._max_frame_bytes,
             self._buffers,
+            self._room,
             shares_memory=self._is_near,
             is_gone=partial(is_gone, self.ask, self._links.address_of),
             door=self._door,

@@ -18,6 +18,7 @@ from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import SHUTTING_DOWN
 from jgraph.rpc.exchange_stream import HELLO_TIMEOUT_S
 from jgraph.rpc.frames import frame
+from jgraph.rpc.intake import Admit, Intake, RequestRoom
 from jgraph.rpc.kept_buffers import KeptBuffers
 from jgraph.rpc.local_door import LocalDoor
 from jgraph.rpc.receiving import IsGone, Receiver, first_frames, write_frame
@@ -39,6 +40,7 @@ class Service:
       counters: where received frames are counted.
       max_frame_bytes: larger frames are refused before memory is taken.
       buffers: memory for the tensors that come through streams.
+      room: for the bytes of calls.
       checks_certificates: callers must have the certificate of who they say to be.
       roles: which role may call which method; None: every one all.
       shares_memory: take tensors in shared memory from senders that offer it.
@@ -53,6 +55,7 @@ class Service:
         counters: Counters,
         max_frame_bytes: int,
         buffers: KeptBuffers,
+        room: RequestRoom,
         *,
         shares_memory: bool,
         is_gone: IsGone,
@@ -65,6 +68,7 @@ class Service:
         self._counters = counters
         self._max_frame_bytes = max_frame_bytes
         self._buffers = buffers
+        self._room = room
         self._door = door
         self._checks_certificates = checks_certificates
         self._roles = roles
@@ -137,8 +141,12 @@ class Service:
         finally:
             self._running.discard(task)
 
-    def _decoder(self) -> Decoder:
-        return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)
+    def _decoder(self, admit: Admit | None = None) -> Decoder:
+        return Decoder(
+            max_frame_bytes=self._max_frame_bytes,
+            take=self._buffers.take,
+            admit=admit,
+        )
 
     def _check_caller(self, context: Any, task: TaskName | None = None) -> None:
         if self._checks_certificates:
@@ -163,14 +171,20 @@ class Service:
 
     async def _answer_all(self, context: Any) -> None:
         self._check_caller(context)
-        decoder = self._decoder()
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            first = await first_frames(context, decoder)
         names = self._names(context) if self._checks_certificates else ()
-        may_call = self._may_call(context)
-        await self._callers.serve(context, decoder, first, may_call, names, self._door)
+        check, intake = self._may_call(context), Intake(self._room, self._decoder)
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await first_frames(context, intake.decoder)
+            await self._callers.serve(context, intake, first, check, names, self._door)
+        finally:
+            intake.close()
 
     def _make_answers(self) -> Answers:
         return Answers(
-            self._handler, self._hello, self._counters, self._max_frame_bytes
+            self._handler,
+            self._hello,
+            self._counters,
+            self._max_frame_bytes,
+            self._room,
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgraph.cluster import programs
+from jgraph.cluster import busy
 from jgraph.cluster.session import Session
 from jgraph.coordination.backoff import pause_s
 from jgraph.errors import ClusterBusyError
@@ -45,7 +45,7 @@ def test_row_28_each_step_of_too_many_callers_is_made_once(
         return pause_s(tries, luck)
 
     session.run(step, x)
-    monkeypatch.setattr(programs, "pause_s", noted)
+    monkeypatch.setattr(busy, "pause_s", noted)
     monkeypatch.setattr(answering, "MAX_UNANSWERED", 3)
     together = threading.Barrier(CALLERS)
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.client import NoHandler
 from jgraph.cluster.master import Master
+from jgraph.cluster.no_handler import NoHandler
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import TaskService
 from jgraph.graph.device import DeviceSpec, device

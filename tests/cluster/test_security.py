@@ -10,8 +10,9 @@ import pytest
 
 from jgraph.cli import exit_code, main
 from jgraph.cluster import loop
-from jgraph.cluster.client import NoHandler, connect
+from jgraph.cluster.client import connect
 from jgraph.cluster.local import LocalCluster
+from jgraph.cluster.no_handler import NoHandler
 from jgraph.cluster.roles import ROLES
 from jgraph.cluster.server import Server
 from jgraph.cluster.status import ClusterStatus

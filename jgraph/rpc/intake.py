@@ -1,0 +1,140 @@
+"""How much of the calls of clients a task takes in at once: pure bookkeeping.
+
+Decided when the header of a call is read, before memory is taken for its tensors. What
+is refused is thrown away as it arrives, and its caller tries again later.
+"""
+
+from collections.abc import Callable
+from typing import Final, TypeAlias, final
+
+from jgraph.errors import ClusterBusyError, ConfigError, MalformedMessageError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.shared_memory import available_memory
+
+_LEAST_BYTES: Final = 256 << 20
+Admit: TypeAlias = Callable[[pb.Frame, int], bool]
+
+
+def default_request_limit() -> int:
+    """Returns a quarter of the memory that is available now, and 256 MiB at least."""
+    return max(_LEAST_BYTES, available_memory() // 4)
+
+
+@final
+class RequestRoom:
+    """The bytes of calls that one task has in its memory, and how many it may.
+
+    Attributes:
+      limit: the most; a single call may have more, if there is no other.
+      taken: by calls that are not answered yet.
+      has_refused: since it was empty.
+
+    Raises:
+      ConfigError: a limit below 1.
+
+    Example:
+      >>> room = RequestRoom(100)
+      >>> room.take(300), room.take(1)
+      (True, False)
+      >>> room.give(300)
+      >>> room.take(60), room.take(60), room.take(40)
+      (True, False, True)
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ConfigError(
+                f"max_request_bytes={limit} lets nobody ask anything; give a number "
+                "of bytes, for example max_request_bytes=1 << 30",
+                max_request_bytes=limit,
+            )
+        self.limit = limit
+        self.taken = 0
+        self.has_refused = False
+
+    def take(self, nbytes: int, *, always: bool = False) -> bool:
+        """Takes room; returns whether there was any, and takes none otherwise.
+
+        Args:
+          nbytes: how much.
+          always: also beyond the limit.
+        """
+        if self.taken and self.taken + nbytes > self.limit and not always:
+            return False
+        self.taken += nbytes
+        return True
+
+    def give(self, nbytes: int) -> None:
+        """Gives back what was taken."""
+        self.taken -= nbytes
+        if not self.taken:
+            self.has_refused = False
+
+
+@final
+class Intake:
+    """What is let in of one stream of calls.
+
+    Calls of tasks always are: they are parts of something that was let in before, and
+    would else wait for one another.
+
+    Args:
+      room: of the task.
+      make_decoder: gives what turns the chunks of the stream into frames; it asks what
+        it is given whether to take the tensors of a frame.
+
+    Attributes:
+      decoder: of the stream.
+      of_task: whether the caller is a task.
+    """
+
+    def __init__(
+        self, room: RequestRoom, make_decoder: Callable[[Admit], Decoder]
+    ) -> None:
+        self.decoder = make_decoder(self._admit)
+        self.of_task = False
+        self._room = room
+        self._let_in: dict[int, int] = {}  # bytes of the calls that have not begun
+        self._refused: dict[int, int] = {}
+
+    def begin(self, number: int, method: str, task: str) -> int:
+        """Returns the bytes of a call that arrived; they are the caller's to give back.
+
+        Args:
+          number: of the call on its stream.
+          method: of the call, for the message.
+          task: which refuses, for the message.
+
+        Raises:
+          ClusterBusyError: it was not let in, and its tensors are lost.
+        """
+        nbytes = self._refused.pop(number, 0)
+        if nbytes:
+            raise ClusterBusyError(
+                f"{task} has no room for the {nbytes:,} bytes of '{method}' now: of "
+                f"{self._room.limit:,} bytes for calls, others have "
+                f"{self._room.taken:,}; try again later, or start it with a higher "
+                "max_request_bytes",
+                refused=method,
+                task=task,
+            )
+        return self._let_in.pop(number, 0)
+
+    def close(self) -> None:
+        """Gives back what calls have that will not arrive any more."""
+        for nbytes in self._let_in.values():
+            self._room.give(nbytes)
+        self._let_in.clear()
+
+    def _admit(self, header: pb.Frame, nbytes: int) -> bool:
+        number = header.sequence
+        if not header.method or number in self._let_in:
+            raise MalformedMessageError(
+                "tensors came over a stream of calls that are of no call, or twice"
+            )
+        if self._room.take(nbytes, always=self.of_task):
+            self._let_in[number] = nbytes
+            return True
+        self._refused[number] = nbytes
+        return False

@@ -1,0 +1,192 @@
+"""A task takes in no more of what clients ask at once than it has room for."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from jgraph.errors import ClusterBusyError, ConfigError, MalformedMessageError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.codec import aligned_empty, prepare
+from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.frames import frame, hello
+from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.intake import Admit, Intake, RequestRoom
+from jgraph.rpc.memory_files import Bytes
+from jgraph.rpc.transport import Address, Frame
+from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
+from tests.rpc.run_async import run_async
+from tests.rpc.test_bad_asks import HELLO, send, told
+
+LIMIT = 3 << 20
+LARGE = np.ones(2 << 20, np.uint8)
+NEAR = pytest.mark.parametrize("near", ["auto", "off"])
+
+
+class Memory:
+    """Counts what a decoder takes."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, nbytes: int) -> Bytes:
+        self.taken += nbytes
+        return aligned_empty(nbytes)
+
+
+def ask(number: int, request: Frame, method: str = "Echo") -> bytes:
+    return b"".join(prepare(request).encoded(sequence=number, method=method).pieces)
+
+
+def intake(room: RequestRoom, memory: Memory | None = None) -> Intake:
+    def decoder(admit: Admit) -> Decoder:
+        return Decoder(take=(memory or Memory()).take, admit=admit)
+
+    return Intake(room, decoder)
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 1000])
+def test_no_memory_is_taken_for_what_is_refused_and_what_follows_is_read(
+    chunk: int,
+) -> None:
+    room, memory = RequestRoom(100), Memory()
+    room.take(60)
+    stream = intake(room, memory)
+    data = ask(1, step(1, np.ones(5000, np.uint8))) + ask(2, step(2, np.ones(40)))
+    data += ask(3, step(3, np.ones(40, np.uint8)))
+    got: list[Frame] = []
+    for at in range(0, len(data), chunk):
+        got += stream.decoder.feed(data[at : at + chunk])
+    assert [f.header.sequence for f in got] == [1, 2, 3]
+    assert [len(f.tensors) for f in got] == [0, 0, 1]
+    assert (memory.taken, room.taken) == (40, 100)
+    for number in (1, 2):
+        with pytest.raises(ClusterBusyError, match="has no room for the"):
+            stream.begin(number, "Echo", PS)
+    assert stream.begin(3, "Echo", PS) == 40
+
+
+def test_what_a_stream_leaves_behind_is_given_back_at_its_end() -> None:
+    room = RequestRoom(1000)
+    stream = intake(room)
+    half = ask(2, step(2, np.ones(300, np.uint8)))[:-1]
+    stream.decoder.feed(ask(1, step(1, np.ones(200, np.uint8))) + half)
+    assert room.taken == 500
+    assert stream.begin(1, "Echo", PS) == 200
+    stream.close()
+    assert room.taken == 200
+
+
+def test_a_task_is_let_in_beyond_the_limit_and_counted() -> None:
+    """It asks for something that was let in elsewhere, which waits for the answer."""
+    room = RequestRoom(100)
+    room.take(60)
+    stream = intake(room)
+    stream.of_task = True
+    stream.decoder.feed(ask(1, step(1, LARGE)))
+    assert room.taken == 60 + LARGE.nbytes
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        prepare(frame(ack=pb.Ack(), tensors=[LARGE])).encoded().pieces,
+        [ask(1, step(1, LARGE)), ask(1, step(1, LARGE))],
+    ],
+    ids=["of no call", "twice"],
+)
+def test_tensors_for_which_nobody_would_give_back_the_room_end_the_stream(
+    sent: Any,
+) -> None:
+    stream = intake(RequestRoom(1 << 30))
+    with pytest.raises(MalformedMessageError, match="of no call, or twice"):
+        stream.decoder.feed(b"".join(sent))
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_room_for_nothing_is_refused(limit: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_request_bytes={limit} lets nobody"):
+        GrpcTransport(PS, max_request_bytes=limit)
+
+
+@asynccontextmanager
+async def ps(
+    near: Literal["auto", "off"], *tasks: Any
+) -> AsyncIterator[tuple[GrpcTransport, Recorder, Address, list[GrpcTransport]]]:
+    """A ps with room for ``LIMIT`` bytes, which has to be empty at the end."""
+    server, at_ps = GrpcTransport(PS, max_request_bytes=LIMIT), Recorder()
+    address = await server.start(at_ps)
+    clients = [GrpcTransport(task, same_machine=near) for task in tasks]
+    for client in clients:
+        await client.start(Recorder())
+    try:
+        yield server, at_ps, address, clients
+        await at_ps.wait(lambda: not at_ps.hanging, "end of a call")
+        assert server._room.taken == 0
+    finally:
+        for client in clients:
+            await client.close()
+        await server.close()
+
+
+async def hang(client: GrpcTransport, address: Address, array: Any) -> None:
+    await client.ask(address, "Hang", step(1, array), timeout_s=30)
+
+
+@NEAR
+def test_client_is_refused_while_others_have_the_room_and_let_in_afterwards(
+    near: Literal["auto", "off"],
+) -> None:
+    async def main() -> None:
+        async with ps(near, None, None, WORKER) as (_, at_ps, address, asking):
+            one, other, worker = asking
+            first = asyncio.create_task(hang(one, address, LARGE))
+            await at_ps.wait(lambda: at_ps.hanging == 1, "call")
+            with pytest.raises(ClusterBusyError) as raised:
+                await other.ask(address, "Echo", step(2, LARGE), timeout_s=10)
+            assert raised.value.details == {"refused": "Echo", "task": PS}
+            small = await other.ask(address, "Echo", step(3), timeout_s=10)
+            task = await worker.ask(address, "Echo", step(4, LARGE), timeout_s=10)
+            assert numbers([small, task]) == [3, 4]
+            first.cancel()
+            await asyncio.wait([first])
+            await at_ps.wait(lambda: not at_ps.hanging, "end of a call")
+            last = await other.ask(address, "Echo", step(5, LARGE), timeout_s=10)
+            assert numbers([last]) == [5]
+
+    run_async(main())
+
+
+@NEAR
+def test_call_that_is_larger_than_the_room_passes_alone(
+    near: Literal["auto", "off"],
+) -> None:
+    huge = np.ones(2 * LIMIT, np.uint8)
+
+    async def main() -> None:
+        async with ps(near, None) as (_, _, address, (client,)):
+            for number in (1, 2):
+                request = step(number, huge)
+                got = await client.ask(address, "Echo", request, timeout_s=20)
+                assert got.tensors[0].nbytes == huge.nbytes
+
+    run_async(main())
+
+
+def test_connection_that_ends_in_the_middle_of_a_call_leaves_no_bytes() -> None:
+    async def main() -> None:
+        async with ps("off") as (server, _, address, _):
+            began = HELLO + ask(1, step(1, LARGE))[: 1 << 20]
+            got = await send(address, [began])
+            assert got
+            line = pb.Hello(line=7)
+            line.MergeFrom(hello(None, incarnation=6))
+            await send(
+                address, [told(frame(hello=line)), ask(1, step(1, LARGE), "Fail")]
+            )
+            assert server._room.taken == 0
+
+    run_async(main())
