@@ -10,7 +10,7 @@ from typing import Any, Self, final
 
 import jax
 
-from jgraph.clock import Clock, SystemClock
+from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.here import add_service, remove_service
 from jgraph.cluster.kept_log import kept_log
@@ -78,7 +78,6 @@ class TaskServer:
         tls: TLS | None = None,
         allow_sources: Sequence[str] = (),
         max_request_bytes: int | None = None,
-        clock: Clock | None = None,
     ) -> None:
         check_transport(transport)
         self.task = task
@@ -96,7 +95,7 @@ class TaskServer:
             tls=tls,
         )
         self._health = HealthServer()
-        clock = clock or SystemClock()
+        clock = SystemClock()
         records_dir = os.environ.get(RECORDS_DIR)
         self.service = TaskService(
             task,

@@ -17,11 +17,11 @@ from jgraph.errors import ClusterSpecError
 _LOG = logging.getLogger("jgraph.server")
 
 
-def configure_logging(level: int = logging.INFO) -> None:
+def configure_logging() -> None:
     """Logs to standard error, a line an event."""
-    logging.basicConfig(level=level, format=FORMAT)
+    logging.basicConfig(level=logging.INFO, format=FORMAT)
     # JAX tells at INFO of every accelerator that a host does not have.
-    logging.getLogger("jax").setLevel(max(level, logging.WARNING))
+    logging.getLogger("jax").setLevel(logging.WARNING)
 
 
 def serve(

@@ -56,8 +56,7 @@ class Restarts:
     """State machine of one launcher.
 
     Args:
-      limit: how often a task is started again within ``window_s``.
-      window_s: see ``WINDOW_S``.
+      limit: how often a task is started again within ``WINDOW_S``.
 
     Example:
       >>> restarts, ps = Restarts(limit=1), TaskName("/job:ps/task:0")
@@ -67,9 +66,8 @@ class Restarts:
       [LeaveEnded(task='/job:ps/task:0', deaths=2, window_s=60.0)]
     """
 
-    def __init__(self, limit: int, window_s: float = WINDOW_S) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._window_s = window_s
         self._deaths: dict[TaskName, deque[float]] = {}
 
     def handle(self, event: TaskEnded) -> list[Instruction]:
@@ -78,8 +76,8 @@ class Restarts:
             return []
         deaths = self._deaths.setdefault(event.task, deque())
         deaths.append(event.now)
-        while event.now - deaths[0] > self._window_s:
+        while event.now - deaths[0] > WINDOW_S:
             deaths.popleft()
         if len(deaths) <= self._limit:
             return [StartAgain(event.task)]
-        return [LeaveEnded(event.task, len(deaths), self._window_s)]
+        return [LeaveEnded(event.task, len(deaths), WINDOW_S)]

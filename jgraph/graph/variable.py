@@ -32,7 +32,6 @@ from jgraph.graph.rows import Layout
 from jgraph.graph.sharding import Partitioner, Sharding, check_devices, sharding_of
 
 Initializer: TypeAlias = Callable[[], Any]
-ShapeInit: TypeAlias = tuple[Any, Any, Callable[..., Any] | None]
 
 # Kinds of Python numbers, and the dtypes that hold them without loss of kind.
 _WIDER = {"b": np.generic, "i": jnp.number, "f": jnp.inexact, "c": jnp.complexfloating}

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self, final
 
-from jgraph.clock import Clock, SystemClock
+from jgraph.clock import SystemClock
 from jgraph.cluster.restarting import Restarter, check_restarts
 from jgraph.cluster.visit import status_of
 from jgraph.errors import ClusterUnreachableError, StartError, TaskMissingError
@@ -51,7 +51,6 @@ class HostsCluster:
       ssh: the command here, with its options.
       restarts: how often a task that died is started again within a minute.
       say: takes each line that a server logs.
-      clock: of the wait, and of deaths.
 
     Attributes:
       spec: the cluster.
@@ -70,7 +69,6 @@ class HostsCluster:
         ssh: str = "ssh",
         restarts: int = 2,
         say: Callable[[str], None] = print,
-        clock: Clock | None = None,
     ) -> None:
         check_restarts(restarts)
         tasks, self.spec = deal(hosts, counts, port)
@@ -78,7 +76,7 @@ class HostsCluster:
         self.target = f"jgraphs://{first}"
         self._secrets = tempfile.TemporaryDirectory(prefix="jgraph-certs-")
         self.certificates = Path(self._secrets.name)
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._restarts = restarts
         self._restarter: Restarter | None = None
         self._run = f"jgraph-{secrets.token_hex(6)}"

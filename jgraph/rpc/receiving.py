@@ -257,11 +257,9 @@ async def is_gone(
     return theirs.task != task or theirs.incarnation != incarnation
 
 
-async def write_frame(
-    context: Any, reply: Frame, max_frame_bytes: int = 1 << 20
-) -> None:
+async def write_frame(context: Any, reply: Frame) -> None:
     """Writes a frame to a stream of gRPC."""
-    for chunk in pack(encode(reply, max_frame_bytes=max_frame_bytes).pieces):
+    for chunk in pack(encode(reply).pieces):
         await context.write(chunk)
 
 

@@ -31,7 +31,7 @@ def check_lengths(lengths: Mapping[str, int]) -> int:
     return length
 
 
-def check_batch_size(batch_size: int, length: int, whose: str = "the data") -> None:
+def check_batch_size(batch_size: int, length: int) -> None:
     """Refuses a batch size that ``length`` examples cannot fill.
 
     Raises:
@@ -41,7 +41,7 @@ def check_batch_size(batch_size: int, length: int, whose: str = "the data") -> N
         raise DataError(f"batch_size is {batch_size}; it must be at least 1")
     if batch_size > length:
         raise DataError(
-            f"batch_size is {batch_size}, but {whose} has only {length} examples; "
+            f"batch_size is {batch_size}, but the data has only {length} examples; "
             f"choose batch_size={length} or less",
             batch_size=batch_size,
             examples=length,

@@ -220,10 +220,10 @@ def _cut(chunk: Chunk, count: int) -> Chunk:
     )
 
 
-def _smooth(values: Array, window: int = 25) -> Array:
-    """Running mean over the last ``window`` values, shorter at the beginning."""
+def _smooth(values: Array) -> Array:
+    """Running mean over the last 25 values, shorter at the beginning."""
     total = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
+    starts = np.maximum(ends - 25, 0)
     smooth: Array = (total[ends] - total[starts]) / (ends - starts)
     return smooth

@@ -97,7 +97,6 @@ class Display(Protocol):
 def make_display(
     *,
     show: bool,
-    title: str = "training",
     console: Console | None = None,
     logs: Callable[[], Sequence[tuple[str, str]]] | None = None,
 ) -> Display:
@@ -105,7 +104,6 @@ def make_display(
 
     Args:
       show: False shows nothing.
-      title: of a line in a terminal.
       console: where to; the standard output if unset.
       logs: new lines of tasks' logs, for a notebook.
     """
@@ -117,7 +115,7 @@ def make_display(
 
         return CellDisplay(in_cell(), logs)
     if console.is_terminal:
-        return LiveDisplay(console, title)
+        return LiveDisplay(console)
     write = lambda text: console.print(text, highlight=False, soft_wrap=True)
     return LineDisplay(write)
 
@@ -134,9 +132,9 @@ def display_of(cluster: Cluster | None, *, show: bool) -> Display:
 class LiveDisplay:
     """A bar and a line of metrics that are redrawn in place."""
 
-    def __init__(self, console: Console, title: str) -> None:
+    def __init__(self, console: Console) -> None:
         self._bar = Progress(
-            TextColumn(title),
+            TextColumn("training"),
             BarColumn(bar_width=16),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[rates]}", table_column=Column(no_wrap=True)),

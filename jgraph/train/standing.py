@@ -17,6 +17,7 @@ PARTS: Final = ("wait", "input", "pull", "compute", "push", "other")
 """Parts of a step, in their order; see ``Run.profile``."""
 
 _POINTS: Final = 60
+_NEWEST: Final = 24
 _BARS: Final = "▁▂▃▄▅▆▇█"
 
 
@@ -191,14 +192,14 @@ class Curve:
         return tuple(self._means)
 
 
-def bars(values: Iterable[float], width: int = 24) -> str:
-    """Returns values as a line of bars, the newest on the right.
+def bars(values: Iterable[float]) -> str:
+    """Returns the newest values as a line of bars, the last on the right.
 
     Example:
       >>> bars([3.0, 2.0, 1.0])
       '█▅▁'
     """
-    shown = list(values)[-width:]
+    shown = list(values)[-_NEWEST:]
     if not shown:
         return ""
     low, high = min(shown), max(shown)
