@@ -10,7 +10,7 @@ from jgraph.errors import JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.transport import Frame
+from jgraph.rpc.transport import Address, Frame
 
 _NO_QUESTION: Final = frame(empty=pb.Empty())
 
@@ -24,6 +24,9 @@ class Door(Protocol):
 
     def tasks(self) -> Iterable[TaskName]:
         """Returns all tasks of the cluster."""
+
+    def address(self, task: TaskName) -> Address:
+        """Returns where a task listens."""
 
     async def call(
         self, task: TaskName, method: str, request: Frame, *, timeout_s: float = ...

@@ -11,6 +11,7 @@ from jgraph.cluster.calls import DRAIN_S
 from jgraph.cluster.door import Door, reaches_every_ps, ready_tasks
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.ready_worker import ReadyWorker
+from jgraph.cluster.run_link import account_of
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.run_rest import RunRest
 from jgraph.cluster.run_saver import RunSaver
@@ -38,7 +39,7 @@ from jgraph.coordination.crew import (
     WorkerNotReady,
     WorkerReady,
 )
-from jgraph.coordination.loop_ends import is_cut_off
+from jgraph.coordination.loop_ends import Verdict, is_cut_off, judge
 from jgraph.errors import (
     ClusterUnreachableError,
     DataSlotError,
@@ -147,33 +148,51 @@ class RunCrew:
         self._do(self._follow(order, self.record.seconds))
 
     async def _follow(self, order: pb.RunLoop, began_s: float) -> None:
-        sync, state = order.HasField("sync"), "stopped"
-        asked = pb.RunLoop()
+        last, asked = pb.LoopReport(state="stopped"), pb.RunLoop()
         asked.CopyFrom(order)  # the master adds to it
         try:
             await self._learn()
             async for report in self._door.loop(asked):
-                self._note(order, report)
-                self.record.keep(order, report, began_s)
-                state = body_of(report).state
+                last = self._keep(order, report, began_s)
                 if self._stopping:  # it may have begun after the others were told
                     self._tell(order, pb.StopLoop())
-            event: Event = RowEnded(state) if sync else LoopEnded(order.replica, state)
+            event = _ended(order, last.state)
         except JGError as error:
-            event = Failed(error)
-            if not sync and await self._is_lost(order, error):
-                _LOG.warning("%s was lost: %s", order.task, error.message)
-                self.record.lost(order, error)
-                await self.ready.drop(order.handle)
-                event = LoopLost(order.replica, error)
+            event = await self._event_of(error, order, last.number, began_s)
         del self._under_way[order.loop]
+        sync = order.HasField("sync")
         newest = self._deciding if sync else self._orders.get(order.replica)
         if order is newest:  # else a client has begun others
             self._handle(event)
 
-    def _note(self, order: pb.RunLoop, report: Frame) -> None:
-        """Learns from a report where the next loop is to begin."""
-        body, steps = body_of(report), report.tensors[0]
+    async def _event_of(
+        self, error: JGError, order: pb.RunLoop, after: int, began_s: float
+    ) -> Event:
+        """Returns what the end of a loop by an error means for the run."""
+        task = TaskName(order.task)
+        if not order.HasField("sync"):
+            if not await self._is_lost(order, error):
+                return Failed(error)
+            _LOG.warning("%s was lost: %s", task, error.message)
+            self.record.lost(order, error)
+            await self.ready.drop(order.handle)
+            return LoopLost(order.replica, error)
+        if judge(error, task, self._door.task, decides=True) != Verdict.DECIDER_LOST:
+            return Failed(error)
+        world = self._door, self._known, self._clock
+        try:
+            account = await account_of(order, after, error, *world)
+        except JGError as another:
+            return Failed(another)
+        state = self._keep(order, account, began_s).state
+        if state == "stopped" and not self._stopping:
+            state = "paused"  # it was the loss of its master that ended it
+        return RowEnded(state)
+
+    def _keep(self, order: pb.RunLoop, report: Frame, began_s: float) -> pb.LoopReport:
+        """Keeps a report, and learns from it where the next loop is to begin."""
+        body: pb.LoopReport = body_of(report)
+        steps = report.tensors[0]
         if order.HasField("sync"):
             order.steps -= len(steps)
             order.sync.version += len(steps)
@@ -181,6 +200,8 @@ class RunCrew:
             order.sync.data_position = position
         elif len(steps):
             order.first_step = int(steps[-1]) + 1
+        self.record.keep(order, report, began_s)
+        return body
 
     async def _learn(self) -> None:
         """Takes note of which processes the run begins with."""
@@ -361,3 +382,9 @@ class RunCrew:
             await work
         except Exception as error:  # noqa: BLE001  # nobody waits for it
             self._handle(Failed(as_error(error, self._door.task)))
+
+
+def _ended(order: pb.RunLoop, state: str) -> Event:
+    if order.HasField("sync"):
+        return RowEnded(state)
+    return LoopEnded(order.replica, state)

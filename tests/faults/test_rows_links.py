@@ -16,6 +16,7 @@ from tests.faults.links import through_proxies
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
+ALL = ("/job:ps/task:0", PS, MASTER, WORKER)
 
 
 def contributions_after(run: Any, pause_s: float) -> Any:
@@ -77,13 +78,24 @@ def test_row_21_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
         there.close()
 
 
-@pytest.mark.parametrize("silent_s", [9.0, 30.0], ids=["9 s", "30 s"])
+@pytest.mark.parametrize(
+    ("silent_s", "detached", "tasks"),
+    [
+        pytest.param(9.0, False, ALL, id="9 s"),
+        pytest.param(30.0, False, ALL, id="30 s"),
+        pytest.param(30.0, True, ALL, id="detached"),
+        pytest.param(30.0, True, ALL[:1], id="detached, who decides alone"),
+    ],
+)
 def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_heals(
-    fault: Fault, caplog: pytest.LogCaptureFixture, silent_s: float
+    fault: Fault,
+    caplog: pytest.LogCaptureFixture,
+    silent_s: float,
+    detached: bool,
+    tasks: tuple[str, ...],
 ) -> None:
     """A master of its own reaches nobody. There is no checkpoint to go back to."""
     master = "/job:chief/task:0"
-    tasks = ("/job:ps/task:0", PS, MASTER, WORKER)
     links = [(master, task) for task in tasks] + [(task, master) for task in tasks]
     with (
         through_proxies(*links, chief=True) as (servers, cut_off),
@@ -116,6 +128,7 @@ def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_
             batch_size=BATCH,
             callbacks=[after(200, silence), stop_when_both_are_there_again],
             progress=False,
+            detached=detached,
         )
         assert run.state == "stopped"
         assert run.recoveries() == []

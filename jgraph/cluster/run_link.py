@@ -1,0 +1,67 @@
+"""A master that lost the link to who decides waits for it, and asks how far it came."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from jgraph.clock import Clock
+from jgraph.cluster.calls import CONTROL_S, bounded_s
+from jgraph.cluster.door import Door, ready_tasks
+from jgraph.coordination.loop_ends import is_cut_off
+from jgraph.coordination.supervision import END_S
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.dial import is_refused
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+
+_LOG = logging.getLogger("jgraph.recover")
+_LOOK_S: Final = 0.5
+
+
+async def account_of(
+    order: pb.RunLoop,
+    after: int,
+    error: JGError,
+    door: Door,
+    known: Mapping[TaskName, str],
+    clock: Clock,
+) -> Frame:
+    """Returns what a loop did after a report, when its task is reached again.
+
+    Args:
+      order: of the loop, which ends without its master.
+      after: number of the last report that came.
+      error: ended the reports.
+      door: to the tasks.
+      known: which process of each task the run knows.
+      clock: limits the wait.
+
+    Raises:
+      JGError: ``error``, as it is not the link alone that is lost; or its task knows
+        of no such loop.
+    """
+    task, deadline = TaskName(order.task), clock.now() + END_S
+    _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
+    while not is_cut_off(task, known, ready := await ready_tasks(door)):
+        is_gone = task in ready or await is_refused(door.address(task))
+        if is_gone or clock.now() >= deadline:
+            raise error
+        await asyncio.sleep(_LOOK_S)
+    told = pb.StopLoop(
+        loop=order.loop,
+        task=task,
+        account=True,
+        after=after,
+        timeout_s=order.step_timeout_s,
+        run=order.run,
+        epoch=order.epoch,
+    )
+    limit_s = CONTROL_S + bounded_s(order.step_timeout_s)
+    request = frame(stop_loop=told)
+    account = await door.call(task, "StopLoop", request, timeout_s=limit_s)
+    if body_of(account).state == "failed":
+        raise error
+    return account
