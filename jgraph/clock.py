@@ -25,6 +25,22 @@ class SystemClock:
         return time.monotonic()
 
 
+class BootClock:
+    """Monotonic, and goes on while the machine sleeps, where the system can tell.
+
+    Example:
+      >>> clock = BootClock()
+      >>> clock.now() <= clock.now()
+      True
+    """
+
+    def now(self) -> float:
+        """Returns seconds since an arbitrary, fixed moment."""
+        if hasattr(time, "CLOCK_BOOTTIME"):
+            return time.clock_gettime(time.CLOCK_BOOTTIME)
+        return time.monotonic()
+
+
 class WallClock:
     """The time of day in seconds since 1970, for what several hosts compare.
 

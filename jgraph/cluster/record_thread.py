@@ -29,6 +29,7 @@ class RecordThread:
       store: where these are.
       soon: calls a function on the task's event loop.
       base: what waits for the first values, as a step.
+      check_place: see ``TaskShell``.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class RecordThread:
         store: VariableStore,
         soon: Callable[[Callable[[], None]], object],
         base: StepKey,
+        check_place: Callable[[], None],
     ) -> None:
         self._directory = directory
         self._stream = stream
@@ -46,6 +48,7 @@ class RecordThread:
         self._store = store
         self._soon = soon
         self._base = base
+        self._check_place = check_place
         self._writer = LogWriter(directory, stream)
         self._due = threading.Event()
         self._over = self._is_gone = False
@@ -91,12 +94,14 @@ class RecordThread:
             self._due.clear()
             number = 0
             for record in self.recorder.take():
+                self._check_place()
                 number = record.number
                 if number == cut:
                     self._writer.begin()
                 self._writer.write(record_to(self._stream, record))
             if number:
                 failpoint("log.written")
+                self._check_place()
                 self._writer.sync()
                 failpoint("log.on_disk")
                 self._soon(partial(self.recorder.kept, number))

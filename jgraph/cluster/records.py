@@ -96,6 +96,7 @@ class Records:
             *(self._logs(), stream, order.container, self._runtime.store),
             soon=self._loop.call_soon_threadsafe,
             base=_BASE,
+            check_place=self._shell.check_place,
         )
         return _Source(log.recorder, backup, log)
 

@@ -10,16 +10,18 @@ from typing import Any, Self, final
 
 import jax
 
-from jgraph.clock import SystemClock
+from jgraph.clock import BootClock, SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.here import add_service, remove_service
 from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.master import Master
+from jgraph.cluster.own_place import dialled, own_task, with_address
 from jgraph.cluster.records import RECORDS_DIR
 from jgraph.cluster.roles import ROLES
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import TaskService
+from jgraph.cluster.tenure_watch import TenureWatch
 from jgraph.cluster.transport_choice import (
     TLSFiles,
     TransportChoice,
@@ -30,7 +32,6 @@ from jgraph.cluster.transport_choice import (
     target_of,
 )
 from jgraph.errors import (
-    ConfigError,
     FencedError,
     InsecureError,
     JGError,
@@ -47,6 +48,7 @@ from jgraph.rpc.token import Token, find_token
 
 _LOG = logging.getLogger("jgraph.server")
 _STOP_GRACE_S = 5.0
+_LAST_WORDS_S = 1.0
 
 
 @final
@@ -105,6 +107,8 @@ class TaskServer:
             Path(records_dir) if records_dir else None,
         )
         self.service.loops.allow_sources = tuple(allow_sources)
+        self._tenure = TenureWatch(task, self.service, BootClock(), self._transport)
+        self.service.shell.check_place = self._tenure.check
         self.master = Master(self.service, self._transport, clock)
         self._stopping: asyncio.Task[None] | None = None
 
@@ -117,7 +121,8 @@ class TaskServer:
         """
         kept_log()
         _open_devices(self.task)
-        self.address = await self._transport.start(self.service)
+        self.address = await self._transport.start(self._tenure)
+        self._tenure.begin()
         self.service.address = self.address
         self.service.incarnation = self._transport.incarnation
         self.service.health_port = await self._health.start(self._health_bind)
@@ -130,6 +135,7 @@ class TaskServer:
         self.master.set_cluster(spec)
         addresses = {task: spec.address(task) for task in spec.tasks()}
         self.service.loops.addresses = addresses
+        self._tenure.address = addresses[self.task]
         self._transport.set_peers(addresses)
 
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
@@ -143,12 +149,15 @@ class TaskServer:
         if self.address:
             self.service.events.note("left", f"{self.task} was told to end")
         await self._health.set_serving(serving=False)
+        if self.service.replaced is not None:
+            await asyncio.sleep(_LAST_WORDS_S)  # whoever asks meanwhile hears of that
         await self.service.drain(grace_s)
         gone = TaskLostError(f"{self.task} was stopped")
         self.service.driver.close(gone)
         self.master.dealers.close_all()
         self.master.runs.close()
         await self._transport.close()
+        self._tenure.close()
         await self._health.close()
         self.service.records.close()
         self.service.shell.close()
@@ -222,7 +231,7 @@ class Server:
         if tls is None and not insecure_i_accept:
             _check_bind(bind)
         self.cluster = ClusterSpec(cluster, port_zero=True)
-        self.task = _own_task(self.cluster, job_name, task_index)
+        self.task = own_task(self.cluster, job_name, task_index)
         self._bind = bind
         self._health_port = health_port
         self._transport: TransportChoice = transport
@@ -273,8 +282,8 @@ class Server:
             await server.stop(0.0)
             raise
         listed = self.cluster.address(self.task)
-        server.service.address = _dialled(listed, server.address)
-        self.cluster = _with_address(self.cluster, self.task, server.service.address)
+        server.service.address = dialled(listed, server.address)
+        self.cluster = with_address(self.cluster, self.task, server.service.address)
         server.set_cluster(self.cluster)
         asyncio.ensure_future(server.stopped.wait()).add_done_callback(
             lambda _: self._stopped.set()
@@ -359,36 +368,3 @@ def _open_devices(task: TaskName) -> None:
             "this host has, for example JAX_PLATFORMS=cpu",
             task=task,
         ) from error
-
-
-def _dialled(listed: str, bound: str) -> str:
-    """Returns where others reach a task; 0.0.0.0 is no address that one can dial."""
-    host, port = bound.rpartition(":")[::2]
-    return bound if is_loopback(host) else f"{listed.rpartition(':')[0]}:{port}"
-
-
-def _with_address(spec: ClusterSpec, task: TaskName, address: str) -> ClusterSpec:
-    """Returns the spec with the address that a task really listens on."""
-    jobs: dict[str, dict[int, str]] = {}
-    for name in spec.tasks():
-        job, index = name.removeprefix("/job:").split("/task:")
-        where = address if name == task else spec.address(name)
-        jobs.setdefault(job, {})[int(index)] = where
-    return ClusterSpec(jobs, port_zero=True)
-
-
-def _own_task(
-    cluster: ClusterSpec, job_name: str | None, task_index: int | None
-) -> TaskName:
-    tasks = cluster.tasks()
-    if job_name is None and len(tasks) == 1:
-        return tasks[0]
-    if job_name is None or (task_index is None and cluster.num_tasks(job_name) != 1):
-        raise ConfigError(
-            "which task of the cluster is this server? Give job_name and task_index, "
-            "on the command line --job and --task; "
-            f"the cluster has {', '.join(tasks)}"
-        )
-    index = cluster.task_indices(job_name)[0] if task_index is None else task_index
-    cluster.task_address(job_name, index)
-    return TaskName(f"/job:{job_name}/task:{index}")

@@ -56,10 +56,22 @@ Told = Mapping[Shard, Sums]
 # ------------------------------------------------------------ what a task does
 
 
-def save_shards(task: TaskName, store: VariableStore, request: Frame) -> Frame:
+def save_shards(
+    task: TaskName,
+    store: VariableStore,
+    request: Frame,
+    check_place: Callable[[], None],
+) -> Frame:
     """Answers "SaveShards": writes variables to files, and tells their checksums.
 
+    Args:
+      task: this one.
+      store: has the variables.
+      request: the call.
+      check_place: see ``TaskShell``.
+
     Raises:
+      FencedError: another process has the place of this one.
       CheckpointPathError: this task does not have the directory that the client has.
       CheckpointSpaceError: there is no room.
       CheckpointError: the disk refuses.
@@ -68,6 +80,7 @@ def save_shards(task: TaskName, store: VariableStore, request: Frame) -> Frame:
 
     def save(directory: int, shard: Shard) -> Sums:
         (value,) = store.read([shard.variable])
+        check_place()
         return write_slice(directory, shard.rows, value)
 
     return _each(task, body_of(request), save, CheckpointError)

@@ -35,6 +35,8 @@ class TaskShell:
     Attributes:
       orders: to begin a step, for tasks that values of it go to at once: they travel
         with these, as a frame costs more than what is in it.
+      check_place: called in threads before they write to files: refuses if another
+        process has the place of this one.
     """
 
     def __init__(self, transport: Transport, clock: Clock) -> None:
@@ -46,6 +48,7 @@ class TaskShell:
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._cores = available_cores()
         self.orders: dict[tuple[TaskName, StepKey], pb.StartStep] = {}
+        self.check_place: Callable[[], None] = lambda: None
         self._pool = ThreadPoolExecutor(
             max_workers=4 + self._cores, thread_name_prefix="jgraph-work"
         )

@@ -373,8 +373,8 @@ class TaskService:
         yield await self.shell.run(lambda: load_table(self.runtime.store, request))
 
     async def _save_shards(self, request: Frame) -> AsyncIterator[Frame]:
-        store = self.runtime.store
-        yield await self.shell.run(lambda: save_shards(self.task, store, request))
+        task, store, check = self.task, self.runtime.store, self.shell.check_place
+        yield await self.shell.run(lambda: save_shards(task, store, request, check))
 
     async def _load_shards(self, request: Frame) -> AsyncIterator[Frame]:
         store = self.runtime.store

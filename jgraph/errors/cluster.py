@@ -232,7 +232,9 @@ class FencedError(ClusterError, PermissionError):
     """Who says this was replaced: another has taken over.
 
     A master that was frozen or cut off gives orders after a new one took over its run,
-    or a process does after its task was started again. Nothing of it is carried out.
+    or a process does after its task was started again. Nothing of it is carried out. A
+    process that was frozen meanwhile, and finds when it wakes that another one has the
+    address of its task, answers so to whatever it is asked.
 
     What to do: nothing, the run goes on with the new one; a process that was replaced
     ends by itself with exit code 75.

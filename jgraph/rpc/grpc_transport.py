@@ -29,7 +29,7 @@ from jgraph.rpc.dial import (
     split_address,
 )
 from jgraph.rpc.exchange import ExchangeLink
-from jgraph.rpc.frames import PROTOCOL, hello
+from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello
 from jgraph.rpc.intake import RequestRoom, default_request_limit
 from jgraph.rpc.kept_buffers import KeptBuffers
 from jgraph.rpc.links import Links
@@ -39,6 +39,7 @@ from jgraph.rpc.memory_blocks import Budget
 from jgraph.rpc.memory_files import is_supported
 from jgraph.rpc.receiving import is_gone
 from jgraph.rpc.service import Service
+from jgraph.rpc.serving import HELLO_METHOD
 from jgraph.rpc.shared_memory import SendMemory, default_limit
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.tls import TLS
@@ -310,8 +311,26 @@ class GrpcTransport:
         line = await self._lines.shared(dst, timeout_s)
         return await line.ask(method, prepared, timeout_s)
 
+    async def who_is_at(self, dst: Address, timeout_s: float) -> pb.Hello:
+        """Returns who answers at an address now; raises as ``ask``.
+
+        Over a connection of its own: one of before leads to who was there then.
+        """
+        channel = await self._open(dst, timeout_s)
+        line = self._line(dst, self._asks(channel))
+        try:
+            request = prepare(frame(call=pb.Call(method=HELLO_METHOD)))
+            reply = await line.ask(HELLO_METHOD, request, timeout_s)
+            theirs: pb.Hello = body_of(reply)
+            return theirs
+        finally:
+            await line.close()
+            await channel.close(None)
+
     async def _dial(self, dst: Address, timeout_s: float = CONNECT_TIMEOUT_S) -> Stream:
-        channel = await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s))
+        return self._asks(await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s)))
+
+    def _asks(self, channel: grpc.aio.Channel) -> Stream:
         return channel.stream_stream(ASKS_METHOD, None, None)(
             None, metadata=self._metadata
         )
@@ -336,18 +355,19 @@ class GrpcTransport:
             await channel.close(None)
             opening = self._channels.get(dst)
         if opening is None:
-            opening = asyncio.create_task(
-                open_channel(
-                    dst,
-                    timeout_s=timeout_s,
-                    patient=False,
-                    identity=self._identity,
-                    token=self._token,
-                )
-            )
+            opening = asyncio.create_task(self._open(dst, timeout_s))
             self._channels[dst] = opening
             opening.add_done_callback(partial(self._forget_failed, dst))
         return await asyncio.shield(opening)
+
+    async def _open(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
+        return await open_channel(
+            dst,
+            timeout_s=timeout_s,
+            patient=False,
+            identity=self._identity,
+            token=self._token,
+        )
 
     def _forget_failed(
         self, dst: Address, opening: "asyncio.Task[grpc.aio.Channel]"

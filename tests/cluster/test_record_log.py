@@ -1,5 +1,6 @@
 """Logs of records: what is kept is read again, what is torn is not; damage is told."""
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from jgraph.cluster.record_log import LogWriter, read_log, remove_logs
 from jgraph.cluster.record_thread import RecordThread
-from jgraph.errors import CopyLostError, JGError
+from jgraph.errors import CopyLostError, FencedError, JGError
 from jgraph.failpoints import armed
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType
@@ -156,6 +157,7 @@ def test_log_that_cannot_be_written_says_where_and_why(tmp_path: Path) -> None:
         *(tmp_path / "file", STREAM, "", store),
         soon=lambda call: call(),
         base=("", 0),
+        check_place=lambda: None,
     )
     keeper.recorder.when_kept(("", 1), told.append)
     keeper.start()
@@ -164,6 +166,40 @@ def test_log_that_cannot_be_written_says_where_and_why(tmp_path: Path) -> None:
     assert told[0] is None
     assert "cannot write its log" in str(told[1])
     assert "/job:ps/task:0" in str(told[1])
+
+
+def test_row_17_process_that_was_replaced_writes_nothing_to_its_log(
+    tmp_path: Path,
+) -> None:
+    store, told = VariableStore(TaskName("/job:ps/task:0")), list[JGError | None]()
+    error = FencedError("another process has its place")
+    is_replaced, asked = threading.Event(), list[bool]()
+
+    def check_place() -> None:
+        asked.append(True)
+        if is_replaced.is_set():
+            raise error
+
+    keeper = RecordThread(
+        *(tmp_path, STREAM, "", store),
+        soon=lambda call: call(),
+        base=("", 0),
+        check_place=check_place,
+    )
+    kept = threading.Event()
+    keeper.recorder.put("w", [np.full(1, 1, np.float32)], ("step", 1))
+    keeper.recorder.when_kept(("step", 1), lambda error: kept.set())
+    keeper.start()
+    assert kept.wait(10)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    is_replaced.set()
+    keeper.recorder.put("w", [np.full(1, 2, np.float32)], ("step", 2))
+    keeper.recorder.when_kept(("step", 2), told.append)
+    keeper._thread.join(10)
+    assert told == [error]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert len([*read_log(tmp_path, STREAM)]) == 1
+    assert len(asked) == 3  # before it writes, and before that counts as on the disk
 
 
 def test_log_begins_anew_when_it_has_grown(
@@ -175,7 +211,12 @@ def test_log_begins_anew_when_it_has_grown(
     w = StoredVariable("w", ValueType((8,), "float32"))
     store.write([w], [np.zeros(8, np.float32)])
     calls = SimpleQueue[Callable[[], None]]()  # the event loop is this thread
-    keeper = RecordThread(*(tmp_path, STREAM, "", store), soon=calls.put, base=("", 0))
+    keeper = RecordThread(
+        *(tmp_path, STREAM, "", store),
+        soon=calls.put,
+        base=("", 0),
+        check_place=lambda: None,
+    )
     keeper.start()
 
     def wait_for(step: StepKey) -> None:

@@ -55,7 +55,7 @@ class Ps:
             self.store.write([COPY], self.store.read([LIVE]))
             self.generations.append(newest(self.directory).generation)
         elif method == "SaveShards":
-            reply = save_shards(task, self.store, request)
+            reply = save_shards(task, self.store, request, lambda: None)
         else:  # "Reset": the copies are needed no more
             self.saved.put_nowait(None)
         self.train()

@@ -48,6 +48,10 @@ class Link:
         """Passes on again."""
         self._call(self._proxy.heal)
 
+    def lead_to(self, target: str) -> None:
+        """Sends connections that are made from now on to another process."""
+        self._proxy.lead_to(target)
+
     def delay(self, seconds: float) -> None:
         """Passes on so much later."""
         self._proxy.delay_s = seconds

@@ -72,6 +72,27 @@ BUGS: Final = {
         "if incarnation == 0:",
         f"{INBOUND}test_new_incarnation_starts_anew_and_retires_the_old",
     ),
+    "a process that was away goes on without asking who has its place": Bug(
+        "coordination/tenure.py",
+        "if away_s >= DOUBT_S:",
+        "if away_s < 0:",
+        "tests/coordination/test_tenure.py::"
+        "test_row_17_process_that_was_away_is_not_sure_before_it_has_asked",
+    ),
+    "what comes before the place is known is done": Bug(
+        "cluster/tenure_watch.py",
+        "return self._is_sure() and self._service.replaced is None",
+        "return self._service.replaced is None",
+        "tests/cluster/test_tenure_watch.py::"
+        "test_row_17_what_comes_after_a_pause_waits_until_the_place_is_known",
+    ),
+    "a process that was replaced writes to its log": Bug(
+        "cluster/record_thread.py",
+        "                self._check_place()\n                number = record.number\n",
+        "                number = record.number\n",
+        "tests/cluster/test_record_log.py::"
+        "test_row_17_process_that_was_replaced_writes_nothing_to_its_log",
+    ),
     "a frame that is missing is not noticed": Bug(
         "rpc/inbound.py",
         "if sequence != sender.last + 1 and not stream.may_jump:",
