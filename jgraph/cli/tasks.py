@@ -111,8 +111,8 @@ def drain(
 ) -> None:
     """End one task as SIGTERM does, and wait until it is gone.
 
-    It takes no new work; a worker's batches go to the others. What a ps holds is gone
-    with it: a run goes back to its newest checkpoint when it is started again.
+    It takes no new work; a worker's batches go to the others. A ps lets the runs that
+    use it save first; they go on when it is started again.
     """
     from jgraph.clock import SystemClock
     from jgraph.cluster.visit import visiting

@@ -282,10 +282,10 @@ class Cluster:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError(
-                "this cluster was closed; connect again with "
-                f"jg.connect('{self.target}') or make a new jg.LocalCluster()"
-            )
+            raise ConfigError(f"this cluster was closed; {self._again()}")
+
+    def _again(self) -> str:
+        return f"make a new jg.{type(self).__name__}"
 
     if not TYPE_CHECKING:
         __getattr__ = hints.hinting(hints.CLUSTER)
@@ -313,6 +313,9 @@ class Cluster:
 @final
 class ConnectedCluster(Cluster):
     """A cluster whose servers were started elsewhere; closing leaves them running."""
+
+    def _again(self) -> str:
+        return f"connect again with jg.connect('{self.target}')"
 
 
 @short_traceback

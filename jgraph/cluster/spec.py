@@ -13,9 +13,10 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from jgraph.cluster.spec_check import (
     Jobs,
@@ -24,9 +25,12 @@ from jgraph.cluster.spec_check import (
     source_problems,
     tls_problems,
 )
-from jgraph.errors import ClusterSpecError, UnknownDeviceError
+from jgraph.errors import ClusterSpecError, DeviceSpecError, UnknownDeviceError
 from jgraph.graph import markup
 from jgraph.graph.device import DeviceSpec, TaskName
+
+_SHOWN: Final = 8
+"""Tasks of a large cluster that an error names."""
 
 ClusterDict: TypeAlias = Mapping[str, Sequence[str] | Mapping[int, str]]
 """Addresses of each job: a list, or a dict by task index where some are not listed."""
@@ -233,20 +237,22 @@ class ClusterSpec:
 
         Raises:
           UnknownDeviceError: the cluster has no such task.
-          DeviceSpecError: ``task`` is not a device string.
 
         Example:
           >>> ClusterSpec({"ps": ["nodeA:8470"]}).address("/job:ps/task:0")
           'nodeA:8470'
         """
-        spec = DeviceSpec.from_string(task)
-        if spec.job is None or spec.task is None:
-            raise UnknownDeviceError(
-                f"'{task}' does not name one task; write job and task, for example "
-                "'/job:ps/task:0'",
-                task=str(task),
-            )
-        return self.task_address(spec.job, spec.task)
+        with suppress(DeviceSpecError):
+            spec = DeviceSpec.from_string(str(task))
+            if spec.job is not None and spec.task is not None:
+                return self.task_address(spec.job, spec.task)
+        tasks = self.tasks()
+        more = f" and {len(tasks) - _SHOWN} more" if len(tasks) > _SHOWN else ""
+        raise UnknownDeviceError(
+            f"{task!r} does not name one task of this cluster, which has "
+            f"{', '.join(tasks[:_SHOWN]) or 'none'}{more}",
+            task=str(task),
+        )
 
     def _job(self, job: str) -> dict[int, str]:
         tasks = self._jobs.get(job)

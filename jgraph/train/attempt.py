@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 import jax
 
 from jgraph.cluster.patience import saying
+from jgraph.errors import ConfigError
 from jgraph.train import checkpoint
 from jgraph.train.attached import check_detachable
 from jgraph.train.checkpoints import Checkpoints, is_checkpoint, newest_good
@@ -40,6 +41,14 @@ class Wanted:
     detached: bool = False
     checkpoint: Checkpoints | None = None
     stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        given = self.checkpoint
+        if not (given is None or isinstance(given, Checkpoints)):
+            raise ConfigError(
+                f"checkpoint is {given!r:.60}; give jg.Checkpoints('runs/mlp', "
+                "every=1000)"
+            )
 
 
 @final

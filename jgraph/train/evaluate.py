@@ -91,7 +91,7 @@ def _naming_inputs(
     except (TypeError, ValueError, FlaxError) as error:
         if isinstance(error, JGError):
             raise
-        first = str(error).partition("\n")[0]
+        first = str(error).partition("\n")[0].rstrip(".")
         told = (
             "" if trained_on is None else f" It was trained on {trained_on.describe()}."
         )

@@ -129,7 +129,7 @@ def test_closing_leaves_no_process_and_says_so_afterwards() -> None:
     _, alive = psutil.wait_procs(processes, timeout=5)
     assert not alive
     assert repr(cluster) == "<LocalCluster closed>"
-    with pytest.raises(ConfigError, match="was closed"):
+    with pytest.raises(ConfigError, match=r"was closed; make a new jg\.LocalCluster$"):
         cluster.session().run(lambda x: x, 1.0)
     cluster.close()
 

@@ -286,7 +286,9 @@ def test_soft_placement_takes_the_device_that_the_task_has(cluster: Cluster) -> 
 def test_closed_cluster_opens_no_session(servers: Servers) -> None:
     cluster = connect(servers.servers[0].target, timeout_s=20)
     cluster.close()
-    with pytest.raises(ConfigError, match="this cluster was closed"):
+    with pytest.raises(
+        ConfigError, match=r"was closed; connect again with jg\.connect"
+    ):
         cluster.session()
 
 

@@ -219,7 +219,7 @@ def test_inputs_that_the_model_cannot_take_are_told_beside_those_known() -> None
     with pytest.raises(DataError, match=text):
         trainer.predict(np.ones((40, 2), np.float32))
     fit(trainer, 5)
-    text = rf"It was trained on .*float32\[…,{x.shape[1]}\].*fn=…"
+    text = rf"[^.]\. It was trained on .*float32\[…,{x.shape[1]}\].*fn=…"
     with pytest.raises(DataError, match=text):
         trainer.predict(np.ones((40, 2), np.float32))
     with pytest.raises(DataError, match=r"TypeError: .*positional arguments"):
