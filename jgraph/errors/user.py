@@ -228,10 +228,10 @@ class ClusterBusyError(UserError):
     """Another run is using these variables.
 
     A second `fit` of a Trainer that is training, a cluster of a name that is up, or
-    more calls at a time than a server takes.
+    more calls at a time, or more in bytes, than a server takes.
 
     What to do: wait for the other one (``run.wait()``), end it (``run.stop()``), or
-    give yours another name.
+    give yours another name; give a server more memory (``--max-request-bytes``).
     """
 
     code = "JG-501"

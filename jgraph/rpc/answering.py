@@ -12,17 +12,18 @@ from jgraph.errors import (
     ClusterBusyError,
     JGError,
     MalformedMessageError,
+    MessageTooLargeError,
     NotTakingError,
 )
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.ask_stream import Conversation
-from jgraph.rpc.codec import Buffer, Prepared, encode, pack, prepare
+from jgraph.rpc.codec import Buffer, Prepared, encode, pack, prepare, too_large
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.intake import Intake, RequestRoom
 from jgraph.rpc.local_door import LocalDoor, LocalOffer
 from jgraph.rpc.local_socket import LAST_WORDS_S, LocalSocket
 from jgraph.rpc.outbox import Outbox
-from jgraph.rpc.serving import answer, only_reply
+from jgraph.rpc.serving import ROOM_METHOD, answer, only_reply
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame, Handler
@@ -224,13 +225,12 @@ class Answers:
         try:
             nbytes = self._intake.begin(number, method, self._hello.task)
         except ClusterBusyError as error:
-            if not self._room.has_refused:  # one line while it lasts
-                self._room.has_refused = True
-                _logger.warning("%s.", error.message)
-            self._put(number, prepare(frame(status=to_status(error))))
+            self._refuse(number, error)
             return
         self._counters.calls_served += 1
         work = self._answer_each if asked.header.every_reply else self._answer
+        if method == ROOM_METHOD:
+            work = self._make_room
         for name in ("sequence", "method", "every_reply"):
             asked.header.ClearField(name)
         answering = asyncio.create_task(work(number, method, asked))
@@ -241,6 +241,33 @@ class Answers:
     def _end_of(self, number: int, nbytes: int) -> None:
         del self._answering[number]
         self._room.give(nbytes)
+
+    def _refuse(self, number: int, error: ClusterBusyError) -> None:
+        if not self._room.has_refused:  # one line while it lasts
+            self._room.has_refused = True
+            _logger.warning("%s.", error.message)
+        self._put(number, prepare(frame(status=to_status(error))))
+
+    async def _make_room(self, number: int, method: str, request: Frame) -> None:
+        """Tells the caller when the call that it names will be let in."""
+        intake = self._intake
+        assert intake is not None  # something was read
+        try:
+            if kind_of(request) != "call":
+                raise MalformedMessageError(
+                    f"'{method}' takes a 'call', and '{kind_of(request)}' was sent"
+                )
+            wanted = body_of(request)
+            if wanted.nbytes > self._max_frame_bytes:
+                limit = self._max_frame_bytes
+                raise MessageTooLargeError(too_large("call", wanted.nbytes, limit))
+            self._may_answer(wanted.method)
+            await intake.reserve(wanted.nbytes, wanted.method, self._hello.task)
+            self._put(number, prepare(frame(empty=pb.Empty())))
+        except ClusterBusyError as error:
+            self._refuse(number, error)
+        except JGError as error:
+            self._put(number, prepare(frame(status=to_status(error))))
 
     async def _answer(self, number: int, method: str, request: Frame) -> None:
         try:

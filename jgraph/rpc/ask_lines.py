@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from jgraph.rpc.ask_stream import Stream
 from jgraph.rpc.asking import AskLine
 from jgraph.rpc.transport import Address
 
+FEW_CALLS: Final = 4
+"""Of large calls at once to a server, so many are sent before there is room there."""
 Dial: TypeAlias = Callable[[Address, float], Awaitable[Stream]]
 
 
@@ -30,7 +32,7 @@ class AskLines:
         self._make = make
         self._shared: dict[Address, AskLine] = {}
         self._idle: dict[Address, AskLine] = {}
-        self._taken: set[AskLine] = set()
+        self._taken: dict[AskLine, Address] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     async def shared(self, dst: Address, timeout_s: float) -> AskLine:
@@ -55,19 +57,23 @@ class AskLines:
         line = self._idle.pop(dst, None)
         if line is None or line.is_broken:
             line = self._make(dst, await self._dial(dst, timeout_s))
-        self._taken.add(line)
+        self._taken[line] = dst
         is_over = False
         try:
             yield line, max(end - now(), 1e-3)
             is_over = True
         finally:
-            self._taken.discard(line)
+            del self._taken[line]
             if is_over and not line.is_broken and dst not in self._idle:
                 self._idle[dst] = line
             else:  # of a call that failed, some may still wait to leave
                 closing = asyncio.create_task(line.close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
+
+    def is_crowded(self, dst: Address) -> bool:
+        """Whether many calls to a server have a line to themselves."""
+        return list(self._taken.values()).count(dst) > FEW_CALLS
 
     async def close(self) -> None:
         """Closes all lines; what is asked fails."""

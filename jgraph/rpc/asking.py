@@ -12,16 +12,18 @@ from typing import Final, final
 from jgraph.errors import (
     AddressError,
     CertificateError,
+    ClusterBusyError,
     ClusterUnreachableError,
     JGError,
 )
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.ask_stream import AskStream, Conversation, Ended, Stream
-from jgraph.rpc.codec import Prepared, encode
+from jgraph.rpc.codec import Prepared, encode, prepare
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import call_error, deadline_error, lost_call
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.resuming import RESUME_S, is_worth_a_try
+from jgraph.rpc.serving import ROOM_METHOD
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 
@@ -97,6 +99,33 @@ class AskLine:
         finally:
             was_answered = waiting.done() and not waiting.cancelled()
             self._forget(number, was_answered=was_answered)
+
+    async def ask_in_turn(
+        self, method: str, request: Prepared, timeout_s: float, *, at_once: bool
+    ) -> Frame:
+        """Returns the reply to a large request, sent when the server has room for it.
+
+        Args:
+          method: what is called.
+          request: with its tensors.
+          timeout_s: limit for all of it.
+          at_once: send it first, and ask for room only if it is refused.
+
+        Raises:
+          ClusterBusyError: the server had no room for a while.
+          JGError: as ``ask``.
+        """
+        end = self._now() + timeout_s
+        if at_once:
+            try:
+                return await self.ask(method, request, timeout_s)
+            except ClusterBusyError as error:
+                if error.details.get("refused") != method:
+                    raise
+        nbytes = sum([array.nbytes for array in request.arrays])
+        asked = prepare(frame(call=pb.Call(method=method, nbytes=nbytes)))
+        await self.ask(ROOM_METHOD, asked, max(end - self._now(), 0.0))
+        return await self.ask(method, request, max(end - self._now(), 0.0))
 
     async def call(
         self, method: str, request: Prepared, timeout_s: float

@@ -307,7 +307,8 @@ class GrpcTransport:
         self._counters.calls_made += 1
         if prepared.nbytes > MAX_ASK_BYTES:
             async with self._lines.own(dst, timeout_s) as (line, left_s):
-                return await line.ask(method, prepared, left_s)
+                at_once = not self._lines.is_crowded(dst)
+                return await line.ask_in_turn(method, prepared, left_s, at_once=at_once)
         line = await self._lines.shared(dst, timeout_s)
         return await line.ask(method, prepared, timeout_s)
 

@@ -1,9 +1,12 @@
 """How much of the calls of clients a task takes in at once: pure bookkeeping.
 
 Decided when the header of a call is read, before memory is taken for its tensors. What
-is refused is thrown away as it arrives, and its caller tries again later.
+is refused is thrown away as it arrives. Who was refused, or sends much at once, asks
+for room first, and gets it in the order of asking.
 """
 
+import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias, final
 
@@ -12,6 +15,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.shared_memory import available_memory
 
+TURN_S: Final = 5.0
+"""Who asks for room waits so long, and is then told to try again."""
 _LEAST_BYTES: Final = 256 << 20
 Admit: TypeAlias = Callable[[pb.Frame, int], bool]
 
@@ -52,24 +57,57 @@ class RequestRoom:
         self.limit = limit
         self.taken = 0
         self.has_refused = False
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def take(self, nbytes: int, *, always: bool = False) -> bool:
         """Takes room; returns whether there was any, and takes none otherwise.
 
         Args:
           nbytes: how much.
-          always: also beyond the limit.
+          always: also beyond the limit, and before those who wait.
         """
-        if self.taken and self.taken + nbytes > self.limit and not always:
+        if not always and (self._waiting or not self._fits(nbytes)):
             return False
         self.taken += nbytes
         return True
+
+    async def turn(self, nbytes: int) -> None:
+        """Takes room when there is some, after those who asked before.
+
+        Raises:
+          TimeoutError: that was not within ``TURN_S``.
+        """
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((nbytes, mine))
+        try:
+            async with asyncio.timeout(TURN_S):
+                await mine
+        except BaseException:
+            if not mine.cancelled():  # it came just then
+                self.give(nbytes)
+            self._let_in()
+            raise
 
     def give(self, nbytes: int) -> None:
         """Gives back what was taken."""
         self.taken -= nbytes
         if not self.taken:
             self.has_refused = False
+        self._let_in()
+
+    def _fits(self, nbytes: int) -> bool:
+        return not self.taken or self.taken + nbytes <= self.limit
+
+    def _let_in(self) -> None:
+        """Gives room to those who wait, and forgets those who do not any more."""
+        while self._waiting:
+            nbytes, waiting = self._waiting[0]
+            if not waiting.done() and not self._fits(nbytes):
+                return
+            self._waiting.popleft()
+            if not waiting.done():
+                self.taken += nbytes
+                waiting.set_result(None)
 
 
 @final
@@ -97,6 +135,29 @@ class Intake:
         self._room = room
         self._let_in: dict[int, int] = {}  # bytes of the calls that have not begun
         self._refused: dict[int, int] = {}
+        self._reserved = 0
+        self._is_closed = False
+
+    async def reserve(self, nbytes: int, method: str, task: str) -> None:
+        """Waits until there is room for the next call, and keeps it for that.
+
+        Args:
+          nbytes: of its tensors; no more than it needs.
+          method: of it, for the message.
+          task: which refuses, for the message.
+
+        Raises:
+          ClusterBusyError: there was none for a while.
+        """
+        if not self._room.take(nbytes, always=self.of_task):
+            try:
+                await self._room.turn(nbytes)
+            except TimeoutError:
+                raise self._busy(nbytes, method, task) from None
+        self._room.give(self._reserved)
+        self._reserved = nbytes
+        if self._is_closed:
+            self.close()
 
     def begin(self, number: int, method: str, task: str) -> int:
         """Returns the bytes of a call that arrived; they are the caller's to give back.
@@ -111,21 +172,25 @@ class Intake:
         """
         nbytes = self._refused.pop(number, 0)
         if nbytes:
-            raise ClusterBusyError(
-                f"{task} has no room for the {nbytes:,} bytes of '{method}' now: of "
-                f"{self._room.limit:,} bytes for calls, others have "
-                f"{self._room.taken:,}; try again later, or start it with a higher "
-                "max_request_bytes",
-                refused=method,
-                task=task,
-            )
+            raise self._busy(nbytes, method, task)
         return self._let_in.pop(number, 0)
 
     def close(self) -> None:
         """Gives back what calls have that will not arrive any more."""
-        for nbytes in self._let_in.values():
-            self._room.give(nbytes)
+        self._is_closed = True
+        self._room.give(self._reserved + sum(self._let_in.values()))
+        self._reserved = 0
         self._let_in.clear()
+
+    def _busy(self, nbytes: int, method: str, task: str) -> ClusterBusyError:
+        return ClusterBusyError(
+            f"{task} has no room for the {nbytes:,} bytes of '{method}' now: of "
+            f"{self._room.limit:,} bytes for calls, others have "
+            f"{self._room.taken:,}; try again later, or start it with a higher "
+            "max_request_bytes",
+            refused=method,
+            task=task,
+        )
 
     def _admit(self, header: pb.Frame, nbytes: int) -> bool:
         number = header.sequence
@@ -133,6 +198,9 @@ class Intake:
             raise MalformedMessageError(
                 "tensors came over a stream of calls that are of no call, or twice"
             )
+        if nbytes <= self._reserved:
+            self._let_in[number], self._reserved = self._reserved, 0
+            return True
         if self._room.take(nbytes, always=self.of_task):
             self._let_in[number] = nbytes
             return True

@@ -12,6 +12,8 @@ from jgraph.rpc.transport import Frame, Handler
 
 HELLO_METHOD = "Hello"
 """The call that every transport answers by itself."""
+ROOM_METHOD = "Room"
+"""Answered by gRPC's transport when the next call of its stream will be let in."""
 
 _logger = logging.getLogger(__name__)
 

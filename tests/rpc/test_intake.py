@@ -8,7 +8,14 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from jgraph.errors import ClusterBusyError, ConfigError, MalformedMessageError
+from jgraph.errors import (
+    ClusterBusyError,
+    ConfigError,
+    JGError,
+    MalformedMessageError,
+    MessageTooLargeError,
+)
+from jgraph.rpc import intake as intakes
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.codec import aligned_empty, prepare
 from jgraph.rpc.decoder import Decoder
@@ -16,6 +23,7 @@ from jgraph.rpc.frames import frame, hello
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.intake import Admit, Intake, RequestRoom
 from jgraph.rpc.memory_files import Bytes
+from jgraph.rpc.serving import ROOM_METHOD
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
 from tests.rpc.run_async import run_async
@@ -90,6 +98,91 @@ def test_a_task_is_let_in_beyond_the_limit_and_counted() -> None:
     assert room.taken == 60 + LARGE.nbytes
 
 
+def test_who_waits_for_room_gets_it_in_order_and_who_gave_up_keeps_none() -> None:
+    """Nobody overtakes a large call for ever."""
+
+    async def main() -> None:
+        room, got = RequestRoom(100), list[int]()
+
+        async def turn(nbytes: int) -> None:
+            await room.turn(nbytes)
+            got.append(nbytes)
+
+        room.take(60)
+        waiting = [asyncio.create_task(turn(n)) for n in (90, 70, 30, 41, 20)]
+        await settled()
+        assert (got, room.take(1)) == ([], False)
+        room.give(60)
+        await settled()
+        assert got == [90]
+        waiting[1].cancel()
+        await settled()
+        room.give(90)
+        await settled()
+        assert (got, room.taken) == ([90, 30, 41, 20], 91)
+        for nbytes in (30, 41, 20):
+            room.give(nbytes)
+        assert (room.taken, room.take(100)) == (0, True)
+        await asyncio.wait(waiting)
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("how", ["late", "cancelled", "cancelled just then"])
+def test_who_gives_up_waiting_leaves_the_room_to_others(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(intakes, "TURN_S", 0.0 if how == "late" else 30.0)
+        room = RequestRoom(100)
+        room.take(60)
+        stream = intake(room)
+        first = asyncio.create_task(stream.reserve(60, "RunStep", PS))
+        await settled()
+        if how == "cancelled just then":
+            room.give(60)
+        if how != "late":
+            first.cancel()
+        await asyncio.wait([first])
+        if how == "late":
+            with pytest.raises(ClusterBusyError, match="60 bytes of 'RunStep' now"):
+                first.result()
+        room.give(room.taken)
+        assert room.take(100)
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("ends", ["before", "after"])
+def test_room_that_is_kept_for_a_call_is_given_back_with_its_stream(ends: str) -> None:
+    async def main() -> None:
+        room = RequestRoom(100)
+        stream = intake(room)
+        if ends == "before":
+            stream.close()
+        await stream.reserve(60, "Echo", PS)
+        if ends == "after":
+            assert room.taken == 60
+            stream.close()
+        assert room.taken == 0
+
+    run_async(main())
+
+
+def test_call_that_has_room_takes_none_of_others() -> None:
+    async def main() -> None:
+        room = RequestRoom(100)
+        stream, other = intake(room), intake(room)
+        await stream.reserve(60, "Echo", PS)
+        other.decoder.feed(ask(1, step(1, np.ones(60, np.uint8))))
+        stream.decoder.feed(ask(1, step(1, np.ones(60, np.uint8))))
+        with pytest.raises(ClusterBusyError):
+            other.begin(1, "Echo", PS)
+        assert (stream.begin(1, "Echo", PS), room.taken) == (60, 60)
+
+    run_async(main())
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -110,6 +203,12 @@ def test_tensors_for_which_nobody_would_give_back_the_room_end_the_stream(
 def test_room_for_nothing_is_refused(limit: int) -> None:
     with pytest.raises(ConfigError, match=f"max_request_bytes={limit} lets nobody"):
         GrpcTransport(PS, max_request_bytes=limit)
+
+
+async def settled() -> None:
+    """Lets what is ready run."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -137,9 +236,49 @@ async def hang(client: GrpcTransport, address: Address, array: Any) -> None:
 
 
 @NEAR
-def test_client_is_refused_while_others_have_the_room_and_let_in_afterwards(
+def test_many_large_calls_at_once_wait_for_their_turn_and_are_all_answered(
     near: Literal["auto", "off"],
 ) -> None:
+    async def main() -> None:
+        async with ps(near, None) as (_, _, address, (client,)):
+            calls = [
+                client.ask(address, "Echo", step(n, LARGE), timeout_s=30)
+                for n in range(20)
+            ]
+            assert numbers(await asyncio.gather(*calls)) == [*range(20)]
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        (step(1), MalformedMessageError, "takes a 'call', and 'start_step' was sent"),
+        (
+            frame(call=pb.Call(method="Echo", nbytes=1 << 63)),
+            MessageTooLargeError,
+            "a call of 9,223,372,036,854,775,808 bytes",
+        ),
+    ],
+    ids=["another kind", "more than may be sent"],
+)
+def test_bad_question_for_room_is_refused(
+    asked: Frame, error: type[JGError], said: str
+) -> None:
+    async def main() -> None:
+        async with ps("off", None) as (_, _, address, (client,)):
+            with pytest.raises(error, match=said):
+                await client.ask(address, ROOM_METHOD, asked, timeout_s=10)
+
+    run_async(main())
+
+
+@NEAR
+def test_client_is_refused_while_others_have_the_room_and_let_in_afterwards(
+    near: Literal["auto", "off"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intakes, "TURN_S", 0.01)
+
     async def main() -> None:
         async with ps(near, None, None, WORKER) as (_, at_ps, address, asking):
             one, other, worker = asking

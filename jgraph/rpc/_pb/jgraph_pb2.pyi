@@ -571,20 +571,24 @@ Global___Status: _TypeAlias = Status  # noqa: Y015
 
 @_typing.final
 class Call(_message.Message):
-    """The request of "Hello"."""
+    """The request of "Hello", and of "Room": whether the next call will be let in."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     METHOD_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
     method: _builtins.str
+    nbytes: _builtins.int
+    """of the tensors of the next call on this stream, of `method`"""
     def __init__(
         self,
         *,
         method: _builtins.str = ...,
+        nbytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "nbytes", b"nbytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
