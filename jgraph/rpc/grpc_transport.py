@@ -30,7 +30,7 @@ from jgraph.rpc.dial import (
 )
 from jgraph.rpc.exchange import ExchangeLink
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello
-from jgraph.rpc.intake import RequestRoom, default_request_limit
+from jgraph.rpc.intake import RequestRoom
 from jgraph.rpc.kept_buffers import KeptBuffers
 from jgraph.rpc.links import Links
 from jgraph.rpc.listening import listen, stop_listening
@@ -140,9 +140,7 @@ class GrpcTransport:
             default_limit() if max_shared_bytes is None else max_shared_bytes
         )
         self._max_queued_bytes = max_queued_bytes or default_queue_limit()
-        self._room = RequestRoom(
-            default_request_limit() if max_request_bytes is None else max_request_bytes
-        )
+        self._room = RequestRoom(max_request_bytes)
         self._identity = tls.load(task) if tls is not None else None
         self._token = token
         self._metadata = token.metadata if token is not None else None

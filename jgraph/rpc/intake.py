@@ -21,17 +21,16 @@ _LEAST_BYTES: Final = 256 << 20
 Admit: TypeAlias = Callable[[pb.Frame, int], bool]
 
 
-def default_request_limit() -> int:
-    """Returns a quarter of the memory that is available now, and 256 MiB at least."""
-    return max(_LEAST_BYTES, available_memory() // 4)
-
-
 @final
 class RequestRoom:
     """The bytes of calls that one task has in its memory, and how many it may.
 
+    Args:
+      limit: the most; a single call may have more, if there is no other. A quarter of
+        the memory that is available now unless given, and 256 MiB at least.
+
     Attributes:
-      limit: the most; a single call may have more, if there is no other.
+      limit: the same.
       taken: by calls that are not answered yet.
       has_refused: since it was empty.
 
@@ -47,7 +46,9 @@ class RequestRoom:
       (True, False, True)
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        if limit is None:
+            limit = max(_LEAST_BYTES, available_memory() // 4)
         if limit < 1:
             raise ConfigError(
                 f"max_request_bytes={limit} lets nobody ask anything; give a number "
