@@ -69,5 +69,5 @@ async def reaches_every_ps(door: Door, worker: TaskName) -> bool:
 def of_task(task: TaskName, error: JGError) -> TaskLostError:
     """Returns a transport's error, which knows addresses, as one of a task."""
     if task in error.message:
-        return TaskLostError(error.message, task=task)
+        return TaskLostError(error.message, **{**error.details, "task": task})
     return TaskLostError(f"{task} does not answer: {error.message}", task=task)

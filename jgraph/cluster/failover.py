@@ -7,19 +7,25 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S
-from jgraph.cluster.loop_orders import DealtData, Detached, plain
+from jgraph.cluster.loop_orders import DealtData, Detached, SyncRequest, plain
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.waiting import ready_tasks, view_of
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.loop_ends import is_cut_off
 from jgraph.coordination.slots import Lease
 from jgraph.coordination.supervision import END_S
-from jgraph.errors import ClusterError, JGError, TaskLeavingError, TaskLostError
+from jgraph.errors import (
+    ClusterError,
+    ClusterUnreachableError,
+    JGError,
+    TaskLeavingError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import is_refused
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("jgraph.loops")
 _OF_THE_LOST_S: Final = 1.0
+T = TypeVar("T")
 
 
 @final
@@ -156,6 +163,38 @@ def take_over(cluster: "Cluster", error: JGError) -> bool:
             )
             return True
     return False
+
+
+def begun_anyhow(
+    cluster: "Cluster",
+    sync: SyncRequest,
+    begin: Callable[[SyncRequest], T],
+) -> tuple[T, SyncRequest]:
+    """Begins loops of synchronous training, with another master if its own is lost.
+
+    What the one before has begun is refused from then on: gates and loops alike.
+
+    Args:
+      cluster: the client.
+      sync: what the loops are told.
+      begin: opens the gates, and begins the loops.
+
+    Returns:
+      What ``begin`` returned, and what the loops were told.
+
+    Raises:
+      JGError: something else is lost.
+    """
+    for _ in cluster.tasks():
+        master = cluster.master
+        try:
+            return begin(sync), sync
+        except (ClusterUnreachableError, TaskLostError) as error:
+            named = error.details.get("task", master)
+            if named != master or not take_over(cluster, error):
+                raise
+            sync = replace(sync, epoch=sync.epoch + 1)
+    return begin(sync), sync
 
 
 def is_ps(task: TaskName) -> bool:

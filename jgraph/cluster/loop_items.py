@@ -3,11 +3,17 @@
 from dataclasses import dataclass, replace
 from typing import TypeAlias, final
 
-from jgraph.cluster.loop_orders import LoopReport, LoopRequest
+from jgraph.cluster.loop_orders import (
+    LoopReport,
+    LoopRequest,
+    ended_report,
+    report_of,
+)
 from jgraph.coordination.loop_ends import Verdict
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.transport import Frame
 
 
 @final
@@ -34,6 +40,18 @@ class Loop:
         if len(report.steps):
             self.next_step = int(report.steps[-1]) + 1
         return is_another
+
+    def accounted(self, account: Frame | JGError) -> LoopReport | None:
+        """Returns what it did, as its task told another master; None: it did not.
+
+        A loop that decides and was never begun never will be, as orders of the master
+        before are refused: so it has ended.
+        """
+        if not isinstance(account, JGError):
+            return report_of(self.request, account)
+        if self.request.sync is None or account.details.get("loop") != self.name:
+            return None
+        return ended_report(self.request)
 
     def stop_order(self, run: str, epoch: int, *, account: bool = False) -> pb.StopLoop:
         """Returns what ends it; with ``account`` also asks what nobody has heard of."""

@@ -265,3 +265,9 @@ def silent_report(request: LoopRequest) -> LoopReport:
     """Returns what to tell while a loop is waited for that may be there still."""
     none = np.empty(0)
     return LoopReport(request.replica, request.task, "silent", none, none, (), {})
+
+
+def ended_report(request: LoopRequest) -> LoopReport:
+    """Returns what to tell of a loop that has done nothing, and will not."""
+    none = np.empty(0)
+    return LoopReport(request.replica, request.task, "stopped", none, none, (), {})

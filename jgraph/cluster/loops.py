@@ -251,9 +251,9 @@ class LoopHandle:
         accounts = accounts_of(self._cluster, orders, None if leaves else old)
         goes_on, left = list[Loop](), list[Loop]()
         for one, account in zip(loops, accounts, strict=True):
-            if isinstance(account, JGError):
+            report = one.accounted(account)
+            if report is None:
                 continue
-            report = report_of(one.request, account)
             (left if report.state == "left" else goes_on).append(one)
             if self._ledger is not None and report.state != "left":
                 state = "stopped" if self._stopped.is_set() else "running"

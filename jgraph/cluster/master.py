@@ -15,7 +15,6 @@ from jgraph.clock import Clock
 from jgraph.cluster.calls import (
     COMPILE_S,
     CONTROL_S,
-    SILENCE_S,
     bounded_s,
     bulk_timeout_s,
     loop_timeout_s,
@@ -23,6 +22,7 @@ from jgraph.cluster.calls import (
 from jgraph.cluster.door import of_task
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.events import RunsSeen
+from jgraph.cluster.gate_calls import GateCalls
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.runs import Runs
 from jgraph.cluster.spec import ClusterSpec
@@ -44,6 +44,7 @@ from jgraph.errors import (
     TaskLostError,
     UnknownDeviceError,
 )
+from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -85,8 +86,6 @@ class Master:
             "Master.Reset": self._each("Reset", lost_ok=True),
             "Master.RunLoop": self._run_loop,
             "Master.StopLoop": self._stop_loop,
-            "Master.OpenGate": self._open_gate,
-            "Master.GateReport": self._gate_report,
             "Master.OpenDataRun": self._open_data_run,
             "Master.AskData": self._ask_data,
             "Master.DataPosition": self._data_position,
@@ -94,6 +93,7 @@ class Master:
         }
         service.methods.update(methods)
         service.methods.update(self.runs.methods)
+        service.methods.update(GateCalls(self).methods)
 
     def set_cluster(self, spec: ClusterSpec) -> None:
         """Tells which tasks the cluster has."""
@@ -249,6 +249,7 @@ class Master:
         yield frame(variable_table=table)
 
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
+        failpoint("loop.asked")
         order = body_of(request)
         crew = self.runs.find(order.run)
         reports = self.loop(order) if crew is None else crew.follow(order)
@@ -327,20 +328,6 @@ class Master:
         limit_s = CONTROL_S + (bounded_s(order.timeout_s) if order.account else 0.0)
         task = TaskName(order.task)
         yield await self.call(task, "StopLoop", request, timeout_s=limit_s)
-
-    async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
-        shards = map(TaskName, body_of(request).shards)
-        calls = (self.call(s, "OpenGate", request, timeout_s=SILENCE_S) for s in shards)
-        await asyncio.gather(*calls)
-        yield frame(empty=pb.Empty())
-
-    async def _gate_report(self, request: Frame) -> AsyncIterator[Frame]:
-        shards = map(TaskName, body_of(request).shards)
-        replies = await asyncio.gather(
-            *(self.call(shard, "GateReport", request) for shard in shards)
-        )
-        rows = [row for reply in replies for row in body_of(reply).rows]
-        yield frame(gate_table=pb.GateTable(rows=rows))
 
     def _of_a_table(self, method: str) -> Callable[[Frame], AsyncIterator[Frame]]:
         async def forward(request: Frame) -> AsyncIterator[Frame]:

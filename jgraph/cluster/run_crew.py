@@ -357,6 +357,9 @@ class RunCrew:
             shards=sync.shards,
             synchronous=True,
             version=sync.version,
+            opening=deciding.loop,
+            run=deciding.run,
+            epoch=deciding.epoch,
         )
         try:
             for shard in map(TaskName, sync.shards):

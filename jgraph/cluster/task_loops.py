@@ -93,6 +93,7 @@ class TaskLoops:
         self.methods: Mapping[str, Method] = {
             "RunLoop": self._run_loop,
             "StopLoop": self._stop_loop,
+            "OpenGate": self._open_gate,
             "PutData": self._put_data,
             "SendData": self._send_data,
             "OpenSource": self._open_source,
@@ -289,6 +290,13 @@ class TaskLoops:
             self._early.append(body)
         yield frame(empty=pb.Empty())
 
+    async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
+        order = body_of(request)
+        # A gate that another master opened since would let nobody through.
+        self._epochs.check(order.run, order.epoch)
+        self._gates.open(order)
+        yield frame(empty=pb.Empty())
+
     def _tell(self, told: pb.StopLoop) -> None:
         loop = self._loops.get(told.loop)
         if isinstance(loop, SyncLoop) and told.lost:
@@ -305,8 +313,9 @@ class TaskLoops:
             told = loop.told
         if told is None:
             raise TaskLostError(
-                f"{self._task} knows of no loop '{order.loop}' any more: it was "
-                "started again since, or ended it many loops ago",
+                f"{self._task} knows of no loop '{order.loop}': it was never begun "
+                "there, or the task was started again, or ended it many loops ago",
                 task=self._task,
+                loop=order.loop,
             )
         return await told.account(order.after, bounded_s(order.timeout_s))

@@ -111,7 +111,6 @@ class TaskService:
             "RunStep": self._run_step,
             **self.loops.methods,
             **self.records.methods,
-            "OpenGate": self._open_gate,
             "GateReport": self._gate_report,
             "Variables": self._variables,
             "ReadTable": self._read_table,
@@ -342,10 +341,6 @@ class TaskService:
         times = [part.times for part in parts]
         trace = pb.StepTrace(parts=told)
         yield frame(step_trace=trace, tensors=[*fetches, *times])
-
-    async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
-        self.gates.open(body_of(request))
-        yield frame(empty=pb.Empty())
 
     async def _gate_report(self, request: Frame) -> AsyncIterator[Frame]:
         rows = self.gates.staleness(body_of(request).gate)

@@ -2,17 +2,19 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, final
 
+from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.waiting import reaches_every_ps, ready_tasks
-from jgraph.errors import JGError
+from jgraph.errors import ClusterError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 
 LOOK_EVERY_S: Final = 0.5
 """That a worker answers again shows only by asking it."""
+_LOOK_S: Final = 0.2
 WAIT_S: Final = 60.0
 """So long a run without workers waits for one."""
 _LOG = logging.getLogger("jgraph.recover")
@@ -74,3 +76,36 @@ class Rejoin:
             self._lost.setdefault(replica, worker)
         else:
             _LOG.warning("%s answers again and takes part in the run", worker)
+
+
+def is_one_back(
+    cluster: Cluster,
+    workers: Iterable[TaskName],
+    back: Collection[int],
+    stop: threading.Event,
+) -> bool:
+    """Waits for a worker that takes part again; False: no longer wanted.
+
+    Args:
+      cluster: of the workers.
+      workers: of whom none is left.
+      back: gets the replica of one that is back.
+      stop: set from another thread: waits no longer.
+
+    Raises:
+      TaskLostError: none came back in time.
+    """
+    _LOG.warning("no worker is left; the run waits up to %g s for one", WAIT_S)
+    clock = SystemClock()
+    deadline = clock.now() + WAIT_S
+    while not back and clock.now() < deadline:
+        if stop.wait(_LOOK_S):
+            return False
+        try:
+            cluster.check_startable()
+        except ClusterError:  # nobody starts it again
+            break
+    if not back:
+        lost = ", ".join(workers)
+        raise TaskLostError(f"no worker is left to train: {lost} went away")
+    return True

@@ -8,21 +8,20 @@ Source: Chen et al., "Revisiting Distributed Synchronous SGD", 2016 (backup work
 tensorflow/python/training/sync_replicas_optimizer.py.
 """
 
-import logging
-import threading
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, final
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster, unique
+from jgraph.cluster.failover import begun_anyhow
 from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.gate_client import open_gate
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest, SyncRequest
 from jgraph.cluster.loops import LoopHandle
-from jgraph.errors import ClusterError, JGError, TaskLostError
+from jgraph.errors import JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.plan.accumulate import MEAN, averaging, contributing, shards_of
@@ -32,7 +31,7 @@ from jgraph.train.async_ps import AsyncPS, AsyncRunner
 from jgraph.train.compress import for_replica
 from jgraph.train.data import Dataset
 from jgraph.train.on_tasks import Kept
-from jgraph.train.rejoin import WAIT_S, Rejoin
+from jgraph.train.rejoin import Rejoin, is_one_back
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_step import SyncStep
@@ -41,8 +40,6 @@ from jgraph.train.workers import chunk_of, end_loops, rest
 
 __all__ = ["SyncPS", "SyncRunner"]
 
-_LOG = logging.getLogger("jgraph.recover")
-_LOOK_S: Final = 0.2
 CONTRIBUTIONS = "contributions"
 """Metric of a step: how many contributions its update is the mean of (int32)."""
 
@@ -150,11 +147,14 @@ class SyncRunner:
         beside: list[Chunk] = []
         while left and not order.stop.is_set():
             # The master of a detached run waits as well.
-            if not (order.detached or self._present or self._is_one_back(order.stop)):
-                return
+            if not (order.detached or self._present):
+                workers = self._workers.tasks
+                if not is_one_back(self._cluster, workers, self._back, order.stop):
+                    return
             with self.state.lock:
                 self._present, self._back = self._present | self._back, set()
-                loops = self._begin(prepared, replace(order, steps=left), sync)
+                begin = partial(self._begin, prepared, replace(order, steps=left))
+                loops, sync = begun_anyhow(self._cluster, sync, begin)
                 loops.take_leave(self._farewells)
                 self._loops = loops
             now, late = clock.now(), Counter[TaskName]()
@@ -204,27 +204,6 @@ class SyncRunner:
             loops = self._loops
         if loops is not None:
             loops.pause()
-
-    def _is_one_back(self, stop: threading.Event) -> bool:
-        """Waits for a worker that takes part again; False: no longer wanted.
-
-        Raises:
-          TaskLostError: none came back in time.
-        """
-        _LOG.warning("no worker is left; the run waits up to %g s for one", WAIT_S)
-        clock = SystemClock()
-        deadline = clock.now() + WAIT_S
-        while not self._back and clock.now() < deadline:
-            if stop.wait(_LOOK_S):
-                return False
-            try:
-                self._cluster.check_startable()
-            except ClusterError:  # nobody starts it again
-                break
-        if not self._back:
-            lost = ", ".join(self._workers.tasks)
-            raise TaskLostError(f"no worker is left to train: {lost} went away")
-        return True
 
     def global_step(self) -> int:
         """See ``Runner.global_step``."""
@@ -357,7 +336,13 @@ class SyncRunner:
     ) -> LoopHandle:
         """Sets the loops of those workers going that are present."""
         version, shards = self.state.global_step(), prepared.shards
-        open_gate(self._cluster, sync.gate, shards, synchronous=True, version=version)
+        open_gate(
+            *(self._cluster, sync.gate, shards),
+            synchronous=True,
+            version=version,
+            run=sync.run,
+            epoch=sync.epoch,
+        )
         *handles, apply = prepared.handles
         limit = self._strategy.step_timeout_s
         requests = self._workers.requests(

@@ -65,12 +65,17 @@ def test_row_20_order_of_a_master_that_was_replaced_is_refused_by_every_task(
     client.call("Master.StopLoop", stop_order(2, task))
     with pytest.raises(FencedError, match="master 1 of run 'run' came after master 2"):
         client.call("Master.StopLoop", stop_order(1, task))
-    order = pb.RunLoop(loop="loop", task=task, run="run", epoch=1)
+    loop = pb.RunLoop(loop="loop", task=task, run="run", epoch=1)
     with pytest.raises(FencedError):
-        client.call("Master.RunLoop", frame(run_loop=order))
+        client.call("Master.RunLoop", frame(run_loop=loop))
+    gate = pb.OpenGate(gate="gate", shards=[task], run="run", epoch=1)
+    with pytest.raises(FencedError):
+        client.call("Master.OpenGate", frame(open_gate=gate))
 
 
 def test_worker_that_knows_a_loop_no_more_says_so(client: Cluster) -> None:
-    with pytest.raises(TaskLostError, match="knows of no loop 'loop' any more") as lost:
+    with pytest.raises(
+        TaskLostError, match="knows of no loop 'loop': it was never"
+    ) as lost:
         client.call("Master.StopLoop", stop_order(1, account=True))
     assert lost.value.details["task"] == WORKER

@@ -8,8 +8,9 @@ import pytest
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.kept_copies import Durability
+from jgraph.train.sync_ps import SyncPS
 from tests.faults.conftest import Fault
-from tests.faults.counting import BATCH, IDS, Ledger, trainer
+from tests.faults.counting import BATCH, IDS, Ledger, check_together, trainer
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 
@@ -56,4 +57,29 @@ def test_a_task_that_crashes_at_a_step_of_its_work_loses_no_update(
     again = ledger.check(there, lost=2)
     assert 600 <= run.steps <= 600 + again
     fault.names += [f"exit code {CRASHED}"]
+    there.close()
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "gates.opened",
+        pytest.param("gates.opening", marks=pytest.mark.chaos),
+        pytest.param("loop.asked", marks=pytest.mark.chaos),
+    ],
+)
+def test_row_19_a_master_that_dies_while_gates_open_is_replaced_and_costs_no_step(
+    fault: Fault, tmp_path: Path, point: str
+) -> None:
+    """There is no checkpoint: to go back would end the run."""
+    once = tmp_path / "crashed"
+    env = {VARIABLE: f"{point}=crash", ONCE: str(once)}
+    cluster = fault.cluster(ps=2, workers=2, restarts=3, env=env)
+    there, master = trainer(cluster, SyncPS()), cluster.master
+    run = there.fit(IDS, steps=100, batch_size=BATCH, progress=False)
+    assert once.exists(), f"nobody came to {point}"
+    assert (run.state, run.steps, run.recoveries()) == ("done", 100, [])
+    assert cluster.master != master
+    check_together(there, run)
+    fault.names += [f"exit code {CRASHED}", f"{master}, the master, was lost"]
     there.close()

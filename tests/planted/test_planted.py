@@ -216,6 +216,20 @@ BUGS: Final = {
         "if not replica:",
         SYNCHRONOUS,
     ),
+    "a gate is opened by a master that was replaced": Bug(
+        "coordination/epochs.py",
+        "if epoch < newest:",
+        "if epoch < 0:",
+        "tests/simulation/test_sync.py::"
+        "test_row_20_gates_are_opened_by_the_newest_master_alone",
+    ),
+    "a task does not ask which master opens its gate": Bug(
+        "cluster/task_loops.py",
+        "        self._epochs.check(order.run, order.epoch)\n        self._gates",
+        "        self._gates",
+        "tests/cluster/test_failover.py::"
+        "test_row_20_order_of_a_master_that_was_replaced_is_refused_by_every_task",
+    ),
     "a gate takes what was said to the one before": Bug(
         "cluster/gates.py",
         "if event.opening == self._openings.get(event.gate):",

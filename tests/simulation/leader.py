@@ -55,6 +55,10 @@ class Told:
     error: str = ""
 
 
+NEVER: Final = Told("never", 0, {})
+"""Of a loop that never began, and never will: its master was replaced."""
+
+
 class Leader:
     """The loop of synchronous training, as ``SyncLoop`` makes it of machines.
 

@@ -9,7 +9,7 @@ from jgraph.coordination.epochs import Epochs
 from jgraph.coordination.sync_gate import SyncGate
 from jgraph.errors import FencedError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
-from tests.simulation.leader import Leader
+from tests.simulation.leader import NEVER, Leader
 from tests.simulation.network import Message
 from tests.simulation.tasks import RUN
 
@@ -90,22 +90,22 @@ class GatedShard:
 
     def order(self, src: TaskName, kind: str, name: Any, rest: list[Any]) -> None:
         """Carries out an order of a master, unless another took its place."""
-        if kind == "open":
-            life, version = rest
-            if life == self.life:
-                self.open(name, version)
-                self.send(src, ("opened", name))
-            return
         try:
             self.epochs.check(RUN, rest[-1])
         except FencedError:
+            return
+        if kind == "open":
+            life, version, _ = rest
+            if life == self.life:
+                self.open(name, version)
+                self.send(src, ("opened", name))
             return
         leader = self.leaders.get(name)
         if kind == "run":
             if rest[0] == self.life:
                 self.lead(src, name)
         elif kind == "account" and leader is None:
-            self.send(src, ("account", name, None))
+            self.send(src, ("account", name, NEVER))
         elif leader is None:
             return
         elif kind == "account":

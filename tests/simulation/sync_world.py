@@ -18,7 +18,7 @@ from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.coordination.sync_data import SyncData
 from jgraph.graph.ir import TaskName
 from tests.simulation.faulty_run import REJOIN_S, FaultyRun
-from tests.simulation.leader import Leader, Order, Told
+from tests.simulation.leader import NEVER, Leader, Order, Told
 from tests.simulation.master import Master
 from tests.simulation.network import Network, Simulation
 from tests.simulation.sync_tasks import GatedShard, loop_name
@@ -50,9 +50,6 @@ class SyncWorld(FaultyRun[GatedShard]):
       backups: how many of them an update does not wait for.
       steps: updates of the run.
       delay_s: the longest that a message takes.
-
-    Attributes:
-      unlucky: how often it lost its master while no loop was known to decide.
     """
 
     def __init__(
@@ -83,7 +80,7 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.life, self.attempts, self.losses, self.restored = -1, 0, 0, 0
         self.number = self.takeovers = 0
         self.state = "running"
-        self.going_back, self.unlucky = False, 0
+        self.going_back = False
         self.orders: dict[str, Order] = {}
         self.leaders: list[Leader] = []
         self.master = Master(self, epoch=0)
@@ -144,7 +141,8 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.number += 1
         self.unopened = set(self.shards)
         for shard in self.shards:
-            self.master.send(shard, ("open", self.number, self.life, self.version))
+            order = ("open", self.number, self.life, self.version, self.master.epoch)
+            self.master.send(shard, order)
         self.sim.later(OPEN_S, partial(self.unanswered, self.number))
 
     def unanswered(self, gate: int) -> None:
@@ -247,14 +245,14 @@ class SyncWorld(FaultyRun[GatedShard]):
     def go_on(self, accounts: dict[str, Any]) -> None:
         """Begins another loop where the one before ended; who told nothing is lost."""
         loops, self.loops = self.loops, {}
-        ended = loops and self.leading(self.number) not in loops
-        told = self.told if ended else accounts.get(self.leading(self.number))
+        name = self.leading(self.number)
+        # No loops: gates were being opened, or nobody was left.
+        told = accounts[name] if name in loops else self.told if loops else NEVER
         if told is None or told.state == "failed":
-            # Gates are being opened, nobody was left, or the order to begin was lost.
-            self.unlucky += self.told is None
             self.go_back()
             return
-        self.position, self.version = told.position, told.version
+        if told is not NEVER:
+            self.position, self.version = told.position, told.version
         for loop, task in loops.items():
             if accounts[loop] is None:
                 self.losses += 1
