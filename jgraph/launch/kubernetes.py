@@ -69,7 +69,7 @@ class Deployment:
         name has to be there.
 
     Raises:
-      ConfigError: no ps or no worker.
+      ConfigError: no ps or no worker; ``files`` of another cluster.
     """
 
     image: str
@@ -85,6 +85,20 @@ class Deployment:
         if self.ps < 1 or self.workers < 1:
             raise ConfigError(
                 "a cluster on Kubernetes needs a ps and a worker at least"
+            )
+        counts = {"ps": self.ps, "worker": self.workers}
+        tasks = [f"{job}-{n}" for job, count in counts.items() for n in range(count)]
+        needed = [
+            "ca.crt",
+            "token",
+            *(f"{t}.{end}" for t in tasks for end in ("crt", "key")),
+        ]
+        lacking = [name for name in needed if name not in self.files]
+        if self.files and lacking:
+            raise ConfigError(
+                f"the certificates are not those of this cluster: {lacking[0]} is not "
+                f"there ({len(lacking)} files are not); make them by `jgraph certs DIR "
+                f"--ps {self.ps} --workers {self.workers}`"
             )
 
     def plain(self) -> list[Manifest]:

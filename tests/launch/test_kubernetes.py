@@ -20,6 +20,7 @@ from jgraph.rpc.certificates import make_certificates
 
 HERE = Path(__file__).parent
 SCHEMA = json.loads((HERE / "kubernetes_schema.json").read_text(encoding="utf-8"))
+OF_TASKS = [*(f"ps-{n}" for n in range(2)), *(f"worker-{n}" for n in range(4))]
 SMALL = Deployment("jgraph:0.1", ps=1, workers=2)
 FULL = Deployment(
     "registry.example/jgraph:0.1",
@@ -28,7 +29,12 @@ FULL = Deployment(
     name="wide",
     port=9000,
     sizes={"worker": Size("4", "16Gi", gpus=1)},
-    files={"token": b"secret", "ca.crt": b"-"},
+    files={
+        **dict.fromkeys([f"{task}.crt" for task in OF_TASKS], b"-"),
+        **dict.fromkeys([f"{task}.key" for task in OF_TASKS], b"-"),
+        "token": b"secret",
+        "ca.crt": b"-",
+    },
 )
 
 
@@ -176,11 +182,23 @@ def test_only_pods_of_the_cluster_and_its_clients_may_call() -> None:
 
 
 def test_the_secret_has_what_certs_wrote(tmp_path: Path) -> None:
-    files = make_certificates(tmp_path / "c", [TaskName("/job:ps/task:0")])
+    tasks = ["/job:ps/task:0", "/job:worker/task:0"]
+    files = make_certificates(tmp_path / "c", map(TaskName, tasks))
     content = {path.name: path.read_bytes() for path in files}
     secret = by_kind(Deployment("i", 1, 1, files=content).plain())["Secret"]
     assert {n: base64.b64decode(b) for n, b in secret["data"].items()} == content
     check(secret)
+
+
+def test_certificates_of_a_smaller_cluster_are_refused(tmp_path: Path) -> None:
+    tasks = ["/job:ps/task:0", "/job:worker/task:0"]
+    files = make_certificates(tmp_path / "c", map(TaskName, tasks))
+    content = {path.name: path.read_bytes() for path in files}
+    why = (
+        r"worker-1\.crt is not there \(4 files are not\).*certs DIR --ps 1 --workers 3`"
+    )
+    with pytest.raises(ConfigError, match=why):
+        Deployment("i", 1, 3, files=content)
 
 
 def test_without_files_there_is_no_secret() -> None:
