@@ -87,7 +87,7 @@ class TenureWatch:
         self._asker = asker
         self._tenure = Tenure(clock.now())
         # Of the event loop: what came before it was known, and who waits for that.
-        self._held: deque[Callable[[], None]] = deque()
+        self._held: deque[tuple[TaskName, Callable[[], None]]] = deque()
         self._settled = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -113,7 +113,7 @@ class TenureWatch:
         if self._may():
             self._service.frame_received(src, received)
         else:
-            self._hold(partial(self._service.frame_received, src, received))
+            self._hold(src, partial(self._service.frame_received, src, received))
 
     def peer_lost(self, peer: TaskName, error: JGError) -> None:
         """Learns that a task is lost, or that this process was replaced."""
@@ -122,7 +122,7 @@ class TenureWatch:
         elif self._may():
             self._service.peer_lost(peer, error)
         else:
-            self._hold(partial(self._service.peer_lost, peer, error))
+            self._hold(peer, partial(self._service.peer_lost, peer, error))
 
     async def handle_call(self, method: str, request: Frame) -> AsyncIterator[Frame]:
         """Answers a call.
@@ -174,9 +174,19 @@ class TenureWatch:
         self._take(Awake())  # what arrived is the first to notice that it was away
         return self._is_sure() and self._service.replaced is None
 
-    def _hold(self, act: Callable[[], None]) -> None:
+    def _hold(self, src: TaskName, act: Callable[[], None]) -> None:
         if self._service.replaced is None:
-            self._held.append(act)
+            self._held.append((src, act))
+
+    def _do_what_came(self) -> None:
+        while self._held and self._may():
+            src, act = self._held.popleft()
+            try:
+                act()
+            except (
+                JGError
+            ) as error:  # which would have ended the stream that it came on
+                self._service.peer_lost(src, error)
 
     async def _until_sure(self) -> None:
         while not self._may():
@@ -200,8 +210,7 @@ class TenureWatch:
                 case GoOn():
                     _LOG.info("%s was away, and has its place still", self._task)
                     self._settled.set()
-                    while self._held and self._may():
-                        self._held.popleft()()
+                    self._do_what_came()
                 case Leave(away_s):
                     why = (
                         f"{self._task} was started again while this process of it was "
@@ -227,7 +236,8 @@ class TenureWatch:
             return FoundNobody()
         try:
             theirs = await self._asker.who_is_at(self.address, CONNECT_TIMEOUT_S)
-        except JGError:
+        except Exception as error:  # noqa: BLE001  # or all would wait for ever
+            _LOG.info("who is at %s is not known: %s", self.address, error)
             return FoundNobody()
         if theirs.task != self._task:
             return FoundNobody()

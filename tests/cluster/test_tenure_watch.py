@@ -8,15 +8,21 @@ from typing import Any, final
 import pytest
 
 from jgraph.cluster.tenure_watch import TenureWatch
-from jgraph.errors import ClusterUnreachableError, FencedError, JGError, TaskLostError
+from jgraph.errors import (
+    FencedError,
+    JGError,
+    MalformedMessageError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+OTHER_PS = TaskName("/job:ps/task:1")
 SELF, OTHER = 7, 8
-FRAME = frame(empty=pb.Empty())
+FRAME, BAD = frame(empty=pb.Empty()), frame(empty=pb.Empty())
 
 
 @final
@@ -40,6 +46,8 @@ class Service:
         self.may_end = asyncio.Event()
 
     def frame_received(self, src: TaskName, received: Frame) -> None:
+        if received is BAD:
+            raise MalformedMessageError("this is none")
         self.took.append(f"frame of {src}")
 
     def peer_lost(self, peer: TaskName, error: JGError) -> None:
@@ -170,7 +178,7 @@ async def test_process_that_reaches_nobody_goes_on_after_some_seconds(
 ) -> None:
     world.time.s = 60.0
     world.watch.frame_received(WORKER, FRAME)
-    world.network.there.set_exception(ClusterUnreachableError("no route"))
+    world.network.there.set_exception(OSError("no route"))
     await turns()
     assert world.service.took == []
     world.time.s = 64.0
@@ -180,6 +188,18 @@ async def test_process_that_reaches_nobody_goes_on_after_some_seconds(
     world.service.may_end.set()
     await world.told()
     assert world.service.took == [*[f"frame of {WORKER}"] * 2, "call of Any"]
+
+
+@in_a_world
+async def test_frame_that_is_none_and_had_to_wait_loses_its_sender_alone(
+    world: World,
+) -> None:
+    world.time.s = 60.0
+    for src, received in [(WORKER, BAD), (OTHER_PS, FRAME)]:
+        world.watch.frame_received(src, received)
+    world.network.there.set_result(SELF)
+    await turns()
+    assert world.service.took == [f"loss of {WORKER}", f"frame of {OTHER_PS}"]
 
 
 @in_a_world
