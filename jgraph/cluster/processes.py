@@ -143,21 +143,13 @@ class TaskProcess:
 
     def wait_ended(self, timeout_s: float) -> None:
         """Waits for the end; kills the process after ``timeout_s``."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(_END_S)
+        _ended(self.process, timeout_s)
 
     def terminate(self, grace_s: float) -> int:
         """Ends the process by SIGTERM, killed after ``grace_s``; returns its code."""
-        process = self.process
+        process = self.process  # another one when this is over, if it is restarted
         process.terminate()
-        try:
-            return process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait(_END_S)
+        return _ended(process, grace_s)
 
     def is_frozen(self) -> bool:
         """Whether the kernel has stopped it (SIGSTOP), and no debugger has."""
@@ -347,6 +339,15 @@ class TaskProcesses:
             job = task.removeprefix("/job:").partition("/")[0]
             jobs.setdefault(job, []).append(process.address)
         return ClusterSpec(jobs)
+
+
+def _ended(process: "subprocess.Popen[str]", timeout_s: float) -> int:
+    """Waits for the end, killed after ``timeout_s``; returns the exit code."""
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(_END_S)
 
 
 def tasks_of(counts: Mapping[str, int]) -> list[TaskName]:
