@@ -13,6 +13,7 @@ from typing import Protocol, final
 from jgraph.clock import Clock
 from jgraph.cluster.events import EventLog
 from jgraph.coordination.freezes import FROZEN_S, LOOK_EVERY_S, Freezes, Looked
+from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
 
 
@@ -70,3 +71,16 @@ class FreezeWatch:
                     self._events.note("frozen", why, level=logging.WARNING)
                     with suppress(subprocess.TimeoutExpired):  # looked at again
                         process.kill()
+
+
+def check_frozen_s(frozen_s: object) -> None:
+    """Refuses what is no length of time.
+
+    Raises:
+      ConfigError: shows what was given.
+    """
+    if not isinstance(frozen_s, int | float) or not frozen_s > 0:
+        raise ConfigError(
+            f"frozen_s is {frozen_s!r:.60}; give for how many seconds a process may be "
+            "stopped before it is killed and started again, for example 10"
+        )

@@ -13,6 +13,7 @@ from jgraph.cluster import loop
 from jgraph.cluster.calls import DRAIN_S
 from jgraph.cluster.client import Cluster, open_cluster
 from jgraph.cluster.events import Event
+from jgraph.cluster.freeze_watch import check_frozen_s
 from jgraph.cluster.patience import saying
 from jgraph.cluster.processes import (
     START_S,
@@ -63,7 +64,7 @@ class LocalCluster(Cluster):
         not, and one that goes on before that is waited for.
 
     Raises:
-      ConfigError: no task, or no such transport.
+      ConfigError: no task, no such transport, or no such number or time.
       StartError: a task's process ended while starting; shows the end of its log.
       TaskMissingError: a task did not answer in time.
 
@@ -98,6 +99,7 @@ class LocalCluster(Cluster):
             counts["evaluator"] = evaluators
         check_counts(counts)
         check_restarts(restarts)
+        check_frozen_s(frozen_s)
         clock = clock or SystemClock()
         deadline = clock.now() + timeout_s
         self._temporary = log_dir is None

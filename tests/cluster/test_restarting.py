@@ -95,3 +95,9 @@ def test_what_is_no_number_of_restarts_is_refused() -> None:
     for restarts in (-1, 1.5):
         with pytest.raises(ConfigError, match=f"restarts is {restarts}"):
             LocalCluster(restarts=restarts)  # type: ignore[arg-type]
+
+
+def test_what_is_no_time_to_be_frozen_is_refused() -> None:
+    for frozen_s in (0, -1.0, "ten", float("nan")):
+        with pytest.raises(ConfigError, match=f"frozen_s is '?{frozen_s}"):
+            LocalCluster(restarts=1, frozen_s=frozen_s)  # type: ignore[arg-type]
