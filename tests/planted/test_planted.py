@@ -26,6 +26,7 @@ PS_CORE: Final = "tests/cluster/test_ps_core.py::TestPsCore"
 SAVER: Final = "tests/cluster/test_run_saver.py::"
 INBOUND: Final = "tests/rpc/test_inbound.py::"
 CALLS: Final = "tests/rpc/test_calls_resume.py::"
+OUTBOX: Final = "tests/rpc/test_outbox.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +179,13 @@ BUGS: Final = {
         "rpc/outbox.py",
         "self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)",
         "pass",
-        f"{CALLS}test_frames_of_an_outbox_arrive_once_over_streams_that_fail[0]",
+        f"{OUTBOX}test_frames_of_an_outbox_arrive_once_over_streams_that_fail[0]",
     ),
     "more is taken as acknowledged than is": Bug(
         "rpc/outbox.py",
         "        self.acknowledge(received)\n",
         "        self.acknowledge(received + 1)\n",
-        f"{CALLS}test_frames_of_an_outbox_arrive_once_over_streams_that_fail[0]",
+        f"{OUTBOX}test_frames_of_an_outbox_arrive_once_over_streams_that_fail[0]",
     ),
     "a caller that comes back is taken for a new one": Bug(
         "rpc/callers.py",
