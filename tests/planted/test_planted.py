@@ -67,6 +67,13 @@ BUGS: Final = {
         "tests/coordination/test_aggregation.py::"
         "test_row_22_no_update_begins_while_the_master_is_silent",
     ),
+    "a run goes on to decide without its master": Bug(
+        "coordination/aggregation.py",
+        "if self._unsupervised or len(there) < self.needed:",
+        "if len(there) < self.needed:",
+        "tests/simulation/test_sync.py::"
+        "test_row_22_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals",
+    ),
     "an older process of a task is taken for the newer": Bug(
         "rpc/inbound.py",
         "if incarnation in sender.retired:",

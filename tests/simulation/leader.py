@@ -4,9 +4,10 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from jgraph.coordination import aggregation
+from jgraph.coordination import aggregation, supervision
 from jgraph.coordination.aggregation import Arbiter, Step
 from jgraph.coordination.slots import Lease
+from jgraph.coordination.supervision import Supervision
 from jgraph.coordination.sync_data import SyncData
 from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
@@ -96,8 +97,11 @@ class Leader:
         self.is_applying = self.is_over = False
         self.told: Told | None = None
         self.accounts: list[TaskName] = []
-        self.progress_at = world.sim.now
+        self.progress_at = self.heard_at = world.sim.now
+        self.supervision = Supervision(world.sim.now)
+        self.asking = False
         world.leads(self)
+        self.supervise()
 
     # ------------------------------------------------------------ what happens
 
@@ -144,6 +148,31 @@ class Leader:
         """Time passes."""
         if self.world.sim.now - self.progress_at > PATIENCE_S:
             self.take(aggregation.TimeIsUp(PATIENCE_S))
+
+    # ------------------------------------------------------------ its master
+
+    def supervise(self) -> None:
+        """Asks the master, time and again, whether it is there."""
+        if not self.is_over and self.shard.process.alive:
+            self.obey(supervision.TimePassed())
+            self.world.sim.later(self.supervision.look_every_s, self.supervise)
+
+    def heard(self) -> None:
+        """The master has answered."""
+        self.asking, self.heard_at = False, self.world.sim.now
+        self.obey(supervision.Answered())
+
+    def obey(self, event: supervision.Event) -> None:
+        for instruction in self.supervision.handle(event, self.world.sim.now):
+            match instruction:
+                case supervision.Pause():
+                    self.world.pauses += 1
+                    self.take(aggregation.MasterSilent())
+                case supervision.GoOn():
+                    self.take(aggregation.MasterHeard())
+                case supervision.Ask() if not self.asking:
+                    self.asking = True
+                    self.send(self.master, ("there?", self.name))
 
     # ------------------------------------------------------------ what it does
 

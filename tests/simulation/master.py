@@ -86,6 +86,9 @@ class Master:
             return
         if self.loops.get(loop) != src:
             return
+        if kind == "there?":
+            self.send(src, ("there", loop))
+            return
         if kind == "ask":
             done, batches, idle, number = rest
             self.asked[loop] = number

@@ -130,6 +130,10 @@ class GatedShard:
         if kind == "ask":
             self.ask(src, loop, rest)
             return
+        if kind == "there":
+            if loop in self.leaders:
+                self.leaders[loop].heard()
+            return
         life, *rest = rest
         if life != self.life or loop.partition("/")[0] in self.dropped:
             return

@@ -15,6 +15,7 @@ from typing import Any, Final
 from jgraph.coordination.batch_order import BatchOrder
 from jgraph.coordination.recovery import GoBack, Recoveries
 from jgraph.coordination.slots import Part, SlotPlan
+from jgraph.coordination.supervision import END_S, LEASE_S
 from jgraph.coordination.sync_data import SyncData
 from jgraph.graph.ir import TaskName
 from tests.simulation.faulty_run import REJOIN_S, FaultyRun
@@ -50,6 +51,9 @@ class SyncWorld(FaultyRun[GatedShard]):
       backups: how many of them an update does not wait for.
       steps: updates of the run.
       delay_s: the longest that a message takes.
+
+    Attributes:
+      pauses: how often a loop that decides did not hear of its master for too long.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.number = self.takeovers = 0
         self.state = "running"
         self.going_back = False
+        self.pauses = 0
+        self.awaited = ""  # a loop that decides, whose link is waited for
         self.orders: dict[str, Order] = {}
         self.leaders: list[Leader] = []
         self.master = Master(self, epoch=0)
@@ -210,9 +216,32 @@ class SyncWorld(FaultyRun[GatedShard]):
     # ------------------------------------------------------------ losses
 
     def lost(self, task: TaskName) -> None:
-        if self.accounts is None and task == self.deciding and self.loops:
-            self.go_back()  # it has a loop there: that of who decides
+        name = self.leading(self.number)
+        if self.accounts is None and task == self.deciding and name in self.loops:
+            self.awaited = name
+            self.await_link(name, self.sim.now + END_S)
         super().lost(task)
+
+    def await_link(self, name: str, until: float) -> None:
+        """Asks a loop that decides what it did, until its task is reached again."""
+        if name not in self.loops or self.awaited != name or not self.is_led:
+            return
+        shard = self.shards[self.deciding]
+        if shard.life != self.life or self.sim.now >= until:
+            self.go_back()
+            return
+        self.master.send(self.deciding, ("account", name, self.master.epoch))
+        self.sim.later(REJOIN_S, partial(self.await_link, name, until))
+
+    def accounted(self, loop: str, told: Any) -> None:
+        if loop != self.awaited or self.accounts is not None:
+            super().accounted(loop, told)
+            return
+        self.awaited = ""
+        if loop in self.loops and told is NEVER:
+            self.over(loop)
+        elif loop in self.loops:
+            self.decided(loop, told)
 
     def loop_lost(self, loop: str) -> None:
         task = self.loops.get(loop)
@@ -323,6 +352,8 @@ class SyncWorld(FaultyRun[GatedShard]):
     def decides(self, leader: Leader) -> None:
         """A loop decides an update: the last one that began, where all ps are."""
         assert leader is self.leaders[-1], f"{leader.name} decides after its end"
+        silent_s = self.sim.now - leader.heard_at
+        assert silent_s < 1.5 * LEASE_S, f"{leader.name} decides without its master"
         there = [s for s in self.shards.values() if s.life == leader.life]
         versions = {len(shard.history) for shard in there}
         assert versions == {leader.version}, f"{leader.name} decides at {versions}"

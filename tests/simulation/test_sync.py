@@ -79,6 +79,30 @@ def test_row_20_gates_are_opened_by_the_newest_master_alone() -> None:
         assert (run.takeovers, run.restored) == (4, 0), f"{seed} repeats it"
 
 
+def cut_off(seed: int) -> SyncWorld:
+    """Runs a cluster whose master does not reach who decides for a while."""
+    shards, workers = 1 + seed % 3, 1 + seed % 4
+    world = SyncWorld(
+        *(seed,), shards=shards, workers=workers, backups=0, steps=80, delay_s=0.3
+    )
+    chance = world.sim.chance
+    seconds = chance.choice([8.0, 14.0, 25.0])  # the connection ends after 15
+    ends = world.master.task, world.deciding
+    silence = partial(world.net.silence, *ends, seconds)
+    world.sim.later(4.0 + chance.random(), silence)  # it decides by then
+    world.sim.run(lambda: world.state != "running", until=600.0)
+    return world
+
+
+def test_row_22_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals() -> (
+    None
+):
+    for seed in range(FIRST, FIRST + RUNS // 10):
+        run = cut_off(seed)
+        run.check()
+        assert (run.pauses, run.restored) == (1, 0), f"{seed} repeats it"
+
+
 @pytest.mark.parametrize("seed", [3, 6])
 def test_same_seed_is_the_same_synchronous_run(seed: int) -> None:
     first, second = simulated(seed), simulated(seed)
