@@ -161,6 +161,7 @@ def made() -> Iterator[dict[str, Any]]:
             *(EVIL, EVIL, 1, 2, 3.0, TaskName(EVIL), 0, 4, (EVIL,), EVIL, EVIL),
             synchronous=False,
             checkpoints=EVIL,
+            epoch=1,
         ),
         "Graph.show": graph.show(),
         "a run in a cell": CellView(

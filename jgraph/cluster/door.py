@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from jgraph.cluster.calls import CONTROL_S
-from jgraph.errors import JGError, TaskLostError
+from jgraph.errors import FencedError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -33,11 +33,20 @@ class Door(Protocol):
     ) -> Frame:
         """Calls a task."""
 
-    def farewell(self, task: TaskName) -> AsyncIterator[Frame]:
-        """Holds another task; see ``Farewell``."""
+    def stream(
+        self, task: TaskName, method: str, request: Frame
+    ) -> AsyncIterator[Frame]:
+        """Calls another task for all replies, however long they take."""
 
     async def register(self, request: Frame, only: TaskName | None = None) -> Frame:
         """Passes every task, or only one, its part of a program."""
+
+
+class LoopDoor(Door, Protocol):
+    """A ``Door`` through which loops are told and tell."""
+
+    def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Runs a loop on its task; yields its reports."""
 
 
 async def ready_tasks(door: Door) -> dict[TaskName, str]:
@@ -64,6 +73,19 @@ async def reaches_every_ps(door: Door, worker: TaskName) -> bool:
         missing = body_of(reply).missing
         return not any(task.startswith("/job:ps/") for task in missing)
     return False
+
+
+async def check_master(door: Door, run: str, epoch: int) -> None:
+    """Tells all tasks that answer who is the master of a run.
+
+    Raises:
+      FencedError: one of them has heard of a later one.
+    """
+    told = frame(stop_loop=pb.StopLoop(run=run, epoch=epoch))
+    calls = [door.call(task, "StopLoop", told) for task in door.tasks()]
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, FencedError):
+            raise answer
 
 
 def of_task(task: TaskName, error: JGError) -> TaskLostError:

@@ -13,11 +13,13 @@ from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S
 from jgraph.cluster.loop_orders import DealtData, Detached, SyncRequest, plain
+from jgraph.cluster.run_info import RunInfo, runs_of
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.waiting import ready_tasks, view_of
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.loop_ends import is_cut_off
 from jgraph.coordination.slots import Lease
+from jgraph.coordination.succession import heir_of
 from jgraph.coordination.supervision import END_S
 from jgraph.errors import (
     ClusterError,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("jgraph.loops")
 _OF_THE_LOST_S: Final = 1.0
+_LOOK_S: Final = 0.2
 T = TypeVar("T")
 
 
@@ -140,14 +143,17 @@ def open_run(cluster: "Cluster", run: str, detached: Detached) -> None:
         cluster.call("Master.KeepProgram", program, timeout_s=COMPILE_S)
 
 
-def take_over(cluster: "Cluster", error: JGError) -> bool:
-    """Makes another server the master of a client; returns whether there is one.
+def take_over(cluster: "Cluster", error: JGError) -> None:
+    """Makes another server the master of a client.
 
     A ps rather than a worker: a run needs all of them anyway.
 
     Args:
       cluster: the client.
       error: why its master is thought to be lost.
+
+    Raises:
+      JGError: there is none.
     """
     old = cluster.master
     others = [task for task in cluster.tasks() if task != old]
@@ -156,13 +162,41 @@ def take_over(cluster: "Cluster", error: JGError) -> bool:
             cluster.move_to(task)
             if isinstance(error, TaskLeavingError):
                 _LOG.info("%s; %s is the master from here on", error.message, task)
-                return True
+                return
             _LOG.warning(
                 "%s, the master, was lost: %s. %s is the master from here on",
                 *(old, error.message.rstrip("."), task),
             )
-            return True
-    return False
+            return
+    raise lost_master(error, old)
+
+
+def heir_in(
+    cluster: "Cluster", run: str, epoch: int, error: JGError, old: TaskName
+) -> RunInfo:
+    """Waits until a detached run has another master, which the client has from then on.
+
+    Args:
+      cluster: the client; it has another master already.
+      run: the run.
+      epoch: of the master that was lost.
+      error: why it is thought to be lost.
+      old: which it was.
+
+    Raises:
+      JGError: there is none.
+    """
+    clock = SystemClock()
+    deadline = clock.now() + END_S
+    while heir_of(cluster.tasks(), old) is not None and clock.now() < deadline:
+        for found in runs_of(cluster):
+            if found.name == run and found.epoch > epoch:
+                cluster.move_to(found.master)
+                return found
+            if found.name == run and found.state == "failed":
+                raise error
+        loop.run(asyncio.sleep(_LOOK_S))
+    raise lost_master(error, old)
 
 
 def begun_anyhow(
@@ -191,8 +225,9 @@ def begun_anyhow(
             return begin(sync), sync
         except (ClusterUnreachableError, TaskLostError) as error:
             named = error.details.get("task", master)
-            if named != master or not take_over(cluster, error):
+            if named != master:
                 raise
+            take_over(cluster, error)
             sync = replace(sync, epoch=sync.epoch + 1)
     return begin(sync), sync
 

@@ -3,17 +3,22 @@
 import asyncio
 import concurrent.futures
 import queue
-from collections.abc import Callable, Coroutine
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 from jgraph.cluster import loop
 from jgraph.cluster.calls import loop_timeout_s
 from jgraph.cluster.loop_items import Item, Loop
-from jgraph.cluster.loop_orders import report_of
+from jgraph.cluster.loop_orders import LoopRequest, report_of
+from jgraph.cluster.run_info import RunInfo
+from jgraph.cluster.seen_reports import SeenReports
+from jgraph.coordination.crew import WAIT_S
 from jgraph.errors import DeadlineError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
 
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
@@ -31,15 +36,29 @@ class Following:
     Args:
       cluster: its client.
       judge: called in the event loop's thread.
-      to_the_end: tell also that the reports of a loop are over.
+      requests: the loops.
+      detached: tell also that the reports of a replica are over.
     """
 
-    def __init__(self, cluster: "Cluster", judge: Judge, *, to_the_end: bool) -> None:
+    def __init__(
+        self,
+        cluster: "Cluster",
+        judge: Judge,
+        requests: Sequence[LoopRequest],
+        *,
+        detached: bool,
+    ) -> None:
         self._cluster = cluster
         self._judge = judge
-        self._to_the_end = to_the_end
+        self._detached = detached
+        # A worker reports at least once per step; silence beyond that is an error.
+        longest_s = max(
+            (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
+        )
+        self._silence_s = 30.0 + longest_s + (WAIT_S if detached else 0.0)
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._calls: list[concurrent.futures.Future[None]] = []
+        self._seen: defaultdict[int, SeenReports] = defaultdict(SeenReports)
         self._beside: set[concurrent.futures.Future[Any]] = set()
 
     def put(self, item: Item) -> None:
@@ -54,23 +73,32 @@ class Following:
         """
         return self._items.get(timeout=timeout_s)
 
-    def report(self, silence_s: float) -> Item:
+    def report(self) -> Item:
         """Returns what came next.
 
         Raises:
-          DeadlineError: nothing, within ``silence_s``.
+          DeadlineError: nothing, for longer than a step takes.
         """
         try:
-            return self.next(silence_s)
+            return self.next(self._silence_s)
         except queue.Empty:
             raise DeadlineError(
-                f"no report from the training loops for {silence_s:g} s; look at the "
-                "tasks with cluster.status()"
+                f"no report from the training loops for {self._silence_s:g} s; look at "
+                "the tasks with cluster.status()"
             ) from None
 
     def begin(self, one: Loop, order: pb.RunLoop) -> None:
         """Sets a loop going, and follows it."""
-        following = self._follow(one, order, self._cluster.master)
+        self._call(one, "Master.RunLoop", frame(run_loop=order), order.epoch)
+
+    def again(self, loops: Iterable[Loop], run: RunInfo) -> None:
+        """Follows the loops of a run at another master, which knows them all."""
+        for one in loops:
+            query = pb.RunQuery(run=run.name, replica=one.request.replica)
+            self._call(one, "Master.Attach", frame(run_query=query), run.epoch)
+
+    def _call(self, one: Loop, method: str, request: Frame, epoch: int) -> None:
+        following = self._follow(one, method, request, self._cluster.master, epoch)
         self._calls.append(self.beside(following))
 
     def beside(self, work: Coroutine[None, None, T]) -> concurrent.futures.Future[T]:
@@ -89,18 +117,22 @@ class Following:
         loop.run(asyncio.sleep(0))  # behind the cancelling: nothing comes of them now
         return [self._items.get_nowait() for _ in range(self._items.qsize())]
 
-    async def _follow(self, one: Loop, order: pb.RunLoop, master: TaskName) -> None:
-        request = one.request
+    async def _follow(
+        self, one: Loop, method: str, request: Frame, master: TaskName, epoch: int
+    ) -> None:
+        asked = one.request
         try:
             replies = self._cluster.transport.call(
-                self._cluster.address,
-                "Master.RunLoop",
-                frame(run_loop=order),
-                timeout_s=loop_timeout_s(request.steps, request.step_timeout_s),
+                *(self._cluster.address, method, request),
+                timeout_s=loop_timeout_s(asked.steps, asked.step_timeout_s),
             )
             async for reply in replies:
-                self._items.put((one, report_of(request, reply)))
-            if self._to_the_end:
+                new: Frame | None = reply
+                if self._detached:
+                    new = self._seen[asked.replica].unseen(reply)
+                if new is not None:
+                    self._items.put((one, report_of(asked, new)))
+            if self._detached:
                 self._items.put((one, None))
         except JGError as error:
-            self._items.put(self._judge(one, error, master, order.epoch))
+            self._items.put(self._judge(one, error, master, epoch))

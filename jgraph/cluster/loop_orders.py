@@ -124,7 +124,6 @@ class LoopRequest:
       compute_wait_s: for benchmarks: emulated computing in each step.
       plan: the slots, where the task has data of its own and all of it once, in order,
         is not shuffled by ``seed``.
-      absent: of a detached run: the worker is lost; its loop begins when it is back.
     """
 
     task: TaskName
@@ -144,7 +143,6 @@ class LoopRequest:
     compute_wait_s: float = 0.0
     data_feeds: tuple[str, ...] = ()
     plan: SlotPlan | None = None
-    absent: bool = False
 
 
 @final
@@ -238,7 +236,6 @@ def order_of(request: LoopRequest) -> pb.RunLoop:
         compute_wait_s=request.compute_wait_s,
         sync=_sync_order(request.sync),
         data_feeds=request.data_feeds,
-        absent=request.absent,
     )
 
 

@@ -18,6 +18,7 @@ from jgraph.cluster.failover import (
     accounts_of,
     ask_position,
     drop_programs,
+    heir_in,
     is_ps,
     lost_master,
     open_data,
@@ -41,9 +42,8 @@ from jgraph.cluster.loop_orders import (
     silent_report,
 )
 from jgraph.cluster.waiting import ready_tasks
-from jgraph.coordination.crew import WAIT_S
 from jgraph.coordination.loop_ends import Verdict, is_cut_off, judge
-from jgraph.errors import ClusterError, JGError, TaskLeavingError
+from jgraph.errors import ClusterError, FencedError, JGError, TaskLeavingError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -63,8 +63,8 @@ class LoopHandle:
     data is dealt out, the loss of a worker is no error while another one goes on, or
     takes part again in time. Where ``DealtData.updates`` is set, neither is the loss of
     the master: another server becomes it, and deals out what is not known to be done.
-    In synchronous training all loops end then; the last report says where. Where the
-    run is detached, its master looks after lost workers, and begins their next loops.
+    In synchronous training all loops end then; the last report says where. The master
+    of a detached run looks after workers, and if that is lost, its heir does.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class LoopHandle:
         self.leaving: list[TaskName] = []  # ps, held until all loops have ended
         self._clock = SystemClock()
         self._began = self._clock.now()
-        self._run = self._name = unique("loop")
         self.epoch = 1
+        self._run = self._name = unique("loop")
         self._data = data
         self._detached = data is not None and data.detached is not None
         self._arbiter = next((r for r in requests if r.sync is not None), None)
@@ -97,14 +97,10 @@ class LoopHandle:
             if sync.detached is not None:
                 self._detached = True
                 open_run(cluster, self._run, sync.detached)
-        self._following = Following(cluster, self._judged, to_the_end=self._detached)
-        self._stopped = threading.Event()
-        # A worker reports at least once per step; silence beyond that is an error.
-        self._silence_s = 30.0 + max(
-            (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
+        self._following = Following(
+            cluster, self._judged, requests, detached=self._detached
         )
-        if self._detached:
-            self._silence_s += WAIT_S
+        self._stopped = threading.Event()
         self._loops: set[Loop] = set()
         self._began_with = self._following.beside(ready_tasks(cluster))
         self._again = Counter[int]()  # how often a replica began anew
@@ -120,7 +116,7 @@ class LoopHandle:
     def __iter__(self) -> Iterator[LoopReport]:
         try:
             while self._loops or self._is_one_back():
-                yield from self._taken(self._following.report(self._silence_s))
+                yield from self._taken(self._following.report())
         finally:
             if self._loops:
                 self.stop()
@@ -233,21 +229,30 @@ class LoopHandle:
             self._farewells.let_go([task])
 
     def _fail_over(self, error: JGError) -> Iterator[LoopReport]:
-        """Goes on with another master from what is known to be done.
+        """Goes on with another master.
 
         Raises:
           JGError: there is none.
         """
         old = self._cluster.master
-        if not take_over(self._cluster, error):
-            raise lost_master(error, old)
+        take_over(self._cluster, error)
+        if not self._detached:
+            yield from self._begin_anew(error, old)
+            return
+        run = heir_in(self._cluster, self._run, self.epoch, error, old)
+        self.epoch, self._name = run.epoch, run.data_run
+        yield from self._come_so_far(error)
+        self._following.again(self._loops, run)
+
+    def _begin_anew(self, error: JGError, old: TaskName) -> Iterator[LoopReport]:
+        """Goes on from what is known to be done."""
         self.epoch += 1
         if self._farewells is not None:
             self._farewells.hold([self._cluster.master])
-        leaves = isinstance(error, TaskLeavingError)  # it still answers
-        yield from self._come_so_far(0.0 if leaves else CONTROL_S)
+        yield from self._come_so_far(error)
         loops, self._loops = list(self._loops), set()
         orders = [one.stop_order(self._run, self.epoch, account=True) for one in loops]
+        leaves = isinstance(error, TaskLeavingError)  # it still answers
         accounts = accounts_of(self._cluster, orders, None if leaves else old)
         goes_on, left = list[Loop](), list[Loop]()
         for one, account in zip(loops, accounts, strict=True):
@@ -266,23 +271,19 @@ class LoopHandle:
         drop_programs(self._cluster, [one.request.handle for one in lost])
         if any(one.request is self._arbiter for one in lost):
             raise lost_master(error, old)  # with the ps that it was
-        self._go_on(loops if self._detached else goes_on, absent=[*lost, *left])
+        if self._ledger is not None and not self._stopped.is_set():
+            self._name = unique("loop")
+            open_data(self._cluster, self._run, self._name, self._ledger.left())
+            for one in goes_on:
+                self._begin(replace(one.request, first_step=one.next_step))
         for one in lost:
             _LOG.warning("%s was lost; the other workers go on", one.request.task)
             yield self._noted(one, lost_report(one.request, lost_master(error, old)))
 
-    def _go_on(self, loops: Sequence[Loop], absent: Sequence[Loop]) -> None:
-        """Sets loops going again, with the data that is left."""
-        if self._ledger is None or self._stopped.is_set():
-            return
-        self._name = unique("loop")
-        open_data(self._cluster, self._run, self._name, self._ledger.left())
-        for one in loops:
-            step, away = one.next_step, one in absent
-            self._begin(replace(one.request, first_step=step, absent=away))
-
-    def _come_so_far(self, wait_s: float) -> Iterator[LoopReport]:
+    def _come_so_far(self, error: JGError) -> Iterator[LoopReport]:
         """Yields what had come before the calls of the old master ended."""
+        # Those of a master that leaves would not end.
+        wait_s = 0.0 if isinstance(error, TaskLeavingError) else CONTROL_S
         for item in self._following.cut(wait_s):
             if isinstance(item, LoopRequest | TaskLeaves):
                 self._following.put(item)
@@ -308,10 +309,7 @@ class LoopHandle:
                 self._cluster.call(method, order)
 
     def pause(self) -> None:
-        """Asks who decides in synchronous training to end; others may go on from there.
-
-        Returns at once. Nothing happens if the loops have ended.
-        """
+        """Asks who decides in synchronous training to end, and returns at once."""
         if self._arbiter is not None:
             order = self._to_arbiter(self._arbiter)
             order.run, order.epoch, order.pause = self._run, self.epoch, True
@@ -334,6 +332,8 @@ class LoopHandle:
         request = one.request
         decides = request is self._arbiter
         verdict = judge(error, request.task, master, decides=decides)
+        if self._detached and isinstance(error, FencedError):
+            verdict = Verdict.MASTER_LOST  # there is another one
         if verdict is Verdict.WORKER_LOST and self._can_do_without:
             self._tell_lost(request, error)
             return one, lost_report(request, error)

@@ -198,14 +198,12 @@ class Master:
     async def _register_program(self, request: Frame) -> AsyncIterator[Frame]:
         yield await self.register(request)
 
-    def farewell(self, task: TaskName) -> AsyncIterator[Frame]:
-        """Holds another task; see ``Farewell``."""
-        return self._transport.call(
-            self.address(task),
-            "Farewell",
-            frame(empty=pb.Empty()),
-            timeout_s=bounded_s(0.0),
-        )
+    def stream(
+        self, task: TaskName, method: str, request: Frame
+    ) -> AsyncIterator[Frame]:
+        """Calls another task for all replies, however long they take."""
+        where = self.address(task)
+        return self._transport.call(where, method, request, timeout_s=bounded_s(0.0))
 
     async def register(self, request: Frame, only: TaskName | None = None) -> Frame:
         """Passes every task, or only one, its part of a program."""
@@ -302,6 +300,7 @@ class Master:
 
     async def _open_data_run(self, request: Frame) -> AsyncIterator[Frame]:
         self.dealers.open(body_of(request))
+        self.runs.note(request)
         yield frame(empty=pb.Empty())
 
     async def _ask_data(self, request: Frame) -> AsyncIterator[Frame]:

@@ -24,6 +24,8 @@ REQUESTS: Final[Mapping[str, str]] = {
     "LoadShards": "shard_files",
     "Reset": "reset",
     "Runs": "empty",
+    "InheritRun": "open_run",
+    "RunJournal": "run_query",
     "KeepRecords": "keep_records",
     "TakeRecords": "take_records",
     "EndRecords": "end_records",

@@ -26,6 +26,9 @@ ROLES: Final[Roles] = {
     "LoadTable": _TASK,
     "Reset": _TASK,
     "Runs": _TASK,
+    "InheritRun": _TASK,
+    # What the heir of a run asks of its master.
+    "RunJournal": _TASK,
     "SendData": _TASK,
     # What a client asks of a task: neither training data nor checkpoints pass through
     # the master, which asks for some of it again when a worker is back.

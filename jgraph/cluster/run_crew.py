@@ -3,16 +3,16 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Final, Protocol, final
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from typing import Any, Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.calls import DRAIN_S
-from jgraph.cluster.door import Door, reaches_every_ps, ready_tasks
+from jgraph.cluster.door import LoopDoor, check_master, reaches_every_ps, ready_tasks
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.ready_worker import ReadyWorker
 from jgraph.cluster.run_link import account_of
-from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.run_record import RunRecord, note_report
 from jgraph.cluster.run_rest import RunRest
 from jgraph.cluster.run_saver import RunSaver
 from jgraph.coordination.crew import (
@@ -57,13 +57,6 @@ _LOOK_S: Final = 0.5
 """Between two looks: that a worker answers again shows only by asking it."""
 
 
-class LoopDoor(Door, Protocol):
-    """A ``Door`` through which loops are told and tell."""
-
-    def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
-        """Runs a loop on its task; yields its reports."""
-
-
 @final
 class RunCrew:
     """Acts for the ``Crew`` of one run.
@@ -76,6 +69,7 @@ class RunCrew:
     Attributes:
       record: what the loops told.
       ready: gives workers what they need.
+      stopping: its loops are asked to end.
     """
 
     def __init__(self, order: pb.OpenRun, door: LoopDoor, clock: Clock) -> None:
@@ -93,7 +87,7 @@ class RunCrew:
         self._learning: asyncio.Future[dict[TaskName, str]] | None = None
         self._number = 0
         self._rest: RunRest | None = None
-        self._stopping = False
+        self.stopping = False
         self._looking = False
         self._working: set[asyncio.Task[None]] = set()
 
@@ -105,15 +99,10 @@ class RunCrew:
         if self._crew is None:
             self._crew = Crew(together=together)
         if not self.record.is_over:
-            if order.absent:
-                self._orders[order.replica] = order
-                missing = TaskLostError(f"{order.task} was lost", task=order.task)
-                self._handle(LoopLost(order.replica, missing))
-            else:
-                self._start(order)
-                self._handle(
-                    RowBegan() if order.HasField("sync") else LoopBegan(order.replica)
-                )
+            self._start(order)
+            self._handle(
+                RowBegan() if order.HasField("sync") else LoopBegan(order.replica)
+            )
         return self.record.of(order.replica)
 
     def take_leave(self, saver: RunSaver) -> None:
@@ -126,10 +115,35 @@ class RunCrew:
 
     def stop(self) -> None:
         """Asks all loops to end after their steps in flight."""
-        self._stopping = True
+        self.stopping = True
+        self.record.note(frame(stop_loop=pb.StopLoop()))
         for loop in list(self._under_way.values()):
             self._tell(loop, pb.StopLoop())
         self._handle(StopAsked())
+
+    def resume(
+        self,
+        orders: Mapping[int, pb.RunLoop],
+        deciding: pb.RunLoop | None,
+        events: Iterable[Event],
+    ) -> None:
+        """Goes on with the run of a master that was lost.
+
+        Args:
+          orders: what the loop of each replica did last.
+          deciding: likewise the loop that decides; None: training is asynchronous.
+          events: what became of them.
+        """
+        self._orders, self._deciding = dict(orders), deciding
+        self._crew = Crew(together=deciding is not None)
+        for event in events:
+            self._handle(event)
+
+    def fail(self, error: JGError) -> None:
+        """Ends the run."""
+        if self._crew is None:
+            self._end("failed", error)
+        self._handle(Failed(error))
 
     def close(self) -> None:
         """Looks after nobody any more."""
@@ -154,7 +168,7 @@ class RunCrew:
             await self._learn()
             async for report in self._door.loop(asked):
                 last = self._keep(order, report, began_s)
-                if self._stopping:  # it may have begun after the others were told
+                if self.stopping:  # it may have begun after the others were told
                     self._tell(order, pb.StopLoop())
             event = _ended(order, last.state)
         except JGError as error:
@@ -173,10 +187,7 @@ class RunCrew:
         if not order.HasField("sync"):
             if not await self._is_lost(order, error):
                 return Failed(error)
-            _LOG.warning("%s was lost: %s", task, error.message)
-            self.record.lost(order, error)
-            await self.ready.drop(order.handle)
-            return LoopLost(order.replica, error)
+            return await self._leave_out(order, error)
         if judge(error, task, self._door.task, decides=True) != Verdict.DECIDER_LOST:
             return Failed(error)
         world = self._door, self._known, self._clock
@@ -185,23 +196,27 @@ class RunCrew:
         except JGError as another:
             return Failed(another)
         state = self._keep(order, account, began_s).state
-        if state == "stopped" and not self._stopping:
+        if state == "stopped" and not self.stopping:
             state = "paused"  # it was the loss of its master that ended it
         return RowEnded(state)
 
     def _keep(self, order: pb.RunLoop, report: Frame, began_s: float) -> pb.LoopReport:
         """Keeps a report, and learns from it where the next loop is to begin."""
         body: pb.LoopReport = body_of(report)
-        steps = report.tensors[0]
-        if order.HasField("sync"):
-            order.steps -= len(steps)
-            order.sync.version += len(steps)
-            position = body.data_position or order.sync.data_position
-            order.sync.data_position = position
-        elif len(steps):
-            order.first_step = int(steps[-1]) + 1
+        note_report(order, report)
         self.record.keep(order, report, began_s)
         return body
+
+    async def _leave_out(self, order: pb.RunLoop, error: JGError) -> Event:
+        """Goes on without the worker of a loop, if this still is the master."""
+        try:
+            await check_master(self._door, order.run, order.epoch)
+        except FencedError as fenced:
+            return Failed(fenced)
+        _LOG.warning("%s was lost: %s", order.task, error.message)
+        self.record.lost(order, error)
+        await self.ready.drop(order.handle)
+        return LoopLost(order.replica, error)
 
     async def _learn(self) -> None:
         """Takes note of which processes the run begins with."""
@@ -313,7 +328,7 @@ class RunCrew:
         order = self._orders[replica]
         self._number += 1
         try:
-            await self._check_master(order)
+            await check_master(self._door, order.run, order.epoch)
             order.handle = await self.ready(order, self._number)
         except FencedError as error:
             self._handle(Failed(error))
@@ -325,25 +340,13 @@ class RunCrew:
         _LOG.warning("%s answers again and takes part in the run", order.task)
         self._handle(WorkerReady(replica))
 
-    async def _check_master(self, order: pb.RunLoop) -> None:
-        """Asks all tasks that answer whether this is still the master of the run.
-
-        Raises:
-          FencedError: it is not.
-        """
-        told = frame(stop_loop=pb.StopLoop(run=order.run, epoch=order.epoch))
-        calls = [self._door.call(task, "StopLoop", told) for task in self._door.tasks()]
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, FencedError):
-                raise answer
-
     def _again(self, order: pb.RunLoop) -> pb.RunLoop:
         """Returns the order of the loop that comes after another one."""
         self._number += 1
         again = pb.RunLoop()
         again.CopyFrom(order)
-        again.loop = f"{order.loop.partition('~')[0]}~{self._number}"
-        again.absent = False
+        first = order.loop.partition("~")[0]
+        again.loop = f"{first}~{order.epoch}.{self._number}"
         return again
 
     async def _begin_row(self, last: pb.RunLoop, replicas: tuple[int, ...]) -> None:

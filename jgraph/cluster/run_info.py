@@ -35,6 +35,7 @@ class RunInfo:
       data_run: under which its data is dealt out.
       synchronous: whether each step is one of all workers.
       checkpoints: where its master saves; empty: nowhere.
+      epoch: how many masters it has had.
     """
 
     name: str
@@ -50,6 +51,7 @@ class RunInfo:
     data_run: str
     synchronous: bool
     checkpoints: str
+    epoch: int
 
     def _repr_html_(self) -> str:
         return data(self)
@@ -74,6 +76,7 @@ def run_infos(reply: Frame) -> list[RunInfo]:
             data_run=row.data_run,
             synchronous=info["synchronous"],
             checkpoints=info["checkpoints"],
+            epoch=row.epoch,
         )
         for row, info in rows
     ]

@@ -1,22 +1,27 @@
-"""What a master keeps of a run, so that it outlives the client that began it."""
+"""What a master keeps of a run, so that it outlives the client that began it.
+
+It is the run's journal as well: all that made the run, and all that its loops told, one
+frame after the other. The heir of the master keeps a record of its own from that.
+"""
 
 import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.errors import JGError
+from jgraph.errors import ConfigError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame
 
 _MOST_BYTES: Final = 256 << 20
 """What is kept of the reports of one run; beyond, the oldest go."""
+_Arrays: TypeAlias = Sequence[np.ndarray[Any, Any]]
 _NOTHING: Final = (np.empty(0, np.int64), np.empty(0))
 
 
@@ -31,12 +36,13 @@ class RunRecord:
 
     Attributes:
       data_run: under which its data is dealt out.
+      epoch: of the masters that it had.
       position: of synchronous training: where in the data it is, as JSON.
       error: what it failed with.
     """
 
     def __init__(self, task: TaskName, order: pb.OpenRun, clock: Clock) -> None:
-        self.data_run = ""
+        self.data_run, self.epoch = "", 1
         self.position: str | None = None
         self.error: JGError | None = None
         self._task = task
@@ -46,8 +52,7 @@ class RunRecord:
         self._seconds = 0.0
         self._steps = 0
         self._state = "running"
-        self._kept: deque[tuple[pb.LoopReport, Sequence[np.ndarray[Any, Any]]]]
-        self._kept = deque()
+        self._kept: deque[Frame] = deque()
         self._first = self._nbytes = 0
         self._helpers: set[str] = set()  # contribute; another loop tells of the steps
         # Came too late: of all loops of a replica, and of its last one.
@@ -77,6 +82,7 @@ class RunRecord:
             seconds=self._seconds if self.is_over else age_s,
             data_run=self.data_run,
             age_s=age_s,
+            epoch=self.epoch,
         )
 
     @property
@@ -84,21 +90,19 @@ class RunRecord:
         """Done as soon as something happens after this."""
         return asyncio.shield(self._news)
 
+    def note(self, made: Frame) -> None:
+        """Keeps a frame that made the run what it is; nobody who watches sees it."""
+        self._append(made)
+
     def begins(self, order: pb.RunLoop) -> None:
         """Takes note of a loop of it, and tells of it."""
         if order.HasField("sync"):
             self.position = order.sync.data_position
         elif order.batch_feed:
             self._helpers.add(order.loop)
-        self.data_run = order.data_run
+        self.data_run, self.epoch = order.data_run, max(self.epoch, order.epoch)
         self._dropped[order.replica] += self._late.pop(order.replica, Counter())
-        body = pb.LoopReport(
-            state="running",
-            loop=order.loop,
-            replica=order.replica,
-            handle=order.handle,
-        )
-        self._append(body, _NOTHING)
+        self._append(frame(run_loop=order))
 
     def keep(self, order: pb.RunLoop, report: Frame, began_s: float) -> None:
         """Keeps what a loop tells.
@@ -115,10 +119,21 @@ class RunRecord:
             self._late[order.replica] = Counter(body.dropped)
         for task, count in self._dropped[order.replica].items():
             body.dropped[task] += count
-        if order.loop not in self._helpers:
-            self._steps += len(steps)
+        self._take(body, [steps, seconds + began_s, *fetches])
+
+    def again(self, report: Frame) -> None:
+        """Keeps a report as another record kept it."""
+        body: pb.LoopReport = body_of(report)
+        if body.dropped:
+            before = self._dropped[body.replica]
+            self._late[body.replica] = Counter(body.dropped) - before
+        self._take(body, report.tensors)
+
+    def _take(self, body: pb.LoopReport, tensors: _Arrays) -> None:
+        if body.loop not in self._helpers:
+            self._steps += len(tensors[0])
             self.position = body.data_position or self.position
-        self._append(body, [steps, seconds + began_s, *fetches])
+        self._append(frame(loop_report=body, tensors=tensors))
 
     def lost(self, order: pb.RunLoop, error: JGError) -> None:
         """Takes note that the worker of a loop is gone."""
@@ -128,7 +143,7 @@ class RunRecord:
             replica=order.replica,
             error=to_status(error),
         )
-        self._append(body, _NOTHING)
+        self._append(frame(loop_report=body, tensors=_NOTHING))
 
     def end(self, state: str, error: JGError | None) -> None:
         """Ends it: "done", "stopped" or "failed"."""
@@ -136,15 +151,12 @@ class RunRecord:
         self._state, self.error = state, error
         self._tell()
 
-    def _append(
-        self, body: pb.LoopReport, tensors: Sequence[np.ndarray[Any, Any]]
-    ) -> None:
-        self._kept.append((body, tensors))
-        self._nbytes += sum(tensor.nbytes for tensor in tensors)
+    def _append(self, kept: Frame) -> None:
+        self._kept.append(kept)
+        self._nbytes += _nbytes(kept)
         while self._nbytes > _MOST_BYTES and len(self._kept) > 1:
-            _, oldest = self._kept.popleft()
             self._first += 1
-            self._nbytes -= sum(tensor.nbytes for tensor in oldest)
+            self._nbytes -= _nbytes(self._kept.popleft())
         self._tell()
 
     def _tell(self) -> None:
@@ -157,31 +169,72 @@ class RunRecord:
         Raises:
           JGError: the run failed.
         """
-        async for report in self._each(lambda body: body.replica == replica):
+        async for report in self._told(lambda body: body.replica == replica):
             yield report
         if self.error is not None:
             raise self.error
 
     async def all(self) -> AsyncIterator[Frame]:
         """Yields what is kept of all reports, and those to come, to the end."""
-        async for report in self._each(self._tells):
+        async for report in self._told(self._tells):
             yield report
+
+    async def journal(self, after: int) -> AsyncIterator[Frame]:
+        """Yields all frames after the first ``after``, and those to come, to the end.
+
+        Raises:
+          ConfigError: some of them are not kept any more.
+        """
+        if after < self._first:
+            raise ConfigError(
+                f"{self._task} does not keep all of run '{self._order.run}' any more: "
+                "it is too long to have another master"
+            )
+        async for kept in self._each(after):
+            yield kept
+
+    async def _told(
+        self, wanted: Callable[[pb.LoopReport], bool]
+    ) -> AsyncIterator[Frame]:
+        async for kept in self._each(0):
+            match kind_of(kept):
+                case "loop_report" if wanted(body_of(kept)):
+                    yield kept
+                case "run_loop" if wanted(begun := _begun(body_of(kept))):
+                    yield frame(loop_report=begun, tensors=_NOTHING)
 
     def _tells(self, body: pb.LoopReport) -> bool:
         return body.loop not in self._helpers or body.HasField("error")
 
-    async def _each(
-        self, wanted: Callable[[pb.LoopReport], bool]
-    ) -> AsyncIterator[Frame]:
-        at = 0
+    async def _each(self, at: int) -> AsyncIterator[Frame]:
         while True:
             news, ends = self.news, self.is_over
             at = max(at, self._first)
             while at < self._first + len(self._kept):
-                body, tensors = self._kept[at - self._first]
-                if wanted(body):
-                    yield frame(loop_report=body, tensors=tensors)
+                yield self._kept[at - self._first]
                 at = max(at + 1, self._first)
             if ends:
                 return
             await news
+
+
+def _begun(order: pb.RunLoop) -> pb.LoopReport:
+    return pb.LoopReport(
+        state="running", loop=order.loop, replica=order.replica, handle=order.handle
+    )
+
+
+def _nbytes(kept: Frame) -> int:
+    return sum(tensor.nbytes for tensor in kept.tensors)
+
+
+def note_report(order: pb.RunLoop, report: Frame) -> None:
+    """Learns from a report of a loop where the next one is to begin."""
+    body, steps = body_of(report), report.tensors[0]
+    if order.HasField("sync"):
+        order.steps -= len(steps)
+        order.sync.version += len(steps)
+        position = body.data_position or order.sync.data_position
+        order.sync.data_position = position
+    elif len(steps):
+        order.first_step = int(steps[-1]) + 1

@@ -127,7 +127,8 @@ class RunRest:
         """Holds a task; tells when it is told to end."""
         is_held = False
         with suppress(JGError):  # it is lost, which others tell
-            async for _ in self.door.farewell(task):
+            nothing = frame(empty=pb.Empty())
+            async for _ in self.door.stream(task, "Farewell", nothing):
                 if is_held:
                     self._leaving.add(task)
                     self.tell()

@@ -1,19 +1,25 @@
 """The runs of one master that outlive their clients: calls about them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.run_crew import LoopDoor, RunCrew
+from jgraph.cluster.heir import Heir, HeirDoor, version_of
+from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.run_saver import RunSaver
 from jgraph.cluster.task_loops import Method
-from jgraph.errors import ConfigError, JGError
+from jgraph.coordination.succession import heir_of
+from jgraph.errors import ConfigError, FencedError, JGError
+from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 
+_LOG = logging.getLogger("jgraph.recover")
+_INVITE_S: Final = 2.0
 _KEPT: Final = 16
 """Runs that are over and can still be looked at."""
 
@@ -33,7 +39,7 @@ class Runs:
 
     def __init__(
         self,
-        door: LoopDoor,
+        door: HeirDoor,
         clock: Clock,
         position: Callable[[RunRecord], Mapping[str, Any]],
     ) -> None:
@@ -42,8 +48,12 @@ class Runs:
         self._position = position
         self._crews: dict[str, RunCrew] = {}
         self._savers: dict[str, RunSaver] = {}
+        self._heirs: dict[str, Heir] = {}
+        self._working: set[asyncio.Task[None]] = set()
         self.methods: Mapping[str, Method] = {
             "Runs": self._own,
+            "InheritRun": self._inherit,
+            "RunJournal": self._journal,
             "Master.Runs": self._all,
             "Master.OpenRun": self._open,
             "Master.KeepProgram": self._keep,
@@ -58,6 +68,8 @@ class Runs:
 
     def close(self) -> None:
         """Follows no run any more."""
+        for work in self._working:
+            work.cancel()
         for saver in self._savers.values():
             saver.close()
         for crew in self._crews.values():
@@ -67,26 +79,99 @@ class Runs:
         order = body_of(request)
         if order.run not in self._crews:
             crew = RunCrew(order, self._door, self._clock)
-            if order.HasField("saves"):
-                crew.take_leave(self._save(order, crew.record))
+            self._save(order, crew)
             self._crews[order.run] = crew
+            heir = heir_of(self._door.tasks(), self._door.task)
+            if heir is not None:
+                order.master = self._door.task
+                order.version = await version_of(self._door, order)
+                await self._invite(heir, order, crew)
+                self._do(self._have_heir(heir, order, crew))
         over = [name for name, crew in self._crews.items() if crew.record.is_over]
         for name in over[: max(0, len(self._crews) - _KEPT)]:
             del self._crews[name]
             self._savers.pop(name, None)
         yield frame(empty=pb.Empty())
 
-    async def _keep(self, request: Frame) -> AsyncIterator[Frame]:
-        self._get(body_of(request).run).ready.keep(request)
+    # ------------------------------------------------------------ heirs
+
+    async def _have_heir(
+        self, heir: TaskName, order: pb.OpenRun, crew: RunCrew
+    ) -> None:
+        """Sees to it that a run has one to its end, also if that is started again."""
+        while not crew.record.is_over:
+            await asyncio.sleep(_INVITE_S)
+            await self._invite(heir, order, crew)
+
+    async def _invite(self, heir: TaskName, order: pb.OpenRun, crew: RunCrew) -> None:
+        try:
+            await self._door.call(heir, "InheritRun", frame(open_run=order))
+        except FencedError as error:
+            crew.fail(error)
+        except JGError as error:
+            _LOG.info("run '%s' has no heir now: %s", order.run, error.message)
+
+    async def _inherit(self, request: Frame) -> AsyncIterator[Frame]:
+        order = body_of(request)
+        if order.run in self._crews:
+            raise FencedError(
+                f"{self._door.task} has taken over run '{order.run}' from "
+                f"{order.master}, which was thought to be lost",
+                run=order.run,
+            )
+        if order.run not in self._heirs:
+            heir = Heir(*(order, self._door, self._clock), self._succeed, self._save_on)
+            self._heirs[order.run] = heir
+            self._do(self._follow(order.run, heir))
         yield frame(empty=pb.Empty())
 
-    def _save(self, order: pb.OpenRun, record: RunRecord) -> RunSaver:
+    async def _follow(self, run: str, heir: Heir) -> None:
+        try:
+            await heir.work()
+        finally:
+            del self._heirs[run]
+
+    def _succeed(self, order: pb.OpenRun, crew: RunCrew) -> None:
+        self._crews[order.run] = crew
+
+    def _save_on(self, order: pb.OpenRun, crew: RunCrew) -> None:
+        try:
+            self._save(order, crew)
+        except JGError as error:
+            _LOG.warning("run '%s' is not saved any more: %s", order.run, error.message)
+
+    async def _journal(self, request: Frame) -> AsyncIterator[Frame]:
+        query = body_of(request)
+        async for made in self._get(query.run).record.journal(query.after):
+            yield made
+
+    def note(self, request: Frame) -> None:
+        """Keeps what made a run, if it is one that outlives its client."""
+        if (crew := self.find(body_of(request).run)) is not None:
+            crew.record.note(request)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+
+    # ------------------------------------------------------------ calls
+
+    async def _keep(self, request: Frame) -> AsyncIterator[Frame]:
+        self._get(body_of(request).run).ready.keep(request)
+        self.note(request)
+        yield frame(empty=pb.Empty())
+
+    def _save(self, order: pb.OpenRun, crew: RunCrew) -> None:
+        if not order.HasField("saves"):
+            return
+        record = crew.record
         where = lambda: self._position(record)
         door = self._door
         saver = RunSaver(door.task, order.saves, record, door.call, where)
         saver.start()
         self._savers[order.run] = saver
-        return saver
+        crew.take_leave(saver)
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
         rows = [crew.record.row() for crew in self._crews.values()]
@@ -102,10 +187,15 @@ class Runs:
             if isinstance(reply, BaseException):
                 raise reply
             table.runs.extend(body_of(reply).runs)
-        yield frame(run_table=table)
+        # One that was replaced, and does not know it yet, has another epoch.
+        newest = {row.run: row for row in sorted(table.runs, key=lambda r: r.epoch)}
+        yield frame(run_table=pb.RunTable(runs=newest.values()))
 
     async def _attach(self, request: Frame) -> AsyncIterator[Frame]:
-        async for report in self._get(body_of(request).run).record.all():
+        query = body_of(request)
+        record = self._get(query.run).record
+        replica = query.replica if query.HasField("replica") else None
+        async for report in record.all() if replica is None else record.of(replica):
             yield report
 
     async def _stop(self, request: Frame) -> AsyncIterator[Frame]:

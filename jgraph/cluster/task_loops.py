@@ -301,15 +301,19 @@ class TaskLoops:
         loop = self._loops.get(told.loop)
         if isinstance(loop, SyncLoop) and told.lost:
             loop.peer_lost(TaskName(told.lost))
-        elif isinstance(loop, SyncLoop):
-            loop.stop(pause=told.pause)
         elif loop is not None:
+            self._stop(loop, pause=told.pause)
+
+    def _stop(self, loop: LoopRun | SyncLoop, *, pause: bool) -> None:
+        if isinstance(loop, SyncLoop):
+            loop.stop(pause=pause)
+        else:
             loop.stop()
 
     async def _account(self, order: pb.StopLoop) -> Frame:
         loop, told = self._loops.get(order.loop), self._ended.get(order.loop)
         if loop is not None:
-            loop.stop()
+            self._stop(loop, pause=order.pause)
             told = loop.told
         if told is None:
             raise TaskLostError(

@@ -146,8 +146,7 @@ class SyncRunner:
         dropped: Counter[TaskName] = Counter()
         beside: list[Chunk] = []
         while left and not order.stop.is_set():
-            # The master of a detached run waits as well.
-            if not (order.detached or self._present):
+            if not self._present:
                 workers = self._workers.tasks
                 if not is_one_back(self._cluster, workers, self._back, order.stop):
                     return
@@ -177,6 +176,7 @@ class SyncRunner:
                     yield replace(chunk, of_workers=tuple(beside))
                     beside.clear()
             yield from rest(loops)
+            left = 0 if order.detached else left  # its master has begun all others
             dropped += late
             sync = replace(sync, epoch=loops.epoch)
 
@@ -353,13 +353,9 @@ class SyncRunner:
             step_timeout_s=2 * limit + 5,
         )
         workers = [
-            replace(
-                one,
-                compute_wait_s=self.compute_wait_s.get(one.replica, 0.0),
-                absent=one.replica not in self._present,
-            )
+            replace(one, compute_wait_s=self.compute_wait_s.get(one.replica, 0.0))
             for one in requests
-            if order.detached or one.replica in self._present
+            if one.replica in self._present
         ]
         begin = position_in(sync.plan, self._position, version * self._wanted)
         # Who ended whom, of an earlier loop, is in no position of a ``Dispatch``.
@@ -367,7 +363,7 @@ class SyncRunner:
         sync = replace(
             sync,
             version=version,
-            replicas={one.handle: one.task for one in workers if not one.absent},
+            replicas={one.handle: one.task for one in workers},
             position=position,
         )
         arbiter = LoopRequest(

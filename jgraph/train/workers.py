@@ -44,7 +44,8 @@ class Workers:
         if dataset.source:  # the workers have opened it
             return
         digest = dataset.digest()
-        keeper = [self._cluster.master] if order.detached else []
+        # A ps: it is there as long as the run.
+        keeper = self._cluster.tasks("ps")[:1] if order.detached else []
         for task in dict.fromkeys([*self.tasks, *keeper]):
             if self._uploaded.pop(task, "") != digest:
                 self._put(task, graph, dataset)

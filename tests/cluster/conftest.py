@@ -55,7 +55,12 @@ class Servers:
         """Cuts a task off, as the end of its host would."""
         server = self.server(task)._server
         assert server is not None
-        loop.run(server._transport.close())
+
+        async def end() -> None:
+            server.master.runs.close()
+            await server._transport.close()
+
+        loop.run(end())
 
     def stop(self) -> None:
         for server in self.servers:

@@ -3,12 +3,14 @@
 import asyncio
 
 import numpy as np
+import pytest
 
+from jgraph.cluster import run_record
 from jgraph.cluster.run_record import RunRecord
-from jgraph.errors import TaskLostError
+from jgraph.errors import ConfigError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
 
 
@@ -95,5 +97,58 @@ def test_who_watches_a_replica_hears_of_all_its_loops_and_how_the_run_ended() ->
             ("w", "", "lost", 0),
             ("w~1", "h~1.1", "running", 0),
         ]
+
+    asyncio.run(run())
+
+
+def test_record_made_from_the_journal_of_another_tells_the_same() -> None:
+    async def run() -> None:
+        order = pb.OpenRun(run="r", info="{}")
+        record, other = (RunRecord(WORKER, order, SetClock()) for _ in range(2))
+        record.note(frame(register_program=pb.RegisterProgram(run="r")))
+        for loop, late in [("a-0", 2), ("a-1", 5)]:
+            record.begins(deciding(loop))
+            record.begins(contributing("w" + loop))
+            record.keep(contributing("w" + loop), report(9), 0.0)
+            record.keep(deciding(loop), report(3, "[3]", late), 0.0)
+        record.lost(contributing("wa-1"), TaskLostError("gone", task=WORKER))
+        record.end("done", None)
+        kinds = []
+        async for made in record.journal(0):
+            kinds.append(kind_of(made))
+            match kinds[-1]:
+                case "run_loop":
+                    other.begins(body_of(made))
+                case "loop_report":
+                    other.again(made)
+        assert kinds[:3] == ["register_program", "run_loop", "run_loop"]
+        other.end("done", None)
+        assert other.row() == record.row()
+        for mine, theirs in zip(
+            [one async for one in record.all()],
+            [one async for one in other.all()],
+            strict=True,
+        ):
+            assert mine.header == theirs.header
+            np.testing.assert_array_equal(mine.tensors[0], theirs.tensors[0])
+        # Who takes over counts on with what came too late in earlier rows.
+        other.begins(deciding("a-2"))
+        other.keep(deciding("a-2"), report(1, "[4]", 1), 0.0)
+        last = [one async for one in other.all()][-1]
+        assert body_of(last).dropped[WORKER] == 8
+
+    asyncio.run(run())
+
+
+def test_journal_that_is_too_long_to_be_kept_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(run_record, "_MOST_BYTES", 100)
+        record = RunRecord(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
+        for _ in range(3):
+            record.keep(deciding("a"), report(5), 0.0)
+        with pytest.raises(ConfigError, match="too long to have another master"):
+            await anext(record.journal(0))
 
     asyncio.run(run())

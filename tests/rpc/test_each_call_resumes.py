@@ -34,10 +34,12 @@ FILLED: Final = {
     "Master.KeepProgram": frame(register_program=pb.RegisterProgram(run="kept")),
     "Master.StopRun": frame(run_query=pb.RunQuery(run="stopped")),
     "Master.RunSaved": frame(run_query=pb.RunQuery(run="saved")),
+    "RunJournal": frame(run_query=pb.RunQuery(run="known")),
+    "InheritRun": frame(open_run=pb.OpenRun(run="inherited")),
     "Master.RunLoop": frame(run_loop=pb.RunLoop(run="run")),
 }
 """Others are sent with nothing in them."""
-FOLLOWED: Final = ("RunLoop", "Master.RunLoop", "Master.Attach")
+FOLLOWED: Final = ("RunLoop", "Master.RunLoop", "Master.Attach", "RunJournal")
 """Their callers take many replies."""
 HELD: Final = "Farewell"
 """Its callers hang up."""

@@ -1316,7 +1316,6 @@ class RunLoop(_message.Message):
     DATA_FEEDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    ABSENT_FIELD_NUMBER: _builtins.int
     MASTER_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
@@ -1356,8 +1355,6 @@ class RunLoop(_message.Message):
     by a later one refuses. Empty: nobody takes over.
     """
     epoch: _builtins.int
-    absent: _builtins.bool
-    """To the master of a run that looks after its workers: this one is lost."""
     master: _builtins.str
     """Synchronous training: the master that passes this on. No update begins while nothing
     is heard of it.
@@ -1393,12 +1390,11 @@ class RunLoop(_message.Message):
         data_feeds: _abc.Iterable[_builtins.str] | None = ...,
         run: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        absent: _builtins.bool = ...,
         master: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2370,11 +2366,18 @@ class OpenRun(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     GATE_FIELD_NUMBER: _builtins.int
+    MASTER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
     source: _builtins.str
     """JSON of what workers open; empty: they were given arrays"""
+    master: _builtins.str
+    """"InheritRun" (master -> another task): ask this master for the journal of the run, and
+    go on with it if that is lost. And the version of `global_step` at the beginning.
+    """
+    version: _builtins.int
     @_builtins.property
     def saves(self) -> Global___RunSaves: ...
     @_builtins.property
@@ -2394,10 +2397,12 @@ class OpenRun(_message.Message):
         source: _builtins.str = ...,
         records: _abc.Iterable[Global___TaskRecords] | None = ...,
         gate: Global___OpenGate | None = ...,
+        master: _builtins.str = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "info", b"info", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "info", b"info", "master", b"master", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2504,22 +2509,35 @@ class RunQuery(_message.Message):
     """"Master.Attach" (client -> the master of a run): all LoopReports so far, and those to
     come. "Master.StopRun": ask its loops to stop. "Master.RunSaved": answers when the run is
     over and its master saves no more of it.
+
+    "RunJournal" (heir -> master of a run): the frames that made it, and what its loops told,
+    one by one to its end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
+    replica: _builtins.int
+    """Master.Attach: only what its loops told"""
+    after: _builtins.int
+    """RunJournal: so many frames are known"""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
+        replica: _builtins.int | None = ...,
+        after: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "replica", b"replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "after", b"after", "replica", b"replica", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__replica: _TypeAlias = _typing.Literal["replica"]  # noqa: Y015
+    _WhichOneofArgType__replica: _TypeAlias = _typing.Literal["_replica", b"_replica"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replica) -> _WhichOneofReturnType__replica | None: ...
 
 Global___RunQuery: _TypeAlias = RunQuery  # noqa: Y015
 
@@ -2559,6 +2577,7 @@ class RunRow(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     DATA_RUN_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     task: _builtins.str
     """its master"""
@@ -2574,6 +2593,8 @@ class RunRow(_message.Message):
     """as in RunLoop"""
     age_s: _builtins.float
     """since it began, also when it is over"""
+    epoch: _builtins.int
+    """of its master"""
     def __init__(
         self,
         *,
@@ -2585,10 +2606,11 @@ class RunRow(_message.Message):
         seconds: _builtins.float = ...,
         data_run: _builtins.str = ...,
         age_s: _builtins.float = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "info", b"info", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "epoch", b"epoch", "info", b"info", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

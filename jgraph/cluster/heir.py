@@ -1,0 +1,294 @@
+"""The heir of a run: it knows what the master knows, and goes on when that is lost."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, Protocol, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.calls import CONTROL_S, bounded_s
+from jgraph.cluster.data_feed import leases_of
+from jgraph.cluster.dealer import Dealers
+from jgraph.cluster.door import LoopDoor, check_master, ready_tasks
+from jgraph.cluster.requests import reading
+from jgraph.cluster.run_crew import RunCrew
+from jgraph.cluster.run_record import note_report
+from jgraph.coordination.batch_ledger import BatchLedger
+from jgraph.coordination.dispatch import Dispatch
+from jgraph.coordination.loop_ends import is_cut_off
+from jgraph.coordination.slots import SlotPlan
+from jgraph.coordination.succession import begin_anew
+from jgraph.errors import (
+    ClusterUnreachableError,
+    FencedError,
+    JGError,
+    TaskLeavingError,
+    TaskLostError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.transport import Frame
+
+_LOG = logging.getLogger("jgraph.recover")
+_LOOK_S: Final = 0.5
+_OF_THE_LOST_S: Final = 1.0
+COUNTER: Final = "global_step"
+"""The variable whose version counts the updates of a run."""
+
+
+class HeirDoor(LoopDoor, Protocol):
+    """A ``LoopDoor`` through which a run is inherited."""
+
+    @property
+    def dealers(self) -> Dealers:
+        """Deal out the data of runs here."""
+
+
+@final
+class Heir:
+    """Keeps what another task knows as the master of a run.
+
+    Args:
+      order: what the client said of the run; names the master.
+      door: to the tasks.
+      clock: dates what happens.
+      begins: called with who looks after the run when this task is its master.
+      saves: called when the run goes on, to save it.
+
+    Attributes:
+      master: whose heir this is.
+    """
+
+    def __init__(
+        self,
+        order: pb.OpenRun,
+        door: HeirDoor,
+        clock: Clock,
+        begins: Callable[[pb.OpenRun, RunCrew], None],
+        saves: Callable[[pb.OpenRun, RunCrew], None],
+    ) -> None:
+        self.master = TaskName(order.master)
+        self._order = order
+        self._door = door
+        self._begins, self._saves = begins, saves
+        self._crew = RunCrew(order, door, clock)
+        self._frames = 0
+        self._orders: dict[int, pb.RunLoop] = {}
+        self._deciding: pb.RunLoop | None = None
+        self._began_s: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+        """Number of the last report of a loop."""
+        self._data: pb.OpenDataRun | None = None
+        self._ledger: BatchLedger | None = None
+        self._end = 0  # batches that are done when all are
+
+    async def work(self) -> None:
+        """Follows the master to the end of the run, or takes its place."""
+        known = await ready_tasks(self._door)
+        leaving = asyncio.ensure_future(self._until_told_to_end())
+        try:
+            while (lost := await self._lost_or(leaving)) is not None:
+                ready = await ready_tasks(self._door)
+                if not is_cut_off(self.master, known, ready):
+                    await self._take_over(lost)
+                    return
+                await asyncio.sleep(_LOOK_S)  # it is where it was
+        finally:
+            leaving.cancel()  # lets the master go
+
+    async def _lost_or(self, leaving: asyncio.Task[JGError]) -> JGError | None:
+        """Follows the master; returns why it is to be replaced, None at the end."""
+        following = asyncio.ensure_future(self._follow())
+        either = {following, leaving}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            following.cancel()
+        return leaving.result() if leaving.done() else await following
+
+    async def _until_told_to_end(self) -> JGError:
+        """Holds the master until it is told to end; for ever if it is lost before."""
+        times = 0
+        with suppress(JGError):
+            nothing = frame(empty=pb.Empty())
+            async for _ in self._door.stream(self.master, "Farewell", nothing):
+                times += 1
+                if times > 1:
+                    what = f"{self.master} was told to end"
+                    return TaskLeavingError(what, task=self.master)
+        never: asyncio.Future[JGError] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def _follow(self) -> JGError | None:
+        """Takes what the master tells; returns how its loss shows, if it does."""
+        query = frame(run_query=pb.RunQuery(run=self._order.run, after=self._frames))
+        try:
+            async for made in self._door.stream(self.master, "RunJournal", query):
+                self._take(made)
+                self._frames += 1
+        except (ClusterUnreachableError, TaskLostError) as error:
+            return error
+        except JGError as error:
+            _LOG.warning("run '%s' has no heir: %s", self._order.run, error.message)
+        return None
+
+    # ------------------------------------------------------------ the journal
+
+    def _take(self, made: Frame) -> None:
+        body, record = body_of(made), self._crew.record
+        match kind_of(made):
+            case "register_program":
+                self._crew.ready.keep(made)
+            case "open_data_run":
+                self._open_ledger(body)
+            case "stop_loop":
+                self._crew.stopping = True
+            case "run_loop":
+                order = pb.RunLoop()
+                order.CopyFrom(body)  # it changes with what is told
+                if order.HasField("sync"):
+                    self._deciding = order
+                else:
+                    self._orders[order.replica] = order
+                self._began_s[order.loop] = record.seconds
+                record.begins(order)
+            case "loop_report":
+                self._note(made)
+                record.again(made)
+
+    def _open_ledger(self, order: pb.OpenDataRun) -> None:
+        plan = SlotPlan.from_dict(json.loads(order.plan))
+        position = json.loads(order.position) if order.position else None
+        begin = Dispatch(
+            plan, budget=order.budget, workers=order.workers, position=position
+        ).state()
+        self._data = order
+        self._ledger = BatchLedger(plan, begin, self._order.version)
+        self._end = self._ledger.done + order.budget
+
+    def _note(self, report: Frame) -> None:
+        body = body_of(report)
+        self._seen[body.loop] = max(body.number, self._seen.get(body.loop, 0))
+        for order in self._newest():
+            if order.loop == body.loop:
+                note_report(order, report)
+        if self._ledger is not None:
+            self._ledger.add(leases_of(body.done))
+
+    def _newest(self) -> list[pb.RunLoop]:
+        """Returns the last order of each replica, and of who decides."""
+        deciding = [] if self._deciding is None else [self._deciding]
+        return [*deciding, *self._orders.values()]
+
+    # ------------------------------------------------------------ the succession
+
+    async def _take_over(self, error: JGError) -> None:
+        run, record = self._order.run, self._crew.record
+        epoch, loops = record.epoch + 1, self._newest()
+        if not loops:
+            _LOG.warning("run '%s' ended with its master before it began", run)
+            return
+        _LOG.warning(
+            "%s, the master, was lost: %s. %s is the master of run '%s' from here on",
+            *(self.master, error.message.rstrip("."), self._door.task, run),
+        )
+        record.epoch = epoch
+        self._begins(self._order, self._crew)
+        try:
+            await check_master(self._door, run, epoch)
+        except FencedError as fenced:
+            self._crew.fail(fenced)
+            return
+        states = dict(
+            zip(
+                [order.loop for order in loops],
+                await asyncio.gather(*(self._end_loop(o, epoch, error) for o in loops)),
+                strict=True,
+            )
+        )
+        await self._deal(epoch)
+        for order in loops:
+            order.epoch = epoch
+            if self._data is not None:
+                order.data_run = f"{run}~{epoch}"
+        deciding = self._deciding
+        self._saves(self._order, self._crew)
+        self._crew.resume(
+            self._orders,
+            deciding,
+            begin_anew(
+                {replica: states[o.loop] for replica, o in self._orders.items()},
+                None if deciding is None else states[deciding.loop],
+                stopping=self._crew.stopping,
+            ),
+        )
+
+    async def _end_loop(
+        self, order: pb.RunLoop, epoch: int, why: JGError
+    ) -> str | JGError:
+        """Ends a loop and takes what it has not told; returns how it ended."""
+        task, limit_s = TaskName(order.task), bounded_s(order.step_timeout_s)
+        if task == self.master and not isinstance(why, TaskLeavingError):
+            limit_s = _OF_THE_LOST_S
+        told = pb.StopLoop(
+            loop=order.loop,
+            task=task,
+            account=True,
+            pause=True,
+            after=self._seen.get(order.loop, 0),
+            timeout_s=limit_s,
+            run=self._order.run,
+            epoch=epoch,
+        )
+        try:
+            report = await self._door.call(
+                *(task, "StopLoop", frame(stop_loop=told)),
+                timeout_s=told.timeout_s + 2 * CONTROL_S,
+            )
+        except JGError as error:
+            if order is self._deciding and error.details.get("loop") == order.loop:
+                return "paused"  # it was never begun, and never will be
+            _LOG.warning("%s was lost: %s", task, error.message)
+            self._crew.record.lost(order, error)
+            await self._crew.ready.drop(order.handle)
+            return error
+        body = body_of(report)
+        state, body.state = str(body.state), "running"
+        if state == "failed" and order is self._deciding:
+            return TaskLostError("the loop that decides had failed", task=task)
+        self._crew.record.keep(order, report, self._began_s[order.loop])
+        self._note(report)
+        return state
+
+    async def _deal(self, epoch: int) -> None:
+        """Deals out what is not known as done."""
+        if self._data is None or self._ledger is None:
+            return
+        updates = await version_of(self._door, self._order)
+        left = pb.OpenDataRun()
+        left.CopyFrom(self._data)
+        left.run = f"{self._order.run}~{epoch}"
+        left.budget = self._end - self._ledger.done
+        left.position = json.dumps(self._ledger.position(updates))
+        self._door.dealers.open(left)
+
+
+async def version_of(door: LoopDoor, order: pb.OpenRun) -> int:
+    """Returns how often the variable that counts the updates of a run was written."""
+    with reading("what is said of a run"):
+        container = str(json.loads(order.info)["container"])
+    query = frame(variable_query=pb.VariableQuery(containers=[container]))
+    ps = [task for task in door.tasks() if task.startswith("/job:ps/")]
+    replies = await asyncio.gather(
+        *(door.call(task, "Variables", query) for task in ps), return_exceptions=True
+    )
+    rows = [
+        row
+        for reply in replies
+        if isinstance(reply, Frame)
+        for row in body_of(reply).variables
+    ]
+    return max((row.version for row in rows if row.name == COUNTER), default=0)

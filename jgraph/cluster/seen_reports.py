@@ -1,0 +1,44 @@
+"""Which reports of a replica were taken: another master tells them all again."""
+
+from typing import final
+
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+
+
+@final
+class SeenReports:
+    """Of one replica of a run that outlives its client."""
+
+    def __init__(self) -> None:
+        self._over: set[str] = set()  # loops of which nothing new will come
+        self._loop = ""
+        self._number = 0
+        self._next_step = 0
+
+    def unseen(self, report: Frame) -> Frame | None:
+        """Returns what is new in a report, which counts as seen from here on.
+
+        An account of a loop has all of its last reports in one, so some of its steps
+        may have been told of. None: all of it was.
+        """
+        body, (steps, seconds, *fetches) = body_of(report), report.tensors
+        if body.loop in self._over:
+            return None
+        if body.loop != self._loop:
+            self._over.add(self._loop)
+            self._loop, self._number, self._next_step = body.loop, 0, 0
+        elif body.state == "lost":
+            self._over.add(body.loop)
+            return report
+        elif body.number <= self._number:
+            return None
+        self._number = max(self._number, body.number)
+        if not len(steps):
+            return report
+        new = steps >= self._next_step
+        self._next_step = max(self._next_step, int(steps[-1]) + 1)
+        if new.all():
+            return report
+        tensors = [tensor[new] for tensor in (steps, seconds, *fetches)]
+        return frame(loop_report=body, tensors=tensors)

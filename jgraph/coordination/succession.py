@@ -1,0 +1,103 @@
+"""A run whose master is lost: who has its place, and how the run goes on there.
+
+The heir knows what made the run and what its loops told. It ends the loops that go on,
+which tell in an account what the old master has not passed on any more; then it begins
+their next ones. Orders of the old master, should it still be there, are refused by all
+tasks that have heard of the heir; see ``epochs``.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, TypeAlias
+
+from jgraph.coordination.crew import (
+    Event,
+    Failed,
+    LoopEnded,
+    LoopLost,
+    RowEnded,
+    StopAsked,
+    WorkerReady,
+)
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+
+Accounts: TypeAlias = Mapping[int, str | JGError]
+_ON_A_PS: Final = "/job:ps/"
+
+
+def heir_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
+    """Returns who goes on with the runs of a master; None: nobody could.
+
+    A run needs every ps. So the first one is the heir, and a ps that is the master
+    needs none: without what it holds the run cannot go on.
+
+    Args:
+      tasks: of the cluster.
+      master: of a run.
+
+    Example:
+      >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+      >>> heir_of([worker, ps], worker), heir_of([worker, ps], ps)
+      ('/job:ps/task:0', None)
+    """
+    if master.startswith(_ON_A_PS):
+        return None
+    return min((task for task in tasks if task.startswith(_ON_A_PS)), default=None)
+
+
+def begin_anew(
+    accounts: Accounts,
+    row: str | JGError | None = None,
+    *,
+    stopping: bool = False,
+) -> Iterator[Event]:
+    """Returns what a new ``Crew`` is told of loops that a lost master had begun.
+
+    Args:
+      accounts: how the last loop of each replica ended, or why nobody can say.
+      row: likewise of the loop that decides; None: training is asynchronous.
+      stopping: the run was asked to stop.
+
+    Example:
+      >>> from jgraph.coordination.crew import Crew
+      >>> from jgraph.errors import TaskLostError
+      >>> crew, lost = Crew(together=False), TaskLostError("gone")
+      >>> events = begin_anew({0: "stopped", 1: lost})
+      >>> [crew.handle(event, 0.0) for event in events], crew.missing
+      ([[], [Begin(replicas=(0,))]], [1])
+    """
+    if row is None:
+        return _each_alone(accounts, stopping=stopping)
+    return _together(accounts, row, stopping=stopping)
+
+
+def _each_alone(accounts: Accounts, *, stopping: bool) -> Iterator[Event]:
+    go_on: list[int] = []
+    for replica, account in accounts.items():
+        if isinstance(account, JGError):
+            yield LoopLost(replica, account)
+        elif account in {"left", "done"}:
+            yield LoopEnded(replica, account)
+        else:
+            go_on.append(replica)
+    if stopping:
+        yield StopAsked()
+    for replica in go_on:
+        yield WorkerReady(replica)
+
+
+def _together(
+    accounts: Accounts, row: str | JGError, *, stopping: bool
+) -> Iterator[Event]:
+    if isinstance(row, JGError):
+        yield Failed(row)
+        return
+    for replica, account in accounts.items():
+        if isinstance(account, JGError):
+            yield LoopLost(replica, account)
+        else:  # with its row, and begins with the next
+            yield LoopEnded(replica, "left" if account == "left" else "stopped")
+    if stopping:
+        yield StopAsked()
+    # It may have ended because its master was gone.
+    yield RowEnded("paused" if row == "stopped" and not stopping else row)

@@ -1,0 +1,87 @@
+"""A run whose client and master are both killed: the master's heir goes on with it."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from jgraph.cluster.client import Cluster, connect
+from jgraph.cluster.local import LocalCluster
+from jgraph.cluster.run_info import RunInfo
+from jgraph.train.run import Run
+from jgraph.train.trainer import Trainer
+from tests.faults.conftest import Fault, Stopwatch
+from tests.faults.counting import Ledger, counted, trainer
+from tests.faults.detached_client import STRATEGIES, begin_and_kill
+from tests.train.ledger import examples_counted, examples_due
+
+pytestmark = pytest.mark.procs
+
+PS, MASTER = "/job:ps/task:0", "/job:worker/task:0"
+
+
+def until(
+    cluster: Cluster, servers: LocalCluster, what: Callable[[RunInfo], bool]
+) -> RunInfo:
+    """Waits until the run is as it is wanted."""
+    clock = Stopwatch()
+    while True:
+        for run in cluster.runs():
+            assert run.state == "running", servers.logs(PS, tail=100)
+            if what(run):
+                return run
+        assert clock.seconds < 40, servers.logs(PS, tail=100)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "restarts"),
+    [
+        ("async", 0),
+        pytest.param("async", 3, marks=pytest.mark.chaos),
+        ("sync", 3),
+        pytest.param("sync", 0, marks=pytest.mark.chaos),
+    ],
+)
+def test_rows_19_and_30_a_run_without_its_client_goes_on_when_its_master_is_killed(
+    fault: Fault, strategy: str, restarts: int
+) -> None:
+    """Also if it is started again at once: what it knew of the run is gone."""
+    servers = fault.cluster(ps=2, workers=2, restarts=restarts)
+    assert servers.master == MASTER
+    begin_and_kill(servers.target, strategy)
+    target = servers.target.replace(servers.address, servers.spec.address(PS))
+    with connect(target, timeout_s=20) as cluster:
+        servers.kill(MASTER)
+        info = until(cluster, servers, lambda run: run.epoch == 2)
+        assert info.master == PS
+        if restarts:
+            back = f"{MASTER} answers again and takes part"
+            info = until(
+                *(cluster, servers), lambda run: back in servers.logs(PS, tail=1000)
+            )
+        until(cluster, servers, lambda run: run.step > info.step + 100)
+        there = trainer(cluster, STRATEGIES[strategy])
+        run = there.attach()
+        run.stop()
+        run.wait(30)
+        assert run.state == "stopped"
+        check = check_together if strategy == "sync" else check_each
+        check(there, run)
+        there.close()
+    fault.names.append(f"{MASTER}, the master, was lost")
+
+
+def check_each(there: Trainer, run: Run) -> None:
+    ledger = Ledger()
+    ledger.add(run)
+    ledger.check(there, lost=1)
+
+
+def check_together(there: Trainer, run: Run) -> None:
+    position = there.current_position()
+    assert position is not None
+    assert position["again"] == 0
+    np.testing.assert_array_equal(examples_counted(run), examples_due(position))
+    means = run.metrics("seen")["value"].sum(0)
+    for count in counted(there):
+        np.testing.assert_allclose(count, means, rtol=1e-6)
