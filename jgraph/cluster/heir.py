@@ -195,36 +195,29 @@ class Heir:
             "%s, the master, was lost: %s. %s is the master of run '%s' from here on",
             *(self.master, error.message.rstrip("."), self._door.task, run),
         )
-        record.epoch = epoch
+        if self._ledger is not None:  # until it is dealt out here
+            record.position = json.dumps(self._ledger.position(self._order.version))
         self._begins(self._order, self._crew)
         try:
             await check_master(self._door, run, epoch)
         except FencedError as fenced:
             self._crew.fail(fenced)
             return
-        states = dict(
-            zip(
-                [order.loop for order in loops],
-                await asyncio.gather(*(self._end_loop(o, epoch, error) for o in loops)),
-                strict=True,
-            )
-        )
+        ends = [self._end_loop(order, epoch, error) for order in loops]
+        names = [order.loop for order in loops]
+        states = dict(zip(names, await asyncio.gather(*ends), strict=True))
         await self._deal(epoch)
+        record.epoch = epoch
         for order in loops:
             order.epoch = epoch
-            if self._data is not None:
-                order.data_run = f"{run}~{epoch}"
-        deciding = self._deciding
         self._saves(self._order, self._crew)
-        self._crew.resume(
-            self._orders,
-            deciding,
-            begin_anew(
-                {replica: states[o.loop] for replica, o in self._orders.items()},
-                None if deciding is None else states[deciding.loop],
-                stopping=self._crew.stopping,
-            ),
+        deciding = self._deciding
+        events = begin_anew(
+            {replica: states[o.loop] for replica, o in self._orders.items()},
+            None if deciding is None else states[deciding.loop],
+            stopping=self._crew.stopping,
         )
+        self._crew.resume(self._orders, deciding, events)
 
     async def _end_loop(
         self, order: pb.RunLoop, epoch: int, why: JGError
@@ -274,6 +267,9 @@ class Heir:
         left.budget = self._end - self._ledger.done
         left.position = json.dumps(self._ledger.position(updates))
         self._door.dealers.open(left)
+        self._crew.record.data_run, self._crew.record.position = left.run, None
+        for order in self._orders.values():
+            order.data_run = left.run
 
 
 async def version_of(door: LoopDoor, order: pb.OpenRun) -> int:

@@ -187,8 +187,9 @@ class Runs:
             if isinstance(reply, BaseException):
                 raise reply
             table.runs.extend(body_of(reply).runs)
-        # One that was replaced, and does not know it yet, has another epoch.
-        newest = {row.run: row for row in sorted(table.runs, key=lambda r: r.epoch)}
+        # A master that was replaced has it still: of an epoch before, or as failed.
+        order = lambda row: (row.epoch, row.state != "failed")
+        newest = {row.run: row for row in sorted(table.runs, key=order)}
         yield frame(run_table=pb.RunTable(runs=newest.values()))
 
     async def _attach(self, request: Frame) -> AsyncIterator[Frame]:
