@@ -1,4 +1,4 @@
-"""How much of the calls of clients a task takes in at once: pure bookkeeping.
+"""How much of the calls of clients a task takes in at once.
 
 Decided when the header of a call is read, before memory is taken for its tensors. What
 is refused is thrown away as it arrives. Who was refused, or sends much at once, asks
