@@ -1,4 +1,4 @@
-"""A client that begins a detached run: ``… detached_client TARGET STRATEGY [PATH]``.
+"""A client that begins a detached run: ``… TARGET STRATEGY CHECKPOINTS FILES``.
 
 It says so when the run has begun, and does not end by itself.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from jgraph.cluster.client import connect
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoints import Checkpoints
+from jgraph.train.source import Source
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from tests.faults.counting import BATCH, IDS, after, trainer
@@ -23,10 +24,12 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def begin_and_kill(target: str, strategy: str, saved_in: Path | None = None) -> None:
+def begin_and_kill(
+    target: str, strategy: str, saved_in: Path | None = None, files: Path | None = None
+) -> None:
     """Lets such a client begin a run, and kills it when that has made some steps."""
     command = [sys.executable, "-m", __name__, target, strategy]
-    command += [] if saved_in is None else [str(saved_in)]
+    command += ["" if path is None else str(path) for path in (saved_in, files)]
     client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None
     assert client.stdout.readline() == "begun\n"
@@ -35,7 +38,7 @@ def begin_and_kill(target: str, strategy: str, saved_in: Path | None = None) -> 
     client.stdout.close()
 
 
-def main(target: str, strategy: str, saved_in: str = "") -> None:
+def main(target: str, strategy: str, saved_in: str, files: str) -> None:
     """Begins it."""
 
     def tell() -> None:
@@ -45,8 +48,9 @@ def main(target: str, strategy: str, saved_in: str = "") -> None:
     options: Any = {"batch_size": BATCH, "progress": False, "detached": True}
     if saved_in:
         options["checkpoint"] = Checkpoints(saved_in, every=10**6)
+    data = Source.parquet(f"{files}/*.parquet") if files else IDS
     trainer(connect(target), STRATEGIES[strategy]).fit(
-        IDS, steps=10**6, callbacks=[after(50, tell)], **options
+        data, steps=10**6, callbacks=[after(50, tell)], **options
     )
 
 

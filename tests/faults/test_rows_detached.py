@@ -1,6 +1,7 @@
 """Faults of runs whose client is gone: their master looks after the workers."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,14 @@ from jgraph.train.progress import Report
 from jgraph.train.run import Run
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import BATCH, IDS, Ledger, check_together, trainer
+from tests.faults.counting import (
+    BATCH,
+    IDS,
+    Ledger,
+    check_together,
+    trainer,
+    write_files,
+)
 from tests.faults.detached_client import STRATEGIES, begin_and_kill
 
 pytestmark = pytest.mark.procs
@@ -20,21 +28,26 @@ PS, WORKERS = "/job:ps/task:0", ("/job:worker/task:0", "/job:worker/task:1")
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "of_files"),
     [
-        "async",
-        pytest.param("sync", marks=pytest.mark.chaos),
-        pytest.param("int8", marks=pytest.mark.nightly),
-        pytest.param("replica", marks=pytest.mark.nightly),
+        ("async", False),
+        pytest.param("async", True, marks=pytest.mark.chaos),
+        pytest.param("sync", True, marks=pytest.mark.chaos),
+        pytest.param("int8", False, marks=pytest.mark.nightly),
+        pytest.param("replica", False, marks=pytest.mark.nightly),
+        pytest.param("sync", False, marks=pytest.mark.nightly),
     ],
 )
 def test_rows_1_9_and_30_a_run_without_its_client_takes_lost_workers_back(
-    fault: Fault, strategy: str
+    fault: Fault, strategy: str, of_files: bool, tmp_path: Path
 ) -> None:
     """One worker, then all of them: no batch is left out, and no update is lost."""
+    if of_files:
+        pytest.importorskip("pyarrow", reason="needs jgraph[data]")
+        write_files(tmp_path)
     servers = fault.cluster(ps=2, workers=2, restarts=6)
     target = servers.target.replace(servers.address, servers.spec.address(PS))
-    begin_and_kill(target, strategy)
+    begin_and_kill(target, strategy, files=tmp_path if of_files else None)
     killed = dict.fromkeys(WORKERS, 0)
     with connect(target, timeout_s=20) as cluster:
 
