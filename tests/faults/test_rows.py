@@ -13,6 +13,8 @@ from jgraph.cluster.client import connect
 from jgraph.graph.function import function
 from jgraph.graph.variable import Variable
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.progress import Report
+from jgraph.train.run import Run
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import BATCH, IDS, Ledger, after, trainer
 from tests.faults.links import CLIENT, through_proxies
@@ -24,30 +26,49 @@ MASTER, WORKER = "/job:worker/task:0", "/job:worker/task:1"
 
 
 def test_rows_1_to_3_a_killed_worker_loses_no_update_and_is_taken_back(
-    fault: Fault,
+    fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Killed in the middle of its steps; at its old port it begins to count anew."""
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
-    there, ledger = trainer(cluster, AsyncPS()), Ledger()
-    for lost in (1, 2):
-        clock = Stopwatch()
-        run = there.fit(
-            IDS,
-            steps=600,
-            batch_size=BATCH,
-            callbacks=[after(600 * lost - 500, lambda: cluster.kill(WORKER))],
-            progress=False,
-        )
-        assert run.state == "done"
-        assert clock.seconds < 30
-        ledger.add(run)
-        ledger.check(there, lost)
-        assert cluster.wait_for_tasks(30)
+    there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
+    kill, back = after(100, lambda: cluster.kill(WORKER)), f"{WORKER} answers again"
+    run = there.fit(IDS, steps=600, batch_size=BATCH, callbacks=[kill], progress=False)
+    assert run.state == "done"
+    assert clock.seconds < 30
+    ledger.add(run)
+    ledger.check(there, lost=1)
+    assert cluster.wait_for_tasks(30)
+    at_work: list[int] = []
+
+    def kill_again_and_stop_when_it_is_back(run: Run, report: Report) -> None:
+        if not at_work:
+            cluster.kill(WORKER)
+        elif sum(back in r.getMessage() for r in caplog.records) <= backs:
+            return
+        at_work.append(int(run.metrics("loss")["replica"].sum()))
+        if at_work[-1] > at_work[min(1, len(at_work) - 1)]:
+            run.stop()
+
+    backs = sum(back in r.getMessage() for r in caplog.records)
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[kill_again_and_stop_when_it_is_back],
+        progress=False,
+    )
+    assert run.state == "stopped"
+    assert run.recoveries() == []  # nothing was done again
+    steps = run.metrics("loss")["step"]
+    assert len(np.unique(steps)) == len(steps)
+    assert WORKER in run.staleness()
+    ledger.add(run)
+    ledger.check(there, lost=2)
     run = there.fit(IDS, steps=100, batch_size=BATCH, progress=False)
     assert set(run.metrics("loss")["replica"]) == {0, 1}
     ledger.add(run)
     ledger.check(there, lost=2)
-    fault.names += [f"{WORKER} was lost; the other workers go on", "SIGKILL"]
+    fault.names += [f"{WORKER} was lost; the other workers go on", back, "SIGKILL"]
     there.close()
 
 

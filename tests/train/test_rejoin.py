@@ -1,4 +1,7 @@
-"""A worker that dies during a run and is started again takes part in it once more."""
+"""A worker that dies during a run and is started again takes part in it once more.
+
+As ``tests/faults/test_rows.py`` has it, with gradients that carry an error on.
+"""
 
 import threading
 
@@ -11,7 +14,6 @@ from jgraph.cluster.local import LocalCluster
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
-from jgraph.train.strategies import Strategy
 from jgraph.train.trainer import Trainer
 from tests.train.models import NnxMLP, data, nnx_loss
 
@@ -19,17 +21,9 @@ WORKER = "/job:worker/task:1"
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        AsyncPS(),
-        pytest.param(
-            AsyncPS(max_staleness=4, gradient_dtype="int8"), marks=pytest.mark.nightly
-        ),
-    ],
-)
+@pytest.mark.nightly
 def test_rows_1_and_3_killed_worker_is_back_in_the_same_run(
-    strategy: Strategy, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     back = threading.Event()
 
@@ -48,6 +42,7 @@ def test_rows_1_and_3_killed_worker_is_back_in_the_same_run(
     killed: list[int] = []
     steps_back: list[int] = []
     with LocalCluster(ps=1, workers=2, restarts=3) as cluster:
+        strategy = AsyncPS(max_staleness=4, gradient_dtype="int8")
         model, tx = NnxMLP(rngs=nnx.Rngs(0)), optax.adam(1e-2)
         trainer = Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
         run = trainer.fit(
