@@ -65,7 +65,7 @@ def test_row_12_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
         progress=False,
     )
     assert (run.state, run.steps) == ("done", 2000)
-    assert clock.seconds < 60
+    assert clock.seconds < 120  # most of it is 2000 steps and 40 saves
     (recovery,) = run.recoveries()
     assert recovery.lost == lost
     check_recovered(there, run, share=2 if isinstance(strategy, SyncPS) else 1)
