@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias, final
 
-from jgraph.errors import ClusterBusyError, ConfigError, MalformedMessageError
+from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.shared_memory import available_memory
@@ -196,9 +196,7 @@ class Intake:
     def _admit(self, header: pb.Frame, nbytes: int) -> bool:
         number = header.sequence
         if not header.method or number in self._let_in:
-            raise MalformedMessageError(
-                "tensors came over a stream of calls that are of no call, or twice"
-            )
+            return False  # of no call, or of one that was made twice
         if nbytes <= self._reserved:
             self._let_in[number], self._reserved = self._reserved, 0
             return True

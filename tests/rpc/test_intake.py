@@ -184,19 +184,20 @@ def test_call_that_has_room_takes_none_of_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "again",
     [
-        prepare(frame(ack=pb.Ack(), tensors=[LARGE])).encoded().pieces,
-        [ask(1, step(1, LARGE)), ask(1, step(1, LARGE))],
+        b"".join(prepare(frame(ack=pb.Ack(), tensors=[LARGE])).encoded().pieces),
+        ask(1, step(1, LARGE)),
     ],
-    ids=["of no call", "twice"],
+    ids=["of no call", "of a call made twice"],
 )
-def test_tensors_for_which_nobody_would_give_back_the_room_end_the_stream(
-    sent: Any,
+def test_tensors_for_which_nobody_would_give_back_the_room_are_thrown_away(
+    again: bytes,
 ) -> None:
-    stream = intake(RequestRoom(1 << 30))
-    with pytest.raises(MalformedMessageError, match="of no call, or twice"):
-        stream.decoder.feed(b"".join(sent))
+    room, memory = RequestRoom(1 << 30), Memory()
+    got = intake(room, memory).decoder.feed(ask(1, step(1, LARGE)) + again)
+    assert [len(f.tensors) for f in got] == [1, 0]
+    assert room.taken == memory.taken == LARGE.nbytes
 
 
 @pytest.mark.parametrize("limit", [0, -1])
