@@ -194,6 +194,19 @@ BUGS: Final = {
         "        self.acknowledge(received + 1)\n",
         f"{OUTBOX}test_frames_of_an_outbox_arrive_once_over_streams_that_fail[0]",
     ),
+    "acknowledgements behind calls are not read": Bug(
+        "rpc/outbox.py",
+        "if self._nbytes > FULL_BYTES and not self._has_to_wait:",
+        "if self._nbytes > FULL_BYTES:",
+        f"{OUTBOX}test_any_number_of_large_replies_at_once_all_arrive",
+    ),
+    "a step that was being replaced is not put back": Bug(
+        "runtime/step_files.py",
+        "            put_back(directory / old[1])\n",
+        "            pass\n",
+        "tests/runtime/test_step_files.py::"
+        "test_row_25_a_step_that_is_replaced_is_there_before_and_after",
+    ),
     "a caller that comes back is taken for a new one": Bug(
         "rpc/callers.py",
         "            return self._lines[key]\n",
