@@ -109,8 +109,9 @@ BUGS: Final = {
     ),
     "a master that was replaced takes workers back": Bug(
         "cluster/run_crew.py",
-        "await self._check_master(order)",
-        "pass",
+        "            await check_master(self._door, order.run, order.epoch)\n"
+        "            order.handle",
+        "            order.handle",
         "tests/cluster/test_run_crew.py::"
         "test_row_20_master_that_was_replaced_takes_no_worker_back",
     ),
