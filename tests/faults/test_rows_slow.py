@@ -268,7 +268,7 @@ def test_row_22_workers_pause_without_their_master_and_go_on_when_the_link_heals
             progress=False,
         )
         assert run.state == "done"
-        assert silent_s < clock.seconds < silent_s + 30
+        assert silent_s < clock.seconds < silent_s + 60  # with 3000 steps
         assert cluster.master == master
         ledger.add(run)
         said = [r.getMessage() for r in caplog.records]

@@ -118,6 +118,7 @@ def test_fit_on_a_cluster_that_misses_a_task_fails_and_names_it(lost: str) -> No
         assert clock.now() - began < 30
 
 
+@pytest.mark.nightly  # tests/train/test_sync_ps.py and tests/faults/test_rows_sync.py
 def test_sync_workers_equal_one_process_and_a_killed_one_costs_no_example() -> None:
     tx = optax.sgd(0.1)
     x, y = data()
