@@ -85,7 +85,7 @@ def test_clients_and_workers_that_come_again_and_again_leave_the_tables_as_they_
         assert told[0] == told[1]
         await server.close()
 
-    run_async(main())
+    run_async(main(), timeout_s=60 if clients < 1000 else 900)
 
 
 def test_a_task_that_is_started_ten_thousand_times_is_one_row() -> None:
