@@ -155,7 +155,7 @@ def test_training_goes_on_when_the_evaluator_is_killed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     evaluator = "/job:evaluator/task:0"
-    with LocalCluster(ps=1, workers=2, evaluators=1) as cluster:
+    with LocalCluster(ps=1, workers=1, evaluators=1) as cluster:
         trainer = Trainer(
             NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, optax.sgd(0.1), cluster=cluster
         )
