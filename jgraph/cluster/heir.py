@@ -117,7 +117,7 @@ class Heir:
             async for _ in self._door.stream(self.master, "Farewell", nothing):
                 times += 1
                 if times > 1:
-                    what = f"{self.master} was told to end"
+                    what = f"{self.master}, the master, was told to end"
                     return TaskLeavingError(what, task=self.master)
         never: asyncio.Future[JGError] = asyncio.get_running_loop().create_future()
         return await never
@@ -191,10 +191,12 @@ class Heir:
         if not loops:
             _LOG.warning("run '%s' ended with its master before it began", run)
             return
-        _LOG.warning(
-            "%s, the master, was lost: %s. %s is the master of run '%s' from here on",
-            *(self.master, error.message.rstrip("."), self._door.task, run),
-        )
+        why, here = error.message.rstrip("."), self._door.task
+        if not isinstance(error, TaskLeavingError):
+            why = f"{self.master}, the master, was lost: {why}"
+            _LOG.warning("%s. %s is that of run '%s' from here on", why, here, run)
+        else:
+            _LOG.info("%s. %s is that of run '%s' from here on", why, here, run)
         if self._ledger is not None:  # until it is dealt out here
             record.position = json.dumps(self._ledger.position(self._order.version))
         self._begins(self._order, self._crew)

@@ -2,17 +2,27 @@
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.failover import heir_in, take_over
 from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.run_info import RunInfo, position_of, reports_of, stop_run
-from jgraph.errors import ConfigError, JGError, TaskLostError, UninitializedError
+from jgraph.cluster.seen_reports import SeenReports
+from jgraph.errors import (
+    ClusterUnreachableError,
+    ConfigError,
+    JGError,
+    TaskLostError,
+    UninitializedError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.frames import body_of
+from jgraph.rpc.transport import Frame
 from jgraph.train.async_ps import AsyncRunner
 from jgraph.train.history import History
 from jgraph.train.large import KEPT_BYTES
@@ -71,13 +81,13 @@ def attach(result: Result, given: Given, parts: Parts, name: str | None) -> Run:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attached:
     """What follows a run of another client.
 
     Attributes:
       cluster: where it is.
-      info: which run.
+      info: which run; at its newest master.
       run: the user's handle.
       history: where measurements go.
       runner: has its variables.
@@ -116,7 +126,7 @@ class Attached:
         self.stop.set()
 
     def _chunks(self) -> Iterator[Chunk]:
-        for reply in reports_of(self.cluster, self.info, _A_WEEK_S):
+        for reply in self._reports():
             body = body_of(reply)
             steps, seconds, *fetches = reply.tensors
             if body.HasField("error"):
@@ -128,6 +138,26 @@ class Attached:
                     *(steps, seconds, metrics, dict(body.times)),
                     {TaskName(task): count for task, count in body.dropped.items()},
                 )
+
+    def _reports(self) -> Iterator[Frame]:
+        """Yields what the loops tell, at one master after the other."""
+        seen: defaultdict[int, SeenReports] = defaultdict(SeenReports)
+        while True:
+            try:
+                for reply in reports_of(self.cluster, self.info, _A_WEEK_S):
+                    new = seen[body_of(reply).replica].unseen(reply)
+                    if new is not None:
+                        yield new
+                newest = [r for r in self.cluster.runs() if r.name == self.info.name]
+                if newest[0].epoch == self.info.epoch:
+                    return
+                (self.info,) = newest
+            except (ClusterUnreachableError, TaskLostError) as error:
+                lost = self.info.master
+                if self.cluster.master == lost:
+                    take_over(self.cluster, error)
+                name, epoch = self.info.name, self.info.epoch
+                self.info = heir_in(self.cluster, name, epoch, error, lost)
 
     def _stop(self) -> None:
         self.stop.wait()  # it is also set when the run is over

@@ -122,12 +122,15 @@ def test_task_that_nobody_holds_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
-@pytest.mark.parametrize("task", [WORKER, MASTER])
+@pytest.mark.parametrize(
+    ("task", "detached"), [(WORKER, False), (MASTER, False), (MASTER, True)]
+)
 def test_row_29_a_worker_or_master_that_is_told_to_end_hands_over_all_it_has(
     ending: Ending,
     client: Cluster,
     strategy: Strategy,
     task: str,
+    detached: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     there = trainer(client, strategy)
@@ -137,6 +140,7 @@ def test_row_29_a_worker_or_master_that_is_told_to_end_hands_over_all_it_has(
         batch_size=BATCH,
         callbacks=[after(50, lambda: ending(task))],
         progress=False,
+        detached=detached,
     )
     assert (run.state, run.steps) == ("done", 300)
     ending.join()

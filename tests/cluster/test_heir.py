@@ -1,12 +1,20 @@
 """A run whose client and master are both gone goes on with the master's heir."""
 
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jgraph.cluster.client import Cluster, connect
+from jgraph.cluster.run_info import wait_saved
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoint import verify
+from jgraph.train.checkpoints import Checkpoints
+from jgraph.train.progress import Report
+from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from tests.cluster.conftest import Servers
@@ -56,3 +64,48 @@ def test_client_of_a_detached_run_follows_it_to_the_heir_of_its_master(
         ledger = Ledger()
         ledger.add(run)
         ledger.check(there, lost=1)
+
+
+def test_client_that_attached_follows_the_run_and_its_checkpoints_go_on(
+    own_servers: Servers, client: Cluster, tmp_path: Path
+) -> None:
+    """It is connected to the master that is lost, as the client that began the run."""
+    there = trainer(client, AsyncPS())
+    begun, found, lost = threading.Event(), threading.Event(), list[int]()
+
+    def lose_and_stop(run: Run, report: Report) -> None:
+        begun.set()
+        if found.is_set() and not lost:
+            lost.append(report.step)
+            own_servers.lose(MASTER)
+        if lost and report.step > lost[0] + 200:
+            run.stop()
+
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[lose_and_stop],
+        checkpoint=Checkpoints(tmp_path, every=50),
+        progress=False,
+        detached=True,
+        block=False,
+    )
+    assert begun.wait(20)
+    with connect(own_servers.server(MASTER).target, timeout_s=20) as other:
+        watching = trainer(other, AsyncPS())
+        watched = watching.attach()
+        found.set()
+        watched.wait(40)
+        run.wait(40)
+        assert other.master == PS
+        (info,) = client.runs()
+        for one in (run, watched):
+            assert (one.state, one.steps) == ("stopped", info.step)
+        seen = [one.metrics("seen")["value"].sum(0) for one in (run, watched)]
+        np.testing.assert_array_equal(*seen)
+        assert watching.current_position() == there.current_position()
+    wait_saved(client, str(tmp_path), 20.0)
+    newest = steps_in(tmp_path)[-1]
+    assert newest > lost[0]
+    assert verify(tmp_path / str(newest)).position == there.current_position()
