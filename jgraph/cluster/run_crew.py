@@ -294,7 +294,9 @@ class RunCrew:
 
     def _end(self, state: str, error: JGError | None) -> None:
         if error is not None:
-            _LOG.error("the run failed: %s", error.message)
+            replaced = isinstance(error, FencedError)  # it goes on elsewhere
+            level = logging.INFO if replaced else logging.ERROR
+            _LOG.log(level, "the run failed here: %s", error.message)
             for loop in self._under_way.values():
                 self._tell(loop, pb.StopLoop())
         self.record.end(state, error)

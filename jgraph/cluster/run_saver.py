@@ -21,7 +21,7 @@ import numpy as np
 from jgraph.cluster.calls import COMPILE_S, bulk_timeout_s
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.shard_calls import shard_from, sums_in
-from jgraph.errors import CheckpointError, JGError
+from jgraph.errors import CheckpointError, CheckpointWriterError, JGError
 from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -31,9 +31,10 @@ from jgraph.runtime.blocks import Sums
 from jgraph.runtime.manifest import Leaf, Manifest, directory_of
 from jgraph.runtime.shard_files import Slice, make_proof, proven, read_slice
 from jgraph.runtime.step_files import begin_step, commit_step, prune, steps_in
-from jgraph.runtime.writer_lease import WriterLease
+from jgraph.runtime.writer_lease import LEASE_S, WriterLease
 
 _LOG = logging.getLogger("jgraph.checkpoint")
+_AGAIN_S: Final = 1.0
 STEP: Final = "global_step"
 """The leaf that says how many updates are in a step."""
 
@@ -141,14 +142,23 @@ class RunSaver:
                 text = error.message if isinstance(error, JGError) else str(error)
                 _LOG.warning("not saved: %s. The run goes on", text.rstrip("."))
 
+    async def _become_writer(self, wait_s: float) -> None:
+        """Takes the lease; a master that was replaced may have it a little longer."""
+        while not self._lease.generation:
+            try:
+                await asyncio.to_thread(self._lease.acquire)
+            except CheckpointWriterError:
+                if wait_s <= 0.0:
+                    raise
+                wait_s -= _AGAIN_S
+                await asyncio.sleep(_AGAIN_S)
+
     async def _save(self, *, at_rest: bool) -> Saved:
         order, directory = self.order, Path(self.order.directory)
         run = pb.RunStep(handle=order.snapshot, timeout_s=COMPILE_S)
         driver = TaskName(order.driver)
         with proven(order.directory, order.proof):
-            # Of a master that was replaced it may be a little longer.
-            if not self._lease.generation:
-                await asyncio.to_thread(self._lease.acquire)
+            await self._become_writer(LEASE_S if at_rest else 0.0)
             made, like = await asyncio.to_thread(begin_step, directory)
         try:
             position = self.position()  # first: what is trained meanwhile comes again

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.local import LocalCluster
-from jgraph.cluster.run_info import RunInfo
+from jgraph.cluster.run_info import RunInfo, wait_saved
+from jgraph.runtime.step_files import steps_in
+from jgraph.train.checkpoint import verify
 from jgraph.train.run import Run
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import Ledger, counted, trainer
+from tests.faults.counting import Ledger, check_together, trainer
 from tests.faults.detached_client import STRATEGIES, begin_and_kill
-from tests.train.ledger import examples_counted, examples_due
 
 pytestmark = pytest.mark.procs
 
@@ -48,7 +48,7 @@ def test_rows_19_and_30_a_run_without_its_client_goes_on_when_its_master_is_kill
     """Also if it is started again at once: what it knew of the run is gone."""
     servers = fault.cluster(ps=2, workers=2, restarts=restarts)
     assert servers.master == MASTER
-    begin_and_kill(servers.target, strategy)
+    begin_and_kill(servers.target, strategy, fault.path)
     target = servers.target.replace(servers.address, servers.spec.address(PS))
     with connect(target, timeout_s=20) as cluster:
         servers.kill(MASTER)
@@ -67,6 +67,9 @@ def test_rows_19_and_30_a_run_without_its_client_goes_on_when_its_master_is_kill
         assert run.state == "stopped"
         check = check_together if strategy == "sync" else check_each
         check(there, run)
+        wait_saved(cluster, str(fault.path), 30)
+        newest = verify(fault.path / str(steps_in(fault.path)[-1]))
+        assert newest.position == there.current_position()
         there.close()
     fault.names.append(f"{MASTER}, the master, was lost")
 
@@ -75,13 +78,3 @@ def check_each(there: Trainer, run: Run) -> None:
     ledger = Ledger()
     ledger.add(run)
     ledger.check(there, lost=1)
-
-
-def check_together(there: Trainer, run: Run) -> None:
-    position = there.current_position()
-    assert position is not None
-    assert position["again"] == 0
-    np.testing.assert_array_equal(examples_counted(run), examples_due(position))
-    means = run.metrics("seen")["value"].sum(0)
-    for count in counted(there):
-        np.testing.assert_allclose(count, means, rtol=1e-6)
