@@ -12,9 +12,9 @@ from jgraph.cluster.calls import CONTROL_S, bounded_s
 from jgraph.cluster.data_feed import leases_of
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.door import LoopDoor, check_master, ready_tasks
-from jgraph.cluster.requests import reading
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_record import note_report
+from jgraph.cluster.run_rest import version_of
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.loop_ends import is_cut_off
@@ -35,8 +35,6 @@ from jgraph.rpc.transport import Frame
 _LOG = logging.getLogger("jgraph.recover")
 _LOOK_S: Final = 0.5
 _OF_THE_LOST_S: Final = 1.0
-COUNTER: Final = "global_step"
-"""The variable whose version counts the updates of a run."""
 
 
 class HeirDoor(LoopDoor, Protocol):
@@ -142,6 +140,8 @@ class Heir:
         match kind_of(made):
             case "register_program":
                 self._crew.ready.keep(made)
+            case "open_run":
+                self._rested(body)
             case "open_data_run":
                 self._open_ledger(body)
             case "stop_loop":
@@ -158,6 +158,12 @@ class Heir:
             case "loop_report":
                 self._note(made)
                 record.again(made)
+
+    def _rested(self, order: pb.OpenRun) -> None:
+        """Takes what is another since a ps was started again."""
+        if self._ledger is not None:
+            self._ledger.shift(order.version - self._order.version)
+        self._order.CopyFrom(order)
 
     def _open_ledger(self, order: pb.OpenDataRun) -> None:
         plan = SlotPlan.from_dict(json.loads(order.plan))
@@ -272,21 +278,3 @@ class Heir:
         self._crew.record.data_run, self._crew.record.position = left.run, None
         for order in self._orders.values():
             order.data_run = left.run
-
-
-async def version_of(door: LoopDoor, order: pb.OpenRun) -> int:
-    """Returns how often the variable that counts the updates of a run was written."""
-    with reading("what is said of a run"):
-        container = str(json.loads(order.info)["container"])
-    query = frame(variable_query=pb.VariableQuery(containers=[container]))
-    ps = [task for task in door.tasks() if task.startswith("/job:ps/")]
-    replies = await asyncio.gather(
-        *(door.call(task, "Variables", query) for task in ps), return_exceptions=True
-    )
-    rows = [
-        row
-        for reply in replies
-        if isinstance(reply, Frame)
-        for row in body_of(reply).variables
-    ]
-    return max((row.version for row in rows if row.name == COUNTER), default=0)

@@ -66,7 +66,7 @@ class ReadyWorker:
             await self.door.call(
                 TaskName(records.task), "KeepRecords", request, timeout_s=COMPILE_S
             )
-        await self._give_data(task, loop.data)
+        await self.give_data(task, loop.data)
         for number_before, program in enumerate(self._before[task]):
             once = f"{handle}.{number_before}"
             await self._register(program, once)
@@ -118,7 +118,12 @@ class ReadyWorker:
         # Who does not answer does none.
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _give_data(self, task: TaskName, name: str) -> None:
+    async def give_data(self, task: TaskName, name: str) -> None:
+        """Gives a task a data set that another one has, or opens the source.
+
+        Raises:
+          DataError: nobody has it.
+        """
         if self.order.source:
             source = pb.OpenSource(name=name, source=self.order.source)
             await self.door.call(

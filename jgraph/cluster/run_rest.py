@@ -5,6 +5,7 @@ have ended; then the ps may go, and its next process gets what the last one had.
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.door import Door, ready_tasks
 from jgraph.cluster.failover import told_to_end
 from jgraph.cluster.ready_worker import ReadyWorker
+from jgraph.cluster.requests import reading
 from jgraph.cluster.run_saver import RunSaver, Saved
 from jgraph.cluster.shard_calls import shard_from, sums_in
 from jgraph.coordination.crew import WAIT_S
@@ -27,11 +29,14 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
 from jgraph.runtime.shard_files import read_proof
 
 _LOG = logging.getLogger("jgraph.recover")
 _LOOK_S: Final = 0.5
+COUNTER: Final = "global_step"
+"""The variable whose version counts the updates of a run."""
 
 
 @final
@@ -85,6 +90,7 @@ class RunRest:
           JGError: it is not saved, or a ps does not come back.
         """
         saved = await self.saver.save_at_rest()
+        version = await version_of(self.door, self.order)
         if self.order.records:  # what it recorded is with its client alone
             raise told_to_end(*sorted(self._leaving))
         _LOG.warning(
@@ -119,6 +125,10 @@ class RunRest:
                 )
             await asyncio.sleep(_LOOK_S)
         self.hold()
+        self.order.version += await version_of(self.door, self.order) - version
+        told = pb.OpenRun()
+        told.CopyFrom(self.order)
+        self.saver.record.note(frame(open_run=told))  # for the heir of this master
 
     def _ps(self) -> list[TaskName]:
         return [task for task in self.door.tasks() if task.startswith("/job:ps/")]
@@ -143,6 +153,10 @@ class RunRest:
         saves.snapshot = await self._program(saves.snapshot, saves.driver, task, number)
         if task in self.order.gate.shards:
             await self.door.call(task, "OpenGate", frame(open_gate=self.order.gate))
+        if task == self._ps()[0] and not self.order.source:
+            # It has the data for workers that are lost.
+            for name in sorted({loop.data for loop in loops if loop.data}):
+                await self.ready.give_data(task, name)
 
     async def _program(
         self, handle: str, driver: str, ps: TaskName, number: int
@@ -177,3 +191,21 @@ class RunRest:
                 path=str(saved.path),
             )
         _LOG.warning("%s is there again, with what it held", task)
+
+
+async def version_of(door: Door, order: pb.OpenRun) -> int:
+    """Returns how often the variable that counts the updates of a run was written."""
+    with reading("what is said of a run"):
+        container = str(json.loads(order.info)["container"])
+    query = frame(variable_query=pb.VariableQuery(containers=[container]))
+    ps = [task for task in door.tasks() if task.startswith("/job:ps/")]
+    replies = await asyncio.gather(
+        *(door.call(task, "Variables", query) for task in ps), return_exceptions=True
+    )
+    rows = [
+        row
+        for reply in replies
+        if isinstance(reply, Frame)
+        for row in body_of(reply).variables
+    ]
+    return max((row.version for row in rows if row.name == COUNTER), default=0)

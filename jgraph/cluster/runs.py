@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.heir import Heir, HeirDoor, version_of
+from jgraph.cluster.heir import Heir, HeirDoor
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.run_rest import version_of
 from jgraph.cluster.run_saver import RunSaver
 from jgraph.cluster.task_loops import Method
 from jgraph.coordination.succession import heir_of

@@ -65,8 +65,10 @@ def test_rows_19_and_30_a_run_without_its_client_goes_on_when_its_master_is_kill
         run.stop()
         run.wait(30)
         assert run.state == "stopped"
-        check = check_together if strategy == "sync" else check_each
-        check(there, run)
+        if strategy == "sync":
+            check_together(there, run)
+        else:
+            check_each(there, run)
         wait_saved(cluster, str(fault.path), 30)
         newest = verify(fault.path / str(steps_in(fault.path)[-1]))
         assert newest.position == there.current_position()

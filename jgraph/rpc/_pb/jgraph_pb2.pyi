@@ -2375,7 +2375,8 @@ class OpenRun(_message.Message):
     """JSON of what workers open; empty: they were given arrays"""
     master: _builtins.str
     """"InheritRun" (master -> another task): ask this master for the journal of the run, and
-    go on with it if that is lost. And the version of `global_step` at the beginning.
+    go on with it if that is lost. And the version of `global_step` at the beginning; less
+    what it lost since then where its ps was started again.
     """
     version: _builtins.int
     @_builtins.property
