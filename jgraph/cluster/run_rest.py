@@ -124,6 +124,8 @@ class RunRest:
                     task=who,
                 )
             await asyncio.sleep(_LOOK_S)
+        if self.saver.record.is_over:
+            return  # it was told to stop, and holds nobody any more
         self.hold()
         self.order.version += await version_of(self.door, self.order) - version
         told = pb.OpenRun()

@@ -165,7 +165,7 @@ def test_rows_29_and_30_a_run_without_its_client_rests_while_each_ps_is_restarte
         assert run.repeated() == 0
         there.close()
     fault.names += [f"{task} told to end" for task in cluster.tasks("ps")]
-    fault.names += [f"{WORKERS[0]}, the master, was lost"]
+    fault.names += [f"{WORKERS[0]} was told to end"]
 
 
 def check_all(there: Trainer, run: Run, lost: int) -> None:
