@@ -288,8 +288,8 @@ BUGS: Final = {
     ),
     "the master saves without a lease": Bug(
         "cluster/run_saver.py",
-        "if not self._lease.generation:",
-        "if False:",
+        "while not self._lease.generation:",
+        "while False:",
         f"{SAVER}test_nothing_is_saved_before_the_directory_is_the_masters",
     ),
     "the position of a save is taken after its snapshot": Bug(
