@@ -53,9 +53,11 @@ def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "guide",
     [
-        *("checkpoints", "concepts", "embeddings", "pipelines", "training"),
-        pytest.param("placement", marks=pytest.mark.nightly),
-        pytest.param("strategies", marks=pytest.mark.nightly),
+        *("checkpoints", "concepts", "training"),
+        *(
+            pytest.param(guide, marks=pytest.mark.nightly)
+            for guide in ("embeddings", "pipelines", "placement", "strategies")
+        ),
     ],
 )
 def test_the_examples_of_a_guide_run_one_after_the_other(

@@ -34,7 +34,7 @@ from tests.fuzz.recipes import (
 from tests.plan.support import FAST, check_program
 from tests.rpc.run_async import run_async
 
-CASES = int(os.environ.get("JGRAPH_FUZZ_CASES", "100"))
+CASES = int(os.environ.get("JGRAPH_FUZZ_CASES", "50"))
 MAX_INSTRUCTIONS = 4 if CASES <= 100 else 12
 STEPS = 2
 SHAPES = (1, 2, 3, 4)
