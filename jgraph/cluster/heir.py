@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final, Protocol, final
 
@@ -13,11 +13,11 @@ from jgraph.cluster.data_feed import leases_of
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.door import LoopDoor, check_master, ready_tasks
 from jgraph.cluster.run_crew import RunCrew
+from jgraph.cluster.run_link import answers_again
 from jgraph.cluster.run_record import note_report
 from jgraph.cluster.run_rest import version_of
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.dispatch import Dispatch
-from jgraph.coordination.loop_ends import is_cut_off
 from jgraph.coordination.slots import SlotPlan
 from jgraph.coordination.succession import begin_anew
 from jgraph.errors import (
@@ -33,7 +33,6 @@ from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.recover")
-_LOOK_S: Final = 0.5
 _OF_THE_LOST_S: Final = 1.0
 
 
@@ -52,7 +51,7 @@ class Heir:
     Args:
       order: what the client said of the run; names the master.
       door: to the tasks.
-      clock: dates what happens.
+      clock: dates what happens, and limits the wait for a master.
       begins: called with who looks after the run when this task is its master.
       saves: called when the run goes on, to save it.
 
@@ -71,6 +70,7 @@ class Heir:
         self.master = TaskName(order.master)
         self._order = order
         self._door = door
+        self._clock = clock
         self._begins, self._saves = begins, saves
         self._crew = RunCrew(order, door, clock)
         self._frames = 0
@@ -89,13 +89,19 @@ class Heir:
         leaving = asyncio.ensure_future(self._until_told_to_end())
         try:
             while (lost := await self._lost_or(leaving)) is not None:
-                ready = await ready_tasks(self._door)
-                if not is_cut_off(self.master, known, ready):
+                if not await self._is_there(lost, known):
                     await self._take_over(lost)
                     return
-                await asyncio.sleep(_LOOK_S)  # it is where it was
+                leaving.cancel()
+                leaving = asyncio.ensure_future(self._until_told_to_end())
         finally:
             leaving.cancel()  # lets the master go
+
+    async def _is_there(self, lost: JGError, known: Mapping[TaskName, str]) -> bool:
+        """Whether the master still is one; a link that is silent is waited for."""
+        if isinstance(lost, TaskLeavingError):
+            return False
+        return await answers_again(self.master, lost, self._door, known, self._clock)
 
     async def _lost_or(self, leaving: asyncio.Task[JGError]) -> JGError | None:
         """Follows the master; returns why it is to be replaced, None at the end."""

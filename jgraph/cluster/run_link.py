@@ -1,4 +1,4 @@
-"""A master that lost the link to who decides waits for it, and asks how far it came."""
+"""Links of a run that fell silent: who is behind one is waited for, and asked."""
 
 import asyncio
 import logging
@@ -19,6 +19,32 @@ from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.recover")
 _LOOK_S: Final = 0.5
+
+
+async def answers_again(
+    task: TaskName,
+    error: JGError,
+    door: Door,
+    known: Mapping[TaskName, str],
+    clock: Clock,
+) -> bool:
+    """Waits until a task answers again; False: its process is gone, or it stays silent.
+
+    Args:
+      task: was lost.
+      error: says how.
+      door: to the tasks.
+      known: which process of each task the run knows.
+      clock: limits the wait.
+    """
+    deadline = clock.now() + END_S
+    _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
+    while not is_cut_off(task, known, ready := await ready_tasks(door)):
+        is_gone = task in ready or await is_refused(door.address(task))
+        if is_gone or clock.now() >= deadline:
+            return False
+        await asyncio.sleep(_LOOK_S)
+    return True
 
 
 async def account_of(
@@ -43,13 +69,9 @@ async def account_of(
       JGError: ``error``, as it is not the link alone that is lost; or its task knows
         of no such loop.
     """
-    task, deadline = TaskName(order.task), clock.now() + END_S
-    _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
-    while not is_cut_off(task, known, ready := await ready_tasks(door)):
-        is_gone = task in ready or await is_refused(door.address(task))
-        if is_gone or clock.now() >= deadline:
-            raise error
-        await asyncio.sleep(_LOOK_S)
+    task = TaskName(order.task)
+    if not await answers_again(task, error, door, known, clock):
+        raise error
     told = pb.StopLoop(
         loop=order.loop,
         task=task,

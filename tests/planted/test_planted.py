@@ -250,7 +250,8 @@ BUGS: Final = {
         "        self._epochs.check(order.run, order.epoch)\n        self._gates",
         "        self._gates",
         "tests/cluster/test_failover.py::"
-        "test_row_20_order_of_a_master_that_was_replaced_is_refused_by_every_task",
+        "test_row_20_order_of_a_master_that_was_replaced_is_refused_by_every_task"
+        "[/job:ps/task:0]",
     ),
     "a gate takes what was said to the one before": Bug(
         "cluster/gates.py",
