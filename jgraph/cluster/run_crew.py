@@ -353,7 +353,8 @@ class RunCrew:
 
     async def _begin_row(self, last: pb.RunLoop, replicas: tuple[int, ...]) -> None:
         """Begins the next row of loops of synchronous training."""
-        deciding = self._again(last)
+        self._deciding = deciding = self._again(last)
+        self._under_way[deciding.loop] = deciding  # so it is told what comes meanwhile
         sync, orders = deciding.sync, [self._again(self._orders[r]) for r in replicas]
         sync.handles[:] = [order.handle for order in orders]
         sync.tasks[:] = [order.task for order in orders]
