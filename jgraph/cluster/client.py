@@ -255,10 +255,11 @@ class Cluster:
             # The transport knows addresses; users know tasks.
             if str(error.details.get("task", "")).startswith("/job:"):
                 raise
-            names = [t for t in self.tasks() if self.spec.address(t) == address]
+            named = (t for t in self.tasks() if self.spec.address(t) == address)
+            task = next(named, address)
             raise type(error)(
-                f"{', '.join(names)} does not answer: {error.message}",
-                **{**error.details, "tasks": names},
+                f"{task} does not answer: {error.message}",
+                **{**error.details, "task": task},
             ) from error
 
     def move_to(self, task: TaskName) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S
+from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.loop_orders import DealtData, Detached, SyncRequest, plain
 from jgraph.cluster.run_info import RunInfo, runs_of
 from jgraph.cluster.spec import ClusterSpec
@@ -171,6 +172,17 @@ def take_over(cluster: "Cluster", error: JGError) -> None:
     raise lost_master(error, old)
 
 
+def part_with(cluster: "Cluster", farewells: Farewells) -> None:
+    """Lets go of all that a run held, when nothing more is asked of it.
+
+    A master that was told to end as the last steps were done is the client's no longer.
+    """
+    if cluster.master in farewells.told:
+        with suppress(JGError):  # there is none; who asks next is told
+            take_over(cluster, told_to_end(cluster.master))
+    farewells.close()
+
+
 def heir_in(
     cluster: "Cluster", run: str, epoch: int, error: JGError, old: TaskName
 ) -> RunInfo:
@@ -197,6 +209,22 @@ def heir_in(
                 raise error
         loop.run(asyncio.sleep(_LOOK_S))
     raise lost_master(error, old)
+
+
+def asked_anyhow(cluster: "Cluster", ask: Callable[[], T]) -> T:
+    """Asks what may be asked twice, with another master if that is lost meanwhile.
+
+    Raises:
+      JGError: something else is lost.
+    """
+    master = cluster.master
+    try:
+        return ask()
+    except (ClusterUnreachableError, TaskLostError) as error:
+        if error.details.get("task", master) != master:
+            raise
+        take_over(cluster, error)
+    return ask()
 
 
 def begun_anyhow(

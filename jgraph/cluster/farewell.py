@@ -111,6 +111,11 @@ class Farewells:
         loop.run(hang_up([self._calls.pop(task) for task in gone]))
         self._told.difference_update(gone)
 
+    @property
+    def told(self) -> frozenset[TaskName]:
+        """Held tasks that have told of their end."""
+        return frozenset(self._told)
+
     def close(self) -> None:
         """Lets all go."""
         self.let_go(list(self._calls))

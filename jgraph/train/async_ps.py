@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, final
 
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.failover import part_with
 from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.gate_client import open_gate, staleness_of
 from jgraph.cluster.loop_orders import Detached, LoopRequest
@@ -89,7 +90,7 @@ class AsyncRunner:
         self._position: Position = None
         self._loops: LoopHandle | None = None
         self.is_training = False
-        self._untold = 0
+        self._farewells: Farewells | None = None
         self._replaced = False  # programs of workers, after one was lost
 
     @property
@@ -149,26 +150,21 @@ class AsyncRunner:
                     detached,
                 ),
             )
-        self.is_training, self._untold = True, 0
-        left, ended = order.steps, set[str]()
+        self.is_training = True
         admit = partial(self._admit, prepared, order, loops)
         rejoin = Rejoin(self._cluster, None if order.detached else admit)
-        farewells = Farewells(self._cluster)
-        loops.take_leave(farewells)
+        self._farewells = Farewells(self._cluster)
+        loops.take_leave(self._farewells)
         try:
             for report in loops:
                 if order.stop.is_set():
                     loops.stop()
                 self.workers.note(report)
-                ended.add(report.state)
-                left -= len(report.steps)
                 if report.state in {"lost", "left"}:
                     self._replaced = True
                     rejoin.lost(report.replica, report.task)
                 if len(report.steps):
                     yield chunk_of(report, prepared.names, report.replica)
-            # Loops end when all batches are done, unless they are stopped.
-            self._untold = 0 if "stopped" in ended else max(left, 0)
             self.is_training = False
             yield from rest(loops)
         except GeneratorExit:
@@ -183,7 +179,6 @@ class AsyncRunner:
                 self._loops, self.is_training = None, False
                 with contextlib.suppress(ClusterError):  # gone, and the run with it
                     self._position = loops.close()
-            farewells.close()
 
     def _register(self, prepared: _Prepared) -> None:
         if prepared.handles and not self._replaced:
@@ -319,10 +314,6 @@ class AsyncRunner:
         gate, shards = self._step.container, shards_of(self._last.plan.program)
         return staleness_of(self._cluster, gate, shards, self._last.workers)
 
-    def untold(self) -> int:
-        """See ``Runner.untold``."""
-        return self._untold
-
     def events(self) -> Events:
         """See ``Runner.events``."""
         return [e for table in self._step.tables for e in self._tables.events(table)]
@@ -330,6 +321,12 @@ class AsyncRunner:
     def plan(self) -> Any:
         """See ``Runner.plan``."""
         return None if self._last is None else self._last.plan
+
+    def let_go(self) -> None:
+        """See ``Runner.let_go``."""
+        if self._farewells is not None:
+            part_with(self._cluster, self._farewells)
+            self._farewells = None
 
     def close(self) -> None:
         """See ``Runner.close``."""

@@ -117,6 +117,7 @@ class Attached:
                 self.run.report(watch.take(chunk))
             if self.runner.nbytes() <= KEPT_BYTES:
                 values = self.runner.values()
+            self.history.ended(self.runner.global_step())
             position = position_of(self.cluster, self.info)
             self.runner.adopt(position)  # where to go on
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it

@@ -3,15 +3,17 @@
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from jgraph.clock import Clock
+from jgraph.cluster.client import Cluster
+from jgraph.cluster.failover import asked_anyhow
 from jgraph.errors import ClusterError, ConfigError, JGError, TaskLeavingError
-from jgraph.graph.ir import TaskName
 from jgraph.train.attempt import Attempt
 from jgraph.train.handed import Handed
 from jgraph.train.history import History
@@ -19,10 +21,13 @@ from jgraph.train.large import KEPT_BYTES
 from jgraph.train.progress import Display, Report
 from jgraph.train.recover import Recover
 from jgraph.train.run import Callback, Run
-from jgraph.train.runner import Position
+from jgraph.train.runner import Position, Runner
 from jgraph.train.saving import Saving
 from jgraph.train.standing import Standings
 from jgraph.train.watch import Watch, check_finite, check_ids
+
+_End: TypeAlias = tuple[Sequence[Any] | None, Position]
+"""Values of all variables, if they are not large; and where in the data a run ended."""
 
 
 @final
@@ -39,7 +44,7 @@ class Fit:
       callbacks: called with each report.
       display: shows reports; entered, and left by whoever made it.
       workers: names of the replicas; empty if nobody looks at them.
-      gone: returns how tasks ended that nobody starts again, where this is known.
+      cluster: knows how tasks ended that nobody starts again; None: all runs here.
       clock: measures rates.
     """
 
@@ -51,7 +56,7 @@ class Fit:
     callbacks: Sequence[Callback]
     display: Display
     workers: Sequence[str]
-    gone: Callable[[], Mapping[TaskName, str]]
+    cluster: Cluster | None
     clock: Clock
 
     def start(self, release: Callable[[], None]) -> None:
@@ -86,25 +91,32 @@ class Fit:
                 getattr(callback, "close", lambda: None)()
             # Of a cluster that failed, asking again would only take time.
             if not isinstance(error, ClusterError):
-                # A large model is not moved unasked.
-                if runner.nbytes() <= KEPT_BYTES:
-                    values = runner.values()
-                position = runner.position()
-                self.history.untold = runner.untold()
-                self.history.staleness = runner.staleness()
-                self.history.events = runner.events()
+                read = partial(self._ended, runner)
+                cluster = self.cluster
+                values, position = asked_anyhow(cluster, read) if cluster else read()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = error or caught
         finally:
+            runner.let_go()
             release()
         done = "done" if self.history.steps >= total else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
+
+    def _ended(self, runner: Runner) -> _End:
+        """Reads what a run has come to."""
+        # A large model is not moved unasked.
+        values = runner.values() if runner.nbytes() <= KEPT_BYTES else None
+        self.history.ended(runner.global_step())
+        self.history.staleness = runner.staleness()
+        self.history.events = runner.events()
+        return values, runner.position()
 
     def _failure(self, attempt: Attempt, total: int, began: float) -> JGError | None:
         """Trains; returns what ended the attempt early, if that may be mended."""
         try:
             self._follow(attempt, total, began)
         except JGError as error:
+            attempt.runner.let_go()
             if self.recover is not None:
                 return error
             if isinstance(error, TaskLeavingError):
@@ -112,7 +124,8 @@ class Fit:
                 raise TaskLeavingError(
                     f"{error.message}, {why}", **error.details
                 ) from error
-            if not isinstance(error, ClusterError) or not (gone := self.gone()):
+            gone = {} if self.cluster is None else self.cluster.gone()
+            if not isinstance(error, ClusterError) or not gone:
                 raise
             why = "; ".join([error.message.rstrip("."), *gone.values()])
             raise type(error)(why, **error.details) from error

@@ -63,14 +63,13 @@ class History:
         """How old gradients were, once the run has ended."""
         self.events: Events = ()
         """What happened in hash tables, once the run has ended."""
-        self.untold = 0
-        """Steps without metrics, once the run has ended: their workers were lost."""
+        self._untold = 0
 
     @property
     def steps(self) -> int:
         """Updates applied, those of earlier runs included."""
         with self._lock:
-            return self._stretches[-1].first + self._count + self.untold
+            return self._stretches[-1].first + self._count + self._untold
 
     @property
     def names(self) -> list[str]:
@@ -79,6 +78,16 @@ class History:
             train = {name for chunk in self._chunks() for name in chunk.metrics}
             read = {name for _, _, row in self._readings for name in row}
         return sorted(train - CHECKS) + sorted(read)
+
+    def ended(self, steps: int) -> None:
+        """Notes how many updates the state has, of earlier runs too.
+
+        These may be more than there are metrics of: a worker tells of its steps now and
+        then, and may be lost before.
+        """
+        with self._lock:
+            stretch = self._stretches[-1]
+            self._untold = max(steps - stretch.first - self._count, 0)
 
     def add(self, chunk: Chunk) -> None:
         """Appends what a replica did."""

@@ -202,10 +202,6 @@ class LocalRunner:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values
 
-    def untold(self) -> int:
-        """See ``Runner.untold``: here are no workers to lose."""
-        return 0
-
     def events(self) -> Events:
         """See ``Runner.events``: here are no hash tables."""
         return ()
@@ -213,6 +209,9 @@ class LocalRunner:
     def plan(self) -> Any:
         """Returns the graph of the step: all of it runs here."""
         return None if self._last is None else self._last.graph
+
+    def let_go(self) -> None:
+        """See ``Runner.let_go``: here are no tasks."""
 
     def close(self) -> None:
         """See ``Runner.close``; there is nothing to give back."""

@@ -136,17 +136,14 @@ class Runner(Protocol):
     def staleness(self) -> Staleness:
         """Returns how old the gradients of the last run were."""
 
-    def untold(self) -> int:
-        """Returns how many steps of the last run were done, but by lost workers.
-
-        No chunk had them: a worker tells of its steps now and then.
-        """
-
     def events(self) -> Events:
         """Returns what happened in each shard of each hash table so far."""
 
     def plan(self) -> Any:
         """Returns what goes where; prints and shows itself in a notebook."""
+
+    def let_go(self) -> None:
+        """Lets tasks end that were told to; they wait until a run has been read."""
 
     def close(self) -> None:
         """Drops the state, wherever it is held."""

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster, unique
-from jgraph.cluster.failover import begun_anyhow
+from jgraph.cluster.failover import begun_anyhow, part_with
 from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.gate_client import open_gate
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest, SyncRequest
@@ -87,6 +87,7 @@ class SyncRunner:
         self._present: set[int] = set()
         self._back: set[int] = set()
         """Replicas that will take part from the next loops on."""
+        self._farewells: Farewells | None = None
         self._replaced = False  # programs of workers, after one was lost
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
@@ -123,9 +124,9 @@ class SyncRunner:
         admit = None if order.detached else partial(self._admit, prepared, order)
         rejoin = Rejoin(self._cluster, admit)
         self.state.is_training = True
-        self._farewells = Farewells(self._cluster)
+        farewells = self._farewells = Farewells(self._cluster)
         try:
-            yield from self._follow(prepared, order, rejoin)
+            yield from self._follow(prepared, order, rejoin, farewells)
         except GeneratorExit:
             if self._loops is not None:
                 end_loops(self._loops)
@@ -135,11 +136,10 @@ class SyncRunner:
             raise
         finally:
             rejoin.close()
-            self._farewells.close()
             self._loops, self.state.is_training = None, False
 
     def _follow(
-        self, prepared: _Prepared, order: Order, rejoin: Rejoin
+        self, prepared: _Prepared, order: Order, rejoin: Rejoin, farewells: Farewells
     ) -> Generator[Chunk, None, None]:
         clock, left = SystemClock(), order.steps
         began, sync = 0.0, self._sync(prepared, order)
@@ -154,7 +154,7 @@ class SyncRunner:
                 self._present, self._back = self._present | self._back, set()
                 begin = partial(self._begin, prepared, replace(order, steps=left))
                 loops, sync = begun_anyhow(self._cluster, sync, begin)
-                loops.take_leave(self._farewells)
+                loops.take_leave(farewells)
                 self._loops = loops
             now, late = clock.now(), Counter[TaskName]()
             began = began or now
@@ -259,10 +259,6 @@ class SyncRunner:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values
 
-    def untold(self) -> int:
-        """See ``Runner.untold``: a ps tells of the updates, not the workers."""
-        return 0
-
     def events(self) -> Events:
         """See ``Runner.events``."""
         return self.state.events()
@@ -270,6 +266,12 @@ class SyncRunner:
     def plan(self) -> Any:
         """See ``Runner.plan``."""
         return None if self._last is None else self._last.plan
+
+    def let_go(self) -> None:
+        """See ``Runner.let_go``."""
+        if self._farewells is not None:
+            part_with(self._cluster, self._farewells)
+            self._farewells = None
 
     def close(self) -> None:
         """See ``Runner.close``."""

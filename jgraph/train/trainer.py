@@ -213,7 +213,7 @@ class Trainer:
             callbacks=callbacks,
             display=display,
             workers=replica_names(given.cluster, given.strategy) if progress else (),
-            gone=given.cluster.gone if given.cluster is not None else dict,
+            cluster=given.cluster,
             clock=given.clock,
         ).start(at_end.close)
         return wait_or_stop(run, display) if block else run

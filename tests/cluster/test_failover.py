@@ -10,8 +10,10 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
 from tests.cluster.conftest import Servers
-from tests.faults.counting import BATCH, IDS, Ledger, after, trainer
+from tests.faults.counting import BATCH, IDS, Ledger, after, counted, trainer
 
 MASTER, WORKER = "/job:worker/task:1", "/job:worker/task:0"
 
@@ -35,7 +37,7 @@ def test_run_goes_on_with_a_ps_as_master_and_loses_nothing(
     there, ledger = trainer(client, AsyncPS()), Ledger()
     run = there.fit(
         IDS,
-        steps=300,
+        steps=1500,
         batch_size=BATCH,
         callbacks=[after(100, lambda: own_servers.lose(MASTER))],
         progress=False,
@@ -48,6 +50,18 @@ def test_run_goes_on_with_a_ps_as_master_and_loses_nothing(
     told = [r.getMessage() for r in caplog.records if r.name == "jgraph.loops"]
     assert f"{MASTER}, the master, was lost" in told[0]
     assert told[0].endswith("/job:ps/task:0 is the master from here on")
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_run_whose_master_is_lost_with_the_last_step_is_done(
+    own_servers: Servers, client: Cluster, strategy: Strategy
+) -> None:
+    there = trainer(client, strategy)
+    lose = after(50, lambda: own_servers.lose(MASTER))
+    run = there.fit(IDS, steps=50, batch_size=BATCH, callbacks=[lose], progress=False)
+    assert (run.state, run.steps) == ("done", 50)
+    assert client.master == "/job:ps/task:0"
+    assert [count.sum() for count in counted(there)] == [50 * BATCH] * 2
 
 
 def stop_order(epoch: int, task: str = WORKER, *, account: bool = False) -> Frame:

@@ -136,19 +136,38 @@ def test_row_29_a_worker_or_master_that_is_told_to_end_hands_over_all_it_has(
     there = trainer(client, strategy)
     run = there.fit(
         IDS,
-        steps=300,
+        steps=1500,
         batch_size=BATCH,
         callbacks=[after(50, lambda: ending(task))],
         progress=False,
         detached=detached,
     )
-    assert (run.state, run.steps) == ("done", 300)
+    assert (run.state, run.steps) == ("done", 1500)
     ending.join()
     assert run.recoveries() == []
     assert run.repeated() == 0
     check_exact(there, run)
     assert not warnings_in(caplog)
     assert client.master != MASTER or task != MASTER
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_master_that_is_told_to_end_with_the_last_step_waits_until_the_run_is_read(
+    ending: Ending, client: Cluster, strategy: Strategy
+) -> None:
+    def end() -> None:
+        ending(MASTER)
+        while all(task.state == "ready" for task in client.status().tasks):
+            pass  # each look is a call
+
+    there = trainer(client, strategy)
+    run = there.fit(
+        IDS, steps=50, batch_size=BATCH, callbacks=[after(50, end)], progress=False
+    )
+    assert (run.state, run.steps) == ("done", 50)
+    ending.join()
+    assert client.master != MASTER
+    check_exact(there, run)
 
 
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])

@@ -49,8 +49,9 @@ def test_client_of_a_detached_run_follows_it_to_the_heir_of_its_master(
     (info,) = client.runs()
     assert (info.master, info.epoch, info.state) == (PS, 2, "done")
     assert client.master == PS
-    # What the lost worker had told of, but not as done, comes again.
-    assert run.steps == info.step >= 300
+    # What the lost worker had told of, but not as done, comes again; what it had done
+    # and not told of is counted by the ps alone.
+    assert run.steps >= info.step >= 300
     if isinstance(strategy, SyncPS):
         assert run.steps == 300
         position = there.current_position()
@@ -95,7 +96,9 @@ def test_client_that_attached_follows_the_run_to_the_heir(
         assert other.master == PS
         (info,) = client.runs()
         for one in (run, watched):
-            assert (one.state, one.steps) == ("stopped", info.step)
+            assert one.state == "stopped"
+            assert one.steps >= info.step  # the ps counts what nobody was told of
+        assert watched.steps == run.steps
         seen = [one.metrics("seen")["value"].sum(0) for one in (run, watched)]
         np.testing.assert_array_equal(*seen)
         assert watching.current_position() == there.current_position()

@@ -77,6 +77,19 @@ def test_history_knows_of_steps_that_nobody_told_before_the_loss() -> None:
         history.metrics("loss")
 
 
+def test_history_counts_the_steps_that_a_lost_worker_did_not_tell_of() -> None:
+    history = History(first_step=100)
+    history.add(chunk(0, 1, 2))
+    history.ended(105)
+    assert history.steps == 105
+    history.go_back(103, seconds=9.0)
+    history.add(chunk(0, 1))
+    history.ended(104)
+    assert history.steps == 104
+    history.ended(103)  # of a ps that was read before the last one
+    assert history.steps == 104
+
+
 def trainer_on(cluster: LocalCluster, strategy: Strategy) -> Trainer:
     model, tx = NnxMLP(rngs=nnx.Rngs(0)), optax.adam(1e-2)
     return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
