@@ -272,7 +272,10 @@ class RunCrew:
             case Prepare(replica):
                 self._do(self._prepare(replica))
             case Begin(replicas) if deciding is not None:
-                self._do(self._begin_row(deciding, replicas))
+                # Known from here on, as it is told what comes while the gates open.
+                self._deciding = again = self._again(deciding)
+                self._under_way[again.loop] = again
+                self._do(self._begin_row(again, replicas))
             case Begin(replicas):
                 for replica in replicas:
                     self._start(self._again(self._orders[replica]))
@@ -351,10 +354,8 @@ class RunCrew:
         again.loop = f"{first}~{order.epoch}.{self._number}"
         return again
 
-    async def _begin_row(self, last: pb.RunLoop, replicas: tuple[int, ...]) -> None:
+    async def _begin_row(self, deciding: pb.RunLoop, replicas: tuple[int, ...]) -> None:
         """Begins the next row of loops of synchronous training."""
-        self._deciding = deciding = self._again(last)
-        self._under_way[deciding.loop] = deciding  # so it is told what comes meanwhile
         sync, orders = deciding.sync, [self._again(self._orders[r]) for r in replicas]
         sync.handles[:] = [order.handle for order in orders]
         sync.tasks[:] = [order.task for order in orders]

@@ -1,14 +1,31 @@
 """A run whose master looks after its workers, as long as it is the master."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
 import pytest
 
 from jgraph.cluster.client import connect
-from jgraph.errors import FencedError
+from jgraph.cluster.door import LoopDoor
+from jgraph.cluster.run_crew import RunCrew
+from jgraph.coordination.crew import (
+    Event,
+    LoopEnded,
+    LoopLost,
+    RowEnded,
+    WorkerAnswered,
+    WorkerReady,
+)
+from jgraph.errors import FencedError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
 from jgraph.train.async_ps import AsyncPS
 from tests.cluster.conftest import Servers
+from tests.cluster.test_run_record import SetClock, contributing, deciding
 from tests.faults.counting import BATCH, IDS, after, trainer
+from tests.rpc.run_async import run_async
 
 PS, WORKERS = "/job:ps/task:0", ("/job:worker/task:0", "/job:worker/task:1")
 
@@ -40,3 +57,64 @@ def test_row_20_master_that_was_replaced_takes_no_worker_back(
             )
         assert other.runs()[-1].state == "failed"
         counting.close()
+
+
+class Ajar:
+    """A door to tasks that take long to open a gate, and answer nothing else."""
+
+    task = WORKERS[0]
+
+    def __init__(self) -> None:
+        self.opening = asyncio.Event()
+        self.told: asyncio.Queue[pb.StopLoop] = asyncio.Queue()
+
+    def tasks(self) -> list[str]:
+        """Returns those of the cluster."""
+        return [PS, *WORKERS]
+
+    async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
+        """Answers when a loop is told something."""
+        if method == "OpenGate":
+            self.opening.set()
+        told = body_of(request)
+        if method != "StopLoop" or not told.loop:
+            await asyncio.Event().wait()
+        self.told.put_nowait(told)
+        return frame(empty=pb.Empty())
+
+    def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Begins none: no gate opens."""
+        raise AssertionError(order)
+
+
+@pytest.mark.parametrize("asked", ["pause", "stop"])
+def test_row_whose_gates_open_is_told_what_comes_and_not_the_row_before(
+    asked: str,
+) -> None:
+    """Two workers come back within milliseconds; or the user stops the run."""
+
+    async def main() -> None:
+        door = Ajar()
+        crew = RunCrew(
+            pb.OpenRun(run="r", info="{}"), cast("LoopDoor", door), SetClock()
+        )
+        first, second = contributing("w-0"), contributing("w-1")
+        second.replica, last = 1, deciding("d-2")
+        last.sync.shards.append(PS)
+        events: list[Event] = [
+            LoopLost(1, TaskLostError("gone")),
+            LoopEnded(0, "stopped"),
+            RowEnded("paused"),
+        ]
+        if asked == "pause":
+            events += [WorkerAnswered(1), WorkerReady(1)]
+        crew.resume({0: first, 1: second}, last, events)
+        if asked == "stop":
+            crew.stop()
+        told = await door.told.get()
+        assert told.loop.startswith("d-2~")
+        assert told.pause == (asked == "pause")
+        await door.opening.wait()
+        crew.close()
+
+    run_async(main(), timeout_s=20)
