@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
+from jgraph.clock import SystemClock
 from jgraph.cluster.calls import COMPILE_S, bulk_timeout_s
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.shard_calls import shard_from, sums_in
@@ -144,14 +145,15 @@ class RunSaver:
 
     async def _become_writer(self, wait_s: float) -> None:
         """Takes the lease; a master that was replaced may have it a little longer."""
+        clock = SystemClock()
+        deadline = clock.now() + wait_s
         while not self._lease.generation:
             try:
                 await asyncio.to_thread(self._lease.acquire)
             except CheckpointWriterError:
-                if wait_s <= 0.0:
+                if clock.now() >= deadline:
                     raise
-                wait_s -= _AGAIN_S
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_AGAIN_S)  # a lease on a disk can only be asked
 
     async def _save(self, *, at_rest: bool) -> Saved:
         order, directory = self.order, Path(self.order.directory)
