@@ -257,10 +257,8 @@ class Cluster:
                 raise
             named = (t for t in self.tasks() if self.spec.address(t) == address)
             task = next(named, address)
-            raise type(error)(
-                f"{task} does not answer: {error.message}",
-                **{**error.details, "task": task},
-            ) from error
+            told = f"{task} does not answer: {error.message}"
+            raise type(error)(told, **{**error.details, "task": task}) from error
 
     def move_to(self, task: TaskName) -> None:
         """Makes another server the master of this client."""

@@ -7,7 +7,7 @@ _TURN_S: Final = 1.0
 
 
 def wait_signalled(event: threading.Event, timeout_s: float | None = None) -> bool:
-    """Waits for an event that handlers of signals may set; in turns of a second.
+    """Waits for an event, and hears signals meanwhile; in turns of a second.
 
     Python runs handlers in the main thread, and nothing wakes that up when the signal
     came between the last look for one and the wait, or in another thread of the

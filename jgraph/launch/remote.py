@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Final, final
 
 from jgraph.cluster.exits import how_it_ended
+from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import StartError
 from jgraph.launch.hosts import Host, RemoteTask, remote_command
@@ -96,7 +97,7 @@ class RemoteProcess:
         Raises:
           StartError: it ended instead.
         """
-        self._ssh.told.wait()
+        wait_signalled(self._ssh.told)  # it ends with ssh, or by Ctrl-C
         if not self._ssh.serves:
             raise StartError(f"{self.task} ended on {self.host.login}", task=self.task)
 

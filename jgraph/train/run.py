@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
+from jgraph.cluster.signals import wait_signalled
 from jgraph.coordination.recovery import Recovery
 from jgraph.errors import DeadlineError, hints
 from jgraph.errors.tracebacks import short_traceback
@@ -236,7 +237,7 @@ class Run:
         Raises:
           DeadlineError: the run still goes on after ``timeout_s``.
         """
-        if not self._done.wait(timeout_s):
+        if not wait_signalled(self._done, timeout_s):  # Ctrl-C is one
             raise DeadlineError(
                 f"the run is at step {self.steps} and still going on after "
                 f"{timeout_s:g} s; wait longer, or end it with run.stop()"

@@ -289,12 +289,16 @@ def test_callbacks_see_reports_and_can_stop_the_run() -> None:
     assert run.model() is not None
 
 
-def test_interrupt_ends_a_blocking_run_after_the_current_step() -> None:
+@pytest.mark.parametrize("heard_by", ["the process", "another thread"])
+def test_interrupt_ends_a_blocking_run_after_the_current_step(heard_by: str) -> None:
     interrupts = iter([signal.SIGINT])
 
     def callback(run: Run, report: Report) -> None:
         for interrupt in interrupts:
-            os.kill(os.getpid(), interrupt)
+            if heard_by == "the process":
+                os.kill(os.getpid(), interrupt)
+            else:  # nothing wakes the main thread
+                signal.pthread_kill(threading.get_ident(), interrupt)
 
     trainer = nnx_trainer()
     run = fit(trainer, 1_000_000, eval_data=data(), eval_every=5, callbacks=[callback])
