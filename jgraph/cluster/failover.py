@@ -199,7 +199,7 @@ def heir_in(
       JGError: there is none.
     """
     clock = SystemClock()
-    deadline = clock.now() + END_S
+    deadline = clock.now() + 2 * END_S  # a silent master is waited for by the heir, too
     while heir_of(cluster.tasks(), old) is not None and clock.now() < deadline:
         for found in runs_of(cluster):
             if found.name == run and found.epoch > epoch:

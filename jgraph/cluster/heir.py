@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Final, Protocol, final
+from typing import Any, Final, Protocol, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.calls import CONTROL_S, bounded_s
@@ -86,16 +86,16 @@ class Heir:
     async def work(self) -> None:
         """Follows the master to the end of the run, or takes its place."""
         known = await ready_tasks(self._door)
-        leaving = asyncio.ensure_future(self._until_told_to_end())
+        holding, leaves = self._hold()
         try:
-            while (lost := await self._lost_or(leaving)) is not None:
+            while (lost := await self._lost_or(leaves)) is not None:
                 if not await self._is_there(lost, known):
                     await self._take_over(lost)
                     return
-                leaving.cancel()
-                leaving = asyncio.ensure_future(self._until_told_to_end())
+                holding.cancel()
+                holding, leaves = self._hold()
         finally:
-            leaving.cancel()  # lets the master go
+            holding.cancel()  # lets the master go
 
     async def _is_there(self, lost: JGError, known: Mapping[TaskName, str]) -> bool:
         """Whether the master still is one; a link that is silent is waited for."""
@@ -103,28 +103,31 @@ class Heir:
             return False
         return await answers_again(self.master, lost, self._door, known, self._clock)
 
-    async def _lost_or(self, leaving: asyncio.Task[JGError]) -> JGError | None:
+    async def _lost_or(self, leaves: asyncio.Future[JGError]) -> JGError | None:
         """Follows the master; returns why it is to be replaced, None at the end."""
         following = asyncio.ensure_future(self._follow())
-        either = {following, leaving}
+        either: set[asyncio.Future[Any]] = {following, leaves}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             following.cancel()
-        return leaving.result() if leaving.done() else await following
+        return leaves.result() if leaves.done() else await following
 
-    async def _until_told_to_end(self) -> JGError:
-        """Holds the master until it is told to end; for ever if it is lost before."""
-        times = 0
-        with suppress(JGError):
-            nothing = frame(empty=pb.Empty())
-            async for _ in self._door.stream(self.master, "Farewell", nothing):
-                times += 1
-                if times > 1:
-                    what = f"{self.master}, the master, was told to end"
-                    return TaskLeavingError(what, task=self.master)
-        never: asyncio.Future[JGError] = asyncio.get_running_loop().create_future()
-        return await never
+    def _hold(self) -> tuple[asyncio.Task[None], asyncio.Future[JGError]]:
+        """Holds the master until the task is cancelled; tells when it is to end."""
+        leaves: asyncio.Future[JGError] = asyncio.get_running_loop().create_future()
+
+        async def hold() -> None:
+            replies = 0
+            with suppress(JGError):  # it is lost, which its journal shows
+                nothing = frame(empty=pb.Empty())
+                async for _ in self._door.stream(self.master, "Farewell", nothing):
+                    replies += 1
+                    if replies == 2:
+                        what = f"{self.master}, the master, was told to end"
+                        leaves.set_result(TaskLeavingError(what, task=self.master))
+
+        return asyncio.ensure_future(hold()), leaves
 
     async def _follow(self) -> JGError | None:
         """Takes what the master tells; returns how its loss shows, if it does."""

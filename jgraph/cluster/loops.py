@@ -185,9 +185,8 @@ class LoopHandle:
             return False
         deadline = self._clock.now() + (0.0 if data is None else data.wait_s)
         if data is not None and data.wait_s:
-            _LOG.warning(
-                "no worker is left; the run waits up to %g s for one", data.wait_s
-            )
+            told = "no worker is left; the run waits up to %g s for one"
+            _LOG.warning(told, data.wait_s)
         while data is not None and self._clock.now() < deadline:
             try:
                 self._cluster.check_startable()
@@ -243,6 +242,9 @@ class LoopHandle:
         self.epoch, self._name = run.epoch, run.data_run
         yield from self._come_so_far(error)
         self._following.again(self._loops, run)
+        if self._stopped.is_set():  # the one before may not have heard it
+            self._stopped.clear()
+            self.stop()
 
     def _begin_anew(self, error: JGError, old: TaskName) -> Iterator[LoopReport]:
         """Goes on from what is known to be done."""
@@ -302,8 +304,7 @@ class LoopHandle:
             for one in self._loops
         ]
         if self._detached:
-            query = pb.RunQuery(run=self._run)
-            orders = [("Master.StopRun", frame(run_query=query))]
+            orders = [("Master.StopRun", frame(run_query=pb.RunQuery(run=self._run)))]
         for method, order in orders:
             with suppress(JGError):
                 self._cluster.call(method, order)
@@ -352,7 +353,6 @@ class LoopHandle:
         if end.verdict is Verdict.LINK_LOST and self._can_do_without:
             ready = loop.run(ready_tasks(self._cluster))
             if is_cut_off(named, self._began_with.result(), ready):
-                # Nothing that is still under way there changes anything from here on.
                 drop_programs(self._cluster, [one.request.handle])
                 self._tell_lost(one.request, error)
                 yield self._noted(one, lost_report(one.request, error))

@@ -9,7 +9,7 @@ from typing import Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.failover import heir_in, take_over
+from jgraph.cluster.failover import heir_in, take_over, told_to_end
 from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.run_info import RunInfo, position_of, reports_of, stop_run
 from jgraph.cluster.seen_reports import SeenReports
@@ -145,14 +145,19 @@ class Attached:
         seen: defaultdict[int, SeenReports] = defaultdict(SeenReports)
         while True:
             try:
+                if self.stop.is_set():  # a master before may not have heard it
+                    stop_run(self.cluster, self.info)
                 for reply in reports_of(self.cluster, self.info, _A_WEEK_S):
                     new = seen[body_of(reply).replica].unseen(reply)
                     if new is not None:
                         yield new
                 newest = [r for r in self.cluster.runs() if r.name == self.info.name]
-                if newest[0].epoch == self.info.epoch:
+                if newest and newest[0].epoch > self.info.epoch:
+                    (self.info,) = newest
+                elif newest and newest[0].state == "running":
+                    raise told_to_end(self.info.master)  # its heir takes over just now
+                else:
                     return
-                (self.info,) = newest
             except (ClusterUnreachableError, TaskLostError) as error:
                 lost = self.info.master
                 if self.cluster.master == lost:
