@@ -139,16 +139,18 @@ def test_error_in_one_task_ends_the_step_on_all_and_names_the_cause(
     v = Variable("unset", ((2,), jnp.float32, None), device="/job:ps/task:0")
 
     def f(x: Any) -> Any:
+        v[...] = v[...] + x
         with device("/job:worker/task:0"):
-            return (v[...] * x).sum()
+            return v[...].sum()
 
     with connect(pair.server("/job:worker/task:0").target, timeout_s=10) as cluster:
         session = cluster.session()
         for _ in range(2):
-            with pytest.raises(JGError, match="'unset' on /job:ps/task:0"):
+            with pytest.raises(JGError, match="'unset' on /job:ps/task:0") as caught:
                 session.run(f, 2.0, timeout_s=20)
+            assert caught.value.code == "JG-231"
         session.write({v: np.ones(2, np.float32)})
-        assert session.run(f, 2.0) == 4.0
+        assert session.run(f, 2.0) == 6.0
 
 
 @pytest.mark.parametrize("how", ["print", "callback"])

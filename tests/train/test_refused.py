@@ -17,7 +17,10 @@ from jgraph.errors import (
     NonFiniteError,
 )
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.local import Local
 from jgraph.train.run import Run
+from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.train.models import BATCH, LinenMLP, NnxMLP, data, linen_loss, nnx_loss
 
@@ -48,14 +51,27 @@ def test_first_step_that_is_not_finite_is_named_and_not_applied() -> None:
     assert_close(nnx.state(trainer.model()), before)
 
 
-def test_gradient_that_is_not_finite_is_named() -> None:
+@pytest.mark.parametrize("strategy", [Local(), AsyncPS(), SyncPS()], ids=repr)
+def test_gradient_that_is_not_finite_is_named(
+    strategy: Strategy, request: pytest.FixtureRequest
+) -> None:
+    """The loss itself is finite."""
+
     def loss(model: Any, batch: Any) -> Any:
         bias = model.layers[1].bias[...]
         return nnx_loss(model, batch) + jnp.sqrt(jnp.abs(bias)).sum()
 
-    trainer = nnx_trainer(loss=loss, check_finite=True)
+    cluster = None
+    if not isinstance(strategy, Local):
+        cluster = request.getfixturevalue("cluster")
+    trainer = nnx_trainer(
+        loss=loss, check_finite=True, strategy=strategy, cluster=cluster
+    )
+    before = nnx.state(trainer.model())
     with pytest.raises(NonFiniteError, match=r"gradient of 'params/layers/1/bias'"):
         fit(trainer)
+    assert_close(nnx.state(trainer.model()), before)
+    trainer.close()
 
 
 @pytest.mark.parametrize(
