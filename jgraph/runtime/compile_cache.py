@@ -39,7 +39,8 @@ class CompileCache:
           donate: positions of flat arguments whose buffers the call may reuse.
 
         Raises:
-          InvalidProgramError: the bytes do not match the digest or do not parse.
+          InvalidProgramError: the bytes do not match the digest, do not parse, or are
+            of a JAX that is too old or too new.
           ForbiddenProgramError: it calls native code that is not allowed.
           PlatformError: exported for other kinds of device than this process has.
         """
@@ -104,6 +105,7 @@ def _compiled(
 def _deserialize(code: SegmentCode) -> Any:
     try:
         exported = jax.export.deserialize(bytearray(code.exported))
+        _check_convention(code, exported.calling_convention_version)
         check_custom_calls(code, exported)
     except JGError:
         raise
@@ -115,6 +117,20 @@ def _deserialize(code: SegmentCode) -> Any:
             digest=code.digest,
         ) from error
     return exported
+
+
+def _check_convention(code: SegmentCode, version: int) -> None:
+    """Refuses code that is called in a way of another JAX; JAX itself does not look."""
+    least = jax.export.minimum_supported_calling_convention_version
+    most = jax.export.maximum_supported_calling_convention_version
+    if not least <= version <= most:
+        older = "the client" if version < least else "this task"
+        raise InvalidProgramError(
+            f"segment '{code.label}' is to be called by version {version} of JAX's "
+            f"calling convention, and JAX {jax.__version__} here knows {least} to "
+            f"{most}; upgrade JAX of {older}",
+            digest=code.digest,
+        )
 
 
 def _usable(donate: tuple[int, ...], exported: Any) -> tuple[int, ...]:

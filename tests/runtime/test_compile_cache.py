@@ -44,10 +44,16 @@ def test_executable_donates_what_it_was_told_to() -> None:
     assert (a.is_deleted(), b.is_deleted()) == (True, False)
 
 
-def test_changed_byte_is_refused_before_it_is_parsed() -> None:
+def test_changed_byte_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def parse(blob: bytearray) -> None:
+        raise AssertionError(f"{len(blob)} bytes were parsed")
+
     segment = code()
     blob = bytearray(segment.exported)
     blob[len(blob) // 2] ^= 1
+    monkeypatch.setattr(jax.export, "deserialize", parse)
     with pytest.raises(InvalidProgramError, match="do not match their digest"):
         CompileCache().load(replace(segment, exported=bytes(blob)))
 
@@ -65,6 +71,22 @@ def test_any_garbage_under_a_right_digest_is_one_error(seed: int) -> None:
 def test_program_for_another_platform_says_for_which() -> None:
     with pytest.raises(PlatformError, match="exported for tpu and this task has cpu"):
         CompileCache().load(code("tpu"))
+
+
+@pytest.mark.parametrize(("version", "who"), [(1, "the client"), (1000, "this task")])
+def test_row_20_a_program_of_a_jax_that_is_too_old_or_too_new_is_refused(
+    version: int, who: str
+) -> None:
+    exported = jax.export.export(jax.jit(lambda a: [a + a]))(jnp.zeros(3))
+    other = replace(exported, calling_convention_version=version)
+    blob = bytes(other.serialize())
+    segment = SegmentCode(hashlib.sha256(blob).hexdigest(), blob, ("cpu",), "add")
+    cache = CompileCache()
+    with pytest.raises(InvalidProgramError, match=f"upgrade JAX of {who}") as caught:
+        cache.load(segment)
+    assert caught.value.code == "JG-203"
+    assert f"by version {version} of" in caught.value.message
+    assert cache.compilations == 0
 
 
 def code_of(fn: Any, *allow: str) -> SegmentCode:
