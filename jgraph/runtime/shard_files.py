@@ -103,9 +103,16 @@ def make_array(directory: Path, whole: Slice) -> None:
 
 
 def make_proof(directory: Path) -> bytes:
-    """Puts a new proof into a directory, and returns it."""
+    """Puts a new proof into a directory, and returns it.
+
+    Other users may not read it, whatever the umask: who can show it is written for.
+    """
     proof = os.urandom(PROOF_BYTES)
-    (directory / PROOF).write_bytes(proof)
+    path = directory / PROOF
+    path.unlink(missing_ok=True)  # it would keep its mode
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(proof)
     return proof
 
 

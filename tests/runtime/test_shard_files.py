@@ -132,6 +132,18 @@ def test_row_21_a_directory_without_the_proof_is_not_opened(
         proven(path, proof).__enter__()
 
 
+def test_row_21_no_other_user_may_read_a_proof(tmp_path: Path) -> None:
+    (tmp_path / PROOF).write_bytes(bytes(32))
+    (tmp_path / PROOF).chmod(0o644)
+    before = os.umask(0)
+    try:
+        proof = make_proof(tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / PROOF).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / PROOF).read_bytes() == proof
+
+
 def test_row_21_no_proof_is_none(tmp_path: Path) -> None:
     (tmp_path / PROOF).touch()
     with pytest.raises(CheckpointPathError):
