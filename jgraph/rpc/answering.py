@@ -10,6 +10,7 @@ import grpc
 
 from jgraph.errors import (
     ClusterBusyError,
+    DeadlineError,
     JGError,
     MalformedMessageError,
     MessageTooLargeError,
@@ -19,7 +20,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.ask_stream import Conversation
 from jgraph.rpc.codec import Buffer, Prepared, encode, pack, prepare, too_large
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.intake import Intake, RequestRoom
+from jgraph.rpc.intake import LOOK_EVERY_S, Intake, RequestRoom
 from jgraph.rpc.local_door import LocalDoor, LocalOffer
 from jgraph.rpc.local_socket import LAST_WORDS_S, LocalSocket
 from jgraph.rpc.outbox import Outbox
@@ -32,6 +33,7 @@ _logger = logging.getLogger(__name__)
 
 MAX_UNANSWERED: Final = 1024
 """More calls of one caller at once are refused."""
+_GIVES_UP: Final = (NotTakingError, DeadlineError)
 END: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # stubs lack it
 
 
@@ -72,7 +74,7 @@ class Answers:
         # Of the stream that there is now.
         self._serving: asyncio.Task[Any] | None = None
         self._check: Callable[[str], None] | None = None
-        self._deaf: NotTakingError | None = None
+        self._given_up: NotTakingError | DeadlineError | None = None
         self._intake: Intake | None = None
         self._socket: LocalSocket | None = None
         self._beside: set[asyncio.Task[None]] = set()
@@ -97,6 +99,7 @@ class Answers:
         Raises:
           MalformedMessageError: the stream is not one of calls.
           NotTakingError: the caller acknowledges nothing.
+          DeadlineError: it does not go on with a call that it began.
         """
         hello, *early = first
         await self._take_over()
@@ -104,13 +107,14 @@ class Answers:
         intake.of_task = bool(body_of(hello).task)
 
         def feed(chunk: Buffer) -> None:
-            self._feed(intake.decoder.feed(chunk), len(chunk))
+            self._feed(intake.feed(chunk), len(chunk))
 
         offer = LocalOffer(door, feed, self._move) if door and self.turn == 1 else None
         streamed = self._talk.outbox
         try:
             await self._greet(context, offer)
             self._do(streamed.run(context.write, body_of(hello).received))
+            self._do(self._watch(intake))
             for asked in early:
                 self._take(asked)
             reading = self._read(context, feed)
@@ -120,8 +124,8 @@ class Answers:
                 intake.decoder.finish()
                 await _flush(streamed)
         except asyncio.CancelledError:  # so gRPC tells of a connection that broke
-            if self._deaf is not None:
-                raise self._deaf from None
+            if self._given_up is not None:
+                raise self._given_up from None
             self.may_return = self._resumable(body_of(hello), offer)
             raise
         except JGError:
@@ -161,9 +165,9 @@ class Answers:
         if task.cancelled():
             return
         error = task.exception()  # a connection that broke: who reads it learns it
-        if isinstance(error, NotTakingError) and self._serving is not None:
+        if isinstance(error, _GIVES_UP) and self._serving is not None:
             _logger.warning("%s gives a caller up: %s", self._hello.task, error.message)
-            self._deaf = error
+            self._given_up = error
             self._serving.cancel()
 
     async def _greet(self, context: Any, offer: LocalOffer | None) -> None:
@@ -179,6 +183,19 @@ class Answers:
             feed(chunk)
             # Or who takes no replies would fill our memory.
             await self._talk.outbox.room()
+
+    async def _watch(self, intake: Intake) -> None:
+        """Gives a caller up that has room for a call and does not go on sending it."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            # While its replies wait, nothing is read of it.
+            if not self._talk.outbox.is_full and intake.is_stuck():
+                raise DeadlineError(
+                    f"a call to {self._hello.task} did not go on arriving for "
+                    f"{2 * LOOK_EVERY_S:g} s, and its room was given back; look at the "
+                    "caller and at the network, and make the call again",
+                    task=self._hello.task,
+                )
 
     def _feed(self, received: list[Frame], nbytes: int) -> None:
         for asked in received:

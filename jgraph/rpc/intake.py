@@ -2,7 +2,8 @@
 
 Decided when the header of a call is read, before memory is taken for its tensors. What
 is refused is thrown away as it arrives. Who was refused, or sends much at once, asks
-for room first, and gets it in the order of asking.
+for room first, and gets it in the order of asking. Who has room, and does not send
+what it is for, loses it.
 """
 
 import asyncio
@@ -12,12 +13,18 @@ from typing import Final, TypeAlias, final
 
 from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.codec import Buffer
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.shared_memory import available_memory
+from jgraph.rpc.transport import Frame
 
 TURN_S: Final = 5.0
 """Who asks for room waits so long, and is then told to try again."""
+LOOK_EVERY_S: Final = 10.0
+"""How often is looked whether a call that has room goes on arriving."""
 _LEAST_BYTES: Final = 256 << 20
+_LEAST_NEWS: Final = 64 << 10
+_MOST_LOOKS: Final = 2  # one finds what a process that was frozen has not read yet
 Admit: TypeAlias = Callable[[pb.Frame, int], bool]
 
 
@@ -138,6 +145,30 @@ class Intake:
         self._refused: dict[int, int] = {}
         self._reserved = 0
         self._is_closed = False
+        # What was found when it was last looked.
+        self._fed = 0
+        self._seen: int | None = None
+        self._looks = self._looks_reserved = 0
+
+    def feed(self, chunk: Buffer) -> list[Frame]:
+        """Takes the next bytes; see ``Decoder.feed``."""
+        self._fed += len(chunk)
+        return self.decoder.feed(chunk)
+
+    def is_stuck(self) -> bool:
+        """Whether a call that has room has brought nearly nothing at the last looks.
+
+        Room that was kept for a call that has not come meanwhile is given back.
+        """
+        coming = next(iter(self._let_in), None)
+        stands = coming is not None and coming == self._seen
+        self._looks = self._looks + 1 if stands and self._fed < _LEAST_NEWS else 0
+        self._seen, self._fed = coming, 0
+        if self._looks_reserved == _MOST_LOOKS:
+            self._room.give(self._reserved)
+            self._reserved = 0
+        self._looks_reserved += 1
+        return self._looks >= _MOST_LOOKS
 
     async def reserve(self, nbytes: int, method: str, task: str) -> None:
         """Waits until there is room for the next call, and keeps it for that.
@@ -156,7 +187,7 @@ class Intake:
             except TimeoutError:
                 raise self._busy(nbytes, method, task) from None
         self._room.give(self._reserved)
-        self._reserved = nbytes
+        self._reserved, self._looks_reserved = nbytes, 0
         if self._is_closed:
             self.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -26,10 +27,11 @@ from jgraph.errors import (
     TaskMissingError,
 )
 from jgraph.plan.nodes import RecvNode
-from jgraph.rpc import service
+from jgraph.rpc import receiving, service
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.asking import ASKS_METHOD
 from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.exchange import EXCHANGE_METHOD
 from jgraph.rpc.frames import frame, hello
 from jgraph.rpc.token import find_token
 from jgraph.rpc.transport import Frame
@@ -42,12 +44,16 @@ from tests.rpc.test_grpc_bad_inputs import data as encoded, error_in
 from tests.train.models import BATCH, NnxMLP, data, nnx_loss
 
 
-def talk(address: str, chunks: AsyncIterator[bytes] | Iterator[bytes]) -> JGError:
+def talk(
+    address: str,
+    chunks: AsyncIterator[bytes] | Iterator[bytes],
+    method: str = ASKS_METHOD,
+) -> JGError:
     """Sends raw bytes with the token; returns the error that comes back."""
 
     async def send() -> list[Frame]:
         async with grpc.aio.insecure_channel(address) as channel:
-            dial = channel.stream_stream(ASKS_METHOD, None, None)
+            dial = channel.stream_stream(method, None, None)
             stream = dial(chunks, timeout=20, metadata=find_token().metadata)
             decoder = Decoder()
             return [f async for chunk in stream for f in decoder.feed(chunk)]
@@ -168,16 +174,21 @@ def test_row_15_a_server_that_is_being_stopped_takes_no_step() -> None:
     servers.stop()
 
 
+@pytest.mark.parametrize(
+    ("method", "where"), [(ASKS_METHOD, service), (EXCHANGE_METHOD, receiving)]
+)
 def test_row_17_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch, method: str, where: ModuleType
 ) -> None:
-    monkeypatch.setattr(service, "HELLO_TIMEOUT_S", 0.2)
+    """The limit is for all of its Hello, and not for each byte."""
+    monkeypatch.setattr(where, "HELLO_TIMEOUT_S", 0.2)
 
     async def drip() -> AsyncIterator[bytes]:
-        yield encoded(HELLO)[:1]
-        await asyncio.Event().wait()
+        for n in itertools.count():
+            yield encoded(HELLO)[n : n + 1]
+            await asyncio.sleep(0.05)
 
-    error = talk(served.servers.server(WORKER).address, drip())
+    error = talk(served.servers.server(WORKER).address, drip(), method)
     assert error.code == "JG-401"
     assert "did not arrive in time" in error.message
 

@@ -1,0 +1,151 @@
+"""Who begins and does not go on, or opens ever more streams, takes little of a task."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import grpc
+import numpy as np
+import pytest
+
+from jgraph.errors import ClusterUnreachableError, DeadlineError
+from jgraph.rpc import answering, grpc_transport
+from jgraph.rpc.asking import ASKS_METHOD
+from jgraph.rpc.codec import pack
+from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.dial import CHANNEL_OPTIONS
+from jgraph.rpc.frames import body_of, kind_of
+from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.intake import RequestRoom
+from jgraph.rpc.local_socket import LocalSocket, connect
+from jgraph.rpc.transport import Address, Frame
+from jgraph.testing.transport_harness import PS, WAIT_S, Recorder, asked, numbers, step
+from tests.rpc.run_async import run_async
+from tests.rpc.test_bad_asks import HELLO, Asks, error_in
+from tests.rpc.test_intake import LARGE, LIMIT, ask, intake
+
+BEGUN = ask(1, step(1, LARGE))[:100_000]
+
+
+@asynccontextmanager
+async def opened(address: Address) -> AsyncIterator[tuple[Asks, Frame]]:
+    """A stream of calls that has said Hello, and what the server said."""
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stream = channel.stream_stream(ASKS_METHOD, None, None)(None, timeout=WAIT_S)
+        await stream.write(HELLO)
+        chunk = await stream.read()
+        assert isinstance(chunk, bytes)
+        (welcome,) = Decoder().feed(chunk)
+        assert kind_of(welcome) == "hello"
+        yield stream, welcome
+
+
+async def drip(write: Callable[[bytes], Awaitable[None]]) -> None:
+    """Begins a large call, and then sends a byte of it now and then."""
+    for chunk in pack([BEGUN]):
+        await write(chunk)
+    while True:
+        await asyncio.sleep(0.02)
+        await write(b"\1")
+
+
+async def rest_of(stream: Asks) -> list[Frame]:
+    decoder, got = Decoder(), list[Frame]()
+    while isinstance(chunk := await stream.read(), bytes):
+        got += decoder.feed(chunk)
+    return got
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_row_17_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
+    near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "LOOK_EVERY_S", 0.1)
+
+    async def socket_of(welcome: Frame) -> LocalSocket:
+        socket = await connect(body_of(welcome).local_socket, lambda data: None)
+        assert socket is not None
+        return socket
+
+    async def main() -> None:
+        server, client = GrpcTransport(PS, max_request_bytes=LIMIT), GrpcTransport(None)
+        address = await server.start(Recorder())
+        async with opened(address) as (stream, welcome):
+            socket = await socket_of(welcome) if near else None
+            write = socket.write if socket is not None else stream.write
+            sending = asyncio.create_task(drip(write))
+            error = error_in(await rest_of(stream))
+            assert isinstance(error, DeadlineError)
+            assert f"a call to {PS} did not go on arriving" in error.message
+            assert server._room.taken == 0
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        assert numbers(await asked(client, address, "Echo", step(3, LARGE))) == [3]
+        await client.close()
+        await server.close()
+
+    run_async(main())
+
+
+def test_row_17_call_that_goes_on_slowly_is_waited_for() -> None:
+    room = RequestRoom(LIMIT)
+    stream = intake(room)
+    call = ask(1, step(1, LARGE))
+    at = 0
+    while at < len(call):
+        assert room.taken == (LARGE.nbytes if at else 0)
+        stream.feed(call[at : at + (64 << 10)])
+        at += 64 << 10
+        assert not stream.is_stuck()
+    assert stream.begin(1, "Echo", PS) == LARGE.nbytes
+
+
+def test_row_17_process_that_was_frozen_reads_on_before_it_gives_a_call_up() -> None:
+    stream = intake(RequestRoom(LIMIT))
+    stream.feed(BEGUN)
+    assert [stream.is_stuck() for _ in range(2)] == [False] * 2
+    stream.feed(BEGUN)
+    assert [stream.is_stuck() for _ in range(3)] == [False, False, True]
+
+
+def test_row_17_room_that_is_kept_for_a_call_that_does_not_come_is_given_back() -> None:
+    async def main() -> None:
+        room = RequestRoom(LIMIT)
+        stream = intake(room)
+        await stream.reserve(LIMIT, "Echo", PS)
+        taken = []
+        for _ in range(4):
+            assert not stream.is_stuck()
+            taken.append(room.taken)
+        assert taken == [LIMIT, LIMIT, 0, 0]
+        stream.feed(ask(1, step(1, np.ones(LIMIT, np.uint8))))
+        assert stream.begin(1, "Echo", PS) == room.taken == LIMIT
+
+    run_async(main())
+
+
+def test_row_17_more_streams_than_a_server_takes_are_refused_until_one_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grpc_transport, "MAX_CONCURRENT_STREAMS", 3)
+
+    async def main() -> None:
+        server, client = GrpcTransport(PS), GrpcTransport(None)
+        address = await server.start(Recorder())
+        async with AsyncExitStack() as one_ends, AsyncExitStack() as others:
+            await one_ends.enter_async_context(opened(address))
+            for _ in range(2):  # of other connections: the bound is the server's
+                await others.enter_async_context(opened(address))
+            with pytest.raises(ClusterUnreachableError, match="too many calls at once"):
+                await asked(client, address, "Echo", step(1))
+            await one_ends.aclose()
+            replies = list[Frame]()
+            async with asyncio.timeout(WAIT_S):
+                while not replies:  # the server may still have to learn of it
+                    with suppress(ClusterUnreachableError):
+                        replies = await asked(client, address, "Echo", step(2))
+            assert numbers(replies) == [2]
+        await client.close()
+        await server.close()
+
+    run_async(main())
