@@ -18,7 +18,7 @@ from jgraph.cluster.server import Server
 from jgraph.cluster.status import ClusterStatus
 from jgraph.cluster.transport_choice import is_loopback, token_file_in
 from jgraph.cluster.visit import status_of
-from jgraph.errors import InsecureError, NotAllowedError, TokenError
+from jgraph.errors import InsecureError, JGError, NotAllowedError, TokenError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.certificates import make_certificates
@@ -131,6 +131,34 @@ def test_with_tls_a_task_may_not_call_what_is_for_clients(tmp_path: Path) -> Non
     with Server({"worker": ["localhost:0"]}, tls=tmp_path) as server:
         with pytest.raises(NotAllowedError, match="'task' may not call 'Shutdown'"):
             loop.run(shut_down(server.address))
+        assert not server.join(0.0)
+
+
+def test_row_2_every_method_is_for_the_roles_in_the_table_and_no_other(
+    tmp_path: Path,
+) -> None:
+    """Who may call is told that the frame is wrong, and others not even that."""
+    make_certificates(tmp_path, [WORKER])
+    token = Token.read(tmp_path / "token")
+    wrong = frame(values=pb.Values(handle="h", key="k"))
+
+    async def codes_of(task: TaskName | None, address: str) -> dict[str, str]:
+        transport = GrpcTransport(task, token=token, tls=TLS.of(tmp_path, task))
+        await transport.start(NoHandler())
+        codes = {}
+        for method in ROLES:
+            with pytest.raises(JGError) as caught:
+                await transport.ask(address, method, wrong, timeout_s=10)
+            codes[method] = caught.value.code
+        await transport.close()
+        return codes
+
+    with Server({"worker": ["localhost:0"]}, tls=tmp_path) as server:
+        for role, task in (("client", None), ("task", WORKER)):
+            assert loop.run(codes_of(task, server.address)) == {
+                method: "JG-401" if role in may else "JG-115"
+                for method, may in ROLES.items()
+            }
         assert not server.join(0.0)
 
 
