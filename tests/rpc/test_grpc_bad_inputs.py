@@ -2,8 +2,11 @@
 
 import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -26,6 +29,7 @@ from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, call, step
 from tests.rpc.run_async import run_async
+from tests.rpc.test_grpc_transport import ps_process
 
 HELLO = frame(hello=hello(WORKER, incarnation=5))
 
@@ -180,6 +184,37 @@ def test_chunk_over_the_limit_of_grpc_is_refused_by_grpc() -> None:
                     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run_async(main())
+
+
+def most_memory(process: SpawnProcess) -> int:
+    """The most bytes that a process has had in memory at once."""
+    said = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    return int(said.partition("VmHWM:")[2].split()[0]) << 10
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not tell")
+def test_row_16_memory_stays_flat_whatever_a_compressed_chunk_would_be() -> None:
+    bomb = 128 << 20
+
+    async def send_compressed(address: Address, nbytes: int) -> grpc.StatusCode:
+        unlimited = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(address, unlimited) as channel:
+            stream = channel.stream_stream(ASKS_METHOD, None, None)(
+                iter([bytes(nbytes)]), timeout=60, compression=grpc.Compression.Gzip
+            )
+            with suppress(grpc.aio.AioRpcError):
+                assert [chunk async for chunk in stream]
+            return await stream.code()
+
+    with ps_process() as (process, address):
+        # What is not too large is unpacked: this is no message of ours.
+        assert run_async(send_compressed(address, 1000)) is grpc.StatusCode.OK
+        before = most_memory(process)
+        refused = run_async(send_compressed(address, bomb), timeout_s=90)
+        assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert most_memory(process) - before < bomb // 8
 
 
 def test_frame_over_the_limit_is_refused_while_it_is_still_being_sent() -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import grpc
@@ -275,6 +276,24 @@ def serve_until_killed(pipe: Connection) -> None:
     asyncio.run(main())
 
 
+@contextmanager
+def ps_process() -> Iterator[tuple[SpawnProcess, Address]]:
+    """A ps of its own process, and where it listens."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_until_killed, args=(theirs,))
+    process.start()
+    try:
+        assert ours.poll(60)
+        yield process, ours.recv()
+    finally:
+        process.kill()
+        process.join(10)
+        process.close()
+        ours.close()
+        theirs.close()
+
+
 @pytest.mark.procs
 @pytest.mark.slow
 def test_killed_process_is_lost_and_its_calls_end() -> None:
@@ -293,16 +312,5 @@ def test_killed_process_is_lost_and_its_calls_end() -> None:
                 await hanging
         await worker.close()
 
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_until_killed, args=(theirs,))
-    process.start()
-    try:
-        assert ours.poll(60)
-        run_async(main(ours.recv()))
-    finally:
-        process.kill()
-        process.join(10)
-        process.close()
-        ours.close()
-        theirs.close()
+    with ps_process() as (process, address):
+        run_async(main(address))
