@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.calls import DRAIN_S
 from jgraph.cluster.door import LoopDoor, check_master, reaches_every_ps, ready_tasks
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.ready_worker import ReadyWorker
 from jgraph.cluster.run_link import account_of
 from jgraph.cluster.run_record import RunRecord, note_report
 from jgraph.cluster.run_rest import RunRest
+from jgraph.cluster.run_row import open_row, order_after
 from jgraph.cluster.run_saver import RunSaver
 from jgraph.coordination.crew import (
     Begin,
@@ -346,40 +346,18 @@ class RunCrew:
         self._handle(WorkerReady(replica))
 
     def _again(self, order: pb.RunLoop) -> pb.RunLoop:
-        """Returns the order of the loop that comes after another one."""
         self._number += 1
-        again = pb.RunLoop()
-        again.CopyFrom(order)
-        first = order.loop.partition("~")[0]
-        again.loop = f"{first}~{order.epoch}.{self._number}"
-        return again
+        return order_after(order, self._number)
 
     async def _begin_row(self, deciding: pb.RunLoop, replicas: tuple[int, ...]) -> None:
         """Begins the next row of loops of synchronous training."""
-        sync, orders = deciding.sync, [self._again(self._orders[r]) for r in replicas]
-        sync.handles[:] = [order.handle for order in orders]
-        sync.tasks[:] = [order.task for order in orders]
-        gate = pb.OpenGate(
-            gate=sync.gate,
-            shards=sync.shards,
-            synchronous=True,
-            version=sync.version,
-            opening=deciding.loop,
-            run=deciding.run,
-            epoch=deciding.epoch,
-        )
+        orders = [self._again(self._orders[r]) for r in replicas]
         try:
-            for shard in map(TaskName, sync.shards):
-                await self._door.call(
-                    shard, "OpenGate", frame(open_gate=gate), timeout_s=DRAIN_S
-                )
+            await open_row(self._door, deciding, orders)
         except JGError as error:
             self._handle(Failed(error))
             return
-        deciding.data_run = deciding.loop
-        self._start(deciding)
-        for order in orders:
-            order.data_run = deciding.loop
+        for order in (deciding, *orders):
             self._start(order)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,50 @@
+"""The next row of loops of a run: their orders, and the gates of synchronous ones."""
+
+from collections.abc import Sequence
+
+from jgraph.cluster.calls import DRAIN_S
+from jgraph.cluster.door import Door
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+
+
+def order_after(order: pb.RunLoop, number: int) -> pb.RunLoop:
+    """Returns the order of the loop that comes after another one, the next of a run."""
+    after = pb.RunLoop()
+    after.CopyFrom(order)
+    first = order.loop.partition("~")[0]
+    after.loop = f"{first}~{order.epoch}.{number}"
+    return after
+
+
+async def open_row(
+    door: Door, deciding: pb.RunLoop, orders: Sequence[pb.RunLoop]
+) -> None:
+    """Opens the gates for the next row of loops of synchronous training.
+
+    Args:
+      door: to the tasks.
+      deciding: of the loop that decides; is told who takes part.
+      orders: of those that do.
+
+    Raises:
+      JGError: a gate does not open.
+    """
+    sync = deciding.sync
+    sync.handles[:] = [order.handle for order in orders]
+    sync.tasks[:] = [order.task for order in orders]
+    gate = pb.OpenGate(
+        gate=sync.gate,
+        shards=sync.shards,
+        synchronous=True,
+        version=sync.version,
+        opening=deciding.loop,
+        run=deciding.run,
+        epoch=deciding.epoch,
+    )
+    for shard in map(TaskName, sync.shards):
+        request = frame(open_gate=gate)
+        await door.call(shard, "OpenGate", request, timeout_s=DRAIN_S)
+    for order in (deciding, *orders):
+        order.data_run = deciding.loop
