@@ -249,6 +249,8 @@ class RunCrew:
         while told.loop in self._under_way:
             try:
                 await self._door.call(TaskName(told.task), "StopLoop", request)
+            except FencedError:
+                return  # another master looks after it
             except JGError as error:
                 _LOG.info("%s is not told yet: %s", told.loop, error.message)
                 await asyncio.sleep(_LOOK_S)
@@ -355,6 +357,7 @@ class RunCrew:
         try:
             await open_row(self._door, deciding, orders)
         except JGError as error:
+            del self._under_way[deciding.loop]  # it never began: nobody is to be told
             self._handle(Failed(error))
             return
         for order in (deciding, *orders):

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from jgraph.cluster import run_crew
 from jgraph.cluster.client import connect
 from jgraph.cluster.door import LoopDoor
 from jgraph.cluster.run_crew import RunCrew
@@ -17,7 +18,7 @@ from jgraph.coordination.crew import (
     WorkerAnswered,
     WorkerReady,
 )
-from jgraph.errors import FencedError, TaskLostError
+from jgraph.errors import FencedError, JGError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
@@ -60,12 +61,20 @@ def test_row_20_master_that_was_replaced_takes_no_worker_back(
 
 
 class Ajar:
-    """A door to tasks that take long to open a gate, and answer nothing else."""
+    """A door to tasks that take long to open a gate, and answer nothing else.
+
+    Attributes:
+      refusal: ends the opening of a gate, once it is set.
+      refused: of a loop that is told something; None: nobody refuses.
+      told: what loops were told.
+    """
 
     task = WORKERS[0]
 
     def __init__(self) -> None:
         self.opening = asyncio.Event()
+        self.refusal: asyncio.Future[JGError] = asyncio.Future()
+        self.refused: JGError | None = None
         self.told: asyncio.Queue[pb.StopLoop] = asyncio.Queue()
 
     def tasks(self) -> list[str]:
@@ -76,15 +85,30 @@ class Ajar:
         """Answers when a loop is told something."""
         if method == "OpenGate":
             self.opening.set()
+            raise await self.refusal
         told = body_of(request)
         if method != "StopLoop" or not told.loop:
             await asyncio.Event().wait()
         self.told.put_nowait(told)
+        if self.refused is not None:
+            raise self.refused
         return frame(empty=pb.Empty())
 
     def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
         """Begins none: no gate opens."""
         raise AssertionError(order)
+
+
+def beginning(door: Ajar, *events: Event) -> RunCrew:
+    """Returns a run that begins its next row, after a worker was lost."""
+    crew = RunCrew(pb.OpenRun(run="r", info="{}"), cast("LoopDoor", door), SetClock())
+    first, second = contributing("w-0"), contributing("w-1")
+    second.replica, last = 1, deciding("d-2")
+    last.sync.shards.append(PS)
+    ended = LoopEnded(0, "stopped"), RowEnded("paused")
+    lost = LoopLost(1, TaskLostError("gone"))
+    crew.resume({0: first, 1: second}, last, [lost, *ended, *events])
+    return crew
 
 
 @pytest.mark.parametrize("asked", ["pause", "stop"])
@@ -95,26 +119,50 @@ def test_row_whose_gates_open_is_told_what_comes_and_not_the_row_before(
 
     async def main() -> None:
         door = Ajar()
-        crew = RunCrew(
-            pb.OpenRun(run="r", info="{}"), cast("LoopDoor", door), SetClock()
-        )
-        first, second = contributing("w-0"), contributing("w-1")
-        second.replica, last = 1, deciding("d-2")
-        last.sync.shards.append(PS)
-        events: list[Event] = [
-            LoopLost(1, TaskLostError("gone")),
-            LoopEnded(0, "stopped"),
-            RowEnded("paused"),
-        ]
-        if asked == "pause":
-            events += [WorkerAnswered(1), WorkerReady(1)]
-        crew.resume({0: first, 1: second}, last, events)
+        back: list[Event] = [WorkerAnswered(1), WorkerReady(1)]
+        crew = beginning(door, *(back if asked == "pause" else []))
         if asked == "stop":
             crew.stop()
         told = await door.told.get()
         assert told.loop.startswith("d-2~")
         assert told.pause == (asked == "pause")
         await door.opening.wait()
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_row_that_never_begins_as_a_gate_does_not_open_is_told_nothing() -> None:
+    async def main() -> None:
+        door = Ajar()
+        crew = beginning(door)
+        await door.opening.wait()
+        door.refusal.set_result(TaskLostError("gone"))
+        await crew.record.news
+        assert crew.record.row().state == "failed"
+        await asyncio.sleep(0)  # who tells a loop does so at once
+        await asyncio.sleep(0)
+        assert door.told.empty()
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_loop_that_says_that_its_master_was_replaced_is_told_once(
+    is_replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_crew, "_LOOK_S", 0.0)
+
+    async def main() -> None:
+        door = Ajar()
+        lost = TaskLostError("no answer")
+        door.refused = FencedError("replaced") if is_replaced else lost
+        crew = beginning(door)
+        crew.stop()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (door.told.qsize() == 1) == is_replaced
         crew.close()
 
     run_async(main(), timeout_s=20)
