@@ -104,7 +104,6 @@ class Answers:
         hello, *early = first
         await self._take_over()
         self._check, self._intake, self.may_return = check, intake, False
-        intake.of_task = bool(body_of(hello).task)
 
         def feed(chunk: Buffer) -> None:
             self._feed(intake.feed(chunk), len(chunk))

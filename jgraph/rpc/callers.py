@@ -12,6 +12,7 @@ from jgraph.rpc.frames import body_of, kind_of
 from jgraph.rpc.intake import Intake
 from jgraph.rpc.local_door import LocalDoor
 from jgraph.rpc.receiving import RETURN_S
+from jgraph.rpc.tls import may_be_task
 from jgraph.rpc.transport import Frame
 
 _Key: TypeAlias = tuple[frozenset[bytes], int, int]
@@ -44,7 +45,7 @@ class Callers:
         intake: Intake,
         first: list[Frame],
         check: Callable[[str], None],
-        names: Iterable[bytes],
+        names: Iterable[bytes] | None,
         door: LocalDoor | None,
     ) -> None:
         """Answers one stream to its end; see ``Answers.serve``.
@@ -54,7 +55,7 @@ class Callers:
           intake: lets calls in.
           first: the first frames of it.
           check: refuses methods that the caller may not call.
-          names: of the caller, in its certificate.
+          names: of the caller, in its certificate; None: nobody checks those.
           door: where callers of this machine may connect; None: nowhere.
 
         Raises:
@@ -63,7 +64,8 @@ class Callers:
           VersionError: the caller speaks another version of the protocol.
         """
         hello = self._introduce(first[0])
-        key = frozenset(names), hello.incarnation, hello.line
+        intake.of_task = bool(hello.task) and may_be_task(names)
+        key = frozenset(names or ()), hello.incarnation, hello.line
         answers = self._find(key, hello)
         try:
             await answers.serve(context, intake, first, check, door)

@@ -132,7 +132,7 @@ class Intake:
 
     Attributes:
       decoder: of the stream.
-      of_task: whether the caller is a task.
+      of_task: the caller says to be a task, and may be one.
     """
 
     def __init__(

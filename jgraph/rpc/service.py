@@ -159,9 +159,8 @@ class Service:
         )
         return found
 
-    def _may_call(self, context: Any) -> Callable[[str], None]:
+    def _may_call(self, names: Iterable[bytes] | None) -> Callable[[str], None]:
         """Returns what refuses methods that the caller may not call."""
-        names = tuple(self._names(context)) if self._checks_certificates else None
 
         def check(method: str) -> None:
             if method != HELLO_METHOD:
@@ -171,8 +170,8 @@ class Service:
 
     async def _answer_all(self, context: Any) -> None:
         self._check_caller(context)
-        names = self._names(context) if self._checks_certificates else ()
-        check, intake = self._may_call(context), Intake(self._room, self._decoder)
+        names = tuple(self._names(context)) if self._checks_certificates else None
+        check, intake = self._may_call(names), Intake(self._room, self._decoder)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await first_frames(context, intake.decoder)

@@ -186,6 +186,20 @@ def check_caller(names: Iterable[bytes], task: TaskName | None) -> None:
         )
 
 
+def may_be_task(names: Iterable[bytes] | None) -> bool:
+    """Whether a caller may be a task.
+
+    Args:
+      names: the alternative names of its certificate; None without TLS: who has the
+        token then may.
+
+    Example:
+      >>> may_be_task([b"ps-0.jgraph", b"task.jgraph"]), may_be_task([b"client.jgraph"])
+      (True, False)
+    """
+    return names is None or ANY_TASK.encode() in names
+
+
 def expected_at(task: TaskName | str) -> str:
     """Returns the name that the server of ``task`` (empty: of any) must have."""
     return role_of(TaskName(task)) if task else ANY_TASK

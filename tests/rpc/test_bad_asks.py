@@ -52,11 +52,13 @@ def told(message: Frame) -> bytes:
 
 async def send(address: Address, chunks: Iterable[bytes]) -> list[Frame]:
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stream = channel.stream_stream(ASKS_METHOD, None, None)(
-            iter(chunks), timeout=20
-        )
-        decoder = Decoder()
-        return [f async for chunk in stream for f in decoder.feed(chunk)]
+        return await send_over(channel, chunks)
+
+
+async def send_over(channel: grpc.aio.Channel, chunks: Iterable[bytes]) -> list[Frame]:
+    stream = channel.stream_stream(ASKS_METHOD, None, None)(iter(chunks), timeout=20)
+    decoder = Decoder()
+    return [f async for chunk in stream for f in decoder.feed(chunk)]
 
 
 def error_in(frames: list[Frame]) -> JGError:

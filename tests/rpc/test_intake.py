@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
+import grpc
 import numpy as np
 import pytest
 
@@ -15,19 +17,24 @@ from jgraph.errors import (
     MalformedMessageError,
     MessageTooLargeError,
 )
+from jgraph.graph.ir import TaskName
 from jgraph.rpc import intake as intakes
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.certificates import make_certificates
 from jgraph.rpc.codec import aligned_empty, prepare
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.frames import frame, hello
+from jgraph.rpc.dial import CHANNEL_OPTIONS
+from jgraph.rpc.frames import body_of, frame, hello, kind_of
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.intake import Admit, Intake, RequestRoom
 from jgraph.rpc.memory_files import Bytes
 from jgraph.rpc.serving import ROOM_METHOD
+from jgraph.rpc.status import from_status
+from jgraph.rpc.tls import TLS
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
 from tests.rpc.run_async import run_async
-from tests.rpc.test_bad_asks import HELLO, send, told
+from tests.rpc.test_bad_asks import HELLO, send, send_over, told
 
 LIMIT = 3 << 20
 LARGE = np.ones(2 << 20, np.uint8)
@@ -230,6 +237,33 @@ async def ps(
         for client in clients:
             await client.close()
         await server.close()
+
+
+@pytest.mark.parametrize("task", [WORKER, None])
+def test_with_tls_only_the_certificate_of_a_task_lets_in_beyond_the_limit(
+    task: TaskName | None, tmp_path: Path
+) -> None:
+    """Both say that they are a worker."""
+    make_certificates(tmp_path, [PS, WORKER])
+    caller = TLS.of(tmp_path, task).load(task).channel_credentials()
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", "ps-0.jgraph")]
+    says = told(frame(hello=hello(WORKER, incarnation=5)))
+
+    async def main() -> None:
+        server = GrpcTransport(PS, max_request_bytes=LIMIT, tls=TLS.of(tmp_path, PS))
+        address = await server.start(Recorder())
+        server._room.take(LIMIT)
+        secure = grpc.aio.secure_channel(address, caller, options=options)
+        async with secure as channel:
+            got = await send_over(channel, [says, ask(1, step(1, LARGE))])
+        (reply,) = [reply for reply in got if reply.header.sequence == 1]
+        assert kind_of(reply) == ("start_step" if task else "status")
+        if task is None:
+            with pytest.raises(ClusterBusyError, match="has no room"):
+                raise from_status(body_of(reply))
+        await server.close()
+
+    run_async(main())
 
 
 async def hang(client: GrpcTransport, address: Address, array: Any) -> None:
