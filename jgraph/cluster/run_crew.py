@@ -313,7 +313,7 @@ class RunCrew:
         loops = [*self._orders.values(), *filter(None, [self._deciding])]
         self._number += 1
         await self._rest(self._known, loops, self._number)
-        self._handle(Rested())
+        self._handle(Rested(again=self._rest.is_asked))
 
     async def _look(self) -> None:
         """Looks for workers that are missing, as long as there are any."""

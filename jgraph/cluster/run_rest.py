@@ -70,6 +70,11 @@ class RunRest:
             if task not in self._held and task != self.door.task:
                 self._held[task] = asyncio.ensure_future(self._hold(task))
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a ps that is held was told to end."""
+        return bool(self._leaving)
+
     async def close(self) -> None:
         """Lets all go, as soon as a run that is over is saved."""
         await self.saver.rest()

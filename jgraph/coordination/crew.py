@@ -104,7 +104,12 @@ class RestAsked:
 @final
 @dataclass(frozen=True, slots=True)
 class Rested:
-    """All ps are there, and hold what they held when the run came to rest."""
+    """All ps are there, and hold what they held when the run came to rest.
+
+    Again: one of them was told to end since.
+    """
+
+    again: bool = False
 
 
 @final
@@ -269,8 +274,8 @@ class Crew:
                 self._row = "running"
             case RowEnded(state):
                 self._row_ended(state)
-            case Rested():
-                self._resting = ""
+            case Rested(again):
+                self._resting = "asked" if again else ""
             case StopAsked() if self._row != "running" or self._resting:
                 # A loop that decides ends by itself, and says how.
                 self._end = self._end or "stopped"

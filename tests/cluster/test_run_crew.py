@@ -10,10 +10,12 @@ from jgraph.cluster import run_crew
 from jgraph.cluster.client import connect
 from jgraph.cluster.door import LoopDoor
 from jgraph.cluster.run_crew import RunCrew
+from jgraph.cluster.run_rest import RunRest
 from jgraph.coordination.crew import (
     Event,
     LoopEnded,
     LoopLost,
+    RestAsked,
     RowEnded,
     WorkerAnswered,
     WorkerReady,
@@ -163,6 +165,36 @@ def test_loop_that_says_that_its_master_was_replaced_is_told_once(
         for _ in range(20):
             await asyncio.sleep(0)
         assert (door.told.qsize() == 1) == is_replaced
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+class Resting:
+    """A run that rests; the first time a ps is told to end in its last moment."""
+
+    times = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a ps was told to end since."""
+        return self.times == 1
+
+    async def __call__(self, *_: Any) -> None:
+        """Comes to rest."""
+        self.times += 1
+
+
+def test_run_rests_again_before_it_goes_on_if_a_ps_was_told_to_end_meanwhile() -> None:
+    async def main() -> None:
+        crew = RunCrew(
+            pb.OpenRun(run="r", info="{}"), cast("LoopDoor", Ajar()), SetClock()
+        )
+        crew._rest = cast("RunRest", resting := Resting())
+        crew.resume({0: contributing("w-0")}, None, [RestAsked()])
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert resting.times == 2
         crew.close()
 
     run_async(main(), timeout_s=20)

@@ -162,7 +162,7 @@ class AnyCrew:
         events: list[Event] = [TimePassed(), *(LoopLost(r, GONE) for r in self.running)]
         if (self.together and not self.row) or (self.pausing and not self.together):
             events += [LoopEnded(r, "stopped") for r in self.running]
-        events += [Rested() if self.resting else RestAsked()]
+        events += [Rested(), Rested(again=True)] if self.resting else [RestAsked()]
         events += [WorkerAnswered(r) for r in self.crew.missing]
         for ready in (WorkerReady, WorkerNotReady):
             events += [ready(r) for r in self.preparing]
@@ -225,6 +225,8 @@ def test_row_29_a_run_rests_when_all_loops_have_ended_and_goes_on_with_all_worke
     # Another ps is told to end meanwhile, and nobody is looked for.
     assert told(crew, RestAsked(), TimePassed()) == [[], []]
     assert crew.missing == []
+    # One that is back is told to end again before any loop has begun.
+    assert told(crew, Rested(again=True)) == [[Rest()]]
     assert told(crew, Rested()) == [[Begin((0, 1))]]
     assert told(crew, RestAsked()) == [[Pause()]]
 
