@@ -2,13 +2,13 @@
 
 Whoever needs what a task has holds a call of ``Farewell`` there. The task answers, and
 again when it is told to end; it goes on as before until all have hung up. Who died has
-hung up, too.
+hung up, too. Who only lost the link holds it again.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Final, final
 
 from jgraph.cluster import loop
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SHARE: Final = 2 / 3
 """Of the grace; the rest is for what runs on the task."""
+HOLD_AGAIN_S: Final = 1.0
+"""Until a task is held again: that its link is back shows only by asking it."""
 
 
 @final
@@ -60,6 +62,28 @@ class Farewell:
             await asyncio.wait_for(self._free.wait(), limit_s)
 
 
+async def holding(
+    call: Callable[[], AsyncIterator[Frame]],
+) -> AsyncGenerator[str, None]:
+    """Holds a task until it is told to end, also after a link that was broken for long.
+
+    Yields what became of it: "held", "lost" before it is held again, "told" at last.
+
+    Args:
+      call: makes the call of ``Farewell``.
+    """
+    while True:
+        replies, said = call(), ""
+        with suppress(JGError):  # it is lost, which others tell, or the link is
+            async for _ in replies:
+                said = "told" if said else "held"
+                yield said
+        if said == "told":
+            return
+        await asyncio.sleep(HOLD_AGAIN_S)
+        yield "lost"
+
+
 @final
 class Farewells:
     """Holds the ps and the master for a client; used by one thread.
@@ -73,13 +97,13 @@ class Farewells:
         self._calls: dict[TaskName, Future[None]] = {}
         self._told: set[TaskName] = set()
         self._tell: Callable[[TaskName], None] = lambda task: None
-        self.hold([*cluster.tasks("ps"), cluster.master])
+        self.hold(self._needed())
 
     def hold(self, tasks: Iterable[TaskName]) -> None:
         """Holds these too; returns when they know, or do not answer."""
         begun: list[Future[None]] = []
         for task in tasks:
-            if task not in self._calls:
+            if task not in self._calls or self._calls[task].done():
                 held = Future[None]()
                 self._calls[task] = asyncio.run_coroutine_threadsafe(
                     self._hold(task, held), loop.event_loop()
@@ -120,21 +144,24 @@ class Farewells:
         """Lets all go."""
         self.let_go(list(self._calls))
 
+    def _needed(self) -> list[TaskName]:
+        return [*self._cluster.tasks("ps"), self._cluster.master]
+
     async def _hold(self, task: TaskName, held: Future[None]) -> None:
-        replies = self._cluster.transport.call(
-            self._cluster.spec.address(task),
-            "Farewell",
-            frame(empty=pb.Empty()),
-            timeout_s=bounded_s(0.0),
+        address = self._cluster.spec.address(task)
+        call = lambda: self._cluster.transport.call(
+            address, "Farewell", frame(empty=pb.Empty()), timeout_s=bounded_s(0.0)
         )
         try:
-            with suppress(JGError):  # it is lost, which others tell
-                async for _ in replies:
+            async with aclosing(holding(call)) as news:
+                async for said in news:
                     if not held.done():
                         held.set_result(None)
-                        continue
-                    self._told.add(task)
-                    self._tell(task)
+                    if task not in self._needed():
+                        return  # a master that was replaced may end
+                    if said == "told":
+                        self._told.add(task)
+                        self._tell(task)
         finally:
             if not held.done():
                 held.set_result(None)

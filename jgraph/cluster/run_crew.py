@@ -149,6 +149,8 @@ class RunCrew:
         """Looks after nobody any more."""
         for work in self._working:
             work.cancel()
+        if self._rest is not None:
+            self._rest.hang_up()
 
     # ------------------------------------------------------------ loops
 

@@ -7,8 +7,7 @@ have ended; then the ps may go, and its next process gets what the last one had.
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -16,6 +15,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.door import Door, ready_tasks
 from jgraph.cluster.failover import told_to_end
+from jgraph.cluster.farewell import holding
 from jgraph.cluster.ready_worker import ReadyWorker
 from jgraph.cluster.requests import reading
 from jgraph.cluster.run_saver import RunSaver, Saved
@@ -24,7 +24,6 @@ from jgraph.coordination.crew import WAIT_S
 from jgraph.errors import (
     CheckpointCorruptError,
     ClusterUnreachableError,
-    JGError,
     TaskLostError,
 )
 from jgraph.graph.ir import TaskName
@@ -78,8 +77,17 @@ class RunRest:
     async def close(self) -> None:
         """Lets all go, as soon as a run that is over is saved."""
         await self.saver.rest()
-        for held in self._held.values():
-            held.cancel()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Lets all go, whether or not the run is over."""
+        self.let_go(list(self._held))
+
+    def let_go(self, tasks: Iterable[TaskName]) -> None:
+        """Holds these no more."""
+        for task in tasks:
+            if task in self._held:
+                self._held.pop(task).cancel()
 
     async def __call__(
         self, known: dict[TaskName, str], loops: Sequence[pb.RunLoop], number: int
@@ -104,8 +112,7 @@ class RunRest:
         )
         deadline = self.clock.now() + WAIT_S
         while not self.saver.record.is_over:
-            for task in self._leaving:
-                self._held[task].cancel()
+            self.let_go(self._leaving)
             ready = await ready_tasks(self.door)
             lost = [task for task in self._ps() if task not in ready]
             new = [t for t in self._ps() if t in ready and ready[t] != known.get(t)]
@@ -115,7 +122,7 @@ class RunRest:
                     await self._give_variables(task, saved)
                     known[task] = ready[task]
                     self._leaving.discard(task)
-                    self._held.pop(task, None)
+                    self.let_go([task])  # the new process is held anew
             except (ClusterUnreachableError, TaskLostError) as error:
                 _LOG.info("it went away again: %s", error.message)
             else:
@@ -142,14 +149,11 @@ class RunRest:
 
     async def _hold(self, task: TaskName) -> None:
         """Holds a task; tells when it is told to end."""
-        is_held = False
-        with suppress(JGError):  # it is lost, which others tell
-            nothing = frame(empty=pb.Empty())
-            async for _ in self.door.stream(task, "Farewell", nothing):
-                if is_held:
-                    self._leaving.add(task)
-                    self.tell()
-                is_held = True
+        nothing = frame(empty=pb.Empty())
+        async for said in holding(lambda: self.door.stream(task, "Farewell", nothing)):
+            if said == "told":
+                self._leaving.add(task)
+                self.tell()
 
     async def _give_programs(
         self, task: TaskName, loops: Sequence[pb.RunLoop], number: int

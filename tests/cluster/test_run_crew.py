@@ -184,6 +184,9 @@ class Resting:
         """Comes to rest."""
         self.times += 1
 
+    def hang_up(self) -> None:
+        """Holds nobody."""
+
 
 def test_run_rests_again_before_it_goes_on_if_a_ps_was_told_to_end_meanwhile() -> None:
     async def main() -> None:
