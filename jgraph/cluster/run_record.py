@@ -37,7 +37,7 @@ class RunRecord:
     Attributes:
       data_run: under which its data is dealt out.
       epoch: of the masters that it had.
-      position: of synchronous training: where in the data it is, as JSON.
+      position: where in the data it is, as JSON; None: who deals that out knows.
       error: what it failed with.
     """
 

@@ -18,7 +18,7 @@ from jgraph.cluster.failover import told_to_end
 from jgraph.cluster.farewell import holding
 from jgraph.cluster.ready_worker import ReadyWorker
 from jgraph.cluster.requests import reading
-from jgraph.cluster.run_saver import RunSaver, Saved
+from jgraph.cluster.run_saver import STEP, RunSaver, Saved
 from jgraph.cluster.shard_calls import shard_from, sums_in
 from jgraph.coordination.crew import WAIT_S
 from jgraph.errors import (
@@ -34,8 +34,6 @@ from jgraph.runtime.shard_files import read_proof
 
 _LOG = logging.getLogger("jgraph.recover")
 _LOOK_S: Final = 0.5
-COUNTER: Final = "global_step"
-"""The variable whose version counts the updates of a run."""
 
 
 @final
@@ -103,7 +101,7 @@ class RunRest:
           JGError: it is not saved, or a ps does not come back.
         """
         saved = await self.saver.save_at_rest()
-        version = await version_of(self.door, self.order)
+        version = await version_of(self.door, self.container)
         if self.order.records:  # what it recorded is with its client alone
             raise told_to_end(*sorted(self._leaving))
         _LOG.warning(
@@ -139,7 +137,7 @@ class RunRest:
         if self.saver.record.is_over:
             return  # it was told to stop, and holds nobody any more
         self.hold()
-        self.order.version += await version_of(self.door, self.order) - version
+        self.order.version += await version_of(self.door, self.container) - version
         told = pb.OpenRun()
         told.CopyFrom(self.order)
         self.saver.record.note(frame(open_run=told))  # for the heir of this master
@@ -204,10 +202,18 @@ class RunRest:
         _LOG.warning("%s is there again, with what it held", task)
 
 
-async def version_of(door: Door, order: pb.OpenRun) -> int:
-    """Returns how often the variable that counts the updates of a run was written."""
+def container_of(order: pb.OpenRun) -> str:
+    """Returns where the variables of a run are.
+
+    Raises:
+      MalformedMessageError: it is not said.
+    """
     with reading("what is said of a run"):
-        container = str(json.loads(order.info)["container"])
+        return str(json.loads(order.info)["container"])
+
+
+async def version_of(door: Door, container: str) -> int:
+    """Returns how often the variable that counts the updates of a run was written."""
     query = frame(variable_query=pb.VariableQuery(containers=[container]))
     ps = [task for task in door.tasks() if task.startswith("/job:ps/")]
     replies = await asyncio.gather(
@@ -219,4 +225,4 @@ async def version_of(door: Door, order: pb.OpenRun) -> int:
         if isinstance(reply, Frame)
         for row in body_of(reply).variables
     ]
-    return max((row.version for row in rows if row.name == COUNTER), default=0)
+    return max((row.version for row in rows if row.name == STEP), default=0)
