@@ -136,8 +136,8 @@ class Heir:
             async for made in self._door.stream(self.master, "RunJournal", query):
                 self._take(made)
                 self._frames += 1
-        except (ClusterUnreachableError, TaskLostError) as error:
-            return error
+        except (ClusterUnreachableError, FencedError, TaskLostError) as error:
+            return error  # fenced: another process has the place of the master
         except JGError as error:
             _LOG.warning("run '%s' has no heir: %s", self._order.run, error.message)
         return None

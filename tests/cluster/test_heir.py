@@ -1,19 +1,30 @@
 """A run whose client and master are both gone goes on with the master's heir."""
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from jgraph.cluster.client import Cluster, connect
+from jgraph.cluster.heir import Heir, HeirDoor
+from jgraph.cluster.run_crew import RunCrew
+from jgraph.errors import FencedError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from tests.cluster.conftest import Servers
+from tests.cluster.test_run_record import SetClock
 from tests.faults.counting import BATCH, IDS, Ledger, after, trainer
+from tests.rpc.run_async import run_async
 from tests.train.ledger import examples_counted, examples_due
 
 MASTER, PS = "/job:worker/task:1", "/job:ps/task:0"
@@ -102,3 +113,73 @@ def test_client_that_attached_follows_the_run_to_the_heir(
         seen = [one.metrics("seen")["value"].sum(0) for one in (run, watched)]
         np.testing.assert_array_equal(*seen)
         assert watching.current_position() == there.current_position()
+
+
+class Behind:
+    """A door to a master that tells a journal and is lost then."""
+
+    task = PS
+
+    def __init__(self, journal: Sequence[Frame], lost: JGError) -> None:
+        self.journal = journal
+        self.lost = lost
+        self.incarnation = 1
+        self.began: asyncio.Queue[pb.RunLoop] = asyncio.Queue()
+
+    def tasks(self) -> list[str]:
+        """Returns those of the cluster."""
+        return [PS, MASTER]
+
+    async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
+        """Answers of a task."""
+        if method == "TaskStatus":
+            incarnation = self.incarnation if task == MASTER else 9
+            status = pb.TaskStatus(task=task, state="ready", incarnation=incarnation)
+            return frame(task_status=status)
+        if method == "StopLoop" and body_of(request).loop:
+            ended = pb.LoopReport(state="stopped")
+            return frame(loop_report=ended, tensors=[np.arange(0), np.ones(0)])
+        return frame(empty=pb.Empty())
+
+    async def stream(
+        self, task: str, method: str, request: Frame
+    ) -> AsyncIterator[Frame]:
+        """Tells the journal, or that the master may end."""
+        if method == "Farewell":
+            await asyncio.Event().wait()
+        for made in self.journal[body_of(request).after :]:
+            yield made
+        self.incarnation = 2  # another process has its place
+        raise self.lost
+
+    async def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Begins a loop that goes on."""
+        self.began.put_nowait(order)
+        await asyncio.Event().wait()
+        yield frame(empty=pb.Empty())
+
+
+def heir(door: Behind, began: list[RunCrew], **invited: Any) -> Heir:
+    order = pb.OpenRun(run="r", info='{"container": ""}', master=MASTER, **invited)
+    begins = lambda _, crew: began.append(crew)
+    return Heir(
+        *(order, cast("HeirDoor", door), SetClock(), begins), lambda _order, _crew: None
+    )
+
+
+LOOP = frame(run_loop=pb.RunLoop(loop="w", task=PS, run="r", epoch=1))
+
+
+def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() -> None:
+    """One that was frozen, and whose task was started again elsewhere."""
+
+    async def main() -> None:
+        fenced = FencedError("it was started again", task=TaskName(MASTER))
+        door, began = Behind([LOOP], fenced), list[RunCrew]()
+        await heir(door, began).work()
+        assert (await door.began.get()).epoch == 2
+        (crew,) = began
+        assert (crew.record.epoch, crew.record.is_over) == (2, False)
+        crew.close()
+
+    run_async(main(), timeout_s=20)
