@@ -82,6 +82,7 @@ class Heir:
         self._data: pb.OpenDataRun | None = None
         self._ledger: BatchLedger | None = None
         self._end = 0  # batches that are done when all are
+        self._is_over = False
 
     async def work(self) -> None:
         """Follows the master to the end of the run, or takes its place."""
@@ -89,6 +90,8 @@ class Heir:
         holding, leaves = self._hold()
         try:
             while (lost := await self._lost_or(leaves)) is not None:
+                if self._is_over:
+                    return
                 if not await self._is_there(lost, known):
                     await self._take_over(lost)
                     return
@@ -167,6 +170,8 @@ class Heir:
             case "loop_report":
                 self._note(made)
                 record.again(made)
+            case "run_table":
+                self._is_over = True
 
     def _rested(self, order: pb.OpenRun) -> None:
         """Takes what is another since a ps was started again."""

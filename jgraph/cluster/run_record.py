@@ -149,7 +149,8 @@ class RunRecord:
         """Ends it: "done", "stopped" or "failed"."""
         self._seconds = self.seconds
         self._state, self.error = state, error
-        self._tell()
+        # An heir that has read this does not go on with it.
+        self._append(frame(run_table=pb.RunTable(runs=[self.row()])))
 
     def _append(self, kept: Frame) -> None:
         self._kept.append(kept)

@@ -100,8 +100,10 @@ class Runs:
         self, heir: TaskName, order: pb.OpenRun, crew: RunCrew
     ) -> None:
         """Sees to it that a run has one to its end, also if that is started again."""
-        while not crew.record.is_over:
+        while True:
             await asyncio.sleep(_INVITE_S)
+            if crew.record.is_over:  # its heir has read so, and follows it no more
+                return
             await self._invite(heir, order, crew)
 
     async def _invite(self, heir: TaskName, order: pb.OpenRun, crew: RunCrew) -> None:

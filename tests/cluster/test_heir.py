@@ -11,7 +11,8 @@ import pytest
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.heir import Heir, HeirDoor
 from jgraph.cluster.run_crew import RunCrew
-from jgraph.errors import FencedError, JGError
+from jgraph.cluster.run_record import RunRecord
+from jgraph.errors import FencedError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -181,5 +182,18 @@ def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() 
         (crew,) = began
         assert (crew.record.epoch, crew.record.is_over) == (2, False)
         crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_heir_of_a_run_that_is_over_goes_on_with_nothing() -> None:
+    async def main() -> None:
+        record = RunRecord(TaskName(MASTER), pb.OpenRun(run="r"), SetClock())
+        record.begins(body_of(LOOP))
+        record.end("failed", TaskLostError("gone"))
+        journal = [made async for made in record.journal(0)]
+        began = list[RunCrew]()
+        await heir(Behind(journal, TaskLostError("gone")), began).work()
+        assert not began
 
     run_async(main(), timeout_s=20)

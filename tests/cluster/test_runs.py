@@ -1,0 +1,68 @@
+"""A master and the heir of its runs: when it is invited."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from jgraph.cluster import runs as runs_module
+from jgraph.cluster.heir import HeirDoor
+from jgraph.cluster.run_crew import RunCrew
+from jgraph.cluster.runs import Runs
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from tests.cluster.test_run_record import PS, WORKER, SetClock
+from tests.rpc.run_async import run_async
+
+
+class Inviting:
+    """A door to tasks that note to which run they are invited."""
+
+    task = WORKER
+
+    def __init__(self) -> None:
+        self.invited: asyncio.Queue[pb.OpenRun] = asyncio.Queue()
+
+    def tasks(self) -> list[TaskName]:
+        """Returns those of the cluster."""
+        return [PS, WORKER]
+
+    async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
+        """Answers as a task does."""
+        if method == "Variables":
+            return frame(variable_table=pb.VariableTable())
+        invited = pb.OpenRun()
+        invited.CopyFrom(body_of(request))
+        self.invited.put_nowait(invited)
+        return frame(empty=pb.Empty())
+
+
+async def opened(door: Inviting) -> tuple[Runs, RunCrew]:
+    """Returns a master's runs, one of which is open, once its heir is invited."""
+    runs = Runs(cast("HeirDoor", door), SetClock(), lambda _: {})
+    order = pb.OpenRun(run="r", info='{"container": ""}')
+    async for _ in runs.methods["Master.OpenRun"](frame(open_run=order)):
+        assert (await door.invited.get()).master == WORKER
+    crew = runs.find("r")
+    assert crew is not None
+    return runs, crew
+
+
+def test_heir_is_not_invited_to_a_run_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs_module, "_INVITE_S", 0.01)
+
+    async def main() -> None:
+        door = Inviting()
+        runs, crew = await opened(door)
+        await door.invited.get()  # it is, time and again, while the run goes on
+        while not door.invited.empty():
+            door.invited.get_nowait()
+        crew.record.end("done", None)
+        await asyncio.gather(*runs._working)
+        assert door.invited.empty()
+
+    run_async(main(), timeout_s=20)
