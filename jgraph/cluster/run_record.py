@@ -66,6 +66,11 @@ class RunRecord:
         return self._state != "running"
 
     @property
+    def is_whole(self) -> bool:
+        """Whether its journal is: nothing is left out."""
+        return self._first == 0
+
+    @property
     def seconds(self) -> float:
         """Since it began."""
         return self._clock.now() - self._began
@@ -186,18 +191,19 @@ class RunRecord:
         Raises:
           ConfigError: some of them are not kept any more.
         """
-        if after < self._first:
-            raise ConfigError(
-                f"{self._task} does not keep all of run '{self._order.run}' any more: "
-                "it is too long to have another master"
-            )
-        async for kept in self._each(after):
+        async for at, kept in self._each(after):
+            if at > after:
+                raise ConfigError(
+                    f"{self._task} does not keep all of run '{self._order.run}' any "
+                    "more: it is too long to have another master"
+                )
+            after += 1
             yield kept
 
     async def _told(
         self, wanted: Callable[[pb.LoopReport], bool]
     ) -> AsyncIterator[Frame]:
-        async for kept in self._each(0):
+        async for _, kept in self._each(0):
             match kind_of(kept):
                 case "loop_report" if wanted(body_of(kept)):
                     yield kept
@@ -207,12 +213,13 @@ class RunRecord:
     def _tells(self, body: pb.LoopReport) -> bool:
         return body.loop not in self._helpers or body.HasField("error")
 
-    async def _each(self, at: int) -> AsyncIterator[Frame]:
+    async def _each(self, at: int) -> AsyncIterator[tuple[int, Frame]]:
+        """Yields what is kept from a frame on, each with its number."""
         while True:
             news, ends = self.news, self.is_over
             at = max(at, self._first)
             while at < self._first + len(self._kept):
-                yield self._kept[at - self._first]
+                yield at, self._kept[at - self._first]
                 at = max(at + 1, self._first)
             if ends:
                 return

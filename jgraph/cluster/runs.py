@@ -104,6 +104,13 @@ class Runs:
             await asyncio.sleep(_INVITE_S)
             if crew.record.is_over:  # its heir has read so, and follows it no more
                 return
+            if not crew.record.is_whole:
+                _LOG.warning(
+                    "run '%s' is too long to be told to another heir: if %s is started "
+                    "again, it ends with its master, %s",
+                    *(order.run, heir, order.master),
+                )
+                return
             await self._invite(heir, order, crew)
 
     async def _invite(self, heir: TaskName, order: pb.OpenRun, crew: RunCrew) -> None:

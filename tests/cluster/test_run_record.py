@@ -148,7 +148,16 @@ def test_journal_that_is_too_long_to_be_kept_is_refused(
         record = RunRecord(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
         for _ in range(3):
             record.keep(deciding("a"), report(5), 0.0)
+        assert not record.is_whole
         with pytest.raises(ConfigError, match="too long to have another master"):
             await anext(record.journal(0))
+        # So is one who was too slow; who has the rest goes on.
+        behind, newest = record.journal(2), record.journal(2)
+        assert body_of(await anext(behind)).loop == body_of(await anext(newest)).loop
+        record.keep(deciding("b"), report(5), 0.0)
+        assert body_of(await anext(newest)).loop == "b"
+        record.keep(deciding("c"), report(5), 0.0)
+        with pytest.raises(ConfigError, match="too long to have another master"):
+            await anext(behind)
 
     asyncio.run(run())

@@ -3,9 +3,10 @@
 import asyncio
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from jgraph.cluster import runs as runs_module
+from jgraph.cluster import run_record, runs as runs_module
 from jgraph.cluster.heir import HeirDoor
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.runs import Runs
@@ -39,6 +40,9 @@ class Inviting:
         return frame(empty=pb.Empty())
 
 
+REPORT = frame(loop_report=pb.LoopReport(), tensors=[np.arange(9), np.ones(9)])
+
+
 async def opened(door: Inviting) -> tuple[Runs, RunCrew]:
     """Returns a master's runs, one of which is open, once its heir is invited."""
     runs = Runs(cast("HeirDoor", door), SetClock(), lambda _: {})
@@ -66,3 +70,22 @@ def test_heir_is_not_invited_to_a_run_that_is_over(
         assert door.invited.empty()
 
     run_async(main(), timeout_s=20)
+
+
+def test_heir_is_not_invited_to_a_run_whose_journal_is_not_kept_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, and not tried every two seconds to the end of the run."""
+    monkeypatch.setattr(runs_module, "_INVITE_S", 0.01)
+    monkeypatch.setattr(run_record, "_MOST_BYTES", 100)
+
+    async def main() -> None:
+        runs, crew = await opened(Inviting())
+        for _ in range(2):
+            crew.record.again(REPORT)
+        await asyncio.gather(*runs._working)
+        assert not crew.record.is_over
+
+    run_async(main(), timeout_s=20)
+    (said,) = [line for line in caplog.messages if "too long" in line]
+    assert "run 'r'" in said
