@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol, final
 
@@ -11,7 +11,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.calls import CONTROL_S, bounded_s
 from jgraph.cluster.data_feed import leases_of
 from jgraph.cluster.dealer import Dealers
-from jgraph.cluster.door import LoopDoor, check_master, ready_tasks
+from jgraph.cluster.door import LoopDoor, check_master
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_link import answers_again
 from jgraph.cluster.run_record import note_report
@@ -38,6 +38,10 @@ _OF_THE_LOST_S: Final = 1.0
 
 class HeirDoor(LoopDoor, Protocol):
     """A ``LoopDoor`` through which a run is inherited."""
+
+    @property
+    def incarnation(self) -> int:
+        """Which start of its task the master is."""
 
     @property
     def dealers(self) -> Dealers:
@@ -68,6 +72,8 @@ class Heir:
         saves: Callable[[pb.OpenRun, RunCrew], None],
     ) -> None:
         self.master = TaskName(order.master)
+        # It said so itself: one that is busy may not answer who asks.
+        self._known = {self.master: f"{order.incarnation:x}"}
         self._order = order
         self._door = door
         self._clock = clock
@@ -86,13 +92,12 @@ class Heir:
 
     async def work(self) -> None:
         """Follows the master to the end of the run, or takes its place."""
-        known = await ready_tasks(self._door)
         holding, leaves = self._hold()
         try:
             while (lost := await self._lost_or(leaves)) is not None:
                 if self._is_over:
                     return
-                if not await self._is_there(lost, known):
+                if not await self._is_there(lost):
                     await self._take_over(lost)
                     return
                 holding.cancel()
@@ -100,11 +105,12 @@ class Heir:
         finally:
             holding.cancel()  # lets the master go
 
-    async def _is_there(self, lost: JGError, known: Mapping[TaskName, str]) -> bool:
+    async def _is_there(self, lost: JGError) -> bool:
         """Whether the master still is one; a link that is silent is waited for."""
         if isinstance(lost, TaskLeavingError):
             return False
-        return await answers_again(self.master, lost, self._door, known, self._clock)
+        world = self._door, self._known, self._clock
+        return await answers_again(self.master, lost, *world)
 
     async def _lost_or(self, leaves: asyncio.Future[JGError]) -> JGError | None:
         """Follows the master; returns why it is to be replaced, None at the end."""

@@ -105,6 +105,11 @@ class Master:
         """Where it is."""
         return self._service.task
 
+    @property
+    def incarnation(self) -> int:
+        """Which start of its task it is."""
+        return self._service.incarnation
+
     def tasks(self) -> list[TaskName]:
         """Returns all tasks of the cluster."""
         return list(self._addresses)

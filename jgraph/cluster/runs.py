@@ -85,6 +85,7 @@ class Runs:
             heir = heir_of(self._door.tasks(), self._door.task)
             if heir is not None:
                 order.master = self._door.task
+                order.incarnation = self._door.incarnation
                 order.version = await version_of(self._door, container_of(order))
                 await self._invite(heir, order, crew)
                 self._do(self._have_heir(heir, order, crew))

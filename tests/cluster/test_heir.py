@@ -117,14 +117,20 @@ def test_client_that_attached_follows_the_run_to_the_heir(
 
 
 class Behind:
-    """A door to a master that tells a journal and is lost then."""
+    """A door to a master that is busy with its journal, and is lost then.
+
+    Args:
+      journal: what it tells.
+      lost: how the loss shows; it tells the rest to who follows again.
+      then: which process answers in its place.
+    """
 
     task = PS
 
-    def __init__(self, journal: Sequence[Frame], lost: JGError) -> None:
+    def __init__(self, journal: Sequence[Frame], lost: JGError, then: int = 2) -> None:
         self.journal = journal
-        self.lost = lost
-        self.incarnation = 1
+        self.lost, self.is_lost = lost, False
+        self.then = then
         self.began: asyncio.Queue[pb.RunLoop] = asyncio.Queue()
 
     def tasks(self) -> list[str]:
@@ -134,8 +140,9 @@ class Behind:
     async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
         """Answers of a task."""
         if method == "TaskStatus":
-            incarnation = self.incarnation if task == MASTER else 9
-            status = pb.TaskStatus(task=task, state="ready", incarnation=incarnation)
+            if not self.is_lost:
+                raise TaskLostError("it does not answer in time", task=TaskName(task))
+            status = pb.TaskStatus(task=task, state="ready", incarnation=self.then)
             return frame(task_status=status)
         if method == "StopLoop" and body_of(request).loop:
             ended = pb.LoopReport(state="stopped")
@@ -150,8 +157,9 @@ class Behind:
             await asyncio.Event().wait()
         for made in self.journal[body_of(request).after :]:
             yield made
-        self.incarnation = 2  # another process has its place
-        raise self.lost
+        if not self.is_lost:
+            self.is_lost = True
+            raise self.lost
 
     async def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
         """Begins a loop that goes on."""
@@ -161,7 +169,9 @@ class Behind:
 
 
 def heir(door: Behind, began: list[RunCrew], **invited: Any) -> Heir:
-    order = pb.OpenRun(run="r", info='{"container": ""}', master=MASTER, **invited)
+    order = pb.OpenRun(
+        run="r", info='{"container": ""}', master=MASTER, incarnation=1, **invited
+    )
     begins = lambda _, crew: began.append(crew)
     return Heir(
         *(order, cast("HeirDoor", door), SetClock(), begins), lambda _order, _crew: None
@@ -194,6 +204,19 @@ def test_heir_of_a_run_that_is_over_goes_on_with_nothing() -> None:
         journal = [made async for made in record.journal(0)]
         began = list[RunCrew]()
         await heir(Behind(journal, TaskLostError("gone")), began).work()
+        assert not began
+
+    run_async(main(), timeout_s=20)
+
+
+def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers() -> (
+    None
+):
+    """A link that is lost for a moment costs no master."""
+
+    async def main() -> None:
+        door, began = Behind([LOOP], TaskLostError("lost"), then=1), list[RunCrew]()
+        await heir(door, began).work()
         assert not began
 
     run_async(main(), timeout_s=20)

@@ -21,7 +21,7 @@ from tests.rpc.run_async import run_async
 class Inviting:
     """A door to tasks that note to which run they are invited."""
 
-    task = WORKER
+    task, incarnation = WORKER, 7
 
     def __init__(self) -> None:
         self.invited: asyncio.Queue[pb.OpenRun] = asyncio.Queue()
@@ -48,7 +48,8 @@ async def opened(door: Inviting) -> tuple[Runs, RunCrew]:
     runs = Runs(cast("HeirDoor", door), SetClock(), lambda _: {})
     order = pb.OpenRun(run="r", info='{"container": ""}')
     async for _ in runs.methods["Master.OpenRun"](frame(open_run=order)):
-        assert (await door.invited.get()).master == WORKER
+        invited = await door.invited.get()
+        assert (invited.master, invited.incarnation) == (WORKER, 7)
     crew = runs.find("r")
     assert crew is not None
     return runs, crew

@@ -2368,6 +2368,7 @@ class OpenRun(_message.Message):
     GATE_FIELD_NUMBER: _builtins.int
     MASTER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -2379,6 +2380,8 @@ class OpenRun(_message.Message):
     what it lost since then where its ps was started again.
     """
     version: _builtins.int
+    incarnation: _builtins.int
+    """of the master"""
     @_builtins.property
     def saves(self) -> Global___RunSaves: ...
     @_builtins.property
@@ -2400,10 +2403,11 @@ class OpenRun(_message.Message):
         gate: Global___OpenGate | None = ...,
         master: _builtins.str = ...,
         version: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "info", b"info", "master", b"master", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2512,7 +2516,7 @@ class RunQuery(_message.Message):
     over and its master saves no more of it.
 
     "RunJournal" (heir -> master of a run): the frames that made it, and what its loops told,
-    one by one to its end.
+    one by one to its end; the last one says how it stands then.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
