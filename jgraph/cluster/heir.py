@@ -171,7 +171,7 @@ class Heir:
                     self._deciding = order
                 else:
                     self._orders[order.replica] = order
-                self._began_s[order.loop] = record.seconds
+                self._began_s[order.loop] = order.began_s
                 record.begins(order)
             case "loop_report":
                 self._note(made)

@@ -48,7 +48,7 @@ class RunRecord:
         self._task = task
         self._order = order
         self._clock = clock
-        self._began = clock.now()
+        self._began = clock.now() - order.age_s
         self._seconds = 0.0
         self._steps = 0
         self._state = "running"
@@ -107,7 +107,9 @@ class RunRecord:
             self._helpers.add(order.loop)
         self.data_run, self.epoch = order.data_run, max(self.epoch, order.epoch)
         self._dropped[order.replica] += self._late.pop(order.replica, Counter())
-        self._append(frame(run_loop=order))
+        begun = frame(run_loop=order)
+        body_of(begun).began_s = self.seconds
+        self._append(begun)
 
     def keep(self, order: pb.RunLoop, report: Frame, began_s: float) -> None:
         """Keeps what a loop tells.

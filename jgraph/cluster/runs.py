@@ -115,6 +115,7 @@ class Runs:
             await self._invite(heir, order, crew)
 
     async def _invite(self, heir: TaskName, order: pb.OpenRun, crew: RunCrew) -> None:
+        order.age_s = crew.record.seconds
         try:
             await self._door.call(heir, "InheritRun", frame(open_run=order))
         except FencedError as error:

@@ -146,7 +146,7 @@ class Behind:
             return frame(task_status=status)
         if method == "StopLoop" and body_of(request).loop:
             ended = pb.LoopReport(state="stopped")
-            return frame(loop_report=ended, tensors=[np.arange(0), np.ones(0)])
+            return frame(loop_report=ended, tensors=[np.arange(1), np.full(1, 5.0)])
         return frame(empty=pb.Empty())
 
     async def stream(
@@ -218,5 +218,22 @@ def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers(
         door, began = Behind([LOOP], TaskLostError("lost"), then=1), list[RunCrew]()
         await heir(door, began).work()
         assert not began
+
+    run_async(main(), timeout_s=20)
+
+
+def test_heir_that_was_invited_late_tells_when_steps_were_since_the_run_began() -> None:
+    async def main() -> None:
+        loop = frame(run_loop=pb.RunLoop(loop="w", task=PS, began_s=90.0))
+        door, began = Behind([loop], TaskLostError("lost")), list[RunCrew]()
+        await heir(door, began, age_s=100.0).work()
+        await door.began.get()
+        (crew,) = began
+        assert crew.record.seconds == 100.0
+        told = crew.record.journal(0)
+        _, account, again = [await anext(told) for _ in range(3)]
+        assert account.tensors[1] == [95.0]
+        assert body_of(again).began_s == 100.0
+        crew.close()
 
     run_async(main(), timeout_s=20)

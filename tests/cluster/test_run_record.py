@@ -122,6 +122,7 @@ def test_record_made_from_the_journal_of_another_tells_the_same() -> None:
                 case "loop_report":
                     other.again(made)
         assert kinds[:3] == ["register_program", "run_loop", "run_loop"]
+        assert kinds[-1] == "run_table"
         other.end("done", None)
         assert other.row() == record.row()
         for mine, theirs in zip(

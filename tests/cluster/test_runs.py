@@ -25,6 +25,7 @@ class Inviting:
 
     def __init__(self) -> None:
         self.invited: asyncio.Queue[pb.OpenRun] = asyncio.Queue()
+        self.clock = SetClock()
 
     def tasks(self) -> list[TaskName]:
         """Returns those of the cluster."""
@@ -45,7 +46,7 @@ REPORT = frame(loop_report=pb.LoopReport(), tensors=[np.arange(9), np.ones(9)])
 
 async def opened(door: Inviting) -> tuple[Runs, RunCrew]:
     """Returns a master's runs, one of which is open, once its heir is invited."""
-    runs = Runs(cast("HeirDoor", door), SetClock(), lambda _: {})
+    runs = Runs(cast("HeirDoor", door), door.clock, lambda _: {})
     order = pb.OpenRun(run="r", info='{"container": ""}')
     async for _ in runs.methods["Master.OpenRun"](frame(open_run=order)):
         invited = await door.invited.get()
@@ -63,7 +64,9 @@ def test_heir_is_not_invited_to_a_run_that_is_over(
     async def main() -> None:
         door = Inviting()
         runs, crew = await opened(door)
-        await door.invited.get()  # it is, time and again, while the run goes on
+        door.clock.at_s = 3.0
+        # It is, time and again, while the run goes on.
+        assert (await door.invited.get()).age_s == 3.0
         while not door.invited.empty():
             door.invited.get_nowait()
         crew.record.end("done", None)

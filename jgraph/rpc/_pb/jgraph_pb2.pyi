@@ -1317,6 +1317,7 @@ class RunLoop(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     MASTER_FIELD_NUMBER: _builtins.int
+    BEGAN_S_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -1359,6 +1360,8 @@ class RunLoop(_message.Message):
     """Synchronous training: the master that passes this on. No update begins while nothing
     is heard of it.
     """
+    began_s: _builtins.float
+    """RunJournal: when that was, since the run began"""
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
     @_builtins.property
@@ -1391,10 +1394,11 @@ class RunLoop(_message.Message):
         run: _builtins.str = ...,
         epoch: _builtins.int = ...,
         master: _builtins.str = ...,
+        began_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2369,6 +2373,7 @@ class OpenRun(_message.Message):
     MASTER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -2382,6 +2387,8 @@ class OpenRun(_message.Message):
     version: _builtins.int
     incarnation: _builtins.int
     """of the master"""
+    age_s: _builtins.float
+    """since the run began"""
     @_builtins.property
     def saves(self) -> Global___RunSaves: ...
     @_builtins.property
@@ -2404,10 +2411,11 @@ class OpenRun(_message.Message):
         master: _builtins.str = ...,
         version: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
