@@ -12,6 +12,7 @@ from jgraph.cluster.calls import CONTROL_S, bounded_s
 from jgraph.cluster.data_feed import leases_of
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.door import LoopDoor, check_master
+from jgraph.cluster.driver import as_error
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_link import answers_again
 from jgraph.cluster.run_record import note_report
@@ -228,14 +229,20 @@ class Heir:
         self._begins(self._order, self._crew)
         try:
             await check_master(self._door, run, epoch)
-        except FencedError as fenced:
+            await self._go_on(loops, epoch, error)
+        except FencedError as fenced:  # it goes on elsewhere
             self._crew.fail(fenced)
-            return
-        ends = [self._end_loop(order, epoch, error) for order in loops]
+        except Exception as failed:  # noqa: BLE001  # who watches it would wait for ever
+            record.epoch = epoch
+            self._crew.fail(as_error(failed, here))
+
+    async def _go_on(self, loops: list[pb.RunLoop], epoch: int, why: JGError) -> None:
+        """Ends the loops of the lost master, and begins the next ones."""
+        ends = [self._end_loop(order, epoch, why) for order in loops]
         names = [order.loop for order in loops]
         states = dict(zip(names, await asyncio.gather(*ends), strict=True))
         await self._deal(epoch)
-        record.epoch = epoch
+        self._crew.record.epoch = epoch
         for order in loops:
             order.epoch = epoch
         self._saves(self._order, self._crew)

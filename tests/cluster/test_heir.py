@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,7 @@ from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.heir import Heir, HeirDoor
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_record import RunRecord
-from jgraph.errors import FencedError, JGError, TaskLostError
+from jgraph.errors import FencedError, InternalError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -168,14 +168,17 @@ class Behind:
         yield frame(empty=pb.Empty())
 
 
-def heir(door: Behind, began: list[RunCrew], **invited: Any) -> Heir:
+def heir(
+    door: Behind,
+    began: list[RunCrew],
+    saves: Callable[[pb.OpenRun, RunCrew], None] = lambda _order, _crew: None,
+    **invited: Any,
+) -> Heir:
     order = pb.OpenRun(
         run="r", info='{"container": ""}', master=MASTER, incarnation=1, **invited
     )
     begins = lambda _, crew: began.append(crew)
-    return Heir(
-        *(order, cast("HeirDoor", door), SetClock(), begins), lambda _order, _crew: None
-    )
+    return Heir(order, cast("HeirDoor", door), SetClock(), begins, saves)
 
 
 LOOP = frame(run_loop=pb.RunLoop(loop="w", task=PS, run="r", epoch=1))
@@ -235,5 +238,23 @@ def test_heir_that_was_invited_late_tells_when_steps_were_since_the_run_began() 
         assert account.tensors[1] == [95.0]
         assert body_of(again).began_s == 100.0
         crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
+    """Else it would be shown as running, with nobody to look after it."""
+
+    def refuse(_order: pb.OpenRun, _crew: RunCrew) -> None:
+        raise RuntimeError("it cannot be saved")
+
+    async def main() -> None:
+        door, began = Behind([LOOP], TaskLostError("lost")), list[RunCrew]()
+        await heir(door, began, saves=refuse).work()
+        row = began[0].record.row()
+        assert (row.state, row.epoch) == ("failed", 2)  # where who watches looks
+        with pytest.raises(InternalError, match="it cannot be saved"):
+            async for _ in began[0].record.of(0):
+                pass
 
     run_async(main(), timeout_s=20)
