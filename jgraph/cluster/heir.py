@@ -23,6 +23,7 @@ from jgraph.coordination.slots import SlotPlan
 from jgraph.coordination.succession import begin_anew
 from jgraph.errors import (
     ClusterUnreachableError,
+    CopyLostError,
     FencedError,
     JGError,
     TaskLeavingError,
@@ -80,7 +81,10 @@ class Heir:
         self._clock = clock
         self._begins, self._saves = begins, saves
         self._crew = RunCrew(order, door, clock)
-        self._frames = 0
+        self._frames, self._needed = 0, order.frames
+        self._has_read = asyncio.Event()  # what there was when it was invited
+        if not order.frames:
+            self._has_read.set()
         self._orders: dict[int, pb.RunLoop] = {}
         self._deciding: pb.RunLoop | None = None
         self._began_s: dict[str, float] = {}
@@ -134,6 +138,7 @@ class Heir:
                 async for _ in self._door.stream(self.master, "Farewell", nothing):
                     replies += 1
                     if replies == 2:
+                        await self._has_read.wait()
                         what = f"{self.master}, the master, was told to end"
                         leaves.set_result(TaskLeavingError(what, task=self.master))
 
@@ -146,6 +151,8 @@ class Heir:
             async for made in self._door.stream(self.master, "RunJournal", query):
                 self._take(made)
                 self._frames += 1
+                if self._frames >= self._needed:
+                    self._has_read.set()
         except (ClusterUnreachableError, FencedError, TaskLostError) as error:
             return error  # fenced: another process has the place of the master
         except JGError as error:
@@ -215,7 +222,8 @@ class Heir:
     async def _take_over(self, error: JGError) -> None:
         run, record = self._order.run, self._crew.record
         epoch, loops = record.epoch + 1, self._newest()
-        if not loops:
+        has_read = self._has_read.is_set()
+        if not loops and has_read:
             _LOG.warning("run '%s' ended with its master before it began", run)
             return
         why, here = error.message.rstrip("."), self._door.task
@@ -224,7 +232,7 @@ class Heir:
             _LOG.warning("%s. %s is that of run '%s' from here on", why, here, run)
         else:
             _LOG.info("%s. %s is that of run '%s' from here on", why, here, run)
-        if self._ledger is not None:  # until it is dealt out here
+        if self._ledger is not None and has_read:  # until it is dealt out here
             record.position = json.dumps(self._ledger.position(self._order.version))
         self._begins(self._order, self._crew)
         try:
@@ -238,6 +246,14 @@ class Heir:
 
     async def _go_on(self, loops: list[pb.RunLoop], epoch: int, why: JGError) -> None:
         """Ends the loops of the lost master, and begins the next ones."""
+        if not self._has_read.is_set():
+            raise CopyLostError(
+                f"{self.master} was lost before {self._door.task} had read from it all "
+                f"that the run had done ({self._frames} of {self._needed} entries), so "
+                "nobody knows how to go on with it; go on with another run, from a "
+                "checkpoint: trainer.restore(…)",
+                task=self.master,
+            )
         ends = [self._end_loop(order, epoch, why) for order in loops]
         names = [order.loop for order in loops]
         states = dict(zip(names, await asyncio.gather(*ends), strict=True))

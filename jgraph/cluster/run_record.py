@@ -71,6 +71,11 @@ class RunRecord:
         return self._first == 0
 
     @property
+    def frames(self) -> int:
+        """How many its journal has had."""
+        return self._first + len(self._kept)
+
+    @property
     def seconds(self) -> float:
         """Since it began."""
         return self._clock.now() - self._began
@@ -220,7 +225,7 @@ class RunRecord:
         while True:
             news, ends = self.news, self.is_over
             at = max(at, self._first)
-            while at < self._first + len(self._kept):
+            while at < self.frames:
                 yield at, self._kept[at - self._first]
                 at = max(at + 1, self._first)
             if ends:

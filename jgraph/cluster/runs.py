@@ -115,7 +115,7 @@ class Runs:
             await self._invite(heir, order, crew)
 
     async def _invite(self, heir: TaskName, order: pb.OpenRun, crew: RunCrew) -> None:
-        order.age_s = crew.record.seconds
+        order.age_s, order.frames = crew.record.seconds, crew.record.frames
         try:
             await self._door.call(heir, "InheritRun", frame(open_run=order))
         except FencedError as error:

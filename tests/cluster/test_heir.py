@@ -12,7 +12,13 @@ from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.heir import Heir, HeirDoor
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_record import RunRecord
-from jgraph.errors import FencedError, InternalError, JGError, TaskLostError
+from jgraph.errors import (
+    CopyLostError,
+    FencedError,
+    InternalError,
+    JGError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -131,6 +137,8 @@ class Behind:
         self.journal = journal
         self.lost, self.is_lost = lost, False
         self.then = then
+        self.told_to_end, self.may_tell = asyncio.Event(), asyncio.Event()
+        self.may_tell.set()
         self.began: asyncio.Queue[pb.RunLoop] = asyncio.Queue()
 
     def tasks(self) -> list[str]:
@@ -154,7 +162,10 @@ class Behind:
     ) -> AsyncIterator[Frame]:
         """Tells the journal, or that the master may end."""
         if method == "Farewell":
-            await asyncio.Event().wait()
+            yield request
+            await self.told_to_end.wait()
+            yield request
+        await self.may_tell.wait()
         for made in self.journal[body_of(request).after :]:
             yield made
         if not self.is_lost:
@@ -256,5 +267,37 @@ def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
         with pytest.raises(InternalError, match="it cannot be saved"):
             async for _ in began[0].record.of(0):
                 pass
+
+    run_async(main(), timeout_s=20)
+
+
+@pytest.mark.parametrize("read", [[], [LOOP]], ids=["nothing", "a_loop"])
+def test_run_whose_heir_had_not_read_what_was_done_has_failed_and_says_so(
+    read: list[Frame],
+) -> None:
+    """It was invited late; what it knows is where the run was long ago."""
+
+    async def main() -> None:
+        door, began = Behind(read, TaskLostError("lost")), list[RunCrew]()
+        await heir(door, began, frames=2).work()
+        row, error = began[0].record.row(), began[0].record.error
+        assert (row.state, row.epoch) == ("failed", 2)
+        assert isinstance(error, CopyLostError)
+        assert f"({len(read)} of 2 entries)" in error.message
+
+    run_async(main(), timeout_s=20)
+
+
+def test_master_that_is_told_to_end_goes_when_its_heir_has_read_what_was_done() -> None:
+    async def main() -> None:
+        door, began = Behind([LOOP], TaskLostError("lost")), list[RunCrew]()
+        door.may_tell.clear()
+        door.told_to_end.set()
+        work = asyncio.ensure_future(heir(door, began, frames=1).work())
+        assert not (await asyncio.wait({work}, timeout=0.1))[0]
+        door.may_tell.set()
+        await work
+        assert (await door.began.get()).epoch == 2
+        began[0].close()
 
     run_async(main(), timeout_s=20)

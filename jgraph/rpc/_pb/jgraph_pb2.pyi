@@ -2374,6 +2374,7 @@ class OpenRun(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -2389,6 +2390,8 @@ class OpenRun(_message.Message):
     """of the master"""
     age_s: _builtins.float
     """since the run began"""
+    frames: _builtins.int
+    """of the journal; who has fewer cannot go on with the run"""
     @_builtins.property
     def saves(self) -> Global___RunSaves: ...
     @_builtins.property
@@ -2412,10 +2415,11 @@ class OpenRun(_message.Message):
         version: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         age_s: _builtins.float = ...,
+        frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "frames", b"frames", "gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
