@@ -122,6 +122,29 @@ def test_client_that_attached_follows_the_run_to_the_heir(
         assert watching.current_position() == there.current_position()
 
 
+@pytest.mark.parametrize("by", ["who began it", "who attached"])
+def test_stop_that_a_lost_master_did_not_hear_is_told_to_its_heir(
+    own_servers: Servers, client: Cluster, by: str
+) -> None:
+    begun = threading.Event()
+    run = trainer(client, AsyncPS()).fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[lambda run, report: begun.set()],
+        progress=False,
+        detached=True,
+        block=False,
+    )
+    assert begun.wait(20)
+    with connect(own_servers.server(PS).target, timeout_s=20) as other:
+        stopping = run if by == "who began it" else trainer(other, AsyncPS()).attach()
+        own_servers.lose(MASTER)
+        stopping.stop()
+        assert stopping.wait(40).state == "stopped"
+        assert run.wait(40).state == "stopped"
+
+
 class Behind:
     """A door to a master that is busy with its journal, and is lost then.
 
@@ -137,6 +160,7 @@ class Behind:
         self.journal = journal
         self.lost, self.is_lost = lost, False
         self.then = then
+        self.is_held, self.held_at = False, list[bool]()
         self.told_to_end, self.may_tell = asyncio.Event(), asyncio.Event()
         self.may_tell.set()
         self.began: asyncio.Queue[pb.RunLoop] = asyncio.Queue()
@@ -153,6 +177,8 @@ class Behind:
             status = pb.TaskStatus(task=task, state="ready", incarnation=self.then)
             return frame(task_status=status)
         if method == "StopLoop" and body_of(request).loop:
+            await asyncio.sleep(0)  # what was let go would end here
+            self.held_at.append(self.is_held)
             ended = pb.LoopReport(state="stopped")
             return frame(loop_report=ended, tensors=[np.arange(1), np.full(1, 5.0)])
         return frame(empty=pb.Empty())
@@ -162,9 +188,14 @@ class Behind:
     ) -> AsyncIterator[Frame]:
         """Tells the journal, or that the master may end."""
         if method == "Farewell":
-            yield request
-            await self.told_to_end.wait()
-            yield request
+            self.is_held = True
+            try:
+                yield request
+                await self.told_to_end.wait()
+                yield request
+                await asyncio.Event().wait()
+            finally:
+                self.is_held = False
         await self.may_tell.wait()
         for made in self.journal[body_of(request).after :]:
             yield made
@@ -288,7 +319,9 @@ def test_run_whose_heir_had_not_read_what_was_done_has_failed_and_says_so(
     run_async(main(), timeout_s=20)
 
 
-def test_master_that_is_told_to_end_goes_when_its_heir_has_read_what_was_done() -> None:
+def test_master_that_is_told_to_end_goes_when_its_heir_has_asked_for_all_it_did() -> (
+    None
+):
     async def main() -> None:
         door, began = Behind([LOOP], TaskLostError("lost")), list[RunCrew]()
         door.may_tell.clear()
@@ -298,6 +331,7 @@ def test_master_that_is_told_to_end_goes_when_its_heir_has_read_what_was_done() 
         door.may_tell.set()
         await work
         assert (await door.began.get()).epoch == 2
+        assert door.held_at == [True]
         began[0].close()
 
     run_async(main(), timeout_s=20)
