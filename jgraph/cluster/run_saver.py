@@ -6,7 +6,6 @@ write it. The master makes the files before that, and gives the step its name af
 
 import asyncio
 import json
-import logging
 import os
 import shutil
 from collections import defaultdict
@@ -22,19 +21,19 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.calls import COMPILE_S, bulk_timeout_s
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.shard_calls import shard_from, sums_in
-from jgraph.errors import CheckpointError, CheckpointWriterError, JGError
+from jgraph.errors import CheckpointError, CheckpointWriterError
 from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.blocks import Sums
+from jgraph.runtime.failed_saves import FailedSaves
 from jgraph.runtime.manifest import Leaf, Manifest, directory_of
 from jgraph.runtime.shard_files import Slice, make_proof, proven, read_slice
 from jgraph.runtime.step_files import begin_step, commit_step, prune, steps_in
 from jgraph.runtime.writer_lease import LEASE_S, WriterLease
 
-_LOG = logging.getLogger("jgraph.checkpoint")
 _AGAIN_S: Final = 1.0
 STEP: Final = "global_step"
 """The leaf that says how many updates are in a step."""
@@ -75,10 +74,14 @@ class RunSaver:
     call: Call
     position: Callable[[], Mapping[str, Any]]
     _lease: WriterLease = field(init=False)
+    _failed: FailedSaves = field(init=False)
     _working: asyncio.Task[None] | None = field(init=False, default=None)
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     _last: int = field(init=False, default=0)
     """Updates that were told of when it was saved last."""
+
+    def __post_init__(self) -> None:
+        self._failed = FailedSaves(Path(self.order.directory))
 
     def start(self) -> None:
         """Saves from now on.
@@ -140,8 +143,9 @@ class RunSaver:
             try:
                 await self._save(at_rest=self.record.is_over)
             except Exception as error:  # noqa: BLE001  # the run goes on, whatever it is
-                text = error.message if isinstance(error, JGError) else str(error)
-                _LOG.warning("not saved: %s. The run goes on", text.rstrip("."))
+                self._failed.tell(error)
+            else:
+                self._failed.forget()
 
     async def _become_writer(self, wait_s: float) -> None:
         """Takes the lease; a master that was replaced may have it a little longer."""

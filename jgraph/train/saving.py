@@ -14,14 +14,13 @@ from jgraph.errors import (
     ClusterError,
     JGError,
 )
+from jgraph.runtime.failed_saves import FailedSaves
 from jgraph.runtime.step_files import steps_in
 from jgraph.train.checkpoints import Checkpoints, CheckpointWriter
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
 
 _LOG = logging.getLogger("jgraph.checkpoint")
-_LOUD = 2
-"""So many saves in a row may fail before that is an error in the log."""
 
 
 @final
@@ -57,13 +56,13 @@ class Saving:
         self._take = take
         self._last = step
         self._written: int | None = None
-        self._failed = 0
         self._under_way: Future[None] | None = None
         self._stack = ExitStack()
         with ExitStack() as stack:
             self._writer = stack.enter_context(
                 CheckpointWriter(given.directory, given.keep)
             )
+            self._failed = FailedSaves(self._writer.directory)
             _check_order(self._writer, step)
             self._thread = stack.enter_context(
                 ThreadPoolExecutor(1, thread_name_prefix="jgraph-checkpoint")
@@ -162,11 +161,9 @@ class Saving:
             raise
         except JGError as error:
             # That a task was lost is told where it ends a step, too.
-            self._failed += 1
-            tell = _LOG.error if self._failed >= _LOUD else _LOG.warning
-            tell("%s. Training goes on; %d saves failed.", error, self._failed)
+            self._failed.tell(error)
         else:
-            self._failed = 0
+            self._failed.forget()
 
 
 def _check_order(writer: CheckpointWriter, step: int) -> None:

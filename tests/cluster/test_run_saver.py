@@ -1,7 +1,11 @@
 """What a master saves of a detached run: with real variables, in real files."""
 
 import asyncio
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +16,29 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.run_saver import STEP, RunSaver
 from jgraph.cluster.shard_calls import save_shards
-from jgraph.failpoints import POINTS, armed, fail
+from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.manifest import FILE, Leaf, Manifest, read_manifest
-from jgraph.runtime.shard_files import make_proof
+from jgraph.runtime.manifest import (
+    FILE,
+    Leaf,
+    Manifest,
+    directory_of,
+    read_manifest,
+)
+from jgraph.runtime.shard_files import Slice, make_proof, read_slice
 from jgraph.runtime.step_files import TEMPORARY, steps_in
 from jgraph.runtime.store import VariableStore
 from jgraph.runtime.writer_lease import newest
+from jgraph.train.checkpoints import CheckpointWriter
 
 MASTER, PS = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
 SCALAR = ValueType((), "int32")
+HANDED = [name for name in POINTS if name.startswith("handed.")]
 LIVE, COPY = (StoredVariable(STEP, SCALAR, of) for of in ("live", "copy"))
 
 
@@ -141,7 +153,7 @@ def test_nothing_is_saved_before_the_directory_is_the_masters(tmp_path: Path) ->
     assert read_manifest(tmp_path / str(steps_in(tmp_path)[-1])).generation
 
 
-@pytest.mark.parametrize("point", [n for n in POINTS if n.startswith("handed.")])
+@pytest.mark.parametrize("point", HANDED)
 def test_a_disk_that_fails_at_any_point_of_a_save_leaves_whole_steps(
     tmp_path: Path, point: str
 ) -> None:
@@ -157,9 +169,101 @@ def test_a_disk_that_fails_at_any_point_of_a_save_leaves_whole_steps(
     assert reached
     names = [p.name for p in tmp_path.iterdir() if TEMPORARY in p.name]
     assert not names
-    for step in steps_in(tmp_path):
-        assert read_manifest(tmp_path / str(step)).step == step
+    check_good(tmp_path)
     assert steps_in(tmp_path)[-1] > 0
+
+
+def check_good(directory: Path) -> None:
+    """Each step has what its manifest says; the first one is no more than that."""
+    for step in filter(None, steps_in(directory)):
+        manifest = read_manifest(directory / str(step))
+        leaf = manifest.leaves[STEP]
+        rows = Slice.whole(directory_of(STEP), leaf.type, leaf.block_rows)
+        fd = os.open(directory / str(step), os.O_RDONLY)
+        value, sums = read_slice(fd, rows)
+        os.close(fd)
+        assert manifest.step == int(np.asarray(value)) == step
+        assert leaf.crc32 == rows.blocks.joined([sums])
+
+
+def test_row_26_second_save_that_fails_is_loud_and_the_run_is_saved_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reached = list[str]()
+
+    def be_full() -> None:
+        reached.append("")
+        if len(reached) <= 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with armed("handed.snapshot_taken", be_full):
+        saved(tmp_path, Ps())
+    told = [(r.levelname, r.getMessage()) for r in caplog.records]
+    text = f"not saved in {tmp_path}: [Errno 28] No space left on device"
+    assert [level for level, line in told if text in line] == ["WARNING", "ERROR"]
+    assert "2 saves failed" in told[-1][1]
+    (_, newest_one) = steps_in(tmp_path)
+    assert newest_one > 0
+
+
+def test_row_20_a_master_that_is_replaced_while_it_saves_commits_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def take_over() -> None:
+        (tmp_path / "jgraph_writer.9.json").write_text("{}")
+
+    with armed("handed.snapshot_taken", take_over):
+        saved(tmp_path, Ps())
+    assert steps_in(tmp_path) == [0]
+    assert "JG-303 another process writes checkpoints" in caplog.text
+
+
+SAVES = """
+import json, sys
+from pathlib import Path
+from jgraph.runtime.step_files import steps_in
+from tests.cluster.test_run_saver import Ps, saved
+
+class Telling(Ps):
+    async def call(self, task, method, request, timeout_s=0.0):
+        reply = await super().call(task, method, request, timeout_s)
+        if method == "Reset":
+            print(json.dumps(steps_in(self.directory)), flush=True)
+        return reply
+
+saved(Path(sys.argv[1]), Telling(), keep=1)
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(n, marks=() if n == "handed.committed" else pytest.mark.chaos)
+        for n in HANDED
+    ],
+)
+def test_row_25_a_master_that_is_killed_at_any_point_of_a_save_loses_no_saved_step(
+    tmp_path: Path, point: str
+) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", SAVES, str(tmp_path)],
+        env={**os.environ, VARIABLE: f"{point}=crash@2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == CRASHED, child.stderr
+    (before,) = json.loads(child.stdout.splitlines()[-1])
+    there = steps_in(tmp_path)
+    assert before > 0
+    assert before in there or there[0] > before
+    check_good(tmp_path)
+    with CheckpointWriter(tmp_path):  # the next one has the directory at once
+        names = [path.name for path in tmp_path.iterdir()]
+    assert not [n for n in names if TEMPORARY in n or n.endswith(".going")]
+    assert steps_in(tmp_path) == there
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -1,11 +1,14 @@
 """Two parameter servers and two workers in this process, for a module of tests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.session import Session
+from jgraph.runtime.step_files import steps_in
+from jgraph.train import checkpoint
 from tests.cluster.conftest import connected
 
 
@@ -20,3 +23,18 @@ def session(cluster: Cluster) -> Iterator[Session]:
     cluster.reset()
     with cluster.session() as session:
         yield session
+
+
+def check_kept(directory: Path, told: Sequence[int], keep: int) -> None:
+    """What was told of as saved is good, but for steps that newer ones replaced.
+
+    Args:
+      directory: of the steps.
+      told: steps, in the order in which they were.
+      keep: so many are kept.
+    """
+    there = steps_in(directory)
+    due = sorted({*told, *there})[-keep:]
+    assert set(due) <= set(there), f"{set(due) - set(there)} are gone"
+    for step in due:
+        assert checkpoint.verify(directory / str(step)).step == step

@@ -1,8 +1,10 @@
 """Runs that go on when their client is gone, and are found again."""
 
 import json
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoint import verify
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.local import Local
+from jgraph.train.progress import Report
+from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from tests.cluster.conftest import connected
@@ -176,6 +180,47 @@ def test_master_saves_a_detached_run_and_any_client_goes_on_from_there(
     assert steps_in(tmp_path)[-1] == run.steps == 100
     for trainer in (there, again):
         trainer.close()
+
+
+def test_row_26_a_detached_run_whose_disk_is_full_goes_on_and_says_where(
+    cluster: Cluster,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is room again after the second save that failed."""
+    text = f"not saved in {tmp_path}: JG-304 the next checkpoint in {tmp_path} needs"
+    full = threading.Event()
+
+    def levels() -> list[str]:
+        return [r.levelname for r in caplog.records if text in r.getMessage()]
+
+    def usage(path: Path) -> Any:
+        there = disk_usage(path)
+        return there._replace(free=0) if full.is_set() else there
+
+    def fill_then_make_room(run: Run, report: Report) -> None:
+        full.set() if len(levels()) < 2 else full.clear()
+        if "ERROR" in levels() and len(steps_in(tmp_path)) > 1:
+            run.stop()
+
+    disk_usage = shutil.disk_usage
+    monkeypatch.setattr("jgraph.runtime.step_files.shutil.disk_usage", usage)
+    there = make(cluster)
+    run = there.fit(
+        data(),
+        steps=10**6,
+        batch_size=8,
+        detached=True,
+        callbacks=[fill_then_make_room],
+        checkpoint=Checkpoints(tmp_path, every=10),
+        progress=False,
+    )
+    assert run.state == "stopped"
+    assert levels()[:2] == ["WARNING", "ERROR"]
+    assert steps_in(tmp_path)[-1] == run.steps
+    verify(tmp_path / str(run.steps))
+    there.close()
 
 
 def test_what_a_master_cannot_save_is_refused(cluster: Cluster, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from jgraph.runtime.step_files import TEMPORARY, steps_in
 from jgraph.train import checkpoint
 from jgraph.train.checkpoints import CheckpointWriter, newest_good
 from jgraph.train.trees import Tree
+from tests.train.conftest import check_kept
 
 RENEWING = ("lease.renewing", "lease.renewed")
 REPLACING = ("checkpoint.old_put_away", "checkpoint.replaced")
@@ -85,8 +86,9 @@ def test_row_25_a_writer_that_crashes_at_a_step_of_a_save_loses_no_saved_step(
         check=False,
     )
     assert child.returncode == CRASHED, child.stderr
-    told = max(map(json.loads, child.stdout.splitlines()))
-    assert newest_step(tmp_path) in (told, told + 1)
+    told = [json.loads(line) for line in child.stdout.splitlines()]
+    assert newest_step(tmp_path) in (told[-1], told[-1] + 1)
+    check_kept(tmp_path, told, keep=2)
     check_goes_on(tmp_path, 20)
 
 
@@ -100,6 +102,7 @@ def test_row_26_a_disk_that_fails_at_a_step_of_a_save_loses_no_saved_step(
         with armed(point, fail), pytest.raises((CheckpointError, OSError)):
             writer.save(3, tree(3))
         assert newest_step(tmp_path) in (2, 3)
+        check_kept(tmp_path, [1, 2], keep=2)
         writer.save(4, tree(4))
         assert newest_step(tmp_path) == 4
     assert steps_in(tmp_path)[-1] == 4
