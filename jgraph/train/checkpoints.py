@@ -216,7 +216,7 @@ def newest_good(
                 raise
             damaged.append(step)
             where = _put_aside(path) if quarantine else path
-            _LOG.error("%s It is now %s; the step before is used.", error, where)
+            _LOG.error("%s. It is now %s; the step before is used.", error, where)
     if not damaged:
         raise CheckpointError(f"there is no checkpoint in {directory}")
     raise CheckpointCorruptError(

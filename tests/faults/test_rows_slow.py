@@ -37,39 +37,43 @@ pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "lost"),
-    [
-        (AsyncPS(), (PS,)),
-        (SyncPS(), (PS,)),
-    ],
-    ids=["async", "sync"],
-)
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_row_12_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
-    fault: Fault, strategy: Any, lost: tuple[str, ...]
+    fault: Fault, strategy: Any
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
     there = trainer(cluster, strategy)
-    clock = Stopwatch()
+    # Asynchronous steps of so small a model are faster than any save of it.
+    near = 50 if isinstance(strategy, SyncPS) else 2000
+    clocks, newest, went_on = list[Stopwatch](), list[int](), list[float]()
 
-    def kill() -> None:
-        for task in lost:
-            cluster.kill(task)
+    def kill(run: Any, report: Any) -> None:
+        if clocks:
+            if run.recoveries() and not went_on:
+                went_on.append(clocks[0].seconds)
+            return
+        saved = steps_in(fault.path)
+        if report.step >= 200 and saved and report.step <= saved[-1] + near:
+            newest.append(saved[-1])
+            cluster.kill(PS)
+            clocks.append(Stopwatch())
 
     run = there.fit(
         IDS,
         steps=2000,
         batch_size=BATCH,
         checkpoint=Checkpoints(fault.path, every=50),
-        callbacks=[after(200, kill, saved_in=fault.path)],
+        callbacks=[kill],
         progress=False,
     )
     assert (run.state, run.steps) == ("done", 2000)
-    assert clock.seconds < 120  # most of it is 2000 steps and 40 saves
+    assert went_on[0] < 30
     (recovery,) = run.recoveries()
-    assert recovery.lost == lost
+    assert recovery.lost == (PS,)
+    assert recovery.back_to >= newest[0]
+    assert recovery.again <= 2 * near
     check_recovered(there, run, share=2 if isinstance(strategy, SyncPS) else 1)
-    fault.names += [f"{lost[0]}", "lost at step", "SIGKILL", "goes back to step"]
+    fault.names += [PS, "lost at step", "SIGKILL", "goes back to step"]
     there.close()
 
 
@@ -129,6 +133,8 @@ def test_rows_9_and_19_lost_workers_are_back_in_the_same_run_also_of_a_new_maste
     ledger.add(run)
     ledger.check(there, lost=len(lost))
     fault.names += [f"{MASTER}, the master, was lost", f"{MASTER} answers again"]
+    if WORKER in lost:
+        fault.names += ["no worker is left; the run waits up to 60 s for one"]
     there.close()
 
 

@@ -38,3 +38,11 @@ def check_kept(directory: Path, told: Sequence[int], keep: int) -> None:
     assert set(due) <= set(there), f"{set(due) - set(there)} are gone"
     for step in due:
         assert checkpoint.verify(directory / str(step)).step == step
+
+
+def damage(step: Path) -> None:
+    """Flips a bit of the largest array of a checkpoint."""
+    file = max(step.glob("*/[0-9]*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    file.write_bytes(content)

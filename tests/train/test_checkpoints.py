@@ -31,7 +31,7 @@ from jgraph.train import checkpoint
 from jgraph.train.checkpoints import Checkpoints, CheckpointWriter, newest_good
 from jgraph.train.saving import Saving, Snapshot
 from jgraph.train.trainer import Trainer
-from tests.train.conftest import check_kept
+from tests.train.conftest import check_kept, damage
 from tests.train.models import NnxMLP, data, nnx_loss
 
 
@@ -53,13 +53,6 @@ def filled(directory: Path, steps: int = 3) -> Path:
         for step in range(1, steps + 1):
             writer.save(step, tree(step), {"again": step})
     return directory
-
-
-def damage(step: Path) -> None:
-    file = max(
-        (f for f in step.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size
-    )
-    file.write_bytes(file.read_bytes()[:-1])
 
 
 def test_training_goes_on_from_the_directory_as_if_never_interrupted(
@@ -90,6 +83,26 @@ def test_row_27_a_damaged_step_is_put_aside_and_the_one_before_is_used(
     assert (tmp_path / "3.corrupt").is_dir()
     assert "JG-302" in caplog.text
     assert "the step before is used" in caplog.text
+
+
+def test_row_27_a_trainer_takes_the_step_before_one_with_a_flipped_bit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, where = trainer(), trainer(1), Checkpoints(tmp_path, every=2)
+    fit(first, 2, where)
+    before = first.current_values()
+    fit(first, 2, where)
+    damage(tmp_path / "4")
+    second.restore(tmp_path)
+    for a, b in zip(before, second.current_values(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert steps_in(tmp_path) == [2]
+    assert (tmp_path / "4.corrupt").is_dir()
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert f"JG-302 the checkpoint at {tmp_path / '4'} is damaged" in said
+    assert "layers/0/kernel" in said
+    fit(second, 2, where)
+    assert steps_in(tmp_path) == [2, 4]
 
 
 def test_row_22_no_good_step_is_an_error_that_names_the_damaged(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ from jgraph.train.runner import Chunk
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
+from tests.train.conftest import damage
 from tests.train.models import NnxMLP, data, nnx_loss
 
 PS, WORKER = "/job:ps/task:1", "/job:worker/task:1"
@@ -161,6 +163,50 @@ def test_row_12_run_goes_on_from_its_newest_checkpoint_by_itself(
     assert lost[0] in told[0]
     assert f"goes back to step {back} in {tmp_path}" in told[0]
     assert "recovered=1" in repr(run)
+    trainer.close()
+
+
+@pytest.mark.procs
+def test_row_27_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
+    cluster: LocalCluster,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, wait = trainer_on(cluster, AsyncPS()), cluster.wait_for_tasks
+    saved: list[int] = []
+
+    def kill(run: Run, report: Report) -> None:
+        if len(steps_in(tmp_path)) > 1 and not run.recoveries():
+            cluster.kill(PS)
+
+    def damage_and_wait(*args: Any, **options: Any) -> bool:
+        """No save is under way by then."""
+        if not saved:
+            saved.extend(steps_in(tmp_path)[-2:])
+            damage(tmp_path / str(saved[-1]))
+        return wait(*args, **options)
+
+    monkeypatch.setattr(cluster, "wait_for_tasks", damage_and_wait)
+    run = trainer.fit(
+        data(),
+        steps=1000,
+        batch_size=8,
+        checkpoint=Checkpoints(tmp_path, every=50, keep=1000),
+        callbacks=[kill],
+        progress=False,
+    )
+    good, damaged = saved
+    assert (run.state, run.steps) == ("done", 1000)
+    (recovery,) = run.recoveries()
+    assert (recovery.lost, recovery.back_to) == ((PS,), good)
+    assert (tmp_path / f"{damaged}.corrupt").is_dir()
+    (said,) = [r.getMessage() for r in caplog.records if "JG-302" in r.getMessage()]
+    assert str(tmp_path / str(damaged)) in said
+    assert "layers/0/kernel" in said
+    assert "the step before is used" in said
+    loss = run.metrics("loss")["step"]
+    assert loss[loss > good].tolist() == [*range(good + 1, 1001)]
     trainer.close()
 
 

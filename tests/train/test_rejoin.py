@@ -1,20 +1,28 @@
-"""A worker that dies during a run and is started again takes part in it once more.
+"""Workers that die during a run: they are waited for, and take part in it once more.
 
 As ``tests/faults/test_rows.py`` has it, with gradients that carry an error on.
 """
 
 import threading
+from importlib import import_module
 
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
+from jgraph.clock import SystemClock
+from jgraph.cluster.client import connect
 from jgraph.cluster.local import LocalCluster
+from jgraph.errors import TaskLostError
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
+from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
+from tests.cluster.conftest import Servers
+from tests.train.detach import make
 from tests.train.models import NnxMLP, data, nnx_loss
 
 WORKER = "/job:worker/task:1"
@@ -61,3 +69,42 @@ def test_rows_1_and_3_killed_worker_is_back_in_the_same_run(
         run = trainer.fit(data(), steps=20, batch_size=8, progress=False)
         assert run.state == "done"
         trainer.close()
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_row_9_a_run_whose_workers_all_stay_away_ends_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    strategy: Strategy,
+) -> None:
+    """It waits for a minute; here for a second."""
+    for module in ("rejoin", "dealing"):
+        assert import_module(f"jgraph.train.{module}").WAIT_S == 60.0
+        monkeypatch.setattr(f"jgraph.train.{module}.WAIT_S", 1.0)
+    servers, clock = Servers(ps=1, worker=2), SystemClock()
+    ended: list[float] = []
+
+    def lose_all(run: Run, report: Report) -> None:
+        if not ended:
+            ended.append(clock.now())
+            for number in range(2):
+                servers.lose(f"/job:worker/task:{number}")
+
+    try:
+        target = servers.server("/job:ps/task:0").target
+        with connect(target, timeout_s=20) as cluster:
+            trainer = make(cluster, strategy)
+            with pytest.raises(TaskLostError, match="/job:worker/task:"):
+                trainer.fit(
+                    data(),
+                    steps=10**6,
+                    batch_size=8,
+                    callbacks=[lose_all],
+                    progress=False,
+                )
+            assert clock.now() - ended[0] > 1.0
+            trainer.close()
+    finally:
+        servers.stop()
+    said = [record.getMessage() for record in caplog.records]
+    assert "no worker is left; the run waits up to 1 s for one" in said
