@@ -17,6 +17,8 @@ from jgraph.graph.device import TaskName
 
 _LOG = logging.getLogger("jgraph.restarts")
 _CLOSE_S = 10.0
+_LAST_WORDS = 3
+"""So many lines of the log of a process that died are told."""
 
 
 class Process(Protocol):
@@ -134,6 +136,8 @@ class Restarter:
                     case StartAgain(task):
                         died = f"{task} died ({process.how_it_ended()}); starting it"
                         self.events.note("died", died, level=logging.WARNING)
+                        said = "\n".join(process.tail().splitlines()[-_LAST_WORDS:])
+                        _LOG.warning("the log of %s ended with:\n%s", task, said)
                         try:
                             process.start(self._spec)
                         except OSError as error:

@@ -13,7 +13,13 @@ import numpy as np
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.failover import asked_anyhow
-from jgraph.errors import ClusterError, ConfigError, JGError, TaskLeavingError
+from jgraph.errors import (
+    ClusterError,
+    ConfigError,
+    DataSlotError,
+    JGError,
+    TaskLeavingError,
+)
 from jgraph.train.attempt import Attempt
 from jgraph.train.handed import Handed
 from jgraph.train.history import History
@@ -116,6 +122,8 @@ class Fit:
         try:
             self._follow(attempt, total, began)
         except JGError as error:
+            if isinstance(error, DataSlotError) and isinstance(self.saving, Saving):
+                self.saving.save()  # to go on from once that batch is taken out
             attempt.runner.let_go()
             if self.recover is not None:
                 return error

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ def deadly(count: int, at: int) -> Any:
 
     def example(i: int) -> Any:
         if i == at:
+            sys.stderr.write(f"example {at} is too large\n")
             os.kill(os.getpid(), signal.SIGKILL)
         return {"x": np.full(4, i, np.float32), "y": np.int32(i % 2)}
 

@@ -10,7 +10,8 @@ from jgraph import cli
 from jgraph.runtime.step_files import steps_in
 from jgraph.train import checkpoint
 from jgraph.train.checkpoints import CheckpointWriter
-from tests.train.test_checkpoints import damage, filled, tree
+from tests.train.conftest import damage
+from tests.train.test_checkpoints import filled, tree
 
 
 @pytest.fixture

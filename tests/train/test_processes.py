@@ -1,7 +1,9 @@
 """A ps and workers, as processes: the same numbers as a plain JAX loop."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +16,9 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.client import connect
 from jgraph.cluster.local import LocalCluster
 from jgraph.errors import DataSlotError, JGError
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
 from jgraph.train.source import Source
@@ -221,3 +225,37 @@ def test_example_that_kills_three_workers_ends_the_run_and_is_named(
             assert at in caught.value.details["examples"]
             assert len(caught.value.details["examples"]) == BATCH
             assert len(cluster.status().tasks) == 2
+
+
+@pytest.mark.chaos
+def test_row_10_example_that_kills_one_worker_thrice_ends_the_run_with_a_checkpoint(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path, at, worker = "tests.runtime.source_functions:deadly", 77, "/job:worker/task:0"
+    with LocalCluster(ps=1, workers=1, restarts=3, allow_sources=[path]) as local:
+        # The master is a ps: it outlives the worker.
+        ps = local.target.replace(local.address, local.spec.address("/job:ps/task:0"))
+        with connect(ps) as cluster:
+            there = Trainer(
+                NnxMLP(rngs=nnx.Rngs(0)),
+                lambda model, batch: nnx_loss(model, (batch["x"], batch["y"])),
+                optax.sgd(0.1),
+                cluster=cluster,
+            )
+            with pytest.raises(DataSlotError, match="ended 3 workers") as caught:
+                there.fit(
+                    Source.grain(path, count=2000, at=at),
+                    steps=300,  # the epoch has 250 batches
+                    batch_size=BATCH,
+                    checkpoint=Checkpoints(tmp_path, every=10**6),
+                    progress=False,
+                )
+            assert at in caught.value.details["examples"]
+            assert re.search(r"batch \d+ of data slot", caught.value.message)
+            values = dict(zip(there.names, there.current_values(), strict=True))
+            assert steps_in(tmp_path) == [int(values["global_step"])]
+    told = [record.getMessage() for record in caplog.records]
+    assert sum(f"{worker} died (SIGKILL); starting it" in line for line in told) == 3
+    last_words = [t for t in told if t.startswith(f"the log of {worker} ended with:")]
+    assert len(last_words) == 3
+    assert all(text.endswith(f"\nexample {at} is too large") for text in last_words)
