@@ -1,4 +1,4 @@
-"""Row 17 of docs/reliability.md where the frozen process is out of reach.
+"""Rows 8 and 17 of docs/reliability.md where the frozen process is out of reach.
 
 Nobody can kill it: its task is started again elsewhere and gets its address, as a pod
 does, and some time later it wakes.
@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import pytest
 
@@ -28,6 +29,7 @@ from jgraph.rpc.token import NAME, TOKEN_FILE, Token
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.kept_copies import Durability
+from jgraph.train.run import Run
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import (
     BATCH,
@@ -35,6 +37,7 @@ from tests.faults.counting import (
     Ledger,
     after,
     check_recovered,
+    counted,
     trainer,
 )
 from tests.faults.links import Link
@@ -46,28 +49,30 @@ EMPTY = frame(empty=pb.Empty())
 
 @final
 class Hosts:
-    """Two ps and two workers, each a process; the address of one ps may move."""
+    """Two ps and two workers, each a process; the address of one may move.
 
-    def __init__(self, logs: Path) -> None:
+    Args:
+      logs: where they write.
+      job: of which the second task is that one.
+    """
+
+    def __init__(self, logs: Path, job: str) -> None:
         self._logs = logs
         self._started: list[TaskProcess] = []
-        self.frozen = self._start("ps", 1, logs)
-        others = [
-            self._start(*which, logs)
-            for which in [("ps", 0), ("worker", 0), ("worker", 1)]
-        ]
+        tasks = [("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]
+        by_task = {which: self._start(*which, logs) for which in tasks}
         for process in self._started:
             process.wait_started()
+        self._job, self.frozen = job, by_task[job, 1]
         self.link = Link(self.frozen.address)
+        addresses = {which: one.address for which, one in by_task.items()}
+        addresses[job, 1] = self.link.address
         self.spec = ClusterSpec(
-            {
-                "ps": [others[0].address, self.link.address],
-                "worker": [process.address for process in others[1:]],
-            }
+            {job: [addresses[job, n] for n in (0, 1)] for job in ("ps", "worker")}
         )
         for process in self._started:
             process.join(self.spec)
-        self.target = f"jgraph://{others[1].address}"
+        self.target = f"jgraph://{addresses['worker', 0]}"
 
     def _start(self, job: str, index: int, logs: Path) -> TaskProcess:
         process = TaskProcess(job, index, logs, {"JAX_PLATFORMS": "cpu"}, "grpc")
@@ -75,14 +80,14 @@ class Hosts:
         return process
 
     def freeze(self) -> None:
-        """Stops the ps."""
+        """Stops that process."""
         os.kill(self.frozen.process.pid, signal.SIGSTOP)
 
     def replace(self) -> None:
         """Starts its task again elsewhere, under its address."""
         elsewhere = self._logs / "elsewhere"
         elsewhere.mkdir()
-        new = self._start("ps", 1, elsewhere)
+        new = self._start(self._job, 1, elsewhere)
         new.wait_started()
         self.link.lead_to(new.address)
         self.link.cut()
@@ -103,15 +108,24 @@ class Hosts:
 
 
 @contextmanager
-def hosts(fault: Fault, secrets: Path) -> Iterator[tuple[Hosts, Cluster]]:
+def hosts(
+    fault: Fault, secrets: Path, job: str = "ps"
+) -> Iterator[tuple[Hosts, Cluster]]:
     """Starts processes, and connects to them."""
     fault.logs.mkdir()
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv(TOKEN_FILE, str(Token.make(secrets / NAME).path))
-        there = Hosts(fault.logs)
+        there = Hosts(fault.logs, job)
         stack.callback(there.close)
         yield there, stack.enter_context(connect(there.target, timeout_s=30))
+
+
+def asked(cluster: Cluster, address: str) -> str:
+    """Returns which task a process says it is."""
+    reply = cluster.call("TaskStatus", EMPTY, timeout_s=60, to=address)
+    status: pb.TaskStatus = body_of(reply)
+    return status.task
 
 
 def files_in(directory: Path) -> dict[str, tuple[int, int]]:
@@ -142,14 +156,8 @@ def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
     ):
         ledger, clocks, moved = Ledger(), list[Stopwatch](), list[Future[None]]()
         training = trainer(cluster, AsyncPS(durability=durability))
-        old = there.frozen.address
-
-        def ask() -> pb.TaskStatus:
-            reply = cluster.call("TaskStatus", EMPTY, timeout_s=60, to=old)
-            status: pb.TaskStatus = body_of(reply)
-            return status
-
-        assert ask().task == there.frozen.task  # a connection of before
+        ask = partial(asked, cluster, there.frozen.address)
+        assert ask() == there.frozen.task  # a connection of before
 
         def freeze() -> None:
             there.freeze()
@@ -175,10 +183,57 @@ def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
             ledger.add(run)
             ledger.check(training, lost=2)
         threading.Event().wait(max(0.0, DOUBT_S + 1 - clocks[0].seconds))
-        asked = elsewhere.submit(ask)
+        late = elsewhere.submit(ask)
         assert there.wake() == REPLACED
-        with pytest.raises(FencedError, match="was started again while this process"):
-            asked.result(5)
+        with pytest.raises(FencedError, match="was started again"):
+            late.result(5)
         assert (files_in(kept), files_in(fault.path)) == before
-        fault.names += ["does nothing more, and ends", f"{there.frozen.task} was lost"]
+        fault.names += [
+            f"{there.frozen.task} ends: JG-139",
+            f"{there.frozen.task} was lost",
+        ]
+        training.close()
+
+
+@pytest.mark.chaos
+def test_row_8_a_frozen_worker_that_was_replaced_says_so_and_ends_when_it_wakes(
+    fault: Fault, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process has its place and takes part in the run."""
+    with (
+        hosts(fault, tmp_path, "worker") as (there, cluster),
+        ThreadPoolExecutor(1) as elsewhere,
+    ):
+        ledger, clocks, moved = Ledger(), list[Stopwatch](), list[Future[None]]()
+        training, worker = trainer(cluster, AsyncPS()), there.frozen.task
+        ask = partial(asked, cluster, there.frozen.address)
+        assert ask() == worker  # a connection of before
+
+        def freeze_and_stop_when_another_has_its_place(run: Run, report: Any) -> None:
+            if report.step >= 200 and not clocks:
+                there.freeze()
+                clocks.append(Stopwatch())
+                moved.append(elsewhere.submit(there.replace))
+            if any(f"{worker} answers again" in text for text in caplog.messages):
+                run.stop()
+
+        fit = partial(training.fit, IDS, batch_size=BATCH, progress=False)
+        stop = freeze_and_stop_when_another_has_its_place
+        run = fit(steps=10**6, callbacks=[stop])
+        moved[0].result(0)
+        assert (run.state, run.recoveries()) == ("stopped", [])
+        ledger.add(run)
+        ledger.check(training, lost=1)
+        before = counted(training)
+        threading.Event().wait(max(0.0, DOUBT_S + 1 - clocks[0].seconds))
+        late = elsewhere.submit(ask)
+        assert there.wake() == REPLACED
+        with pytest.raises(FencedError, match="was started again"):
+            late.result(5)
+        assert [c.tolist() for c in counted(training)] == [c.tolist() for c in before]
+        run = fit(steps=100)
+        assert set(run.metrics("loss")["replica"]) == {0, 1}
+        ledger.add(run)
+        ledger.check(training, lost=1)
+        fault.names += [f"{worker} ends: JG-139", f"{worker} was lost"]
         training.close()

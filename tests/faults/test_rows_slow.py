@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from jgraph.cluster.client import connect
+from jgraph.cluster.client import connect, unique
 from jgraph.cluster.local import LocalCluster
+from jgraph.errors import FencedError
 from jgraph.failpoints import CRASHED, VARIABLE
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -139,11 +140,23 @@ def test_rows_9_and_19_lost_workers_are_back_in_the_same_run_also_of_a_new_maste
 
 
 def test_row_20_a_master_that_was_frozen_and_replaced_changes_nothing_when_it_wakes(
-    fault: Fault,
+    fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What it would order of that run is refused by the worker that is left."""
+    names = list[str]()
+
+    def named(what: str) -> str:
+        names.append(unique(what))
+        return names[-1]
+
+    monkeypatch.setattr("jgraph.cluster.loops.unique", named)
     cluster = fault.cluster(ps=2, workers=2)
     there, _ = trained_without(cluster, MASTER)
     assert cluster.master != MASTER
+    old = cluster.spec.address(MASTER)
+    order = pb.StopLoop(loop="any", task=WORKER, run=names[0], epoch=1)
+    with pytest.raises(FencedError, match=f"master 1 of run '{names[0]}' came after"):
+        cluster.call("Master.StopLoop", frame(stop_loop=order), to=old)
     fault.names += [f"{MASTER}, the master, was lost"]
     there.close()
 
