@@ -51,6 +51,7 @@ POINTS: Final = (
     "log.replaced",
     "log.written",
     "log.on_disk",
+    "push.sent",
     "step.received",
     "step.begun",
     "step.done",

@@ -14,6 +14,7 @@ import numpy as np
 
 from jgraph.coordination.run_metadata import END, READY, START
 from jgraph.errors import MalformedMessageError
+from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import (
     ConstNode,
@@ -170,6 +171,8 @@ class StepRun:
             case SendNode():
                 values = [np.asarray(self._values[v]) for v in node.values]
                 self._shell.send(node.dst, self.step, node.key, values)
+                if self._feeds:
+                    failpoint("push.sent")
                 self._complete(index, [])
             case FetchNode():
                 self._fetches = [np.asarray(self._padded(v)) for v in node.values]

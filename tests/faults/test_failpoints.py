@@ -21,6 +21,7 @@ AT: Final[dict[str, tuple[Durability, int]]] = {
     "update.recorded": ("replica", 150),
     "copy.received": ("replica", 150),
     "copy.applied": ("replica", 150),
+    "push.sent": ("replica", 151),  # by a worker, to the first of two ps
     "step.received": ("replica", 150),
     "step.begun": ("replica", 150),
     "step.done": ("replica", 150),

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import jgraph
+from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from tests.cluster.conftest import connected
@@ -70,9 +72,9 @@ def test_what_decides_reads_no_clock_at_all() -> None:
     "strategy", [AsyncPS, pytest.param(SyncPS, marks=pytest.mark.chaos)]
 )
 def test_training_goes_on_when_the_wall_clock_jumps_by_an_hour(
-    strategy: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
+    strategy: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Forward past every lease, and back."""
+    """Forward past every lease, and back; also that of the writer of checkpoints."""
     jumped = [0.0]
     monkeypatch.setattr(time, "time", lambda: datetime.now(UTC).timestamp() + jumped[0])
 
@@ -82,11 +84,17 @@ def test_training_goes_on_when_the_wall_clock_jumps_by_an_hour(
     with connected(ps=2, worker=2) as cluster:
         there = trainer(cluster, strategy())
         run = there.fit(
-            IDS, steps=300, batch_size=BATCH, callbacks=[jump], progress=False
+            IDS,
+            steps=300,
+            batch_size=BATCH,
+            checkpoint=Checkpoints(tmp_path, every=50),
+            callbacks=[jump],
+            progress=False,
         )
         assert (run.state, run.steps) == ("done", 300)
         assert jumped[0]
         assert not run.recoveries()
         assert not run.dropped()
+        assert steps_in(tmp_path)[-1] == 300
         check_recovered(there, run, share=2 if strategy is SyncPS else 1)
         there.close()

@@ -22,6 +22,8 @@ def simulated(seed: int) -> SyncWorld:
     chance, faults = world.sim.chance, seed % 7
     tasks = [*world.workers, *world.shards, world.master.task]
     world.net.duplicates = chance.choice([0.0, 0.1])
+    if seed % 5 == 2:
+        world.net.duplicates = 0.5
     for _ in range(faults):
         at = chance.random() * chance.choice([0.3, 3.0])
         src, dst = chance.sample(tasks, 2)
