@@ -5,7 +5,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Fault:
         self.is_noticed = True
         self.path = path / "checkpoints"
         self.logs = path / "logs"
+        self._said = stack.enter_context(_saying())
+        self._began = 0, Stopwatch()
         self._stack = stack
         self._addresses: list[str] = []
         self._pids: list[int] = []
@@ -43,6 +45,29 @@ class Fault:
         cluster = LocalCluster(log_dir=self.logs, **options)
         self._addresses += [cluster.spec.address(task) for task in cluster.tasks()]
         return self._stack.enter_context(cluster)
+
+    def begins(self) -> None:
+        """Takes note that it happens, or ends, at this moment."""
+        self._began = len(self._said), Stopwatch()
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it began."""
+        return self._began[1].seconds
+
+    def seconds_until(self, text: str) -> float:
+        """Returns how long after it began this process logged a line with that text."""
+        return self._first(text) - self._began[1].began
+
+    def seconds_between(self, earlier: str, later: str) -> float:
+        """Returns the time from one line of this process to another since then."""
+        return self._first(later) - self._first(earlier)
+
+    def _first(self, text: str) -> float:
+        since = self._said[self._began[0] :]
+        found = [when for line, when in since if text in line]
+        assert found, f"nobody said '{text}': {since}"
+        return found[0]
 
     def open_ports(self) -> list[str]:
         """Returns the addresses at which somebody still listens."""
@@ -82,11 +107,26 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._clock = SystemClock()
-        self._began = self._clock.now()
+        self.began = self._clock.now()
 
     @property
     def seconds(self) -> float:
-        return self._clock.now() - self._began
+        return self._clock.now() - self.began
+
+
+@contextmanager
+def _saying() -> Iterator[list[tuple[str, float]]]:
+    """Gives the lines that this process logs, and when."""
+    said, clock = list[tuple[str, float]](), SystemClock()
+    handler, logger = logging.Handler(), logging.getLogger("jgraph")
+    handler.emit = lambda record: said.append(  # type: ignore[method-assign]
+        (record.getMessage(), clock.now())
+    )
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 def _children() -> set[psutil.Process]:

@@ -12,6 +12,11 @@ from jgraph.testing.tcp_proxy import TcpProxy
 from tests.cluster.conftest import Servers
 
 CLIENT = "client"
+NOTICED_S = 25.0
+"""In which a silent link is given up: after 15 s of keepalive, and 4 s for coming back.
+
+The rest is for a busy machine.
+"""
 
 
 @final

@@ -33,16 +33,16 @@ REPLICA = AsyncPS(durability="replica")
 
 def test_row_13_a_killed_ps_with_a_replica_loses_no_update(fault: Fault) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
-    there, ledger, clock = trainer(cluster, REPLICA), Ledger(), Stopwatch()
+    there, ledger = trainer(cluster, REPLICA), Ledger()
     run = there.fit(
         IDS,
         steps=800,
         batch_size=BATCH,
-        callbacks=[after(200, lambda: cluster.kill(PS))],
+        callbacks=[after(200, partial(kill, fault, cluster, PS))],
         progress=False,
     )
     assert (run.state, run.steps) == ("done", 800)
-    assert clock.seconds < 60
+    check_times(fault, 10, PS)
     (recovery,) = run.recoveries()
     assert recovery.lost == (PS,)
     assert recovery.again <= 4  # told of when they were computed, never acknowledged
@@ -63,10 +63,11 @@ def test_row_13_a_killed_ps_with_a_replica_costs_no_step_of_synchronous_training
         IDS,
         steps=500,
         batch_size=BATCH,
-        callbacks=[after(200, lambda: cluster.kill(ps))],
+        callbacks=[after(200, partial(kill, fault, cluster, ps))],
         progress=False,
     )
     assert (run.state, run.steps) == ("done", 500)
+    check_times(fault, 10, ps)
     (recovery,) = run.recoveries()
     assert recovery.again == 0
     check_recovered(there, run, share=2)
@@ -149,16 +150,15 @@ def test_rows_14_and_16_a_killed_ps_with_a_log_loses_no_update(
     env = {"JGRAPH_RECORDS_DIR": str(tmp_path / "records")}
     cluster = fault.cluster(ps=2, workers=2, restarts=3, env=env)
     there, ledger = trainer(cluster, AsyncPS(durability="log")), Ledger()
-    clock = Stopwatch()
     run = there.fit(
         IDS,
         steps=1500,
         batch_size=BATCH,
-        callbacks=[after(300, partial(kill, cluster, FIRST, PS))],
+        callbacks=[after(300, partial(kill, fault, cluster, FIRST, PS))],
         progress=False,
     )
     assert (run.state, run.steps) == ("done", 1500)
-    assert clock.seconds < 60
+    check_times(fault, 15, FIRST, PS)
     (recovery,) = run.recoveries()
     assert recovery.again <= 4
     ledger.add(run)
@@ -167,9 +167,20 @@ def test_rows_14_and_16_a_killed_ps_with_a_log_loses_no_update(
     there.close()
 
 
-def kill(cluster: LocalCluster, *tasks: str) -> None:
+def kill(fault: Fault, cluster: LocalCluster, *tasks: str) -> None:
+    fault.begins()
     for task in tasks:
         cluster.kill(task)
+
+
+def check_times(fault: Fault, seconds: float, *lost: str) -> None:
+    """A loss is noticed at once; the run goes on soon after all processes serve.
+
+    How long a process takes to start depends on the machine, and is not counted.
+    """
+    assert fault.seconds_until("lost at step") < 5
+    served, goes_on = [f"{task} serves again" for task in lost], "the run goes on from"
+    assert min(fault.seconds_between(s, goes_on) for s in served) < seconds
 
 
 @pytest.mark.chaos
@@ -183,7 +194,7 @@ def test_row_18_both_copies_lost_end_a_run_and_it_never_begins_anew(
             IDS,
             steps=1500,
             batch_size=BATCH,
-            callbacks=[after(300, partial(kill, cluster, FIRST, PS))],
+            callbacks=[after(300, partial(kill, fault, cluster, FIRST, PS))],
             progress=False,
         )
     assert clock.seconds < 60
@@ -200,7 +211,7 @@ def test_row_18_both_copies_lost_leave_the_newest_checkpoint(fault: Fault) -> No
         steps=1500,
         batch_size=BATCH,
         checkpoint=Checkpoints(fault.path, every=50),
-        callbacks=[after(300, partial(kill, cluster, FIRST, PS), fault.path)],
+        callbacks=[after(300, partial(kill, fault, cluster, FIRST, PS), fault.path)],
         progress=False,
     )
     assert (run.state, run.steps) == ("done", 1500)

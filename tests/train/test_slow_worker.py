@@ -10,13 +10,14 @@ from flax import nnx
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.loop_orders import LoopRequest
+from jgraph.graph.ir import TaskName
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.run import Run
 from jgraph.train.trainer import Trainer
 from jgraph.train.workers import Workers
 from tests.train.models import NnxMLP, data, nnx_loss
 
-SLOW, SLOW_S = "/job:worker/task:1", 0.5
+SLOW, SLOW_S = TaskName("/job:worker/task:1"), 0.5
 
 
 @pytest.fixture(autouse=True)
