@@ -16,6 +16,7 @@ from jgraph.train.run import Run
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import BATCH, IDS, Ledger, after, check_recovered, trainer
 from tests.faults.hosts import cluster_on, hosts, lossy_hosts
+from tests.faults.links import NOTICED_S
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(240)]
 
@@ -59,6 +60,7 @@ def test_rows_21_and_23_a_host_whose_cable_is_out_is_noticed_and_done_without(
             back.set()
 
         def pull() -> None:
+            fault.begins()
             there[1].down()
             threading.Timer(25.0, plug).start()
 
@@ -75,6 +77,7 @@ def test_rows_21_and_23_a_host_whose_cable_is_out_is_noticed_and_done_without(
             progress=False,
         )
         assert run.state == "stopped"  # by us
+        assert fault.seconds_until("was lost") < NOTICED_S
         if run.recoveries():  # the worker said first that the ps is gone
             check_recovered(trained, run)
         else:
