@@ -31,12 +31,13 @@ if "JGRAPH_HOME" not in os.environ:
     os.environ["JGRAPH_HOME"] = tempfile.mkdtemp(prefix="jgraph-tests-")
     atexit.register(shutil.rmtree, os.environ["JGRAPH_HOME"], ignore_errors=True)
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.leaks import Leaks
+from tests.left import nothing_left
 
 settings.register_profile("dev", max_examples=25, deadline=None, print_blob=True)
 settings.register_profile(
@@ -104,3 +105,10 @@ def pytest_runtest_makereport(
 def rewrite(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written instead of compared."""
     return bool(request.config.getoption("--rewrite"))
+
+
+@pytest.fixture(scope="module")
+def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For a file whose tests begin processes, servers or threads: when they ended."""
+    with nothing_left(tmp_path_factory.mktemp("left") / "temporary"):
+        yield

@@ -44,11 +44,7 @@ def test_a_task_that_crashes_at_a_step_of_its_work_loses_no_update(
     fault: Fault, tmp_path: Path, point: str
 ) -> None:
     (durability, time), once = AT[point], tmp_path / "crashed"
-    env = {
-        VARIABLE: f"{point}=crash@{time}",
-        ONCE: str(once),
-        "JGRAPH_RECORDS_DIR": str(tmp_path / "records"),
-    }
+    env = {VARIABLE: f"{point}=crash@{time}", ONCE: str(once)}
     cluster = fault.cluster(ps=2, workers=2, restarts=3, env=env)
     there, ledger = trainer(cluster, AsyncPS(durability=durability)), Ledger()
     run = there.fit(IDS, steps=600, batch_size=BATCH, progress=False)

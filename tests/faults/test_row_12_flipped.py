@@ -21,6 +21,7 @@ from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS as TASK, Recorder, asked, numbers, step
 from jgraph.train.async_ps import AsyncPS
+from tests.faults.conftest import Fault
 from tests.faults.counting import BATCH, IDS, Ledger, trainer
 from tests.faults.links import CLIENT, through_proxies
 from tests.rpc.run_async import run_async
@@ -36,9 +37,10 @@ def certificates(tmp_path: Path) -> Path:
 
 
 def test_row_12_training_over_tls_counts_each_example_once_whatever_is_flipped(
-    certificates: Path,
+    fault: Fault, certificates: Path
 ) -> None:
     """A record that was changed ends its connection, which is made again."""
+    fault.is_noticed = False
     links = [(WORKER, PS0), (PS0, WORKER), (WORKER, PS), (PS, WORKER)]
     links += [(CLIENT, MASTER), (MASTER, WORKER), (WORKER, MASTER)]
     chance, flips = random.Random(0), [0]
@@ -64,8 +66,9 @@ def test_row_12_training_over_tls_counts_each_example_once_whatever_is_flipped(
 
 
 def test_row_12_a_session_over_tls_makes_each_step_once_whatever_is_flipped(
-    certificates: Path,
+    fault: Fault, certificates: Path
 ) -> None:
+    fault.is_noticed = False
     with (
         through_proxies((CLIENT, MASTER), tls=certificates) as (servers, (link,)),
         connect(servers.target(MASTER), tls=certificates, timeout_s=20) as cluster,

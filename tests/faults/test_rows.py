@@ -172,7 +172,10 @@ def test_rows_4_5_and_7_connections_that_are_cut_lose_nothing_and_bring_nothing_
         there.close()
 
 
-def test_rows_4_to_7_steps_of_a_session_are_made_once_over_a_line_that_is_cut() -> None:
+def test_rows_4_to_7_steps_of_a_session_are_made_once_over_a_line_that_is_cut(
+    fault: Fault,
+) -> None:
+    fault.is_noticed = False
     chance = random.Random(0)
     with (
         through_proxies((CLIENT, MASTER)) as (servers, (link,)),

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
@@ -144,11 +143,10 @@ def test_row_17_a_frozen_ps_with_a_replica_is_waited_for_and_loses_no_update(
 
 @pytest.mark.chaos
 def test_rows_14_and_16_a_killed_ps_with_a_log_loses_no_update(
-    fault: Fault, tmp_path: Path
+    fault: Fault,
 ) -> None:
     """Wherever it was between an update, its record, the disk and the answer."""
-    env = {"JGRAPH_RECORDS_DIR": str(tmp_path / "records")}
-    cluster = fault.cluster(ps=2, workers=2, restarts=3, env=env)
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
     there, ledger = trainer(cluster, AsyncPS(durability="log")), Ledger()
     run = there.fit(
         IDS,

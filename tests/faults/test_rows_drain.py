@@ -80,10 +80,7 @@ def test_row_29_all_tasks_are_restarted_in_turn_and_no_step_is_lost_or_repeated(
     strategy: Strategy,
     saves: bool,
     caplog: pytest.LogCaptureFixture,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("JGRAPH_RECORDS_DIR", str(tmp_path_factory.mktemp("records")))
     cluster = fault.cluster(ps=2, workers=WORKERS)
     there = trainer(cluster, strategy)
     restarts = RollingRestart(cluster)

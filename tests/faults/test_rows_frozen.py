@@ -18,7 +18,6 @@ import pytest
 
 from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.processes import TaskProcess
-from jgraph.cluster.records import RECORDS_DIR
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.restarts import REPLACED
 from jgraph.coordination.tenure import DOUBT_S
@@ -144,12 +143,8 @@ def files_in(directory: Path) -> dict[str, tuple[int, int]]:
 def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
     fault: Fault,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     durability: Durability,
 ) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    monkeypatch.setenv(RECORDS_DIR, str(kept))
     with (
         hosts(fault, tmp_path) as (there, cluster),
         ThreadPoolExecutor(1) as elsewhere,
@@ -176,7 +171,7 @@ def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
         assert (run.state, run.steps) == ("done", 800)
         (recovery,) = run.recoveries()
         assert recovery.lost == (there.frozen.task,)
-        before = files_in(kept), files_in(fault.path)
+        before = files_in(fault.records), files_in(fault.path)
         if durability == "checkpoint":
             check_recovered(training, run)
         else:
@@ -187,7 +182,7 @@ def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
         assert there.wake() == REPLACED
         with pytest.raises(FencedError, match="was started again"):
             late.result(5)
-        assert (files_in(kept), files_in(fault.path)) == before
+        assert (files_in(fault.records), files_in(fault.path)) == before
         fault.names += [
             f"{there.frozen.task} ends: JG-139",
             f"{there.frozen.task} was lost",
