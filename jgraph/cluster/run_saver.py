@@ -77,8 +77,10 @@ class RunSaver:
     _failed: FailedSaves = field(init=False)
     _working: asyncio.Task[None] | None = field(init=False, default=None)
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
-    _last: int = field(init=False, default=0)
+    _saved: int = field(init=False, default=0)
     """Updates that were told of when it was saved last."""
+    _tried: int = field(init=False, default=0)
+    """Likewise, or when that failed."""
 
     def __post_init__(self) -> None:
         self._failed = FailedSaves(Path(self.order.directory))
@@ -103,7 +105,7 @@ class RunSaver:
         async with self._turn:
             steps = self.record.row().steps
             saved = await self._save(at_rest=True)
-            self._last = steps
+            self._tried = self._saved = steps
         return saved
 
     async def rest(self) -> None:
@@ -124,9 +126,9 @@ class RunSaver:
                 news = self.record.news  # also of what happens while this saves
                 row = self.record.row()
                 # The last step is saved when all its batches are known to be done.
-                left = row.steps - self._last
-                due = left >= self.order.every and row.steps < wanted
-                if due or (row.state in {"done", "stopped"} and left):
+                due = row.steps - self._tried >= self.order.every and row.steps < wanted
+                is_over = row.state in {"done", "stopped"}
+                if due or (is_over and row.steps > self._saved):
                     await self._try(row.steps)
                 if row.state != "running":
                     return
@@ -137,14 +139,15 @@ class RunSaver:
 
     async def _try(self, steps: int) -> None:
         async with self._turn:
-            if steps <= self._last:
+            if steps <= self._saved:
                 return  # it came to rest meanwhile
-            self._last = steps
+            self._tried = steps
             try:
                 await self._save(at_rest=self.record.is_over)
             except Exception as error:  # noqa: BLE001  # the run goes on, whatever it is
                 self._failed.tell(error)
             else:
+                self._saved = steps
                 self._failed.forget()
 
     async def _become_writer(self, wait_s: float) -> None:

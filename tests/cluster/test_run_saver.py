@@ -97,8 +97,8 @@ def report() -> Frame:
     return frame(loop_report=pb.LoopReport(state="running"), tensors=columns)
 
 
-def saved(directory: Path, ps: Ps, keep: int = 2) -> None:
-    """Lets a master save a run three times, the last time when it is over."""
+def saved(directory: Path, ps: Ps, keep: int = 2, *, goes_on: bool = True) -> None:
+    """Lets a master save a run twice, and, if it ``goes_on`` then, at its end."""
 
     async def run() -> None:
         ps.directory, ps.saved = directory, asyncio.Queue()
@@ -116,8 +116,9 @@ def saved(directory: Path, ps: Ps, keep: int = 2) -> None:
             resting = asyncio.ensure_future(saver.rest())
             await asyncio.sleep(0)
             assert not resting.done(), "the run goes on"
-            record.keep(loop, report(), 0.0)
-            record.end("done", None)
+            if goes_on:
+                record.keep(loop, report(), 0.0)
+            record.end("stopped", None)
             await resting
         assert newest(directory).released
 
@@ -170,6 +171,20 @@ def test_a_disk_that_fails_at_any_point_of_a_save_leaves_whole_steps(
     names = [p.name for p in tmp_path.iterdir() if TEMPORARY in p.name]
     assert not names
     check_good(tmp_path)
+    assert steps_in(tmp_path)[-1] > 0
+
+
+def test_run_whose_last_save_failed_is_saved_when_it_is_over_if_it_went_no_further(
+    tmp_path: Path,
+) -> None:
+    saves = iter(["the first", "the one under way as it ended"])
+
+    def fail_once() -> None:
+        if next(saves, None):
+            fail()
+
+    with armed("handed.snapshot_taken", fail_once):
+        saved(tmp_path, Ps(), goes_on=False)
     assert steps_in(tmp_path)[-1] > 0
 
 
