@@ -16,6 +16,7 @@ from jgraph.cluster.calls import CONTROL_S, DRAIN_S
 from jgraph.cluster.events import Event, in_order
 from jgraph.cluster.logs import EventTail
 from jgraph.cluster.no_handler import NoHandler
+from jgraph.cluster.options import reset_order, shutdown_order
 from jgraph.cluster.patience import saying
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.status import ClusterStatus
@@ -170,7 +171,7 @@ class Cluster:
           TaskLostError, ClusterUnreachableError: it does not answer.
         """
         address = self.spec.address(TaskName(task))
-        self.call("Shutdown", frame(shutdown=pb.Shutdown(grace_s=grace_s)), to=address)
+        self.call("Shutdown", shutdown_order(grace_s), to=address)
 
     @short_traceback
     def runs(self) -> "list[RunInfo]":
@@ -214,15 +215,14 @@ class Cluster:
     @short_traceback
     def reset(self, *containers: str) -> None:
         """Drops the variables of these containers; none named: all, and programs."""
-        self.call("Master.Reset", frame(reset=pb.Reset(containers=containers)))
+        self.call("Master.Reset", reset_order(containers))
 
     @short_traceback
     def shutdown(self, grace_s: float = 5.0) -> None:
         """Asks every task's server to end; steps in flight get ``grace_s``."""
         tasks = [t for t in self.tasks() if t != self.master] + [self.master]
         for task in tasks:
-            order = frame(shutdown=pb.Shutdown(grace_s=grace_s))
-            self.call("Shutdown", order, to=self.spec.address(task))
+            self.call("Shutdown", shutdown_order(grace_s), to=self.spec.address(task))
 
     def call(
         self,

@@ -1,10 +1,14 @@
-"""Options of sessions, and of ``run`` beside the keyword arguments of what it runs."""
+"""Options of clusters, of sessions, and of ``run`` beside what it passes on."""
 
 import inspect
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 from jgraph.errors import ConfigError
 from jgraph.graph.function import Function
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
 
 
 def check_options(fn: Function, num_args: int, given: Mapping[str, bool]) -> None:
@@ -56,3 +60,41 @@ def check_platforms(platforms: Sequence[str]) -> None:
                 f"platforms is {platforms!r}; give a list of {', '.join(known)}, for "
                 "example platforms=('cpu', 'cuda')"
             )
+
+
+def check_seconds(name: str, given: object) -> None:
+    """Refuses what is no time to wait.
+
+    Raises:
+      ConfigError: it is no number, or a negative one.
+    """
+    if not isinstance(given, Real) or not float(given) >= 0.0:
+        raise ConfigError(
+            f"{name} is {given!r}; give a number of seconds, 0 or more, for example "
+            f"{name}=30"
+        )
+
+
+def shutdown_order(grace_s: float) -> Frame:
+    """Returns what tells a task to end.
+
+    Raises:
+      ConfigError: ``grace_s`` is no time.
+    """
+    check_seconds("grace_s", grace_s)
+    return frame(shutdown=pb.Shutdown(grace_s=grace_s))
+
+
+def reset_order(containers: Sequence[str]) -> Frame:
+    """Returns what tells a master to drop the variables of containers.
+
+    Raises:
+      ConfigError: one is not a name.
+    """
+    for given in containers:
+        if not isinstance(given, str):
+            raise ConfigError(
+                f"reset takes names of containers, and {given!r} is not one; write "
+                "reset('a', 'b'), or reset() for all of them"
+            )
+    return frame(reset=pb.Reset(containers=containers))

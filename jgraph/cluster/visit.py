@@ -8,6 +8,7 @@ from typing import final
 from jgraph.cluster import loop
 from jgraph.cluster.logs import EventTail, LogTail
 from jgraph.cluster.no_handler import NoHandler
+from jgraph.cluster.options import shutdown_order
 from jgraph.cluster.run_info import RunInfo, run_infos
 from jgraph.cluster.status import ClusterStatus
 from jgraph.cluster.transport_choice import (
@@ -70,7 +71,7 @@ class Visit:
           UnknownDeviceError: the cluster has no such task.
         """
         address = self.status().cluster.address(task)
-        self._ask(address, "Shutdown", frame(shutdown=pb.Shutdown(grace_s=grace_s)))
+        self._ask(address, "Shutdown", shutdown_order(grace_s))
         query = frame(log_query=pb.LogQuery(limit=0))
 
         def gone() -> bool:

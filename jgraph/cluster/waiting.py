@@ -10,6 +10,7 @@ import jax
 from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.options import check_seconds
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import (
     ClusterError,
@@ -45,6 +46,7 @@ def connect_request(timeout_s: float) -> Frame:
 
 def wait_for_tasks(cluster: "Cluster", timeout_s: float, stop: threading.Event) -> bool:
     """Waits; see ``Cluster.wait_for_tasks``."""
+    check_seconds("timeout_s", timeout_s)
     clock, found = SystemClock(), None
     deadline = clock.now() + timeout_s
     # In rounds: a master that dies meanwhile does not keep this one waiting.

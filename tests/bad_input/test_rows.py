@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+import math
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,13 +16,14 @@ import pytest
 from flax import nnx
 
 from jgraph.cluster import loop
-from jgraph.cluster.client import connect
+from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.requests import REQUESTS
 from jgraph.cluster.roles import ROLES
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.visit import status_of
 from jgraph.errors import (
     CheckpointPathError,
+    ConfigError,
     JGError,
     MalformedMessageError,
     TaskLostError,
@@ -191,6 +194,26 @@ def test_row_17_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
     error = talk(served.servers.server(WORKER).address, drip(), method)
     assert error.code == "JG-401"
     assert "did not arrive in time" in error.message
+
+
+TEXT: Any = "a"
+NUMBER: Any = 3
+ARGUMENTS: dict[str, Callable[[Cluster], object]] = {
+    "timeout_s is 'a'; give a number": lambda cluster: cluster.wait_for_tasks(TEXT),
+    "timeout_s is -1; give a number": lambda cluster: cluster.wait_for_tasks(-1),
+    "grace_s is 'a'; give a number": lambda cluster: cluster.drain(WORKER, TEXT),
+    "grace_s is -0.5; give a number": lambda cluster: cluster.drain(WORKER, -0.5),
+    "grace_s is nan; give a number": lambda cluster: cluster.shutdown(math.nan),
+    "names of containers, and 3 is not": lambda cluster: cluster.reset("a", NUMBER),
+}
+
+
+@pytest.mark.parametrize("said", ARGUMENTS)
+def test_arguments_of_a_cluster_that_are_none_are_refused_before_anything_is_asked(
+    served: Served, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        ARGUMENTS[said](served.cluster)
 
 
 PATHS = {
