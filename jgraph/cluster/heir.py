@@ -16,7 +16,7 @@ from jgraph.cluster.driver import as_error
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_link import answers_again
 from jgraph.cluster.run_record import note_report
-from jgraph.cluster.run_rest import container_of, version_of
+from jgraph.cluster.run_rest import version_if_known
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.slots import SlotPlan
@@ -311,7 +311,7 @@ class Heir:
         """Deals out what is not known as done."""
         if self._data is None or self._ledger is None:
             return
-        updates = await version_of(self._door, container_of(self._order))
+        updates = await version_if_known(self._door, self._order)
         left = pb.OpenDataRun()
         left.CopyFrom(self._data)
         left.run = f"{self._order.run}~{epoch}"

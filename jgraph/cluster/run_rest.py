@@ -24,12 +24,12 @@ from jgraph.coordination.crew import WAIT_S
 from jgraph.errors import (
     CheckpointCorruptError,
     ClusterUnreachableError,
+    JGError,
     TaskLostError,
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.transport import Frame
 from jgraph.runtime.shard_files import read_proof
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -63,6 +63,8 @@ class RunRest:
 
     def hold(self) -> None:
         """Holds all ps from now on."""
+        if self.saver.record.is_over:
+            return  # nobody would let them go
         for task in self._ps():
             if task not in self._held and task != self.door.task:
                 self._held[task] = asyncio.ensure_future(self._hold(task))
@@ -108,7 +110,7 @@ class RunRest:
             "%s told to end; the run is saved in %s, and goes on when all ps are there",
             *(" and ".join(sorted(self._leaving)), saved.path),
         )
-        deadline = self.clock.now() + WAIT_S
+        deadline, now = self.clock.now() + WAIT_S, version
         while not self.saver.record.is_over:
             self.let_go(self._leaving)
             ready = await ready_tasks(self.door)
@@ -121,11 +123,12 @@ class RunRest:
                     known[task] = ready[task]
                     self._leaving.discard(task)
                     self.let_go([task])  # the new process is held anew
+                if not (lost or self._leaving):
+                    self.hold()
+                    now = await version_of(self.door, self.container)
+                    break
             except (ClusterUnreachableError, TaskLostError) as error:
                 _LOG.info("it went away again: %s", error.message)
-            else:
-                if not (lost or self._leaving):
-                    break
             if self.clock.now() >= deadline:
                 who = " and ".join(sorted({*lost, *self._leaving}))
                 raise TaskLostError(
@@ -136,8 +139,7 @@ class RunRest:
             await asyncio.sleep(_LOOK_S)
         if self.saver.record.is_over:
             return  # it was told to stop, and holds nobody any more
-        self.hold()
-        self.order.version += await version_of(self.door, self.container) - version
+        self.order.version += now - version
         told = pb.OpenRun()
         told.CopyFrom(self.order)
         self.saver.record.note(frame(open_run=told))  # for the heir of this master
@@ -213,16 +215,28 @@ def container_of(order: pb.OpenRun) -> str:
 
 
 async def version_of(door: Door, container: str) -> int:
-    """Returns how often the variable that counts the updates of a run was written."""
+    """Returns how often the variable that counts the updates of a run was written.
+
+    Raises:
+      JGError: a ps does not say, and it may be the one that counts.
+    """
     query = frame(variable_query=pb.VariableQuery(containers=[container]))
     ps = [task for task in door.tasks() if task.startswith("/job:ps/")]
-    replies = await asyncio.gather(
-        *(door.call(task, "Variables", query) for task in ps), return_exceptions=True
-    )
+    calls = (door.call(task, "Variables", query) for task in ps)
     rows = [
         row
-        for reply in replies
-        if isinstance(reply, Frame)
+        for reply in await asyncio.gather(*calls)
         for row in body_of(reply).variables
     ]
     return max((row.version for row in rows if row.name == STEP), default=0)
+
+
+async def version_if_known(door: Door, order: pb.OpenRun) -> int:
+    """Returns the same, or 0 if a ps does not say: the run goes on."""
+    container = container_of(order)
+    try:
+        return await version_of(door, container)
+    except JGError as error:
+        why = error.message
+        _LOG.warning("run '%s' cannot say which batches it repeats: %s", order.run, why)
+        return 0

@@ -9,7 +9,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.heir import Heir, HeirDoor
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_record import RunRecord
-from jgraph.cluster.run_rest import container_of, version_of
+from jgraph.cluster.run_rest import version_if_known
 from jgraph.cluster.run_saver import RunSaver
 from jgraph.cluster.task_loops import Method
 from jgraph.coordination.succession import heir_of
@@ -86,7 +86,7 @@ class Runs:
             if heir is not None:
                 order.master = self._door.task
                 order.incarnation = self._door.incarnation
-                order.version = await version_of(self._door, container_of(order))
+                order.version = await version_if_known(self._door, order)
                 await self._invite(heir, order, crew)
                 self._do(self._have_heir(heir, order, crew))
         over = [name for name, crew in self._crews.items() if crew.record.is_over]

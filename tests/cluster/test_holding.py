@@ -115,7 +115,7 @@ def by_client(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
 
 def by_master(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
     """Holds the ps; returns what lets it go."""
-    nobody: Any = None
+    nobody: Any = SimpleNamespace(record=SimpleNamespace(is_over=False))
     rest = RunRest(
         *(pb.OpenRun(), "c", cast("Any", far), nobody, nobody, SystemClock()), tell
     )
