@@ -17,6 +17,8 @@ from jgraph.graph.function import function
 from jgraph.graph.variable import Variable
 from jgraph.rpc import answering
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 CALLERS, RUNS = 16, 160
 
 

@@ -15,6 +15,8 @@ from jgraph.train.sync_ps import SyncPS
 from tests.cluster.conftest import Servers
 from tests.faults.counting import BATCH, IDS, Ledger, after, counted, trainer
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 MASTER, WORKER = "/job:worker/task:1", "/job:worker/task:0"
 
 

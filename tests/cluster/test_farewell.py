@@ -28,6 +28,8 @@ from tests.cluster.conftest import Servers
 from tests.faults.counting import BATCH, IDS, after, counted, trainer
 from tests.train.ledger import examples_counted, examples_due
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 PS, WORKER, MASTER = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 EMPTY = frame(empty=pb.Empty())
 

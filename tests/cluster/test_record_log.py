@@ -24,6 +24,8 @@ from jgraph.rpc.record_codec import record_from, record_to
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.store import VariableStore
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 STREAM = "train-1.ps0"
 
 

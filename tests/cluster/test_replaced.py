@@ -17,6 +17,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.grpc_transport import GrpcTransport
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
 
 

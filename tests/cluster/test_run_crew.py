@@ -30,6 +30,8 @@ from tests.cluster.test_run_record import SetClock, contributing, deciding
 from tests.faults.counting import BATCH, IDS, after, trainer
 from tests.rpc.run_async import run_async
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 PS, WORKERS = "/job:ps/task:0", ("/job:worker/task:0", "/job:worker/task:1")
 
 

@@ -19,6 +19,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
 OTHER_PS = TaskName("/job:ps/task:1")
 SELF, OTHER = 7, 8

@@ -19,6 +19,17 @@ def test_each_test_that_the_page_names_is_there() -> None:
     assert not missing
 
 
+def test_after_each_file_of_a_fault_it_is_looked_for_what_is_left() -> None:
+    faults = PAGE.split("\n## Faults\n")[1].split("\n## Bad inputs\n")[0]
+    files = set(re.findall(r"`(tests/[\w/]+\.py)::", faults))
+    begin_nothing = ("tests/coordination/", "tests/simulation/")
+    here = "tests/faults/"  # after each test: conftest.py
+    others = {file for file in files if not file.startswith((here, *begin_nothing))}
+    assert len(others) > 20
+    looks = 'pytest.mark.usefixtures("nothing_is_left")'
+    assert not [f for f in others if looks not in (ROOT / f).read_text("utf-8")]
+
+
 def test_each_row_is_there_and_has_a_test_or_says_why_not() -> None:
     faults, inputs = PAGE.split("\n## Faults\n")[1].split("\n## Bad inputs\n")
     rows = {

@@ -5,6 +5,8 @@ import pytest
 from jgraph.errors import NotTakingError
 from jgraph.rpc.backlog import Backlog, default_queue_limit
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 
 

@@ -20,6 +20,8 @@ from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WAIT_S, asked, call, numbers, step
 from tests.rpc.run_async import run_async
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 Remote = partial(GrpcTransport, same_machine="off")
 LARGE = 4 << 20
 

@@ -25,6 +25,8 @@ from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WAIT_S, WORKER, Way, asked, call
 from tests.rpc.run_async import run_async
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 Outcomes: TypeAlias = dict[str, list[str]]
 FILLED: Final = {
     "Master.Connect": frame(connect=pb.ConnectRequest(timeout_s=WAIT_S)),

@@ -31,6 +31,8 @@ from jgraph.testing.transport_harness import PS, WORKER, Recorder, call, step
 from tests.rpc.run_async import run_async
 from tests.rpc.test_grpc_transport import ps_process
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 HELLO = frame(hello=hello(WORKER, incarnation=5))
 
 

@@ -6,6 +6,8 @@ from jgraph.errors import FencedError, MalformedMessageError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.inbound import Inbound
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 PS = TaskName("/job:ps/task:0")
 WORKER = TaskName("/job:worker/task:0")
 

@@ -36,6 +36,8 @@ from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
 from tests.rpc.run_async import run_async
 from tests.rpc.test_bad_asks import HELLO, send, send_over, told
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 LIMIT = 3 << 20
 LARGE = np.ones(2 << 20, np.uint8)
 NEAR = pytest.mark.parametrize("near", ["auto", "off"])

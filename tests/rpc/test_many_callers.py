@@ -14,6 +14,8 @@ from jgraph.rpc.token import Token
 from jgraph.testing.transport_harness import PS, WAIT_S, WORKER, Recorder, asked, step
 from tests.rpc.run_async import run_async
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 KEPT_INCARNATIONS = 64
 """A task remembers so many former processes of another, to refuse them."""
 

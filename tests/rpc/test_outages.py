@@ -27,6 +27,8 @@ from jgraph.testing.transport_harness import (
 )
 from tests.rpc.run_async import run_async
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 
 class Resolver:
     """Knows no name while it is down."""

@@ -17,6 +17,8 @@ from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
 from tests.rpc.run_async import run_async
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 Remote = partial(GrpcTransport, same_machine="off")
 
 

@@ -35,6 +35,8 @@ from tests.train.models import (
     nnx_loss,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
 

@@ -34,6 +34,8 @@ from tests.train import detach
 from tests.train.detach import make
 from tests.train.models import data
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:

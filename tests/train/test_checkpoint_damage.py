@@ -29,9 +29,10 @@ from jgraph.runtime.step_files import TEMPORARY
 from jgraph.train import checkpoint
 
 # When one read fails, Orbax closes its event loop under those that are under way.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("nothing_is_left"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 MANIFEST_KEYS = ["format", "crc32", "leaves", "step", "position", "shape", "dtype"]
 POSITION = {"epoch": 2, "again": 0}
 

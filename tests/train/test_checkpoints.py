@@ -34,6 +34,8 @@ from jgraph.train.trainer import Trainer
 from tests.train.conftest import check_kept, damage
 from tests.train.models import NnxMLP, data, nnx_loss
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 
 def trainer(seed: int = 0) -> Trainer:
     return Trainer(NnxMLP(rngs=nnx.Rngs(seed)), nnx_loss, optax.adam(1e-2))

@@ -18,6 +18,8 @@ from jgraph.train.checkpoints import CheckpointWriter, newest_good
 from jgraph.train.trees import Tree
 from tests.train.conftest import check_kept
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 RENEWING = ("lease.renewing", "lease.renewed")
 REPLACING = ("checkpoint.old_put_away", "checkpoint.replaced")
 OF_STEPS = [

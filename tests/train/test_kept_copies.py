@@ -36,6 +36,8 @@ from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import connected
 from tests.train.models import NnxMLP, data, nnx_loss
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:

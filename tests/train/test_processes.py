@@ -33,7 +33,7 @@ from tests.train.models import (
     nnx_loss,
 )
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.procs]
 
 STEPS, BATCH, SEED = 50, 8, 3
 

@@ -35,6 +35,8 @@ from jgraph.train.trainer import Trainer
 from tests.train.conftest import damage
 from tests.train.models import NnxMLP, data, nnx_loss
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 PS, WORKER = "/job:ps/task:1", "/job:worker/task:1"
 
 

@@ -29,6 +29,8 @@ from tests.train.models import (
     nnx_loss,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 STEPS, BATCH, WORKERS = 30, 8, 2
 CLIP_ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
