@@ -14,6 +14,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.failover import asked_anyhow
 from jgraph.errors import (
+    CheckpointWriterError,
     ClusterError,
     ConfigError,
     DataSlotError,
@@ -123,7 +124,9 @@ class Fit:
             self._follow(attempt, total, began)
         except JGError as error:
             if isinstance(error, DataSlotError) and isinstance(self.saving, Saving):
-                self.saving.save()  # to go on from once that batch is taken out
+                # To go on from once that batch is taken out; what is told is the batch.
+                with contextlib.suppress(CheckpointWriterError):
+                    self.saving.save()
             attempt.runner.let_go()
             if self.recover is not None:
                 return error

@@ -228,8 +228,9 @@ def test_example_that_kills_three_workers_ends_the_run_and_is_named(
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_row_10_example_that_kills_one_worker_thrice_ends_the_run_with_a_checkpoint(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, strategy: Strategy
 ) -> None:
     path, at, worker = "tests.runtime.source_functions:deadly", 77, "/job:worker/task:0"
     with LocalCluster(ps=1, workers=1, restarts=3, allow_sources=[path]) as local:
@@ -241,6 +242,7 @@ def test_row_10_example_that_kills_one_worker_thrice_ends_the_run_with_a_checkpo
                 lambda model, batch: nnx_loss(model, (batch["x"], batch["y"])),
                 optax.sgd(0.1),
                 cluster=cluster,
+                strategy=strategy,
             )
             with pytest.raises(DataSlotError, match="ended 3 workers") as caught:
                 there.fit(
