@@ -57,23 +57,18 @@ class Fault:
         """Takes note that it happens, or ends, at this moment."""
         self._began = len(self._said), Stopwatch()
 
-    @property
-    def seconds(self) -> float:
-        """How long ago it began."""
-        return self._began[1].seconds
-
-    def seconds_until(self, text: str) -> float:
-        """Returns how long after it began this process logged a line with that text."""
-        return self._first(text) - self._began[1].began
+    def seconds_until(self, *texts: str) -> float:
+        """Returns how long after it began this process logged one of these texts."""
+        return self._first(*texts) - self._began[1].began
 
     def seconds_between(self, earlier: str, later: str) -> float:
         """Returns the time from one line of this process to another since then."""
         return self._first(later) - self._first(earlier)
 
-    def _first(self, text: str) -> float:
+    def _first(self, *texts: str) -> float:
         since = self._said[self._began[0] :]
-        found = [when for line, when in since if text in line]
-        assert found, f"nobody said '{text}': {since}"
+        found = [when for line, when in since if any(text in line for text in texts)]
+        assert found, f"nobody said {texts}: {since}"
         return found[0]
 
 
