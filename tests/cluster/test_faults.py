@@ -35,6 +35,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from tests.cluster.conftest import Servers
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 
 def free_port() -> int:
     with closing(socket.socket()) as probe:

@@ -36,6 +36,8 @@ from jgraph.runtime.store import VariableStore
 from jgraph.runtime.writer_lease import newest
 from jgraph.train.checkpoints import CheckpointWriter
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 MASTER, PS = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
 SCALAR = ValueType((), "int32")
 HANDED = [name for name in POINTS if name.startswith("handed.")]

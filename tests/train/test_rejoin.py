@@ -25,6 +25,8 @@ from tests.cluster.conftest import Servers
 from tests.train.detach import make
 from tests.train.models import NnxMLP, data, nnx_loss
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 WORKER = "/job:worker/task:1"
 
 

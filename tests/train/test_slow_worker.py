@@ -17,6 +17,8 @@ from jgraph.train.trainer import Trainer
 from jgraph.train.workers import Workers
 from tests.train.models import NnxMLP, data, nnx_loss
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 SLOW, SLOW_S = TaskName("/job:worker/task:1"), 0.5
 
 
