@@ -148,7 +148,7 @@ def proven(directory: str, proof: bytes) -> Iterator[int]:
     if fd < 0:
         raise CheckpointPathError(
             f"{directory!r:.200} is not a directory that this task shares with the "
-            "client",
+            "client, as the same user",
             path=directory,
         )
     try:
