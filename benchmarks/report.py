@@ -22,6 +22,7 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 KEYS = (
     *("benchmark", "what", "kind", "model", "mb", "rows", "mode", "strategy"),
     *("transport", "ps", "workers", "way", "bytes", "beside", "batch_size", "wait_ms"),
+    *("case", "level"),
 )
 
 
