@@ -4,6 +4,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,7 @@ def nothing_left(temporary: Path) -> Iterator[None]:
       temporary: a new directory, where temporary files are made meanwhile, also those
         of child processes.
     """
+    resource_tracker.ensure_running()  # Python's own: begun once, stays to the end
     children, sockets, threads = _children(), _sockets(), set(threading.enumerate())
     temporary.mkdir()
     with pytest.MonkeyPatch.context() as patch:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from jgraph.rpc.local_socket import PREFIX
 from tests import left
 from tests.left import nothing_left
+from tests.rpc.spawned import spawned
 
 TEMPORARY = "import tempfile; tempfile.mkstemp()"
 
@@ -49,6 +51,10 @@ def begin_a_thread(stack: ExitStack, name: str) -> None:
     thread.start()
     stack.callback(thread.join)
     stack.callback(over.set)
+
+
+def say_hello(pipe: Connection) -> None:
+    pipe.send("hello")
 
 
 def make_a_file(stack: ExitStack) -> None:
@@ -89,3 +95,12 @@ def test_what_was_there_before_and_what_stays_on_purpose_may_be_left(
     with nothing_left(tmp_path / "temporary"):
         begin_a_thread(stack, "jgraph-loop")
         begin_a_thread(stack, "of somebody else")
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_process_that_was_spawned_may_leave_what_python_began_for_it(
+    tmp_path: Path,
+) -> None:
+    with nothing_left(tmp_path / "temporary"), spawned(say_hello) as (_, pipe):
+        assert pipe.recv() == "hello"

@@ -1,7 +1,6 @@
 """What only gRPC can get wrong: ports, host names, other servers, dead processes."""
 
 import asyncio
-import multiprocessing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -27,6 +26,7 @@ from jgraph.rpc.health import HealthServer
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, call, step
 from tests.rpc.run_async import run_async
+from tests.rpc.spawned import spawned
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -279,19 +279,8 @@ def serve_until_killed(pipe: Connection) -> None:
 @contextmanager
 def ps_process() -> Iterator[tuple[SpawnProcess, Address]]:
     """A ps of its own process, and where it listens."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_until_killed, args=(theirs,))
-    process.start()
-    try:
-        assert ours.poll(60)
-        yield process, ours.recv()
-    finally:
-        process.kill()
-        process.join(10)
-        process.close()
-        ours.close()
-        theirs.close()
+    with spawned(serve_until_killed) as (process, pipe):
+        yield process, pipe.recv()
 
 
 @pytest.mark.procs

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import multiprocessing
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame, Tensor
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, step
 from tests.rpc.run_async import run_async
+from tests.rpc.spawned import spawned
 
 LARGE = np.arange(100_000, dtype=np.float32)
 SMALL = np.arange(100, dtype=np.float32)
@@ -240,19 +240,8 @@ def test_kill_9_of_either_side_leaves_nothing(killed: str) -> None:
         await ps.close()
 
     before, named = memory_files(), sorted(os.listdir("/dev/shm"))
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=play, args=(theirs, killed == "sender"))
-    process.start()
-    try:
-        assert ours.poll(60)
+    with spawned(play, killed == "sender") as (process, pipe):
         act = kill_sender if killed == "sender" else kill_receiver
-        run_async(act(ours.recv(), ours))
-    finally:
-        process.kill()
-        process.join(10)
-        process.close()
-        ours.close()
-        theirs.close()
+        run_async(act(pipe.recv(), pipe))
     assert memory_files() == before
     assert sorted(os.listdir("/dev/shm")) == named
