@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final, Protocol, final
 
 from jgraph.clock import Clock
@@ -13,6 +12,7 @@ from jgraph.cluster.data_feed import leases_of
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.door import LoopDoor, check_master
 from jgraph.cluster.driver import as_error
+from jgraph.cluster.farewell import holding
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_link import answers_again
 from jgraph.cluster.run_record import note_report
@@ -97,7 +97,7 @@ class Heir:
 
     async def work(self) -> None:
         """Follows the master to the end of the run, or takes its place."""
-        holding, leaves = self._hold()
+        held, leaves = self._hold()
         try:
             while (lost := await self._lost_or(leaves)) is not None:
                 if self._is_over:
@@ -105,10 +105,8 @@ class Heir:
                 if not await self._is_there(lost):
                     await self._take_over(lost)
                     return
-                holding.cancel()
-                holding, leaves = self._hold()
         finally:
-            holding.cancel()  # lets the master go
+            held.cancel()  # lets the master go
 
     async def _is_there(self, lost: JGError) -> bool:
         """Whether the master still is one; a link that is silent is waited for."""
@@ -132,15 +130,13 @@ class Heir:
         leaves: asyncio.Future[JGError] = asyncio.get_running_loop().create_future()
 
         async def hold() -> None:
-            replies = 0
-            with suppress(JGError):  # it is lost, which its journal shows
-                nothing = frame(empty=pb.Empty())
-                async for _ in self._door.stream(self.master, "Farewell", nothing):
-                    replies += 1
-                    if replies == 2:
-                        await self._has_read.wait()
-                        what = f"{self.master}, the master, was told to end"
-                        leaves.set_result(TaskLeavingError(what, task=self.master))
+            nothing = frame(empty=pb.Empty())
+            call = lambda: self._door.stream(self.master, "Farewell", nothing)
+            async for said in holding(call):
+                if said == "told":
+                    await self._has_read.wait()
+                    what = f"{self.master}, the master, was told to end"
+                    leaves.set_result(TaskLeavingError(what, task=self.master))
 
         return asyncio.ensure_future(hold()), leaves
 
