@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("jgraph.loops")
 _OF_THE_LOST_S: Final = 1.0
 _LOOK_S: Final = 0.2
+"""Between two looks: that a run has another master shows only by asking for it."""
 T = TypeVar("T")
 
 
@@ -221,10 +222,15 @@ def asked_anyhow(cluster: "Cluster", ask: Callable[[], T]) -> T:
     try:
         return ask()
     except (ClusterUnreachableError, TaskLostError) as error:
-        if error.details.get("task", master) != master:
-            raise
-        take_over(cluster, error)
+        _do_without(cluster, master, error)
     return ask()
+
+
+def _do_without(cluster: "Cluster", master: TaskName, error: JGError) -> None:
+    """Makes another server the master, if an error is of the loss of that one."""
+    if error.details.get("task", master) != master:
+        raise error
+    take_over(cluster, error)
 
 
 def begun_anyhow(
@@ -252,10 +258,7 @@ def begun_anyhow(
         try:
             return begin(sync), sync
         except (ClusterUnreachableError, TaskLostError) as error:
-            named = error.details.get("task", master)
-            if named != master:
-                raise
-            take_over(cluster, error)
+            _do_without(cluster, master, error)
             sync = replace(sync, epoch=sync.epoch + 1)
     return begin(sync), sync
 
