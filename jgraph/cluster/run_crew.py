@@ -11,7 +11,7 @@ from jgraph.cluster.driver import as_error
 from jgraph.cluster.ready_worker import ReadyWorker
 from jgraph.cluster.run_link import account_of
 from jgraph.cluster.run_record import RunRecord, note_report
-from jgraph.cluster.run_rest import RunRest, container_of
+from jgraph.cluster.run_rest import RunRest
 from jgraph.cluster.run_row import open_row, order_after
 from jgraph.cluster.run_saver import RunSaver
 from jgraph.coordination.crew import (
@@ -107,14 +107,7 @@ class RunCrew:
     def take_leave(self, saver: RunSaver) -> None:
         """Lets the run rest before a ps ends; ``saver`` saves it then."""
         self._rest = RunRest(
-            *(
-                self._order,
-                container_of(self._order),
-                self._door,
-                self.ready,
-                saver,
-                self._clock,
-            ),
+            *(self._order, self._door, self.ready, saver, self._clock),
             tell=lambda: self._handle(RestAsked()),
         )
 

@@ -34,6 +34,7 @@ from jgraph.runtime.shard_files import read_proof
 
 _LOG = logging.getLogger("jgraph.recover")
 _LOOK_S: Final = 0.5
+"""Between two looks: that a ps is there again shows only by asking it."""
 
 
 @final
@@ -43,7 +44,6 @@ class RunRest:
 
     Args:
       order: what the client said of the run.
-      container: of its variables.
       door: to the tasks; a run does not outlive its own.
       ready: gives the programs.
       saver: saves the run.
@@ -52,7 +52,6 @@ class RunRest:
     """
 
     order: pb.OpenRun
-    container: str
     door: Door
     ready: ReadyWorker
     saver: RunSaver
@@ -103,7 +102,7 @@ class RunRest:
           JGError: it is not saved, or a ps does not come back.
         """
         saved = await self.saver.save_at_rest()
-        version = await version_of(self.door, self.container)
+        version = await version_of(self.door, self.order)
         if self.order.records:  # what it recorded is with its client alone
             raise told_to_end(*sorted(self._leaving))
         _LOG.warning(
@@ -125,7 +124,7 @@ class RunRest:
                     self.let_go([task])  # the new process is held anew
                 if not (lost or self._leaving):
                     self.hold()
-                    now = await version_of(self.door, self.container)
+                    now = await version_of(self.door, self.order)
                     break
             except (ClusterUnreachableError, TaskLostError) as error:
                 _LOG.info("it went away again: %s", error.message)
@@ -187,8 +186,9 @@ class RunRest:
         )
         if not files.shards:
             return
+        container = container_of(self.order)
         for shard in files.shards:
-            shard.container = self.container  # it was a copy that was saved
+            shard.container = container  # it was a copy that was saved
         nbytes = sum(shard_from(task, s).variable.type.nbytes for s in files.shards)
         reply = await self.door.call(
             task,
@@ -214,13 +214,13 @@ def container_of(order: pb.OpenRun) -> str:
         return str(json.loads(order.info)["container"])
 
 
-async def version_of(door: Door, container: str) -> int:
+async def version_of(door: Door, order: pb.OpenRun) -> int:
     """Returns how often the variable that counts the updates of a run was written.
 
     Raises:
       JGError: a ps does not say, and it may be the one that counts.
     """
-    query = frame(variable_query=pb.VariableQuery(containers=[container]))
+    query = frame(variable_query=pb.VariableQuery(containers=[container_of(order)]))
     ps = [task for task in door.tasks() if task.startswith("/job:ps/")]
     calls = (door.call(task, "Variables", query) for task in ps)
     rows = [
@@ -233,9 +233,8 @@ async def version_of(door: Door, container: str) -> int:
 
 async def version_if_known(door: Door, order: pb.OpenRun) -> int:
     """Returns the same, or 0 if a ps does not say: the run goes on."""
-    container = container_of(order)
     try:
-        return await version_of(door, container)
+        return await version_of(door, order)
     except JGError as error:
         why = error.message
         _LOG.warning("run '%s' cannot say which batches it repeats: %s", order.run, why)

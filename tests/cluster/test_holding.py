@@ -117,7 +117,7 @@ def by_master(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
     """Holds the ps; returns what lets it go."""
     nobody: Any = SimpleNamespace(record=SimpleNamespace(is_over=False))
     rest = RunRest(
-        *(pb.OpenRun(), "c", cast("Any", far), nobody, nobody, SystemClock()), tell
+        *(pb.OpenRun(), cast("Any", far), nobody, nobody, SystemClock()), tell
     )
 
     async def act(what: Callable[[], None]) -> None:

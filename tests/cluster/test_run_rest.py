@@ -38,11 +38,11 @@ def test_ps_that_does_not_answer_is_an_error_and_not_a_run_without_updates(
     silent: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        assert await version_of(cast("Door", Asked()), "c") == 7
-        door = cast("Door", Asked(silent))
         order = pb.OpenRun(run="r", info='{"container": "c"}')
+        assert await version_of(cast("Door", Asked()), order) == 7
+        door = cast("Door", Asked(silent))
         with pytest.raises(TaskLostError, match=f"{silent} does not answer"):
-            await version_of(door, "c")
+            await version_of(door, order)
         assert await version_if_known(door, order) == 0
 
     asyncio.run(main())
