@@ -19,6 +19,7 @@ from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.recover")
 _LOOK_S: Final = 0.5
+"""Between two looks: that a link is back shows only by asking over it."""
 
 
 async def answers_again(

@@ -21,6 +21,7 @@ from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.recover")
 _INVITE_S: Final = 2.0
+"""Between two invitations: an heir that was started again has forgotten the last."""
 _KEPT: Final = 16
 """Runs that are over and can still be looked at."""
 
