@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.client import connect
+from jgraph.cluster.client import Cluster, connect
 from jgraph.cluster.local import LocalCluster
 from jgraph.errors import DataSlotError, JGError
 from jgraph.runtime.step_files import steps_in
@@ -198,33 +198,52 @@ def test_training_goes_on_when_the_evaluator_is_killed(
         trainer.close()
 
 
+DEADLY = "tests.runtime.source_functions:deadly"
+
+
+def at_ps(local: LocalCluster) -> str:
+    """Returns where a client has a ps for its master: that outlives any worker."""
+    return local.target.replace(local.address, local.spec.address("/job:ps/task:0"))
+
+
+def trainer_of_files(cluster: Cluster, strategy: Strategy) -> Trainer:
+    return Trainer(
+        NnxMLP(rngs=nnx.Rngs(0)),
+        lambda model, batch: nnx_loss(model, (batch["x"], batch["y"])),
+        optax.sgd(0.1),
+        cluster=cluster,
+        strategy=strategy,
+    )
+
+
+def ended_by_example(there: Trainer, at: int, **options: Any) -> DataSlotError:
+    """Trains until an example has killed three workers; returns the error."""
+    with pytest.raises(DataSlotError, match="ended 3 workers") as caught:
+        there.fit(
+            Source.grain(DEADLY, count=2000, at=at),
+            steps=300,  # the epoch has 250 batches
+            batch_size=BATCH,
+            progress=False,
+            **options,
+        )
+    assert at in caught.value.details["examples"]
+    return caught.value
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_example_that_kills_three_workers_ends_the_run_and_is_named(
     strategy: Strategy,
 ) -> None:
-    path, at = "tests.runtime.source_functions:deadly", 77
-    with LocalCluster(ps=1, workers=4, allow_sources=[path]) as local:
-        # The master is a ps: here any worker may be lost.
-        ps = local.target.replace(local.address, local.spec.address("/job:ps/task:0"))
-        with connect(ps) as cluster:
-            there = Trainer(
-                NnxMLP(rngs=nnx.Rngs(0)),
-                lambda model, batch: nnx_loss(model, (batch["x"], batch["y"])),
-                optax.sgd(0.1),
-                cluster=cluster,
-                strategy=strategy,
-            )
-            with pytest.raises(DataSlotError, match="ended 3 workers") as caught:
-                there.fit(
-                    Source.grain(path, count=2000, at=at),
-                    steps=300,  # the epoch has 250 batches
-                    batch_size=BATCH,
-                    progress=False,
-                )
-            assert at in caught.value.details["examples"]
-            assert len(caught.value.details["examples"]) == BATCH
-            assert len(cluster.status().tasks) == 2
+    at = 77
+    with (
+        LocalCluster(ps=1, workers=4, allow_sources=[DEADLY]) as local,
+        connect(at_ps(local)) as cluster,
+    ):
+        there = trainer_of_files(cluster, strategy)
+        error = ended_by_example(there, at)
+        assert len(error.details["examples"]) == BATCH
+        assert len(cluster.status().tasks) == 2
 
 
 @pytest.mark.chaos
@@ -232,30 +251,17 @@ def test_example_that_kills_three_workers_ends_the_run_and_is_named(
 def test_row_10_example_that_kills_one_worker_thrice_ends_the_run_with_a_checkpoint(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, strategy: Strategy
 ) -> None:
-    path, at, worker = "tests.runtime.source_functions:deadly", 77, "/job:worker/task:0"
-    with LocalCluster(ps=1, workers=1, restarts=3, allow_sources=[path]) as local:
-        # The master is a ps: it outlives the worker.
-        ps = local.target.replace(local.address, local.spec.address("/job:ps/task:0"))
-        with connect(ps) as cluster:
-            there = Trainer(
-                NnxMLP(rngs=nnx.Rngs(0)),
-                lambda model, batch: nnx_loss(model, (batch["x"], batch["y"])),
-                optax.sgd(0.1),
-                cluster=cluster,
-                strategy=strategy,
-            )
-            with pytest.raises(DataSlotError, match="ended 3 workers") as caught:
-                there.fit(
-                    Source.grain(path, count=2000, at=at),
-                    steps=300,  # the epoch has 250 batches
-                    batch_size=BATCH,
-                    checkpoint=Checkpoints(tmp_path, every=10**6),
-                    progress=False,
-                )
-            assert at in caught.value.details["examples"]
-            assert re.search(r"batch \d+ of data slot", caught.value.message)
-            values = dict(zip(there.names, there.current_values(), strict=True))
-            assert steps_in(tmp_path) == [int(values["global_step"])]
+    at, worker = 77, "/job:worker/task:0"
+    with (
+        LocalCluster(ps=1, workers=1, restarts=3, allow_sources=[DEADLY]) as local,
+        connect(at_ps(local)) as cluster,
+    ):
+        there = trainer_of_files(cluster, strategy)
+        saves = Checkpoints(tmp_path, every=10**6)
+        error = ended_by_example(there, at, checkpoint=saves)
+        assert re.search(r"batch \d+ of data slot", error.message)
+        values = dict(zip(there.names, there.current_values(), strict=True))
+        assert steps_in(tmp_path) == [int(values["global_step"])]
     told = [record.getMessage() for record in caplog.records]
     assert sum(f"{worker} died (SIGKILL); starting it" in line for line in told) == 3
     last_words = [t for t in told if t.startswith(f"the log of {worker} ended with:")]
