@@ -99,12 +99,17 @@ def trainer_on(cluster: LocalCluster, strategy: Strategy) -> Trainer:
     return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
 
 
-def killing(cluster: LocalCluster, directory: Path, *tasks: str) -> Callback:
-    """Kills tasks, once, when there is a checkpoint."""
+def killing(
+    cluster: LocalCluster, directory: Path, *tasks: str, saved: int = 1
+) -> Callback:
+    """Kills tasks when there are so many checkpoints.
+
+    Once: more reports may come before the loss is known.
+    """
     killed: list[str] = []
 
     def kill(run: Run, report: Report) -> None:
-        if steps_in(directory) and not killed:
+        if len(steps_in(directory)) >= saved and not killed:
             for task in tasks:
                 cluster.kill(task)
                 killed.append(task)
@@ -178,9 +183,7 @@ def test_row_27_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
     trainer, wait = trainer_on(cluster, AsyncPS()), cluster.wait_for_tasks
     saved: list[int] = []
 
-    def kill(run: Run, report: Report) -> None:
-        if len(steps_in(tmp_path)) > 1 and not run.recoveries():
-            cluster.kill(PS)
+    def stop_at_last(run: Run, report: Report) -> None:
         if run.recoveries() and report.step >= saved[-1] + 100:
             run.stop()
 
@@ -197,7 +200,7 @@ def test_row_27_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
         steps=10**6,
         batch_size=8,
         checkpoint=Checkpoints(tmp_path, every=50, keep=1000),
-        callbacks=[kill],
+        callbacks=[killing(cluster, tmp_path, PS, saved=2), stop_at_last],
         progress=False,
     )
     good, damaged = saved
@@ -219,10 +222,6 @@ def test_run_without_a_checkpoint_ends_and_says_so(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     trainer = trainer_on(cluster, AsyncPS())
-
-    def kill(run: Run, report: Report) -> None:
-        cluster.kill(PS)
-
     late = Checkpoints(tmp_path, every=10**6)
     with pytest.raises(ClusterError, match=PS) as caught:
         trainer.fit(
@@ -230,7 +229,7 @@ def test_run_without_a_checkpoint_ends_and_says_so(
             steps=10**6,
             batch_size=8,
             checkpoint=late,
-            callbacks=[kill],
+            callbacks=[killing(cluster, tmp_path, PS, saved=0)],
             progress=False,
         )
     assert (
