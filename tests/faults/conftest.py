@@ -57,6 +57,23 @@ class Fault:
         """Takes note that it happens, or ends, at this moment."""
         self._began = len(self._said), Stopwatch()
 
+    def stop_after(self, *texts: str, steps: int = 100) -> Any:
+        """Returns a callback that stops a run as it has gone on after these lines.
+
+        A run with a number of steps may be over before a fault is known.
+        """
+        reported: list[int] = []
+
+        def callback(run: Any, report: Any) -> None:
+            said = [line for line, _ in self._said]
+            if all(any(text in line for line in said) for text in texts):
+                reported.append(report.step)
+                # The first may still be of before the run went back.
+                if report.step >= min(reported) + steps:
+                    run.stop()
+
+        return callback
+
     def seconds_until(self, *texts: str) -> float:
         """Returns how long after it began this process logged one of these texts."""
         return self._first(*texts) - self._began[1].began

@@ -52,6 +52,7 @@ def test_a_task_that_crashes_at_a_step_of_its_work_loses_no_update(
     assert run.state == "done"
     ledger.add(run)
     again = ledger.check(there, lost=2)
+    assert cluster.wait_for_tasks(30)  # who starts it again has seen how it ended
     assert 600 <= run.steps <= 600 + again
     fault.names += [f"exit code {CRASHED}"]
     there.close()

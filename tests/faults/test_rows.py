@@ -40,9 +40,14 @@ def test_rows_1_to_3_a_killed_worker_loses_no_update_and_is_taken_back(
         fault.begins()
         cluster.kill(WORKER)
 
-    first = after(100, kill)
-    run = there.fit(IDS, steps=600, batch_size=BATCH, callbacks=[first], progress=False)
-    assert run.state == "done"
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[after(100, kill), fault.stop_after(lost)],
+        progress=False,
+    )
+    assert run.state == "stopped"
     assert fault.seconds_until(lost) < 12
     assert clock.seconds < 30
     ledger.add(run)
@@ -90,6 +95,7 @@ def test_row_19_a_run_whose_master_is_killed_goes_on_from_where_it_was(
     """Without a checkpoint: the ps keep the state, and one of them is the master."""
     cluster = fault.cluster(ps=2, workers=2)
     there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
+    new_master = "is the master from here on"
 
     def kill() -> None:
         fault.begins()
@@ -97,13 +103,13 @@ def test_row_19_a_run_whose_master_is_killed_goes_on_from_where_it_was(
 
     run = there.fit(
         IDS,
-        steps=600,
+        steps=10**6,
         batch_size=BATCH,
-        callbacks=[after(100, kill)],
+        callbacks=[after(100, kill), fault.stop_after(new_master)],
         progress=False,
     )
-    assert run.state == "done"
-    assert fault.seconds_until("is the master from here on") < 15
+    assert run.state == "stopped"
+    assert fault.seconds_until(new_master) < 15
     assert clock.seconds < 30
     assert run.recoveries() == []
     assert cluster.master.startswith("/job:ps/")
@@ -112,7 +118,7 @@ def test_row_19_a_run_whose_master_is_killed_goes_on_from_where_it_was(
     loss = run.metrics("loss")
     assert len(np.unique(loss["step"])) == len(loss["step"])
     assert (np.diff(loss["seconds"]) >= 0).all()
-    fault.names += [f"{MASTER}, the master, was lost", "is the master from here on"]
+    fault.names += [f"{MASTER}, the master, was lost", new_master]
     there.close()
 
 

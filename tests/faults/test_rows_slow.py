@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from jgraph.cluster.client import connect, unique
 from jgraph.cluster.local import LocalCluster
 from jgraph.errors import FencedError
-from jgraph.failpoints import CRASHED, VARIABLE
+from jgraph.failpoints import CRASHED, ONCE, VARIABLE
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.runtime.step_files import steps_in
@@ -77,20 +79,21 @@ def test_row_12_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
 
 @pytest.mark.parametrize("point", ["shard.written", "shard.on_disk"])
 def test_row_25_a_ps_that_crashes_while_it_writes_its_shard_loses_no_saved_step(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch, point: str
+    fault: Fault, tmp_path: Path, point: str
 ) -> None:
-    monkeypatch.setenv(VARIABLE, f"{point}=crash@3")
-    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    once = tmp_path / "crashed"
+    env = {VARIABLE: f"{point}=crash@3", ONCE: str(once)}
+    cluster = fault.cluster(ps=2, workers=2, restarts=3, env=env)
     there = trainer(cluster, AsyncPS())
-    # Started again they would crash the third time as well: it does not come to that.
     run = there.fit(
         IDS,
-        steps=2000,
+        steps=10**6,
         batch_size=BATCH,
         checkpoint=Checkpoints(fault.path, every=500),
+        callbacks=[fault.stop_after("the run goes on from")],
         progress=False,
     )
-    assert (run.state, run.steps) == ("done", 2000)
+    assert run.state == "stopped"
     assert run.recoveries()
     check_recovered(there, run)
     fault.names += ["goes back to step", f"exit code {CRASHED}"]
@@ -148,38 +151,43 @@ def test_row_20_a_master_that_was_frozen_and_replaced_changes_nothing_when_it_wa
 
     monkeypatch.setattr("jgraph.cluster.loops.unique", named)
     cluster = fault.cluster(ps=2, workers=2)
-    there, _ = trained_without(cluster, MASTER)
+    lost = f"{MASTER}, the master, was lost"
+    there, _ = trained_without(cluster, MASTER, fault.stop_after(lost))
     assert cluster.master != MASTER
     old = cluster.spec.address(MASTER)
     order = pb.StopLoop(loop="any", task=WORKER, run=names[0], epoch=1)
     with pytest.raises(FencedError, match=f"master 1 of run '{names[0]}' came after"):
         cluster.call("Master.StopLoop", frame(stop_loop=order), to=old)
-    fault.names += [f"{MASTER}, the master, was lost"]
+    fault.names += [lost]
     there.close()
 
 
 def test_row_8_a_frozen_worker_is_replaced_and_changes_nothing_when_it_wakes(
     fault: Fault,
 ) -> None:
-    there, ledger = trained_without(fault.cluster(ps=2, workers=2), WORKER)
+    lost = f"{WORKER} was lost; the other workers go on"
+    cluster = fault.cluster(ps=2, workers=2)
+    there, ledger = trained_without(cluster, WORKER, fault.stop_after(lost))
     ledger.add(there.fit(IDS, steps=100, batch_size=BATCH, progress=False))
     ledger.check(there, lost=1)
-    fault.names += [f"{WORKER} was lost; the other workers go on"]
+    fault.names += [lost]
     there.close()
 
 
-def trained_without(cluster: LocalCluster, task: str) -> tuple[Trainer, Ledger]:
+def trained_without(
+    cluster: LocalCluster, task: str, stop: Callable[..., None]
+) -> tuple[Trainer, Ledger]:
     """Trains while a task freezes, and checks that it changes nothing when it wakes."""
     there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
     pid = cluster.pid(task)
     run = there.fit(
         IDS,
-        steps=600,
+        steps=10**6,
         batch_size=BATCH,
-        callbacks=[after(100, lambda: os.kill(pid, signal.SIGSTOP))],
+        callbacks=[after(100, lambda: os.kill(pid, signal.SIGSTOP)), stop],
         progress=False,
     )
-    assert run.state == "done"
+    assert run.state == "stopped"
     assert clock.seconds < 60  # 15 s are those of keepalive
     ledger.add(run)
     ledger.check(there, lost=1)
@@ -205,13 +213,16 @@ def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
 
     run = there.fit(
         IDS,
-        steps=2000,
+        steps=10**6,
         batch_size=BATCH,
         checkpoint=Checkpoints(fault.path, every=50),
-        callbacks=[after(200, freeze, saved_in=fault.path)],
+        callbacks=[
+            after(200, freeze, saved_in=fault.path),
+            fault.stop_after("the run goes on from"),
+        ],
         progress=False,
     )
-    assert (run.state, run.steps) == ("done", 2000)
+    assert run.state == "stopped"
     assert clock.seconds < 100
     check_recovered(there, run)
     assert run.recoveries()[0].lost == (PS,)
