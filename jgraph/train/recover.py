@@ -56,7 +56,7 @@ class Recover:
       cluster: whose tasks may be lost.
       saving: has the checkpoints; None: there are none.
       history: what was measured.
-      stop: set from another thread: waits no longer.
+      stop: set from another thread: the run is to end; if it waits, at once.
       remake: makes the parts of an attempt anew. That takes seconds and needs no task,
         so it is done in a thread while tasks are waited for.
       again: given a directory and those parts, fills them from its newest good
@@ -81,11 +81,15 @@ class Recover:
     def __call__(self, error: JGError) -> tuple[Attempt, Recovery]:
         """Waits for the tasks, and returns the attempt and what happened.
 
+        A run that was to end anyway ends there: stopped, with what it goes back to.
+
         Raises:
-          JGError: nothing was lost, or the run cannot go on; says why.
+          JGError: nothing was lost, or the run cannot go on, or was stopped while it
+            waited; says why.
         """
         step, lost, kept = self.history.steps, self._lost(error), self.keep_on
-        while lost and not self.stop.is_set():
+        stop = threading.Event() if self.stop.is_set() else self.stop
+        while lost and not stop.is_set():
             newest = self._newest() if kept is None else step
             told = isinstance(error, TaskLeavingError)
             match self.decide.lost(newest, told=told):
@@ -96,7 +100,7 @@ class Recover:
             with ThreadPoolExecutor(1, thread_name_prefix="jgraph-recover") as pool:
                 remade = pool.submit(self.remake)
                 try:
-                    if not self.cluster.wait_for_tasks(_WAIT_S, stop=self.stop):
+                    if not self.cluster.wait_for_tasks(_WAIT_S, stop=stop):
                         break
                 except ClusterError as missing:
                     raise self._hopeless(missing, "", self._newest()) from error
@@ -112,6 +116,9 @@ class Recover:
                     lost, error = self._lost(another), another
                     continue
             return attempt, self._went_on(attempt, lost, step, error)
+        if lost:
+            why = "it was stopped while it waited for that"
+            raise self._hopeless(error, why, self._newest()) from error
         raise error
 
     def _next(self, remade: Future[Remade]) -> Attempt:

@@ -119,7 +119,7 @@ def killing(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(ps=2, workers=2, restarts=5) as cluster:
+    with LocalCluster(ps=2, workers=2, restarts=50) as cluster:
         yield cluster
 
 
@@ -214,6 +214,68 @@ def test_row_27_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
     assert "the step before is used" in said
     loss = run.metrics("loss")["step"]
     assert loss[loss > good].tolist() == [*range(good + 1, run.steps + 1)]
+    trainer.close()
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_run_that_was_to_end_as_it_lost_a_ps_ends_with_what_it_goes_back_to(
+    cluster: LocalCluster, tmp_path: Path, strategy: Strategy
+) -> None:
+    trainer, kill = trainer_on(cluster, strategy), killing(cluster, tmp_path, PS)
+
+    def kill_and_stop(run: Run, report: Report) -> None:
+        kill(run, report)
+        if steps_in(tmp_path):
+            run.stop()
+
+    run = trainer.fit(
+        data(),
+        steps=10**6,
+        batch_size=8,
+        checkpoint=Checkpoints(tmp_path, every=50),
+        callbacks=[kill_and_stop],
+        progress=False,
+    )
+    assert run.state == "stopped"
+    (recovery,) = run.recoveries()
+    assert recovery.lost == (PS,)
+    assert run.steps >= recovery.back_to
+    assert steps_in(tmp_path)[-1] == run.steps
+    values = dict(zip(trainer.names, trainer.current_values(), strict=True))
+    assert int(values["global_step"]) == run.steps
+    trainer.close()
+
+
+@pytest.mark.procs
+def test_run_that_is_stopped_while_it_waits_for_a_ps_ends_and_says_where_to_go_on(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, wait = trainer_on(cluster, AsyncPS()), cluster.wait_for_tasks
+    run = trainer.fit(
+        data(),
+        steps=10**6,
+        batch_size=8,
+        checkpoint=Checkpoints(tmp_path, every=50),
+        callbacks=[killing(cluster, tmp_path, PS)],
+        progress=False,
+        block=False,
+    )
+
+    def stop_and_wait(*args: Any, **options: Any) -> bool:
+        run.stop()
+        return wait(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "wait_for_tasks", stop_and_wait)
+        with pytest.raises(ClusterError, match="stopped while it waited") as caught:
+            run.wait(60)
+    assert run.state == "failed"
+    newest = steps_in(tmp_path)[-1]
+    assert f"the newest checkpoint is step {newest}; go on" in str(caught.value)
+    assert cluster.wait_for_tasks(30)
+    trainer.restore(tmp_path)
+    assert trainer.current_position() is not None
     trainer.close()
 
 
