@@ -16,6 +16,7 @@ import ray
 from flax import nnx
 
 import jgraph as jg
+from jgraph.runtime.step_files import steps_in
 
 PS = "/job:ps/task:0"
 
@@ -59,17 +60,27 @@ def fit(directory: str) -> None:
     where, over = Path(directory), threading.Event()
 
     def kill(cluster: jg.RayCluster) -> None:
-        while not over.wait(0.1) and not list(where.glob("[0-9]*")):
+        while not over.wait(0.1) and not (where.exists() and steps_in(where)):
             continue
         if not over.is_set():
             cluster.kill(PS)
+
+    def stop_when_it_went_on(run: Any, report: Any) -> None:
+        if run.recoveries() and report.step >= run.recoveries()[0].back_to + 1000:
+            run.stop()
 
     with jg.RayCluster(ps=1, workers=1) as cluster:
         trainer = jg.Trainer(model, loss, optax.sgd(0.01), cluster=cluster)
         threading.Thread(target=kill, args=(cluster,)).start()
         try:
             saved = jg.Checkpoints(directory, every=100)
-            run = trainer.fit(x, steps=5000, batch_size=64, checkpoint=saved)
+            run = trainer.fit(
+                x,
+                steps=10**6,
+                batch_size=64,
+                checkpoint=saved,
+                callbacks=[stop_when_it_went_on],
+            )
         finally:
             over.set()
         lost = [list(one.lost) for one in run.recoveries()]
