@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint
 from flax import nnx
 
 from jgraph.cluster.client import Cluster
@@ -111,26 +112,44 @@ def check_together(there: Trainer, run: Run) -> None:
 
 
 def check_recovered(
-    there: Trainer, run: Run, share: int = 1, restored: int = 0
+    there: Trainer,
+    run: Run,
+    back: Path | None = None,
+    share: int = 1,
+    torn: int = 0,
 ) -> None:
     """Compares the parameters of a run that went back to checkpoints with its steps.
 
-    No batch was left out, and each update is applied once: but for those that were
-    under way while a checkpoint was made, which one ps has in it and another has not.
+    No batch was left out, and each update since then is applied once, by each ps. The
+    checkpoint itself has of each ps what it had applied when it was copied, which is a
+    moment before or after another ps was.
 
     Args:
       there: has trained.
       run: its run.
+      back: the last checkpoint that it went back to, or began from; None: none.
       share: how many batches an update is the average of.
-      restored: how often it was begun from a checkpoint of another run.
+      torn: how many updates a loss may have ended between two ps; nobody was told
+        that these are applied.
     """
     due, _ = _due(there)
-    times = len(run.recoveries()) + restored
-    for count in counted(there):
+    had = dict.fromkeys("ab", 0.0) if back is None else ahead(back)
+    for name, count in zip("ab", counted(there), strict=True):
         left_out = due - share * count
         assert (left_out <= 0).all(), f"left out: {left_out}"
-        differ = abs(count.sum() / BATCH - run.steps)
-        assert differ <= 4 * times, f"{differ} updates too many or few"
+        more = _more_updates(count, run.steps) - had[name]
+        assert abs(more) <= torn, f"{more} updates too many or few of {name}"
+
+
+def ahead(checkpoint: Path) -> dict[str, float]:
+    """Returns how many updates more than it counts a checkpoint has of a parameter."""
+    tree = orbax.checkpoint.StandardCheckpointer().restore(checkpoint.resolve())
+    steps = int(tree["global_step"])
+    return {n: _more_updates(tree["params"][n], steps) for n in "ab"}
+
+
+def _more_updates(count: Any, steps: int) -> float:
+    return float(count.sum()) / BATCH - steps
 
 
 def _due(there: Trainer) -> tuple[Any, int]:

@@ -119,13 +119,15 @@ def test_whatever_is_killed_and_frozen_no_batch_is_left_out_and_no_update_is_los
             IDS,
             steps=10**6,
             batch_size=BATCH,
-            checkpoint=Checkpoints(fault.path, every=50),
+            checkpoint=Checkpoints(fault.path, every=50, keep=10_000),
             callbacks=[end_after(nemesis)],
             progress=False,
         )
     assert nemesis.over
     assert run.state == "stopped"  # by us, and by nothing else
-    check_recovered(there, run)
+    torn = 2 * sum(line.startswith("kill /job:worker/") for line in nemesis.log)
+    back = [fault.path / str(recovery.back_to) for recovery in run.recoveries()]
+    check_recovered(there, run, back[-1] if back else None, torn=torn)
     if any(line.startswith("kill") for line in nemesis.log):
         fault.names += ["SIGKILL"]
     assert cluster.wait_for_tasks(60)

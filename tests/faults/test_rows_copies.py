@@ -76,7 +76,7 @@ def test_row_13_a_killed_ps_with_a_replica_costs_no_step_of_synchronous_training
     check_times(fault, 10, ps)
     (recovery,) = run.recoveries()
     assert recovery.again == 0
-    check_recovered(there, run, share=2)
+    check_recovered(there, run, share=2, torn=1)
     fault.names += [ps, "goes on with the copies", "SIGKILL"]
     there.close()
 
@@ -218,7 +218,7 @@ def test_row_18_both_copies_lost_leave_the_newest_checkpoint(fault: Fault) -> No
         IDS,
         steps=10**6,
         batch_size=BATCH,
-        checkpoint=Checkpoints(fault.path, every=50),
+        checkpoint=Checkpoints(fault.path, every=50, keep=1000),
         callbacks=[
             after(300, partial(kill, fault, cluster, FIRST, PS), fault.path),
             fault.stop_after(GOES_ON),
@@ -228,6 +228,7 @@ def test_row_18_both_copies_lost_leave_the_newest_checkpoint(fault: Fault) -> No
     assert run.state == "stopped"
     (recovery,) = run.recoveries()
     assert recovery.lost == (FIRST, PS)
-    check_recovered(there, run)
+    back = fault.path / str(run.recoveries()[-1].back_to)
+    check_recovered(there, run, back)
     fault.names += ["SIGKILL", "goes back to step"]
     there.close()

@@ -163,7 +163,7 @@ def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
             IDS,
             steps=10**6,
             batch_size=BATCH,
-            checkpoint=Checkpoints(fault.path, every=50),
+            checkpoint=Checkpoints(fault.path, every=50, keep=1000),
             callbacks=[
                 after(200, freeze, saved_in=fault.path),
                 fault.stop_after("the run goes on from"),
@@ -176,7 +176,8 @@ def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
         assert recovery.lost == (there.frozen.task,)
         before = files_in(fault.records), files_in(fault.path)
         if durability == "checkpoint":
-            check_recovered(training, run)
+            back = fault.path / str(recovery.back_to)
+            check_recovered(training, run, back)
         else:
             ledger.add(run)
             ledger.check(training, lost=2)

@@ -63,7 +63,7 @@ def test_row_12_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
         IDS,
         steps=10**6,
         batch_size=BATCH,
-        checkpoint=Checkpoints(fault.path, every=50),
+        checkpoint=Checkpoints(fault.path, every=50, keep=1000),
         callbacks=[kill],
         progress=False,
     )
@@ -72,7 +72,8 @@ def test_row_12_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
     (recovery,) = run.recoveries()
     assert recovery.lost == (PS,)
     assert recovery.back_to >= newest[0]
-    check_recovered(there, run, share=2 if isinstance(strategy, SyncPS) else 1)
+    share = 2 if isinstance(strategy, SyncPS) else 1
+    check_recovered(there, run, fault.path / str(recovery.back_to), share)
     fault.names += [PS, "lost at step", "SIGKILL", "goes back to step"]
     there.close()
 
@@ -95,7 +96,8 @@ def test_row_25_a_ps_that_crashes_while_it_writes_its_shard_loses_no_saved_step(
     )
     assert run.state == "stopped"
     assert run.recoveries()
-    check_recovered(there, run)
+    back = fault.path / str(run.recoveries()[-1].back_to)
+    check_recovered(there, run, back)
     fault.names += ["goes back to step", f"exit code {CRASHED}"]
     there.close()
 
@@ -215,7 +217,7 @@ def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
         IDS,
         steps=10**6,
         batch_size=BATCH,
-        checkpoint=Checkpoints(fault.path, every=50),
+        checkpoint=Checkpoints(fault.path, every=50, keep=1000),
         callbacks=[
             after(200, freeze, saved_in=fault.path),
             fault.stop_after("the run goes on from"),
@@ -224,7 +226,8 @@ def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
     )
     assert run.state == "stopped"
     assert clock.seconds < 100
-    check_recovered(there, run)
+    back = fault.path / str(run.recoveries()[-1].back_to)
+    check_recovered(there, run, back)
     assert run.recoveries()[0].lost == (PS,)
     fault.names += [f"{PS} was lost at step"]
     there.close()
@@ -383,6 +386,6 @@ def test_row_30_a_killed_client_stops_its_run_and_another_goes_on_from_its_check
         progress=False,
     )
     assert run.steps == saved + 100
-    check_recovered(there, run, restored=1)
+    check_recovered(there, run, fault.path / str(saved))
     fault.names += ["[ended] run"]
     there.close()
