@@ -18,6 +18,7 @@ from jgraph.train.run import Run
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import BATCH, IDS, Ledger, after, trainer
 from tests.faults.links import CLIENT, through_proxies
+from tests.train.stopping import once_both_took_part
 
 pytestmark = pytest.mark.procs
 
@@ -81,7 +82,10 @@ def test_rows_1_to_3_a_killed_worker_loses_no_update_and_is_taken_back(
     assert WORKER in run.staleness()
     ledger.add(run)
     ledger.check(there, lost=2)
-    run = there.fit(IDS, steps=100, batch_size=BATCH, progress=False)
+    stop = once_both_took_part(steps=run.steps + 100)
+    run = there.fit(
+        IDS, steps=10**6, batch_size=BATCH, callbacks=[stop], progress=False
+    )
     assert set(run.metrics("loss")["replica"]) == {0, 1}
     ledger.add(run)
     ledger.check(there, lost=2)

@@ -40,6 +40,7 @@ from tests.faults.counting import (
     trainer,
 )
 from tests.faults.links import Link
+from tests.train.stopping import once_both_took_part
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 
@@ -230,7 +231,8 @@ def test_row_8_a_frozen_worker_that_was_replaced_says_so_and_ends_when_it_wakes(
         with pytest.raises(FencedError, match="was started again"):
             late.result(5)
         assert [c.tolist() for c in counted(training)] == [c.tolist() for c in before]
-        run = fit(steps=100)
+        stop = once_both_took_part(steps=run.steps + 100)
+        run = fit(steps=10**6, callbacks=[stop])
         assert set(run.metrics("loss")["replica"]) == {0, 1}
         ledger.add(run)
         ledger.check(training, lost=1)

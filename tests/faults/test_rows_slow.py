@@ -34,6 +34,7 @@ from tests.faults.counting import (
     trainer,
 )
 from tests.faults.links import NOTICED_S, through_proxies
+from tests.train.stopping import once_both_took_part
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -131,7 +132,10 @@ def test_rows_9_and_19_lost_workers_are_back_in_the_same_run_also_of_a_new_maste
     assert run.recoveries() == []
     ledger.add(run)
     ledger.check(there, lost=len(lost))
-    run = there.fit(IDS, steps=100, batch_size=BATCH, progress=False)
+    stop = once_both_took_part(steps=run.steps + 100)
+    run = there.fit(
+        IDS, steps=10**6, batch_size=BATCH, callbacks=[stop], progress=False
+    )
     assert set(run.metrics("loss")["replica"]) == {0, 1}
     ledger.add(run)
     ledger.check(there, lost=len(lost))

@@ -34,6 +34,7 @@ from tests.train.models import (
     linen_norm_loss,
     nnx_loss,
 )
+from tests.train.stopping import once_both_took_part
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -98,15 +99,16 @@ def test_linen_collections_live_on_the_servers(one_worker: Cluster) -> None:
 
 def test_two_workers_share_the_steps_and_one_model(two_workers: Cluster) -> None:
     there = trainer(cluster=two_workers)
-    run = fit(there, 41, eval_data=data(), eval_every=20)
-    loss = run.metrics("loss")
+    stop = once_both_took_part(steps=41)
+    run = fit(there, 10**6, eval_data=data(), eval_every=20, callbacks=[stop])
+    loss, last = run.metrics("loss"), run.steps
     assert set(loss["replica"].tolist()) == {0, 1}
-    assert loss["step"].tolist() == list(range(1, 42))
+    assert loss["step"].tolist() == list(range(1, last + 1))
     assert loss["value"][-10:].mean() < loss["value"][:10].mean()
     values = dict(zip(there.names, there.current_values(), strict=True))
-    assert values["global_step"] == 41
-    assert values["opt/1/0/count"] == 41
-    assert run.metrics("eval_loss")["step"][-1] == 41
+    assert values["global_step"] == last
+    assert values["opt/1/0/count"] == last
+    assert run.metrics("eval_loss")["step"][-1] == last
     assert run.metrics("eval_loss")["value"][-1] == run.evaluate(data())["loss"]
     there.close()
 
