@@ -24,7 +24,7 @@ from jgraph.coordination.dispatch import (
     WorkerEnded,
     WorkerLost,
 )
-from jgraph.coordination.slots import SlotPlan
+from jgraph.coordination.slots import SETTLE_S, SlotPlan
 from jgraph.errors import ConfigError, JGError
 from jgraph.failpoints import failpoint
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -35,6 +35,8 @@ ANSWER_S = 10.0
 """A worker with nothing to do has an answer after this long, if only an empty one."""
 
 _LOOK_PER_LEASE = 4
+_SETTLED_S = 1.1 * SETTLE_S
+"""Timers may be a millisecond early."""
 _ENDED = 64  # loops whose workers may still ask
 
 
@@ -63,7 +65,7 @@ class Dealer:
         self._ends: dict[str, asyncio.Future[None]] = {}
         self._error: JGError | None = None
         self._look_s = lease_s / _LOOK_PER_LEASE
-        self._timer = self._look_later()
+        self._timer = self._look_in(self._look_s)
 
     def position(self) -> dict[str, Any]:
         """Returns the position, as plain data."""
@@ -122,16 +124,19 @@ class Dealer:
     def _over(self, loop: str, end: asyncio.Future[None], event: Event) -> None:
         if self._ends.pop(loop, None) is not None and not end.done():
             self._handle(event)
+            if not self._timer.cancelled():
+                self._timer.cancel()
+                self._timer = self._look_in(min(_SETTLED_S, self._look_s))
 
     def close(self) -> None:
         """Deals no more."""
         self._timer.cancel()
 
-    def _look_later(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._look_s, self._look)
+    def _look_in(self, seconds: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _look(self) -> None:
-        self._timer = self._look_later()
+        self._timer = self._look_in(self._look_s)
         self._handle(TimePassed())
 
     def _handle(self, event: Event) -> None:

@@ -7,8 +7,8 @@ or comes twice does no harm. When it is lost, what it held and had not told goes
 others: batches that it may have done already, which are counted as dealt again.
 
 Every batch that a lost worker held becomes a suspect. What it held is dealt again piece
-by piece, each alone, and batch by batch once that ended another worker: so the third
-death has one cause only, whose name the run then ends with.
+by piece, each alone, and batch by batch once that ended another worker and who else was
+lost is known: so the third death has one cause only, whose name the run then ends with.
 """
 
 from collections import Counter, deque
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
-from jgraph.coordination.slots import DEATHS, Lease, SlotPlan
+from jgraph.coordination.slots import DEATHS, SETTLE_S, Lease, SlotPlan
 from jgraph.errors import JGError, TaskLostError
 
 LEASE_S = 120.0
@@ -182,6 +182,7 @@ class Dispatch:
         self._workers: dict[str, _Worker] = {}
         self._gone: set[str] = set()
         self._deaths: Counter[tuple[int, int, int]] = Counter()  # by batch
+        self._now = self._lost_at = 0.0
         self._failed = False
         self._returned: deque[Lease] = deque()
         self._epoch = self._index = self._first = 0
@@ -238,6 +239,7 @@ class Dispatch:
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Takes an event at time ``now`` (seconds); returns what to do."""
+        self._now = now
         if self._failed:
             return []
         match event:
@@ -309,7 +311,7 @@ class Dispatch:
     # ------------------------------------------------------------ losses
 
     def _lose(self, name: str) -> list[Instruction]:
-        held = self._give_back(name)
+        held, self._lost_at = self._give_back(name), self._now
         self.again += sum(lease.batches for lease in held)
         for lease in held:
             self._deaths.update(lease.each())
@@ -365,9 +367,11 @@ class Dispatch:
         for lease in self._returned:
             if self._is_suspect(lease) and worker.held:
                 continue
+            is_last = max(self._deaths[b] for b in lease.each()) == DEATHS - 1
+            if is_last and self._now < self._lost_at + SETTLE_S:
+                continue
             self._returned.remove(lease)
-            once_more = max(self._deaths[batch] for batch in lease.each())
-            first, rest = lease.cut(1 if once_more == DEATHS - 1 else most)
+            first, rest = lease.cut(1 if is_last else most)
             if rest is not None:
                 self._returned.appendleft(rest)
             return first

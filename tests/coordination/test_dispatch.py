@@ -9,6 +9,7 @@ from jgraph.coordination.dispatch import (
     Asked,
     Deal,
     Dispatch,
+    Event,
     Expel,
     Fail,
     Instruction,
@@ -18,7 +19,7 @@ from jgraph.coordination.dispatch import (
     WorkerEnded,
     WorkerLost,
 )
-from jgraph.coordination.slots import Lease, Part, SlotPlan
+from jgraph.coordination.slots import SETTLE_S, Lease, Part, SlotPlan
 from jgraph.errors import DataSlotError
 
 
@@ -28,10 +29,10 @@ def plan(batches: int = 20, slot_batches: int = 4, seed: int = 0) -> SlotPlan:
 
 
 def ask(
-    dispatch: Dispatch, worker: str, done: int = 0, batches: int = 4
+    dispatch: Dispatch, worker: str, done: int = 0, batches: int = 4, now: float = 0.0
 ) -> tuple[Lease, ...]:
     """Returns what the worker is dealt at once."""
-    for instruction in dispatch.handle(Asked(worker, done, batches), 0.0):
+    for instruction in dispatch.handle(Asked(worker, done, batches), now):
         if isinstance(instruction, Deal) and instruction.worker == worker:
             return instruction.leases
     raise AssertionError
@@ -55,7 +56,7 @@ class Crew:
         self.trained: Counter[tuple[int, int, int]] = Counter()
         self.over: set[str] = set()
         self.failed: list[Fail] = []
-        self.hired = 0
+        self.hired, self.now = 0, 0.0
         for _ in range(workers):
             self.hire()
 
@@ -63,6 +64,10 @@ class Crew:
         name = f"w{self.hired}"
         self.hired += 1
         self.held[name], self.done[name] = [], 0
+
+    def tell(self, event: Event) -> None:
+        self.now += 0.01
+        self.perform(self.dispatch.handle(event, self.now))
 
     def perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -79,18 +84,18 @@ class Crew:
     def ask(self, name: str, batches: int) -> None:
         idle = not self.held[name]
         event = Asked(name, self.done[name], batches, idle=idle)
-        self.perform(self.dispatch.handle(event, 0.0))
+        self.tell(event)
 
     def train(self, name: str, batches: int, *, tell: bool) -> None:
         for _ in range(min(batches, len(self.held[name]))):
             self.trained[self.held[name].pop(0)] += 1
             self.done[name] += 1
         if tell:
-            self.perform(self.dispatch.handle(Progressed(name, self.done[name]), 0.0))
+            self.tell(Progressed(name, self.done[name]))
 
     def lose(self, name: str) -> None:
         del self.held[name], self.done[name]
-        self.perform(self.dispatch.handle(WorkerLost(name), 0.0))
+        self.tell(WorkerLost(name))
         self.hire()
 
     def finish(self) -> None:
@@ -214,6 +219,22 @@ def test_last_batches_of_a_run_are_those_that_came_back() -> None:
     assert dispatch.state()["unfinished"] == []
 
 
+def test_worker_that_was_dead_before_it_was_dealt_a_batch_was_not_ended_by_it() -> None:
+    """One dies, then both: that they are lost is known one after the other."""
+    dispatch = Dispatch(plan(1, slot_batches=1), budget=1, workers=2)
+    (lease,) = ask(dispatch, "a", batches=1)
+    idle = [Asked(name, 0, 1, idle=True) for name in "bcd"]
+    dispatch.handle(WorkerLost("a"), 0.0)
+    assert dispatch.handle(idle[0], 1.0) == [Deal("b", (lease,))]
+    assert dispatch.handle(idle[1], 2.0) == []
+    assert dispatch.handle(WorkerLost("b"), 5.0) == []  # c is dead already
+    assert dispatch.handle(WorkerLost("c"), 5.1) == []
+    assert dispatch.handle(idle[2], 5.2) == []
+    assert dispatch.handle(TimePassed(), 5.1 + SETTLE_S) == [Deal("d", (lease,))]
+    dispatch.handle(Progressed("d", 1), 7.0)
+    assert dispatch.done == 1
+
+
 def test_slot_that_ends_three_workers_ends_the_run_with_its_name() -> None:
     dispatch = Dispatch(plan(40), budget=40, workers=1)
     *_, deadly, _, _ = batches_of(ask(dispatch, "w", batches=8))
@@ -221,14 +242,15 @@ def test_slot_that_ends_three_workers_ends_the_run_with_its_name() -> None:
     lost, held = 1, [deadly]
     for turn in range(40):
         worker = f"w{turn}"
-        held = batches_of(ask(dispatch, worker, batches=8))
+        now = turn * SETTLE_S
+        held = batches_of(ask(dispatch, worker, batches=8, now=now))
         if deadly in held:
             lost += 1
-            answers = dispatch.handle(WorkerLost(worker), 0.0)
+            answers = dispatch.handle(WorkerLost(worker), now)
             if answers:
                 break
         else:  # whatever else of its slot is done meanwhile
-            dispatch.handle(Progressed(worker, len(held)), 0.0)
+            dispatch.handle(Progressed(worker, len(held)), now)
     (fail,) = answers
     assert isinstance(fail, Fail)
     assert (lost, held) == (3, [deadly])
