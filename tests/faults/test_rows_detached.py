@@ -76,10 +76,7 @@ def test_rows_1_9_and_30_a_run_without_its_client_takes_lost_workers_back(
             make_steps(100)
         there = trainer(cluster, STRATEGIES[strategy])
         run = there.attach()
-        make_steps(20)
-        run.stop()
-        run.wait(30)
-        assert run.state == "stopped"
+        stop_once_all_take_part(run)
         check_all(there, run, sum(killed.values()))
         there.close()
     fault.names += [f"{worker} was lost" for worker in WORKERS] + ["SIGKILL"]
@@ -104,7 +101,7 @@ def test_rows_1_and_19_a_detached_run_whose_master_is_lost_has_another_for_its_w
         if to_kill:
             killed += 1
             servers.kill(to_kill.pop(0))
-        else:
+        elif all_take_part(run):
             run.stop()
 
     with connect(servers.target, timeout_s=20) as cluster:
@@ -153,13 +150,9 @@ def test_rows_29_and_30_a_run_without_its_client_rests_while_each_ps_is_restarte
                     before = cluster.runs()[0].step
     with connect(target, timeout_s=20) as cluster:
         there = trainer(cluster, STRATEGIES[strategy])
-        run, clock = there.attach(), Stopwatch()
-        while not all_take_part(run):
-            assert clock.seconds < 30
-        run.stop()
-        run.wait(30)
+        run = there.attach()
+        stop_once_all_take_part(run)
         wait_saved(cluster, str(fault.path), 30)
-        assert run.state == "stopped"
         assert steps_in(fault.path) == [*saved, run.steps]
         steps = run.metrics("loss")["step"]
         assert sorted(steps) == [*range(1, run.steps + 1)]
@@ -180,12 +173,21 @@ def all_take_part(run: Run) -> bool:
     return set(run.metrics("loss")["replica"][-100:]) == {0, 1}
 
 
+def stop_once_all_take_part(run: Run) -> None:
+    """Before it stops: who sees that last may do the last steps alone."""
+    clock = Stopwatch()
+    while not all_take_part(run):
+        assert clock.seconds < 30
+    run.stop()
+    run.wait(30)
+    assert run.state == "stopped"
+
+
 def check_all(there: Trainer, run: Run, lost: int) -> None:
-    """Nothing is lost or left out, and in the end all workers took part."""
+    """Nothing is lost or left out."""
     if "contributions" in run.metric_names:
         check_together(there, run)
     else:
         ledger = Ledger()
         ledger.add(run)
         ledger.check(there, lost)
-    assert all_take_part(run)
