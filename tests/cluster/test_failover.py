@@ -14,6 +14,7 @@ from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from tests.cluster.conftest import Servers
 from tests.faults.counting import BATCH, IDS, Ledger, after, counted, trainer
+from tests.train.stopping import once
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -39,12 +40,15 @@ def test_run_goes_on_with_a_ps_as_master_and_loses_nothing(
     there, ledger = trainer(client, AsyncPS()), Ledger()
     run = there.fit(
         IDS,
-        steps=1500,
+        steps=10**6,
         batch_size=BATCH,
-        callbacks=[after(100, lambda: own_servers.lose(MASTER))],
+        callbacks=[
+            after(100, lambda: own_servers.lose(MASTER)),
+            once(lambda run: client.master != MASTER),
+        ],
         progress=False,
     )
-    assert run.state == "done"
+    assert run.state == "stopped"
     ledger.add(run)
     ledger.check(there, lost=1)
     assert client.master == "/job:ps/task:0"

@@ -27,6 +27,7 @@ from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers
 from tests.faults.counting import BATCH, IDS, after, counted, trainer
 from tests.train.ledger import examples_counted, examples_due
+from tests.train.stopping import once
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -53,6 +54,10 @@ class Ending:
 
         self.threads.append(threading.Thread(target=end))
         self.threads[-1].start()
+
+    def is_over(self, run: Run) -> bool:
+        """Whether one was told to end, and did, while the run goes on."""
+        return bool(self.threads) and not any(t.is_alive() for t in self.threads)
 
     def join(self) -> None:
         """Waits until they have ended, long before their grace is over."""
@@ -138,13 +143,13 @@ def test_row_29_a_worker_or_master_that_is_told_to_end_hands_over_all_it_has(
     there = trainer(client, strategy)
     run = there.fit(
         IDS,
-        steps=1500,
+        steps=10**6,
         batch_size=BATCH,
-        callbacks=[after(50, lambda: ending(task))],
+        callbacks=[after(50, lambda: ending(task)), once(ending.is_over)],
         progress=False,
         detached=detached,
     )
-    assert (run.state, run.steps) == ("done", 1500)
+    assert run.state == "stopped"
     ending.join()
     assert run.recoveries() == []
     assert run.repeated() == 0
@@ -185,19 +190,22 @@ def test_row_29_a_ps_that_is_told_to_end_costs_a_pause_and_no_step(
     there = trainer(client, strategy)
     run = there.fit(
         IDS,
-        steps=1000,
+        steps=10**6,
         batch_size=BATCH,
         checkpoint=Checkpoints(tmp_path, every=10**6),
-        callbacks=[after(50, lambda: ending(PS, restart=True))],
+        callbacks=[
+            after(50, lambda: ending(PS, restart=True)),
+            once(lambda run: run.recoveries()),
+        ],
         progress=False,
         detached=detached,
     )
-    assert (run.state, run.steps) == ("done", 1000)
+    assert run.state == "stopped"
     ending.join()
     (recovery,) = run.recoveries()
     assert (recovery.lost, recovery.again) == ((PS,), 0)
     first = [0] if detached else []  # its master makes all others like that one
-    assert steps_in(tmp_path) == [*first, recovery.back_to, 1000]
+    assert steps_in(tmp_path) == [*first, recovery.back_to, run.steps]
     assert run.repeated() == 0
     check_exact(there, run)
     (told,) = warnings_in(caplog)

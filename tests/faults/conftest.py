@@ -13,6 +13,7 @@ from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.records import RECORDS_DIR
 from jgraph.runtime.writer_lease import newest
 from tests.left import nothing_left
+from tests.train.stopping import once
 
 _LEFT = (
     *("*.orbax-checkpoint-tmp*", "*.going", "*.new-*", "*.old-*"),
@@ -62,17 +63,12 @@ class Fault:
 
         A run with a number of steps may be over before a fault is known.
         """
-        reported: list[int] = []
 
-        def callback(run: Any, report: Any) -> None:
+        def are_said(run: Any) -> bool:
             said = [line for line, _ in self._said]
-            if all(any(text in line for line in said) for text in texts):
-                reported.append(report.step)
-                # The first may still be of before the run went back.
-                if report.step >= min(reported) + steps:
-                    run.stop()
+            return all(any(text in line for line in said) for text in texts)
 
-        return callback
+        return once(are_said, steps)
 
     def seconds_until(self, *texts: str) -> float:
         """Returns how long after it began this process logged one of these texts."""

@@ -18,7 +18,7 @@ from jgraph.train.run import Run
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import BATCH, IDS, Ledger, after, trainer
 from tests.faults.links import CLIENT, through_proxies
-from tests.train.stopping import once_both_took_part
+from tests.train.stopping import once, once_both_took_part
 
 pytestmark = pytest.mark.procs
 
@@ -134,12 +134,15 @@ def test_row_29_a_worker_that_is_told_to_end_ends_and_the_others_go_on(
     process = psutil.Process(cluster.pid(WORKER))
     run = there.fit(
         IDS,
-        steps=600,
+        steps=10**6,
         batch_size=BATCH,
-        callbacks=[after(100, lambda: os.kill(process.pid, signal.SIGTERM))],
+        callbacks=[
+            after(100, lambda: os.kill(process.pid, signal.SIGTERM)),
+            once(lambda run: cluster._processes[WORKER].process.poll() is not None),
+        ],
         progress=False,
     )
-    assert run.state == "done"
+    assert run.state == "stopped"
     ledger.add(run)
     assert ledger.check(there) == 0  # it gave back what it had not done
     assert cluster._processes[WORKER].process.wait(30) == 0

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -90,22 +91,27 @@ def test_row_17_a_frozen_ps_is_killed_and_its_copy_takes_its_place(
     """A pause of less than that is waited for; the longer one ends with its process."""
     cluster = fault.cluster(ps=2, workers=2, restarts=3, frozen_s=frozen_s)
     there, ledger, clock = trainer(cluster, REPLICA), Ledger(), Stopwatch()
-    pid, froze_at = cluster.pid(PS), list[float]()
+    pid, woken, froze_at = cluster.pid(PS), threading.Event(), list[float]()
+
+    def wake() -> None:
+        os.kill(pid, signal.SIGCONT)
+        woken.set()
 
     def blink() -> None:
         os.kill(pid, signal.SIGSTOP)
-        threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
+        threading.Timer(0.5, wake).start()
 
-    def freeze() -> None:
-        assert cluster.pid(PS) == pid
-        froze_at.append(clock.seconds)
-        os.kill(pid, signal.SIGSTOP)
+    def freeze(run: Any, report: Any) -> None:
+        if woken.is_set() and not froze_at:
+            assert cluster.pid(PS) == pid
+            froze_at.append(clock.seconds)
+            os.kill(pid, signal.SIGSTOP)
 
     run = there.fit(
         IDS,
         steps=10**6,
         batch_size=BATCH,
-        callbacks=[after(100, blink), after(300, freeze), fault.stop_after(GOES_ON)],
+        callbacks=[after(100, blink), freeze, fault.stop_after(GOES_ON)],
         progress=False,
     )
     assert run.state == "stopped"

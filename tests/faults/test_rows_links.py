@@ -12,11 +12,64 @@ from jgraph.train.sync_ps import SyncPS
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import BATCH, IDS, Ledger, after, check_together, trainer
 from tests.faults.links import NOTICED_S, through_proxies
+from tests.train.stopping import once
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
 ALL = ("/job:ps/task:0", PS, MASTER, WORKER)
+CHIEF = "/job:chief/task:0"
+"""A master of its own."""
+GOES_ON = ("the loop goes on", "answers again", " began: ")
+
+
+class Silence:
+    """Links that are silent for some seconds, from when it is called.
+
+    Attributes:
+      since: when it began; None: it has not.
+    """
+
+    def __init__(
+        self, fault: Fault, caplog: pytest.LogCaptureFixture, links: Any, seconds: float
+    ) -> None:
+        self.since: Stopwatch | None = None
+        self.seconds = seconds
+        self._fault, self._caplog, self._links = fault, caplog, links
+        self._before: int | None = None  # so many lines
+
+    def __call__(self) -> None:
+        self.since = Stopwatch()
+        for link in self._links:
+            link.silence()
+        threading.Timer(self.seconds, self._heal).start()
+
+    def _heal(self) -> None:
+        self._before = len(self._caplog.records)
+        self._fault.begins()
+        for link in self._links:
+            link.heal()
+
+    def said(self, *, since: bool) -> list[str]:
+        """Returns what was said until, or since, the links healed."""
+        lines = [record.getMessage() for record in self._caplog.records]
+        split = len(lines) if self._before is None else self._before
+        return lines[split:] if since else lines[:split]
+
+    def is_too_long(self) -> bool:
+        """Whether nothing went on for a minute; the run is not waited for then."""
+        return self.since is not None and self.since.seconds > self.seconds + 60
+
+    def check_that_loops_went_on(self) -> None:
+        """Within seconds."""
+        # A connection may end just as the link heals; the loops then begin anew.
+        limit_s = 15 if "gave it up" in self._caplog.text else 5
+        assert self._fault.seconds_until(*GOES_ON) < limit_s
+
+
+def links_of_chief(tasks: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Returns them, there and back."""
+    return [(CHIEF, task) for task in tasks] + [(task, CHIEF) for task in tasks]
 
 
 def contributions_after(run: Any, pause_s: float) -> Any:
@@ -92,33 +145,18 @@ def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_
     detached: bool,
     tasks: tuple[str, ...],
 ) -> None:
-    """A master of its own reaches nobody. There is no checkpoint to go back to."""
-    master = "/job:chief/task:0"
-    links = [(master, task) for task in tasks] + [(task, master) for task in tasks]
+    """There is no checkpoint to go back to."""
     with (
-        through_proxies(*links, chief=True) as (servers, cut_off),
-        connect(servers.target(master), timeout_s=20) as cluster,
+        through_proxies(*links_of_chief(tasks), chief=True) as (servers, cut_off),
+        connect(servers.target(CHIEF), timeout_s=20) as cluster,
     ):
         there = trainer(cluster, SyncPS())
-        clocks: list[Stopwatch] = []
-        healed: list[int] = []
-
-        def heal() -> None:
-            healed.append(len(caplog.records))
-            fault.begins()
-            for link in cut_off:
-                link.heal()
-
-        def silence() -> None:
-            clocks.append(Stopwatch())
-            for link in cut_off:
-                link.silence()
-            threading.Timer(silent_s, heal).start()
+        silence = Silence(fault, caplog, cut_off, silent_s)
 
         def stop_when_both_are_there_again(run: Any, report: Any) -> None:
             since = contributions_after(run, pause_s=silent_s - 6.5)
             both = len(since) >= 50 and (since[-50:] == 2).all()
-            if both or (clocks and clocks[0].seconds > silent_s + 60):
+            if both or silence.is_too_long():
                 run.stop()
 
         run = there.fit(
@@ -131,17 +169,57 @@ def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_
         )
         assert run.state == "stopped"
         assert run.recoveries() == []
-        assert silent_s < clocks[0].seconds < silent_s + 25
-        # A connection may end just as the link heals; the loops then begin anew.
-        limit_s = 15 if "gave it up" in caplog.text else 5
-        goes_on = "the loop goes on", "answers again", " began: "
-        assert fault.seconds_until(*goes_on) < limit_s
-        assert cluster.master == master
+        assert silence.since is not None
+        assert silent_s < silence.since.seconds < silent_s + 25
+        silence.check_that_loops_went_on()
+        assert cluster.master == CHIEF
         check_together(there, run)
-        said = [r.getMessage() for r in caplog.records]
-        paused = said.index("no answer of the master: the loop pauses")
-        assert paused < healed[0]
-        fault.names += ["no answer of the master: the loop pauses"]
+        paused = "no answer of the master: the loop pauses"
+        assert paused in silence.said(since=False)
+        fault.names += [paused]
         # Nothing was decided from the pause until the link was whole.
         assert len(contributions_after(run, pause_s=silent_s - 6.5))
+        there.close()
+
+
+@pytest.mark.parametrize("silent_s", [9.0, 30.0], ids=["9 s", "30 s"])
+def test_row_22_workers_pause_without_their_master_and_go_on_when_the_link_heals(
+    fault: Fault, caplog: pytest.LogCaptureFixture, silent_s: float
+) -> None:
+    """In 5 to 15 s its connections end as well."""
+    with (
+        through_proxies(*links_of_chief(ALL), chief=True) as (servers, cut_off),
+        connect(servers.target(CHIEF), timeout_s=20) as cluster,
+    ):
+        there, ledger = trainer(cluster, AsyncPS()), Ledger()
+        silence = Silence(fault, caplog, cut_off, silent_s)
+
+        def both_are_back(run: Any) -> bool:
+            lines = silence.said(since=True)
+            back = [line for line in lines if any(text in line for text in GOES_ON[:2])]
+            return len(back) >= 2 or silence.is_too_long()
+
+        run = there.fit(
+            IDS,
+            steps=10**6,
+            batch_size=BATCH,
+            callbacks=[after(200, silence), once(both_are_back)],
+            progress=False,
+        )
+        assert run.state == "stopped"
+        assert silence.since is not None
+        assert silent_s < silence.since.seconds < silent_s + 60
+        silence.check_that_loops_went_on()
+        assert cluster.master == CHIEF
+        ledger.add(run)
+        said = silence.said(since=False) + silence.said(since=True)
+        lost = sum(f"{task} was lost" in line for task in ALL for line in said)
+        again = ledger.check(there, lost)
+        if not lost:
+            assert again == 0
+            fault.names += ["the loop pauses", "the loop goes on"]
+        else:
+            fault.names += ["was lost"]
+        if lost and silent_s > 15:
+            fault.names += ["no worker is left", f"{WORKER} answers again"]
         there.close()

@@ -286,54 +286,6 @@ def test_rows_21_and_23_a_link_that_falls_silent_is_noticed_and_done_without(
         there.close()
 
 
-@pytest.mark.parametrize("silent_s", [9.0, 30.0], ids=["9 s", "30 s"])
-def test_row_22_workers_pause_without_their_master_and_go_on_when_the_link_heals(
-    fault: Fault, caplog: pytest.LogCaptureFixture, silent_s: float
-) -> None:
-    """A master of its own reaches nobody; in 5 to 15 s its connections end as well."""
-    master, tasks = "/job:chief/task:0", ("/job:ps/task:0", PS, MASTER, WORKER)
-    links = [(master, task) for task in tasks] + [(task, master) for task in tasks]
-    with (
-        through_proxies(*links, chief=True) as (servers, cut_off),
-        connect(servers.target(master), timeout_s=20) as cluster,
-    ):
-        there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
-
-        def heal() -> None:
-            fault.begins()
-            for link in cut_off:
-                link.heal()
-
-        def silence() -> None:
-            for link in cut_off:
-                link.silence()
-            threading.Timer(silent_s, heal).start()
-
-        run = there.fit(
-            IDS,
-            steps=3000,
-            batch_size=BATCH,
-            callbacks=[after(200, silence)],
-            progress=False,
-        )
-        assert run.state == "done"
-        assert silent_s < clock.seconds < silent_s + 60  # with 3000 steps
-        assert fault.seconds_until("the loop goes on", "answers again") < 5
-        assert cluster.master == master
-        ledger.add(run)
-        said = [r.getMessage() for r in caplog.records]
-        lost = sum(f"{task} was lost" in line for task in tasks for line in said)
-        again = ledger.check(there, lost)
-        if not lost:
-            assert again == 0
-            fault.names += ["the loop pauses", "the loop goes on"]
-        else:
-            fault.names += ["was lost"]
-        if lost and silent_s > 15:
-            fault.names += ["no worker is left", f"{WORKER} answers again"]
-        there.close()
-
-
 def test_row_24_slow_links_lose_nobody(fault: Fault) -> None:
     fault.is_noticed = False
     tasks = ("/job:ps/task:0", PS, MASTER, WORKER)

@@ -1,6 +1,29 @@
-"""Callbacks that stop a run by what it has done, however fast the machine is."""
+"""Callbacks that stop a run by what it has done, however fast the machine is.
 
+One with a number of steps may be over before what a test does to it is known.
+"""
+
+from collections.abc import Callable
 from typing import Any
+
+
+def once(is_so: Callable[[Any], object], steps: int = 100) -> Any:
+    """Returns a callback that stops a run so many steps after it sees something.
+
+    Args:
+      is_so: given the run, whether it is there; asked at each report.
+      steps: that the run does after that.
+    """
+    seen_at: list[int] = []
+
+    def callback(run: Any, report: Any) -> None:
+        if is_so(run):
+            seen_at.append(report.step)
+            # The first may still be of before the run went back.
+            if report.step >= min(seen_at) + steps:
+                run.stop()
+
+    return callback
 
 
 def once_both_took_part(steps: int) -> Any:

@@ -25,6 +25,7 @@ from jgraph.train.local import Local
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers, connected
+from tests.train.ledger import examples_due
 from tests.train.models import (
     LinenNorm,
     NnxMLP,
@@ -34,7 +35,7 @@ from tests.train.models import (
     linen_norm_loss,
     nnx_loss,
 )
-from tests.train.stopping import once_both_took_part
+from tests.train.stopping import once, once_both_took_part
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -186,7 +187,9 @@ def test_resumed_run_goes_on_where_the_data_was(
     there.close()
 
 
-def test_run_goes_on_without_a_worker_that_is_lost() -> None:
+def test_run_goes_on_without_a_worker_that_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     servers = Servers(ps=1, worker=2)
     master, lost = servers.server("/job:worker/task:0"), "/job:worker/task:1"
     x, _ = data(64)
@@ -199,25 +202,25 @@ def test_run_goes_on_without_a_worker_that_is_lost() -> None:
         there = trainer(loss=with_ids, cluster=cluster)
         run = there.fit(
             (x, np.arange(64)),
-            steps=1200,
+            steps=10**6,
             batch_size=8,
             progress=False,
-            callbacks=[lose],
+            callbacks=[lose, once(lambda run: f"{lost} was lost" in caplog.text)],
         )
         found = run.metrics("ids")
         position = there.current_position()
     servers.stop()
-    assert run.state == "done"
+    assert run.state == "stopped"
     assert position is not None
-    assert position["done"] == 1200
-    assert run.steps >= 1200  # also those that the lost worker could not tell of
-    assert 1 in found["replica"][:600]
+    # Also those that the lost worker could not tell of.
+    assert run.steps >= position["done"]
+    assert set(found["replica"]) == {0, 1}
     # What the lost worker held was dealt again.
-    counts = np.bincount(found["value"].ravel(), minlength=64)
-    assert counts.min() >= 150 - position["again"]
+    more = np.bincount(found["value"].ravel(), minlength=64) - examples_due(position)
+    assert more.min() >= 0
+    assert more.sum() <= 8 * position["again"]
     assert run.repeated() == position["again"]
     assert ("batches dealt again" in repr(run)) == bool(run.repeated())
-    assert position["unfinished"] == []
 
 
 def test_synchronous_run_goes_on_without_its_master_and_repeats_nothing() -> None:
@@ -234,15 +237,15 @@ def test_synchronous_run_goes_on_without_its_master_and_repeats_nothing() -> Non
         there = trainer(loss=with_ids, cluster=cluster, strategy=SyncPS())
         run = there.fit(
             (x, np.arange(64)),
-            steps=600,
+            steps=10**6,
             batch_size=8,
             progress=False,
-            callbacks=[lose],
+            callbacks=[lose, once(lambda run: cluster.master != master.task)],
         )
         position = there.current_position()
     servers.stop()
-    assert run.state == "done"
-    assert lost_after[0] < run.steps == 600
+    assert run.state == "stopped"
+    assert lost_after[0] < run.steps
     assert position is not None
     assert position["again"] == 0
 
@@ -328,13 +331,14 @@ def test_no_gradient_is_older_than_the_bound(
     two_by_two: Cluster, bound: int | None
 ) -> None:
     there = trainer(cluster=two_by_two, strategy=AsyncPS(max_staleness=bound))
-    run = fit(there, 60)
+    run = fit(there, 10**6, callbacks=[once_both_took_part(steps=60)])
     staleness = run.staleness()
     assert set(staleness) == set(two_by_two.tasks("worker"))
     for shard in two_by_two.tasks("ps"):
         ages = [staleness[worker][shard] for worker in staleness]
-        assert sum(sum(counts.values()) for counts in ages) == 60
-        assert max(max(counts) for counts in ages) <= (60 if bound is None else bound)
+        assert sum(sum(counts.values()) for counts in ages) == run.steps
+        most = run.steps if bound is None else bound
+        assert max(max(counts) for counts in ages) <= most
     there.close()
 
 

@@ -25,6 +25,7 @@ from jgraph.train.source import Source
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
+from tests.faults.counting import after
 from tests.train.ledger import examples_counted, examples_due, loss_that_counts
 from tests.train.models import (
     NnxMLP,
@@ -32,6 +33,7 @@ from tests.train.models import (
     data,
     nnx_loss,
 )
+from tests.train.stopping import once
 
 pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.procs]
 
@@ -122,6 +124,11 @@ def test_fit_on_a_cluster_that_misses_a_task_fails_and_names_it(lost: str) -> No
         assert clock.now() - began < 30
 
 
+def is_alone(run: Run) -> bool:
+    """Whether one worker does the steps."""
+    return bool(run.metrics("contributions")["value"][-1] == 1)
+
+
 @pytest.mark.nightly  # tests/train/test_sync_ps.py and tests/faults/test_rows_sync.py
 def test_sync_workers_equal_one_process_and_a_killed_one_costs_no_example() -> None:
     tx = optax.sgd(0.1)
@@ -139,12 +146,10 @@ def test_sync_workers_equal_one_process_and_a_killed_one_costs_no_example() -> N
         assert_same(run.model(), plain_loop(tx, both, 10))
         assert examples_counted(run).tolist() == [4] * len(x)  # 20 batches of 5
 
-        def kill(run: Any, report: Any) -> None:
-            cluster.kill("/job:worker/task:1")
-
-        more = fit(steps=500, callbacks=[kill])
+        kill = after(11, lambda: cluster.kill("/job:worker/task:1"))
+        more = fit(steps=10**6, callbacks=[kill, once(is_alone)])
         counts = more.metrics("contributions")["value"]
-        assert more.steps == 510
+        assert more.steps == 10 + len(counts)
         assert (counts[0], counts[-1]) == (2, 1)
         # Whatever the lost one held was done by the other, and nothing twice.
         position = there.current_position()

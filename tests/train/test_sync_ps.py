@@ -19,6 +19,7 @@ from jgraph.plan.program import Program
 from jgraph.train.sync_ps import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
 from tests.cluster.conftest import Servers
+from tests.faults.counting import after
 from tests.train.ledger import examples_counted, examples_due, loss_that_counts
 from tests.train.models import (
     NnxMLP,
@@ -28,6 +29,7 @@ from tests.train.models import (
     data,
     nnx_loss,
 )
+from tests.train.stopping import once
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -289,15 +291,17 @@ def test_worker_that_leaves_does_not_stop_the_run() -> None:
     servers = Servers(ps=2, worker=3)
     lost = "/job:worker/task:2"
 
-    def leave(run: Any, report: Any) -> None:
-        if report.step > 10:
-            servers.server(lost).stop(grace_s=0)
+    def leave() -> None:
+        servers.server(lost).stop(grace_s=0)
+
+    def it_left(run: Any) -> bool:
+        return bool(run.metrics("contributions")["value"][-1] == 2)
 
     with connect(servers.server("/job:ps/task:0").target, timeout_s=20) as cluster:
         there = trainer(cluster)
-        run = fit(there, 400, callbacks=[leave])
+        run = fit(there, 10**6, callbacks=[after(11, leave), once(it_left)])
         counts = run.metrics("contributions")["value"]
-        assert run.steps == 400
+        assert run.steps == len(counts)
         assert counts[0] == 3
         assert counts[-1] == 2
     servers.stop()
