@@ -11,6 +11,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.data_feed import deal_of
 from jgraph.cluster.requests import reading
 from jgraph.coordination.dispatch import (
+    SETTLE_S,
     Asked,
     Deal,
     Dispatch,
@@ -24,7 +25,7 @@ from jgraph.coordination.dispatch import (
     WorkerEnded,
     WorkerLost,
 )
-from jgraph.coordination.slots import SETTLE_S, SlotPlan
+from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import ConfigError, JGError
 from jgraph.failpoints import failpoint
 from jgraph.rpc._pb import jgraph_pb2 as pb

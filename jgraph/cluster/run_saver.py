@@ -35,6 +35,7 @@ from jgraph.runtime.step_files import begin_step, commit_step, prune, steps_in
 from jgraph.runtime.writer_lease import LEASE_S, WriterLease
 
 _AGAIN_S: Final = 1.0
+"""Between two tries: that a lease on a disk is free shows only by asking for it."""
 STEP: Final = "global_step"
 """The leaf that says how many updates are in a step."""
 
@@ -160,7 +161,7 @@ class RunSaver:
             except CheckpointWriterError:
                 if clock.now() >= deadline:
                     raise
-                await asyncio.sleep(_AGAIN_S)  # a lease on a disk can only be asked
+                await asyncio.sleep(_AGAIN_S)
 
     async def _save(self, *, at_rest: bool) -> Saved:
         order, directory = self.order, Path(self.order.directory)

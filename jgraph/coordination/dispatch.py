@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
-from jgraph.coordination.slots import DEATHS, SETTLE_S, Lease, SlotPlan
+from jgraph.coordination.slots import DEATHS, Lease, SlotPlan
 from jgraph.errors import JGError, TaskLostError
 
 LEASE_S = 120.0
+SETTLE_S = 1.0  # after a loss, until those that came with it are known too
 _MOST = 4096  # batches of one answer, whatever is asked for
 
 
@@ -244,9 +245,9 @@ class Dispatch:
             return []
         match event:
             case Asked():
-                return self._asked(event, now)
+                return self._asked(event)
             case Progressed(name, done):
-                self._progress(name, done, now)
+                self._progress(name, done)
                 return self._answer_waiting()
             case WorkerLost(name):
                 return [*self._lose(name), *self._answer_waiting()]
@@ -258,14 +259,14 @@ class Dispatch:
                     self._workers[name].wanted = 0
                 return []
             case TimePassed():
-                return self._expire(now)
+                return self._expire()
 
-    def _asked(self, asked: Asked, now: float) -> list[Instruction]:
+    def _asked(self, asked: Asked) -> list[Instruction]:
         name = asked.worker
         if name in self._gone:
             return [Expel(name, _silent(name, self._lease_s))]
-        worker = self._workers.setdefault(name, _Worker(now))
-        self._progress(name, asked.done, now)
+        worker = self._workers.setdefault(name, _Worker(self._now))
+        self._progress(name, asked.done)
         if asked.received is not None:
             missing = worker.last(worker.done + worker.batches - asked.received)
             if missing:
@@ -276,11 +277,11 @@ class Dispatch:
         leases = self._deal(worker, asked.batches)
         return [Deal(name, leases), *self._answer_waiting()]
 
-    def _progress(self, name: str, done: int, now: float) -> None:
+    def _progress(self, name: str, done: int) -> None:
         worker = self._workers.get(name)
         if worker is None:
             return
-        worker.heard_at = now
+        worker.heard_at = self._now
         new = min(done - worker.done, worker.batches)
         while new > 0:
             ready, rest = worker.held.popleft().cut(new)
@@ -315,11 +316,10 @@ class Dispatch:
         self.again += sum(lease.batches for lease in held)
         for lease in held:
             self._deaths.update(lease.each())
-            for index, batch in enumerate(lease.each(), lease.first):
+            for batch in lease.each():
                 if (deaths := self._deaths[batch]) >= DEATHS:
                     self._failed = True
-                    deadly = Lease(lease.epoch, lease.slot, index, 1)
-                    return [Fail(self.plan.deadly(deadly, deaths))]
+                    return [Fail(self.plan.deadly(Lease(*batch, 1), deaths))]
         return []
 
     def _give_back(self, name: str) -> list[Lease]:
@@ -332,11 +332,11 @@ class Dispatch:
         self._returned.extendleft(reversed(worker.held))
         return list(worker.held)
 
-    def _expire(self, now: float) -> list[Instruction]:
+    def _expire(self) -> list[Instruction]:
         late = [
             name
             for name, worker in self._workers.items()
-            if worker.held and now - worker.heard_at >= self._lease_s
+            if worker.held and self._now - worker.heard_at >= self._lease_s
         ]
         instructions: list[Instruction] = []
         for name in late:

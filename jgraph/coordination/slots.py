@@ -24,8 +24,6 @@ Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 _SLOT_BATCHES = 16
 DEATHS: Final = 3
 """A batch that ended so many workers, one after the other, ends the run."""
-SETTLE_S: Final = 1.0
-"""After a loss, until those that came with it are known too."""
 _NAMED = 8
 
 

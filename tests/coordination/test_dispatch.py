@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jgraph.coordination.dispatch import (
+    SETTLE_S,
     Asked,
     Deal,
     Dispatch,
@@ -19,7 +20,7 @@ from jgraph.coordination.dispatch import (
     WorkerEnded,
     WorkerLost,
 )
-from jgraph.coordination.slots import SETTLE_S, Lease, Part, SlotPlan
+from jgraph.coordination.slots import Lease, Part, SlotPlan
 from jgraph.errors import DataSlotError
 
 

@@ -141,6 +141,12 @@ def check_recovered(
         assert abs(more) <= torn, f"{more} updates too many or few of {name}"
 
 
+def gone_back_to(directory: Path, run: Run) -> Path | None:
+    """Returns the last checkpoint that a run went back to; None: to none."""
+    recoveries = run.recoveries()
+    return directory / str(recoveries[-1].back_to) if recoveries else None
+
+
 def ahead(checkpoint: Path) -> dict[str, float]:
     """Returns how many updates more than it counts a checkpoint has of a parameter."""
     tree = orbax.checkpoint.StandardCheckpointer().restore(checkpoint.resolve())

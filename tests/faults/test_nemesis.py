@@ -26,7 +26,7 @@ from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault
-from tests.faults.counting import BATCH, IDS, check_recovered, trainer
+from tests.faults.counting import BATCH, IDS, check_recovered, gone_back_to, trainer
 from tests.train.models import NnxMLP, data, nnx_loss
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(400)]
@@ -126,8 +126,7 @@ def test_whatever_is_killed_and_frozen_no_batch_is_left_out_and_no_update_is_los
     assert nemesis.over
     assert run.state == "stopped"  # by us, and by nothing else
     torn = 2 * sum(line.startswith("kill /job:worker/") for line in nemesis.log)
-    back = [fault.path / str(recovery.back_to) for recovery in run.recoveries()]
-    check_recovered(there, run, back[-1] if back else None, torn=torn)
+    check_recovered(there, run, gone_back_to(fault.path, run), torn=torn)
     if any(line.startswith("kill") for line in nemesis.log):
         fault.names += ["SIGKILL"]
     assert cluster.wait_for_tasks(60)

@@ -22,6 +22,7 @@ from tests.faults.counting import (
     Ledger,
     after,
     check_recovered,
+    gone_back_to,
     trainer,
 )
 
@@ -234,7 +235,6 @@ def test_row_18_both_copies_lost_leave_the_newest_checkpoint(fault: Fault) -> No
     assert run.state == "stopped"
     (recovery,) = run.recoveries()
     assert recovery.lost == (FIRST, PS)
-    back = fault.path / str(run.recoveries()[-1].back_to)
-    check_recovered(there, run, back)
+    check_recovered(there, run, gone_back_to(fault.path, run))
     fault.names += ["SIGKILL", "goes back to step"]
     there.close()

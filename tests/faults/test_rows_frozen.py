@@ -37,6 +37,7 @@ from tests.faults.counting import (
     after,
     check_recovered,
     counted,
+    gone_back_to,
     trainer,
 )
 from tests.faults.links import Link
@@ -177,8 +178,7 @@ def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
         assert recovery.lost == (there.frozen.task,)
         before = files_in(fault.records), files_in(fault.path)
         if durability == "checkpoint":
-            back = fault.path / str(recovery.back_to)
-            check_recovered(training, run, back)
+            check_recovered(training, run, gone_back_to(fault.path, run))
         else:
             ledger.add(run)
             ledger.check(training, lost=2)

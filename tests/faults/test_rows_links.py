@@ -20,7 +20,8 @@ PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1
 ALL = ("/job:ps/task:0", PS, MASTER, WORKER)
 CHIEF = "/job:chief/task:0"
 """A master of its own."""
-GOES_ON = ("the loop goes on", "answers again", " began: ")
+BACK = ("the loop goes on", "answers again")
+GOES_ON = (*BACK, " began: ")
 
 
 class Silence:
@@ -196,7 +197,7 @@ def test_row_22_workers_pause_without_their_master_and_go_on_when_the_link_heals
 
         def both_are_back(run: Any) -> bool:
             lines = silence.said(since=True)
-            back = [line for line in lines if any(text in line for text in GOES_ON[:2])]
+            back = [line for line in lines if any(text in line for text in BACK)]
             return len(back) >= 2 or silence.is_too_long()
 
         run = there.fit(

@@ -31,6 +31,7 @@ from tests.faults.counting import (
     after,
     check_recovered,
     counted,
+    gone_back_to,
     trainer,
 )
 from tests.faults.links import NOTICED_S, through_proxies
@@ -74,7 +75,7 @@ def test_row_12_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
     assert recovery.lost == (PS,)
     assert recovery.back_to >= newest[0]
     share = 2 if isinstance(strategy, SyncPS) else 1
-    check_recovered(there, run, fault.path / str(recovery.back_to), share)
+    check_recovered(there, run, gone_back_to(fault.path, run), share)
     fault.names += [PS, "lost at step", "SIGKILL", "goes back to step"]
     there.close()
 
@@ -97,8 +98,7 @@ def test_row_25_a_ps_that_crashes_while_it_writes_its_shard_loses_no_saved_step(
     )
     assert run.state == "stopped"
     assert run.recoveries()
-    back = fault.path / str(run.recoveries()[-1].back_to)
-    check_recovered(there, run, back)
+    check_recovered(there, run, gone_back_to(fault.path, run))
     fault.names += ["goes back to step", f"exit code {CRASHED}"]
     there.close()
 
@@ -230,8 +230,7 @@ def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
     )
     assert run.state == "stopped"
     assert clock.seconds < 100
-    back = fault.path / str(run.recoveries()[-1].back_to)
-    check_recovered(there, run, back)
+    check_recovered(there, run, gone_back_to(fault.path, run))
     assert run.recoveries()[0].lost == (PS,)
     fault.names += [f"{PS} was lost at step"]
     there.close()
