@@ -1,4 +1,4 @@
-"""The shape of the source tree: small files, no way around the layers."""
+"""The shape of the source tree: documented modules, no way around the layers."""
 
 import ast
 import re
@@ -15,7 +15,6 @@ SOURCES = sorted(
     if "_pb" not in path.parts
 )
 PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "jgraph")]
-MAX_LINES = 400
 # Built from pieces, so that this file does not find itself.
 HOME_PATHS = re.compile(r"/(?:home|root|Users|work|tmp)" + r"/\w")
 NUMERIC_HOST = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
@@ -39,11 +38,6 @@ def imports_of(path: Path) -> set[str]:
 
 def test_there_are_sources_to_check() -> None:
     assert len(PACKAGE) > 20
-
-
-def test_no_file_is_over_400_lines() -> None:
-    sizes = {name(p): len(p.read_text("utf-8").splitlines()) for p in SOURCES}
-    assert {file: n for file, n in sizes.items() if n > MAX_LINES} == {}
 
 
 def test_only_compat_touches_jax_internals() -> None:
