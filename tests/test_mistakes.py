@@ -53,7 +53,7 @@ def cluster() -> Iterator[Any]:
 
 
 def nothing_listens(cluster: Any, tmp_path: Path) -> None:
-    jg.connect("jgraph://localhost:1", timeout_s=3)
+    jg.connect("jgraph://localhost:1", timeout_s=0.3)
 
 
 def a_typo_in_a_host(cluster: Any, tmp_path: Path) -> None:

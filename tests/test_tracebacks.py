@@ -21,7 +21,7 @@ def frames_of(fn: Callable[[], object]) -> list[str]:
 
 def test_a_call_that_finds_no_server_shows_the_call_and_nothing_of_its_inside() -> None:
     def users() -> None:
-        jg.connect("localhost:1")
+        jg.connect("localhost:1", timeout_s=0.1)
 
     shown = frames_of(users)
     assert shown[-2:] == ["users", "connect"]
@@ -30,7 +30,7 @@ def test_a_call_that_finds_no_server_shows_the_call_and_nothing_of_its_inside() 
 
 def test_all_frames_are_shown_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FULL, "full")
-    shown = frames_of(lambda: jg.connect("localhost:1"))
+    shown = frames_of(lambda: jg.connect("localhost:1", timeout_s=0.1))
     assert len(shown) > 4
     assert "open_channel" in shown
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 
+from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.busy import until_taken
 from jgraph.cluster.calls import CONTROL_S, DRAIN_S
@@ -28,7 +29,12 @@ from jgraph.cluster.transport_choice import (
     target_of,
     token_file_in,
 )
-from jgraph.cluster.waiting import check_versions, connect_request, wait_for_tasks
+from jgraph.cluster.waiting import (
+    ASK_AGAIN_S,
+    check_versions,
+    connect_request,
+    wait_for_tasks,
+)
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -327,12 +333,12 @@ def connect(
 ) -> Cluster:
     """Connects to a cluster through any of its servers.
 
-    Waits until every listed task answers.
+    Waits until the server at this address and every listed task answer.
 
     Args:
       target: ``"jgraph://host:port"`` (or ``"host:port"``) of one of its servers;
         ``"jgraphs://host:port"`` of one with TLS.
-      timeout_s: how long to wait for all tasks.
+      timeout_s: how long to wait for all of them.
       tls: the directory with ``client.crt``, ``client.key`` and ``ca.crt`` that
         ``jgraph certs`` wrote, or these files as a ``TLS``.
       token_file: the token of the cluster; if unset, that of ``?token_file=`` in
@@ -344,7 +350,8 @@ def connect(
         other, or only one of them speaks TLS.
       TokenError: the cluster has another token, or the file cannot be read.
       ConfigError: ``target`` is no text, or does not go with ``tls``.
-      ClusterUnreachableError: nothing of ours listens there.
+      ClusterUnreachableError: nothing of ours listens there in time, or something
+        that is certainly not ours does.
       TaskMissingError: a listed task did not answer in time; it is named.
       VersionError: a task runs versions that this client cannot talk to.
 
@@ -366,8 +373,16 @@ def connect(
     address = address_of(target, files)
     named = token_file or token_file_in(target)
     token = find_token(named, certificates_of(files))
-    with saying(f"connecting to {address} and all its tasks"):
-        transport, reply = loop.run(open_cluster(address, timeout_s, token, files))
+    refused: list[str] = []
+
+    def waited_for() -> str:
+        if refused:
+            return f"{refused[0]}; waiting up to {timeout_s:g} s"
+        return f"connecting to {address} and all its tasks"
+
+    opening = _open_in_time(address, timeout_s, token, files, refused)
+    with saying(waited_for):
+        transport, reply = loop.run(opening)
     kept = token.path if named else None
     return ConnectedCluster(address, transport, reply, files, kept)
 
@@ -392,6 +407,28 @@ async def open_cluster(
         await asyncio.shield(transport.close())
         raise
     return transport, status
+
+
+async def _open_in_time(
+    address: Address,
+    timeout_s: float,
+    token: Token,
+    tls: TLS | None,
+    refused: list[str],
+) -> tuple[GrpcTransport, pb.ClusterStatus]:
+    """Opens a cluster whose server may still be starting; notes why it is not there."""
+    clock = SystemClock()
+    deadline = clock.now() + timeout_s
+    while True:
+        try:
+            return await open_cluster(address, deadline - clock.now(), token, tls)
+        except (ClusterUnreachableError, TaskLostError) as error:
+            restarts = isinstance(error, TaskLostError)
+            may_come = restarts or error.details.get("may_be_starting", False)
+            if not may_come or clock.now() + ASK_AGAIN_S >= deadline:
+                raise
+            refused[:] = [error.message]
+        await asyncio.sleep(ASK_AGAIN_S)
 
 
 def unique(prefix: str) -> str:

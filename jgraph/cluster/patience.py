@@ -1,7 +1,7 @@
-"""Says what this process waits for, once that takes longer than people wait quietly.
+"""What this process waits for, said once that takes longer than people wait quietly.
 
-Only in the main thread, and only where somebody looks: in a notebook's cell, or a
-terminal. Imports no JAX.
+Only in the main thread: in a cell of a notebook, in a line of a terminal that is
+redrawn, or else in lines on the standard error. Imports no JAX.
 """
 
 import sys
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from html import escape
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import SystemClock
 
@@ -19,15 +19,69 @@ QUIET_S: Final = 1.0
 
 _EVERY_S: Final = 1.0
 
-Show = Callable[[str], None]
+# Lines stay: they are fewer, and fewer still in a long wait.
+_LINE_QUIET_S: Final = 2.0
+_LINE_EVERY_S: Final = 5.0
+_LINE_SHARE: Final = 0.5
+
+Show: TypeAlias = Callable[[str], None]
 """Shows a text in place of the one before; an empty one takes it away."""
+
+What: TypeAlias = str | Callable[[], str]
+"""A text, or what returns the text of now."""
 
 _is_said: ContextVar[bool] = ContextVar("jgraph_is_said", default=False)
 
 
+@final
+class Telling:
+    """A thread that shows what is waited for and the seconds, until it is ended.
+
+    Args:
+      what: is waited for.
+      show: where to.
+      lines: what is shown stays: the first line comes after two seconds, the others
+        every five, and later when half as much time has passed again.
+    """
+
+    def __init__(self, what: What, show: Show, *, lines: bool) -> None:
+        self._what = what
+        self._show = show
+        self._lines = lines
+        self._over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._tell, name="jgraph-patience", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Takes away what is shown, and returns when nothing more is shown."""
+        self._over.set()
+        self._thread.join()
+
+    def _tell(self) -> None:
+        clock = SystemClock()
+        began, is_shown = clock.now(), False
+        while not self._over.wait(self._pause_s(clock.now() - began, is_shown)):
+            is_shown = True
+            what = self._what if isinstance(self._what, str) else self._what()
+            self._show(f"{what} … {clock.now() - began:.0f} s")
+        if is_shown and not self._lines:
+            self._show("")
+
+    def _pause_s(self, waited_s: float, is_shown: bool) -> float:
+        if self._lines:
+            later = max(_LINE_EVERY_S, _LINE_SHARE * waited_s)
+            return later if is_shown else _LINE_QUIET_S
+        return _EVERY_S if is_shown else QUIET_S
+
+
 @contextmanager
-def saying(what: str, show: Show | None = None) -> Iterator[None]:
+def saying(what: What, show: Show | None = None) -> Iterator[None]:
     """Shows ``what`` and the seconds, every second from the first one on.
+
+    Where nothing can be redrawn these are lines, of which the first comes after two
+    seconds, and the others every few.
 
     Args:
       what: this process waits for; what is inside is not said besides.
@@ -41,17 +95,13 @@ def saying(what: str, show: Show | None = None) -> Iterator[None]:
     if show is None or _is_said.get():
         yield
         return
-    token, over = _is_said.set(True), threading.Event()
-    teller = threading.Thread(
-        target=_tell, args=(what, show, over), name="jgraph-patience", daemon=True
-    )
-    teller.start()
+    token = _is_said.set(True)
+    telling = Telling(what, show, lines=show is _line)
     try:
         yield
     finally:
         _is_said.reset(token)
-        over.set()
-        teller.join()
+        telling.end()
 
 
 @contextmanager
@@ -64,23 +114,18 @@ def unsaid() -> Iterator[None]:
         _is_said.reset(token)
 
 
-def _tell(what: str, show: Show, over: threading.Event) -> None:
-    clock = SystemClock()
-    began, is_shown = clock.now(), False
-    while not over.wait(_EVERY_S if is_shown else QUIET_S):
-        is_shown = True
-        show(f"{what} … {clock.now() - began:.0f} s")
-    if is_shown:
-        show("")
-
-
 def _place() -> Show | None:
     if threading.current_thread() is not threading.main_thread():
         return None
     shell = sys.modules.get("IPython")
     if shell is not None and hasattr(shell.get_ipython(), "kernel"):
         return _Cell()
-    return _Terminal() if sys.stderr.isatty() else None
+    return _Terminal() if sys.stderr.isatty() else _line
+
+
+def _line(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 @final

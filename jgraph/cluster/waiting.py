@@ -29,7 +29,7 @@ from jgraph.rpc.transport import Address, Frame
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
 
-_ASK_AGAIN_S: Final = 0.2
+ASK_AGAIN_S: Final = 0.2
 _ROUND_S: Final = 2.0
 
 
@@ -50,7 +50,7 @@ def wait_for_tasks(cluster: "Cluster", timeout_s: float, stop: threading.Event) 
     clock, found = SystemClock(), None
     deadline = clock.now() + timeout_s
     # In rounds: a master that dies meanwhile does not keep this one waiting.
-    while (left := deadline - clock.now()) > 0 and not stop.wait(_ASK_AGAIN_S):
+    while (left := deadline - clock.now()) > 0 and not stop.wait(ASK_AGAIN_S):
         cluster.check_startable()
         try:
             if _all_answer(cluster, min(left, _ROUND_S)):

@@ -213,7 +213,10 @@ async def diagnose(
         )
     except OSError as error:
         why = f"({error.strerror or error}); check the address and the network"
-    return ClusterUnreachableError(f"{what} {why}", address=address, task=task)
+    # Whoever can wait does: the server may be starting.
+    return ClusterUnreachableError(
+        f"{what} {why}", address=address, task=task, may_be_starting=True
+    )
 
 
 async def is_refused(address: Address) -> bool:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.logs import LogTail
+from jgraph.cluster.patience import Telling
 from jgraph.graph.ir import TaskName
 from jgraph.train.standing import WorkerStanding, bars
 
@@ -109,7 +110,7 @@ def make_display(
     """
     console = console or Console()
     if not show:
-        return LineDisplay(lambda text: None)
+        return LineDisplay(None)
     if console.is_jupyter:
         from jgraph.train.cell import CellDisplay, in_cell
 
@@ -190,10 +191,18 @@ class LiveDisplay:
 
 @final
 class LineDisplay:
-    """A line of text now and then, and the last report always."""
+    """A line of text now and then, and the last report always.
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
+    While the run does not report, lines say what it does and since when.
+
+    Args:
+      write: where to; None: nothing is said.
+    """
+
+    def __init__(self, write: Callable[[str], None] | None) -> None:
+        self._write = write or (lambda text: None)
+        self._is_silent = write is None
+        self._telling: Telling | None = None
         self._last: Report | None = None
         self._written: Report | None = None
 
@@ -202,13 +211,17 @@ class LineDisplay:
 
     def __call__(self, report: Report) -> None:
         """See ``Display``."""
+        self._hush()
         self._last = report
         since = report.seconds - (self._written.seconds if self._written else 0.0)
         if report.evaluation or since >= _PLAIN_EVERY_S:
             self._flush()
 
     def say(self, what: str) -> None:
-        """Says nothing: a log is read afterwards."""
+        """See ``Display``."""
+        self._hush()
+        if not self._is_silent:
+            self._telling = Telling(what, self._write, lines=True)
 
     def notice(self, what: str) -> None:
         """See ``Display``."""
@@ -220,7 +233,13 @@ class LineDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._hush()
         self._flush()
+
+    def _hush(self) -> None:
+        if self._telling is not None:
+            self._telling.end()
+            self._telling = None
 
     def _flush(self) -> None:
         if self._last is not None and self._last is not self._written:

@@ -1,8 +1,10 @@
 """A wrong thing says so at once, by the names that the user knows; nothing hangs."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from jgraph.clock import SystemClock
+from jgraph.cluster import client
 from jgraph.cluster.client import connect
 from jgraph.cluster.server import Server
 from jgraph.cluster.spec import ClusterSpec
@@ -80,12 +83,34 @@ def test_server_needs_to_know_which_task_it_is() -> None:
         Server(spec, "ps", 7)
 
 
-def test_nothing_listening_is_said_within_seconds() -> None:
+def test_nothing_listening_is_said_when_the_time_is_up() -> None:
     clock = SystemClock()
     began = clock.now()
     with pytest.raises(ClusterUnreachableError, match="no jgraph server at"):
-        connect(f"jgraph://127.0.0.1:{free_port()}", timeout_s=30)
+        connect(f"jgraph://127.0.0.1:{free_port()}", timeout_s=0.5)
     assert clock.now() - began < 10
+
+
+def test_connect_waits_for_a_server_that_is_still_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    started: list[Server] = []
+    once = client.open_cluster
+
+    async def start_after_the_first(*args: Any) -> Any:
+        try:
+            return await once(*args)
+        except ClusterUnreachableError:
+            serve = partial(Server, {"worker": [address]})
+            started.append(await asyncio.to_thread(serve))
+            raise
+
+    monkeypatch.setattr(client, "open_cluster", start_after_the_first)
+    with connect(address, timeout_s=60) as cluster:
+        assert cluster.tasks() == ["/job:worker/task:0"]
+    assert len(started) == 1
+    started[0].stop()
 
 
 def test_host_name_that_does_not_resolve_is_said() -> None:

@@ -2,7 +2,10 @@
 
 import threading
 
-from jgraph.cluster.patience import saying, unsaid
+import pytest
+
+from jgraph.cluster import patience
+from jgraph.cluster.patience import Telling, saying, unsaid
 
 
 def wait_for(text: str, said: list[str], heard: threading.Event) -> None:
@@ -47,3 +50,44 @@ def test_what_is_inside_of_something_said_is_not_said_besides() -> None:
 def test_where_nothing_is_wanted_nobody_waits_to_say_it() -> None:
     with unsaid(), saying("silent", print):
         assert "jgraph-patience" not in {t.name for t in threading.enumerate()}
+
+
+def test_where_nothing_can_be_redrawn_lines_come_and_stay(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = threading.Event()
+    written = patience._line
+
+    def hearing(text: str) -> None:
+        written(text)
+        heard.set()
+
+    monkeypatch.setattr(patience, "_line", hearing)
+    monkeypatch.setattr(patience, "_LINE_QUIET_S", 0.01)
+    with saying("starting 2 tasks"):
+        assert heard.wait(20)
+    assert capsys.readouterr().err.splitlines()[0] == "starting 2 tasks … 0 s"
+
+
+def test_lines_become_fewer_in_a_long_wait() -> None:
+    telling = Telling("nothing", print, lines=True)
+    telling.end()
+    assert telling._pause_s(0.0, is_shown=False) == 2.0
+    assert telling._pause_s(2.0, is_shown=True) == 5.0
+    assert telling._pause_s(60.0, is_shown=True) == 30.0
+
+
+def test_what_is_told_is_of_now() -> None:
+    said: list[str] = []
+    heard = threading.Event()
+    why = ["refused"]
+
+    def show(text: str) -> None:
+        said.append(text)
+        why[0] = "no answer"
+        if len(said) == 2:
+            heard.set()
+
+    with saying(lambda: why[0], show):
+        assert heard.wait(20)
+    assert [text.partition(" …")[0] for text in said[:2]] == ["refused", "no answer"]

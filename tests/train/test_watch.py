@@ -1,6 +1,7 @@
 """From chunks to reports, history and the lines on the screen."""
 
 import io
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from jgraph.clock import Clock
+from jgraph.cluster import patience
 from jgraph.errors import NonFiniteError
 from jgraph.graph.ir import TaskName
 from jgraph.train.cell import CellDisplay, CellView
@@ -132,6 +134,27 @@ def test_plain_lines_come_now_and_then_and_at_the_end() -> None:
         "step 60/100  10.0 steps/s  320 ex/s  loss 0.2500",
         "step 70/100  10.0 steps/s  320 ex/s  loss 0.2500  eval_loss 0.5000",
         "step 80/100  10.0 steps/s  320 ex/s  loss 0.2500",
+    ]
+
+
+def test_plain_lines_say_what_the_run_does_until_it_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patience, "_LINE_QUIET_S", 0.01)
+    lines: list[str] = []
+    heard = threading.Event()
+
+    def write(text: str) -> None:
+        lines.append(text)
+        heard.set()
+
+    with LineDisplay(write) as display:
+        display.say("compiling")
+        assert heard.wait(20)
+        display(report(10, 6.0))
+    assert lines == [
+        "compiling … 0 s",
+        "step 10/100  10.0 steps/s  320 ex/s  loss 0.2500",
     ]
 
 
