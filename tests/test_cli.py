@@ -4,9 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+import typer
+from rich.text import Text
 
 from jgraph import __version__, cli
 from jgraph.cli.instead import INSTEAD
@@ -72,6 +76,22 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
         code, out, _ = run(capsys, name, "--help")
         assert code == cli.OK
         assert "Usage:" in out
+
+
+def helps(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
+    """Yields every text of help of a command, its options and its sub-commands."""
+    yield name, command.help or ""
+    for parameter in command.params:
+        yield f"{name} {parameter.name}", getattr(parameter, "help", None) or ""
+    for sub_name, sub in getattr(command, "commands", {}).items():
+        yield from helps(sub, f"{name} {sub_name}")
+
+
+def test_no_help_text_is_taken_for_markup() -> None:
+    texts = dict(helps(typer.main.get_command(cli.app), "jgraph"))
+    assert len(texts) > 100
+    for name, text in texts.items():
+        assert Text.from_markup(text).plain == text, name
 
 
 @pytest.mark.parametrize(

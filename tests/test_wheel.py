@@ -5,6 +5,8 @@ import dis
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -20,21 +22,72 @@ UNPICKLE: Final = frozenset(
 EVALUATE: Final = frozenset({"eval", "exec", "compile", "__import__", "execfile"})
 METHODS: Final = frozenset({"compile", "eval"})
 """Of ``re``, JAX and Flax, with nothing to do with the functions of these names."""
-BUILD: Final = "from setuptools import build_meta; build_meta.build_wheel('wheel')"
+BUILD: Final = "from setuptools import build_meta; build_meta.build_{0}('{0}')"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is built: a build leaves files in its tree."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "jgraph", source / "jgraph", ignore=ignored)
-    command = [sys.executable, "-c", BUILD]
+    return source
+
+
+def built(source: Path, kind: str) -> Path:
+    command = [sys.executable, "-c", BUILD.format(kind)]
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=100)
-    (built,) = (source / "wheel").iterdir()
-    with zipfile.ZipFile(built) as opened:
+    (path,) = (source / kind).iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Iterator[zipfile.ZipFile]:
+    with zipfile.ZipFile(built(source, "wheel")) as opened:
         yield opened
+
+
+@pytest.mark.slow
+def test_type_checkers_find_an_editable_install(source: Path) -> None:
+    with zipfile.ZipFile(built(source, "editable")) as opened:
+        paths = [n for n in opened.namelist() if n.endswith((".pth", ".py"))]
+        (path,) = paths  # no finder, which mypy and pyright cannot run
+        assert opened.read(path).decode().split() == [str(source)]
+
+
+SCRIPT: Final = """
+import jgraph as jg
+import jax.numpy as jnp
+
+w = jg.Variable("w", jnp.zeros((4, 2)))
+reveal_type(jg.LocalCluster(ps=1, workers=1).session())
+jg.Local().no_such_method()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_users_script_is_checked_with_our_types(
+    kind: str, source: Path, tmp_path: Path
+) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    (site,) = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(built(source, kind)) as opened:
+        opened.extractall(site)
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache")]
+    command += ["--python-executable", str(environment / "bin" / "python"), "script.py"]
+    checked = subprocess.run(
+        command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=600
+    )
+    assert 'Revealed type is "jgraph.cluster.session.Session"' in checked.stdout
+    assert '"Local" has no attribute "no_such_method"' in checked.stdout
+    assert "Found 1 error" in checked.stdout
 
 
 LOADS: Final = (

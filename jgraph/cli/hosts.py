@@ -36,7 +36,7 @@ def server(
     tls_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory that `jgraph certs` wrote; dir of [tls] in the cluster "
+            help="Directory that `jgraph certs` wrote; `tls.dir` of the cluster "
             "file if unset. Without either, plain text."
         ),
     ] = None,
@@ -53,7 +53,7 @@ def server(
         list[str] | None,
         typer.Option(
             help="Pattern of package.module:function that data may come from; may be "
-            "given more than once, and in the cluster file: allow of [sources]."
+            "given more than once, and in the cluster file: `sources.allow`."
         ),
     ] = None,
     max_request_bytes: Annotated[
