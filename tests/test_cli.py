@@ -6,8 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
 from rich.text import Text
@@ -78,7 +78,7 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
         assert "Usage:" in out
 
 
-def helps(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
+def helps(command: Any, name: str) -> Iterator[tuple[str, str]]:
     """Yields every text of help of a command, its options and its sub-commands."""
     yield name, command.help or ""
     for parameter in command.params:

@@ -164,6 +164,7 @@ def made() -> Iterator[dict[str, Any]]:
             epoch=1,
         ),
         "Graph.show": graph.show(),
+        "Pipeline.schedule": pipe.schedule,
         "a run in a cell": CellView(
             Report(
                 *(30, 100, 1.0, 10.0, 320.0, {EVIL: 0.25}),
@@ -203,7 +204,13 @@ SHOWN = [
     *sorted(set(PUBLIC) - NO_OBJECTS.keys()),
     *("Session.make_callable", "Session.run_metadata", "Session.plan", "Run"),
     *("Run.profile", "Trainer.plan", "Cluster.status", "Cluster.events"),
-    *("Cluster.runs", "Graph.show", "auto.report", "a run in a cell"),
+    *(
+        "Cluster.runs",
+        "Graph.show",
+        "Pipeline.schedule",
+        "auto.report",
+        "a run in a cell",
+    ),
 ]
 
 

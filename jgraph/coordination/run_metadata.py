@@ -17,10 +17,10 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from jgraph.coordination.timeline import timeline
+from jgraph.coordination.timeline import timeline, timeline_picture
 from jgraph.errors import ConfigError
-from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
+from jgraph.graph.svg import Picture
 from jgraph.plan.nodes import (
     FeedNode,
     LookupNode,
@@ -157,6 +157,26 @@ class RunMetadata:
                 "another path"
             ) from error
 
+    def show(self, path: str | pathlib.Path | None = None) -> Picture:
+        """Returns a picture of the step in time: a lane for each task.
+
+        Args:
+          path: also write it there; ends in ``.html`` or ``.svg``.
+
+        Raises:
+          ConfigError: another ending, or a place that cannot be written.
+
+        Example:
+          >>> task = TaskName("/job:worker/task:0")
+          >>> node = NodeTime(task, 0, "segment", "sin x1", 0.0, 0.001, 0.003)
+          >>> RunMetadata("step", (node,), {task: 0.0}).show().title
+          'step: 3.000 ms'
+        """
+        picture = timeline_picture(self)
+        if path is not None:
+            picture.save(path)
+        return picture
+
     def __str__(self) -> str:
         rows = [
             (n.task, f"{n.kind} {n.label}".rstrip(), _waited(n)) for n in self.nodes
@@ -171,11 +191,11 @@ class RunMetadata:
     def __repr__(self) -> str:
         return (
             f"<run metadata of {self.name}: {len(self.nodes)} nodes on "
-            f"{len(self.tasks)} tasks, {1e3 * self.seconds:.3f} ms; print it>"
+            f"{len(self.tasks)} tasks, {1e3 * self.seconds:.3f} ms; show() it>"
         )
 
     def _repr_html_(self) -> str:
-        return markup.lines(str(self))
+        return self.show()._repr_html_()
 
 
 def _waited(node: NodeTime) -> str:

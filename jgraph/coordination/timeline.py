@@ -1,4 +1,4 @@
-"""The timeline of a traced step, as Perfetto and chrome://tracing open it.
+"""The timeline of a traced step: for Perfetto and chrome://tracing, and as a picture.
 
 Source: "Trace Event Format", Google, 2016; ``tensorflow/python/client/timeline.py``
 made the same of TensorFlow's ``RunMetadata``.
@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
+from jgraph.graph.bars import Bar, Lane, draw_bars
 from jgraph.graph.ir import TaskName
+from jgraph.graph.svg import Picture
+from jgraph.graph.units import bytes_text
 
 if TYPE_CHECKING:
     from jgraph.coordination.run_metadata import NodeTime, RunMetadata
@@ -18,6 +21,7 @@ Event: TypeAlias = dict[str, Any]
 _TRACKS = ("compute", "send", "recv wait", "queueing")
 _TRACK_OF = {"segment": "compute", "send": "send", "recv": "recv wait"}
 _TRACKS_EACH = 1000
+_KIND_OF = {"compute": "compute", "send": "send", "recv wait": "wait"}
 
 
 def timeline(metadata: "RunMetadata") -> dict[str, Any]:
@@ -57,6 +61,26 @@ def timeline(metadata: "RunMetadata") -> dict[str, Any]:
     }
 
 
+def timeline_picture(metadata: "RunMetadata") -> Picture:
+    """Returns the same as a picture: a lane for each task, times in milliseconds.
+
+    Args:
+      metadata: of the step.
+    """
+    spans = [span for node in metadata.nodes for span in _spans(node)]
+    lanes = []
+    for task in metadata.tasks:
+        mine = [span for span in spans if span.node.task == task]
+        rows = [
+            tuple(span.bar() for span in row)
+            for track in _TRACKS
+            for row in _without_overlap(s for s in mine if s.track == track)
+        ]
+        lanes.append(Lane(str(task), tuple(rows)))
+    title = f"{metadata.name}: {1e3 * metadata.seconds:.3f} ms"
+    return draw_bars(title, "ms", lanes)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Span:
@@ -69,6 +93,19 @@ class _Span:
     end_s: float
     arrow: str = field(default="")
     """``s`` or ``f`` where an arrow begins or ends in it."""
+
+    def bar(self) -> Bar:
+        node, took = self.node, 1e3 * max(0.0, self.end_s - self.start_s)
+        size = f", {bytes_text(node.nbytes)}" if node.nbytes else ""
+        return Bar(
+            start=1e3 * self.start_s,
+            end=1e3 * max(self.start_s, self.end_s),
+            title=self.name,
+            detail=f"{self.name}\n{took:.3f} ms{size}",
+            kind=_KIND_OF.get(self.track, self.track),
+            sends=node.key if self.arrow == "s" else "",
+            receives=node.key if self.arrow == "f" else "",
+        )
 
     def events(self, pid: int, tid: int) -> Iterator[Event]:
         node, start = self.node, round(1e6 * self.start_s, 3)

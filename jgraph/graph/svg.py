@@ -10,11 +10,12 @@ from typing import final
 from jgraph.errors import ConfigError
 from jgraph.graph.layout import GAP_X, HEIGHT, TOP, WIDTH, Layout, Region, layout
 from jgraph.graph.units import bytes_text
-from jgraph.graph.viewer import POLICY, SCRIPT, STYLE
+from jgraph.graph.viewer import CLOSEST, POLICY, SCRIPT, STYLE
 from jgraph.graph.views import Box, Edge, View
 
 _TITLE_LETTERS, _LINE_LETTERS = 21, 27
 _LANES = 7
+_HIGHEST = 900  # pixels of a frame in a notebook
 # What XML 1.0 cannot hold, not even escaped.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -25,22 +26,34 @@ class Picture:
     """An SVG drawing that notebooks show and ``save`` writes to a file.
 
     It takes nothing from elsewhere, and a page with it may not: its policy forbids it.
+
+    Attributes:
+      title: of the drawing.
+      svg: the drawing.
+      width: of what shows at first, in pixels at its natural size.
+      height: likewise.
     """
 
     title: str
     svg: str
+    width: int
+    height: int
 
     def page(self) -> str:
         """Returns a web page with the drawing."""
         return (
             f'<!doctype html><html><head><meta charset="utf-8">{POLICY}'
-            f"<title>{_text(self.title)}</title></head>"
+            f"<title>{plain(self.title)}</title></head>"
             f'<body style="margin:0;height:100vh">{self.svg}</body></html>\n'
         )
 
     def _repr_html_(self) -> str:
         # A frame: styles and names of two pictures, or of the notebook, do not meet.
-        look = "width:100%;height:560px;border:1px solid #e2e8f0;border-radius:8px"
+        look = (
+            f"width:100%;aspect-ratio:{self.width}/{self.height};min-height:160px;"
+            f"max-height:{min(max(round(self.height / CLOSEST), 160), _HIGHEST)}px;"
+            "border:1px solid #e2e8f0;border-radius:8px;box-sizing:border-box"
+        )
         page = escape(self.page())
         return (
             f'<iframe sandbox="allow-scripts" style="{look}" srcdoc="{page}"></iframe>'
@@ -98,16 +111,29 @@ def draw(views: Sequence[View]) -> Picture:
     """Returns a picture of views: the first shows, the others open by a click."""
     names = {view.key: f"v{n}" for n, view in enumerate(views)}
     drawn = [(names[view.key], view, layout(view)) for view in views]
-    title = views[0].trail[-1][0]
     first = drawn[0][2]
     parts = [_view(name, view, placed, names) for name, view, placed in drawn]
+    return document(views[0].trail[-1][0], first.width, first.height, "".join(parts))
+
+
+def document(title: str, width: int, height: int, body: str) -> Picture:
+    """Returns the picture of drawn views, with its styles and its script.
+
+    Args:
+      title: of the picture.
+      width: of the view that shows at first.
+      height: likewise.
+      body: SVG groups of the class ``view``, each with its ``data-w`` and ``data-h``.
+    """
     return Picture(
         title,
         f'<svg xmlns="http://www.w3.org/2000/svg" class="jg" role="img" '
-        f'width="100%" height="100%" viewBox="0 0 {first.width} {first.height}" '
+        f'width="100%" height="100%" viewBox="0 0 {width} {height}" '
         f'preserveAspectRatio="xMidYMin">'
-        f"<title>{_text(title)}</title><style><![CDATA[{STYLE}]]></style>{_ARROW}"
-        f"{''.join(parts)}<script><![CDATA[{SCRIPT}]]></script></svg>",
+        f"<title>{plain(title)}</title><style><![CDATA[{STYLE}]]></style>{_ARROW}"
+        f"{body}<script><![CDATA[{SCRIPT}]]></script></svg>",
+        width,
+        height,
     )
 
 
@@ -148,9 +174,9 @@ def _region(region: Region, number: int, view: View, height: int) -> str:
     return (
         f'<rect class="lane l{number % _LANES}" x="{region.x}" y="{TOP}" '
         f'width="{region.width}" height="{height - TOP - 12}" rx="12"/>'
-        f'<text class="task" x="{x}" y="{TOP + 24}">{_text(lane)}</text>'
+        f'<text class="task" x="{x}" y="{TOP + 24}">{plain(lane)}</text>'
         f'<text class="about" x="{x}" y="{TOP + 41}">'
-        f"{_text(shortened(view.lanes[region.lane], letters))}</text>"
+        f"{plain(shortened(view.lanes[region.lane], letters))}</text>"
     )
 
 
@@ -158,9 +184,9 @@ def _trail(view: View, names: dict[str, str]) -> str:
     spans = []
     for title, key in view.trail[:-1]:
         spans.append(
-            f'<tspan class="go" data-view="{names[key]}">{_text(title)}</tspan>'
+            f'<tspan class="go" data-view="{names[key]}">{plain(title)}</tspan>'
         )
-    spans.append(f"<tspan>{_text(view.trail[-1][0])}</tspan>")
+    spans.append(f"<tspan>{plain(view.trail[-1][0])}</tspan>")
     inner = '<tspan class="sep"> / </tspan>'.join(spans)
     return f'<text class="trail" x="{GAP_X}" y="29">{inner}</text>'
 
@@ -169,7 +195,7 @@ def _edge(edge: Edge, path: str, ids: dict[str, int], *, crosses: bool) -> str:
     kind = "crosses" if crosses else "state" if edge.is_state else "stays"
     return (
         f'<path class="edge {kind}" d="{path}" data-ends="{ids[edge.source]} '
-        f'{ids[edge.target]}"><title>{_text(edge.detail or "uses")}</title></path>'
+        f'{ids[edge.target]}"><title>{plain(edge.detail or "uses")}</title></path>'
     )
 
 
@@ -182,11 +208,11 @@ def _label(edge: Edge, x: int, y: int, ids: dict[str, int]) -> str:
 
 def _box(box: Box, place: tuple[int, int], number: int, names: dict[str, str]) -> str:
     x, y = place
-    title = _text(shortened(box.title, _TITLE_LETTERS))
-    line = _text(shortened(box.line, _LINE_LETTERS))
+    title = plain(shortened(box.title, _TITLE_LETTERS))
+    line = plain(shortened(box.line, _LINE_LETTERS))
     frame = f'width="{WIDTH}" height="{HEIGHT}" rx="8"'
     parts = [
-        f"<title>{_text(box.detail or box.title)}</title>",
+        f"<title>{plain(box.detail or box.title)}</title>",
         f'<rect class="under" x="5" y="5" {frame}/>' if box.opens else "",
         f'<rect {frame}/><rect class="bar" x="4" y="6" width="5" rx="2.5" '
         f'height="{HEIGHT - 12}"/>',
@@ -200,5 +226,6 @@ def _box(box: Box, place: tuple[int, int], number: int, names: dict[str, str]) -
     )
 
 
-def _text(text: str) -> str:
+def plain(text: str) -> str:
+    """Returns text as it stands in XML."""
     return escape(_NOT_XML.sub("�", text))

@@ -8,6 +8,9 @@ POLICY: Final = (
 )
 """Of a page with a picture: it may load nothing from anywhere."""
 
+CLOSEST: Final = 0.8
+"""Units of a drawing to a pixel, at least, as long as nobody zooms."""
+
 STYLE: Final = """
 .jg{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;
 background:#fff;cursor:grab;display:block}
@@ -36,19 +39,29 @@ background:#fff;cursor:grab;display:block}
 .jg .crosses{stroke:#ea580c;stroke-width:1.7}
 .jg .bytes{font-size:10.5px;font-weight:600;fill:#c2410c;text-anchor:middle;
 stroke:#fff;stroke-width:4;paint-order:stroke}
+.jg .span rect{stroke:#fff;stroke-width:.6;fill:#64748b}
+.jg .span text{fill:#fff;font-size:10.5px;pointer-events:none}
+.jg .span:hover rect{stroke:#0f172a}
+.jg .s-compute rect{fill:#4f46e5}.jg .s-forward rect{fill:#2563eb}
+.jg .s-backward rect{fill:#16a34a}.jg .s-send rect{fill:#ea580c}
+.jg .s-wait rect{fill:#e2e8f0}.jg .s-wait text{fill:#64748b}
+.jg .s-queueing rect{fill:#fde68a}.jg .s-queueing text{fill:#92400e}
+.jg .tick{stroke:#e2e8f0}
+.jg .tick-text{fill:#64748b;font-size:10.5px;text-anchor:middle}
 .jg .view.lit .box:not(.on),.jg .view.lit [data-ends]:not(.on){opacity:.22}
 """
 
 SCRIPT: Final = """
 (function(){"use strict";
 var svg=document.currentScript.ownerSVGElement||document.documentElement,
-    now=svg.querySelector(".view"),box;
+    now=svg.querySelector(".view"),box,touched=false;
 function set(b){box=b;svg.setAttribute("viewBox",b.join(" "));}
 function fit(){
-  var r=svg.getBoundingClientRect(),w=+now.dataset.w,h=+now.dataset.h,
-      s=Math.max(w/(r.width||w),h/(r.height||h),0.8);
-  if(s>1.4)s=Math.max(1.4,Math.min(w/(r.width||w),2.5));
-  set([(w-r.width*s)/2,0,r.width*s||w,r.height*s||h]);
+  var r=svg.getBoundingClientRect(),w=+now.dataset.w,h=+now.dataset.h,s;
+  touched=false;
+  if(!r.width||!r.height){set([0,0,w,h]);return;}
+  s=Math.max(w/r.width,h/r.height,@CLOSEST@);
+  set([(w-r.width*s)/2,0,r.width*s,r.height*s]);
 }
 function open(id){
   now.style.display="none";now=svg.getElementById(id);now.style.display="";fit();
@@ -60,6 +73,7 @@ function point(e){
 svg.addEventListener("wheel",function(e){
   e.preventDefault();
   var p=point(e),k=Math.pow(1.0015,e.deltaY);
+  touched=true;
   set([p.x-(p.x-box[0])*k,p.y-(p.y-box[1])*k,box[2]*k,box[3]*k]);
 },{passive:false});
 var held=null,moved=false;
@@ -68,7 +82,7 @@ svg.addEventListener("pointermove",function(e){
   if(!held||!e.buttons){held=null;return;}
   var p=point(e),dx=p.x-held.x,dy=p.y-held.y;
   if(moved||Math.abs(dx)+Math.abs(dy)>4){
-    moved=true;set([box[0]-dx,box[1]-dy,box[2],box[3]]);}
+    moved=touched=true;set([box[0]-dx,box[1]-dy,box[2],box[3]]);}
 });
 svg.addEventListener("pointerup",function(){held=null;});
 svg.addEventListener("click",function(e){
@@ -94,6 +108,6 @@ svg.addEventListener("pointerover",function(e){
   now.querySelectorAll(".box").forEach(function(x){
     if(on[x.dataset.n])x.classList.add("on");});
 });
-addEventListener("resize",fit);fit();
+new ResizeObserver(function(){if(!touched)fit();}).observe(svg);fit();
 })();
-"""
+""".replace("@CLOSEST@", str(CLOSEST))

@@ -10,11 +10,16 @@ Sources: GPipe (Huang et al., 2019); 1F1B as PipeDream-flush (Narayanan et al., 
 "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
 """
 
+import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, final, get_args
 
 from jgraph.errors import InternalError, PipelineError
+from jgraph.graph.bars import Bar, Lane, draw_bars
+from jgraph.graph.svg import Picture
+
+_LETTERS = 88  # of a line of text
 
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
 
@@ -79,8 +84,29 @@ class Schedule:
             most.append(peak)
         return most
 
+    def show(self, path: str | pathlib.Path | None = None) -> Picture:
+        """Returns a picture of the schedule in time: a lane for each task.
+
+        Args:
+          path: also write it there; ends in ``.html`` or ``.svg``.
+
+        Raises:
+          ConfigError: another ending, or a place that cannot be written.
+
+        Example:
+          >>> schedule("1f1b", stages=2, tasks=2, microbatches=2).show().title
+          '1f1b: 2 stages on 2 tasks, 2 microbatches, bubble 33.3%, at most 2 held'
+        """
+        picture = simulate(self).picture()
+        if path is not None:
+            picture.save(path)
+        return picture
+
     def __str__(self) -> str:
         return simulate(self).text()
+
+    def _repr_html_(self) -> str:
+        return self.show()._repr_html_()
 
 
 @final
@@ -109,23 +135,60 @@ class Timeline:
         busy = sum(self.ends[work] - begin for work, begin in self.begins.items())
         return 1 - busy / (self.length * len(self.schedule.rows))
 
-    def text(self) -> str:
-        """Returns a table: a row per task, a column per unit of time."""
+    @property
+    def headline(self) -> str:
+        """The rule, the sizes, the bubble and the passes held, in one line."""
         made = self.schedule
-        head = (
+        return (
             f"{made.name}: {made.stages} stages on {len(made.rows)} tasks, "
             f"{made.microbatches} microbatches, bubble {self.bubble:.1%}, "
             f"at most {max(made.most_held())} held"
         )
+
+    def text(self) -> str:
+        """Returns a table: a row per task, a column per unit of time.
+
+        A table that is wider than 88 letters goes on below, from the time that is said.
+        """
         width = max(len(str(work)) for work in self.ends) + 1
-        lines = [head]
-        for number, row in enumerate(made.rows):
-            cells = ["."] * round(self.length)
+        columns = round(self.length)
+        table = []
+        for row in self.schedule.rows:
+            cells = ["."] * columns
             for work in row:
                 for at in range(round(self.begins[work]), round(self.ends[work])):
                     cells[at] = str(work)
-            lines.append(f"  {number}: " + "".join(c.ljust(width) for c in cells))
+            table.append(cells)
+        number = len(str(len(table) - 1))
+        most = max(1, (_LETTERS - number - 4) // width)
+        lines = [self.headline]
+        for first in range(0, columns, most):
+            if first:
+                lines.append(f"  from time {first} on:")
+            lines += [
+                f"  {task:>{number}}: "
+                + "".join(c.ljust(width) for c in cells[first : first + most])
+                for task, cells in enumerate(table)
+            ]
         return "\n".join(line.rstrip() for line in lines)
+
+    def picture(self) -> Picture:
+        """Returns a chart: a lane for each task, a bar for each pass."""
+        lanes = []
+        for number, row in enumerate(self.schedule.rows):
+            bars = tuple(
+                Bar(
+                    self.begins[work],
+                    self.ends[work],
+                    str(work),
+                    f"{'backward' if work.backward else 'forward'} pass of stage "
+                    f"{work.stage} on microbatch {work.microbatch}",
+                    "backward" if work.backward else "forward",
+                )
+                for work in row
+            )
+            lanes.append(Lane(f"task {number}", (bars,)))
+        return draw_bars(self.headline, "", lanes)
 
 
 def schedule(name: str, *, stages: int, tasks: int, microbatches: int) -> Schedule:

@@ -4,8 +4,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.checks import CHECKS
 from jgraph.train.hash_state import COUNTS
+from jgraph.train.plot import Curve, Panel, Plot, draw_plot
 from jgraph.train.profile import Profile, make_profile
 from jgraph.train.runner import Chunk, Events, Staleness
 
@@ -158,43 +158,35 @@ class History:
         value = self.metrics(name)["value"][-1]
         return float(value) if np.ndim(value) == 0 else math.nan
 
-    def curves(self, path: str | Path) -> Path:
-        """Draws loss and evaluation metrics over steps; see ``Run.curves``."""
-        # A figure of its own: the user's pyplot state and backend stay untouched.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+    def plot(self, *names: str) -> Plot:
+        """Draws metrics over steps; see ``Run.plot``."""
+        return draw_plot(self._panels(names))
 
+    def _panels(self, names: Sequence[str]) -> list[Panel]:
+        if names:
+            return [Panel([self._curve(name)]) for name in names]
         evaluated = [n for n in self.names if n.startswith("eval_")]
-        others = [n for n in evaluated if n != "eval_loss"]
-        figure = Figure(figsize=(5 * (2 if others else 1), 3.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots(1, 2 if others else 1, squeeze=False)[0]
-        loss = self.metrics("loss")
-        axes[0].plot(loss["step"], loss["value"], color="0.8", linewidth=0.8)
-        axes[0].plot(loss["step"], _smooth(loss["value"]), label="loss")
+        first = [self._curve("loss")]
         if "eval_loss" in evaluated:
-            self._plot(axes[0], "eval_loss")
-        for name in others:
-            self._plot(axes[1], name)
-            trained = name.removeprefix("eval_")
-            if trained in self.names:
-                curve = self.metrics(trained)
-                axes[1].plot(curve["step"], _smooth(curve["value"]), label=trained)
-        for axis in axes:
-            axis.set_xlabel("step")
-            axis.grid(visible=True, alpha=0.3)
-            axis.legend()
-        target = Path(path).expanduser().absolute()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=120)
-        return target
+            first.append(self._curve("eval_loss"))
+        others = []
+        for name in evaluated:
+            if name != "eval_loss":
+                trained = name.removeprefix("eval_")
+                others += [self._curve(n) for n in (name, trained) if n in self.names]
+        return [Panel(first)] + ([Panel(others)] if others else [])
+
+    def _curve(self, name: str) -> Curve:
+        metric = self.metrics(name)
+        if metric["value"].ndim != 1:
+            raise ConfigError(
+                f"metric '{name}' has values of the shape "
+                f"{metric['value'].shape[1:]}, which have no curve; plot a number"
+            )
+        return Curve(name, metric["step"], metric["value"], "replica" in metric)
 
     def _chunks(self) -> list[Chunk]:
         return [chunk for stretch in self._stretches for chunk in stretch.chunks]
-
-    def _plot(self, axis: Any, name: str) -> None:
-        curve = self.metrics(name)
-        axis.plot(curve["step"], curve["value"], marker="o", markersize=3, label=name)
 
 
 def _by_time(stretch: _Stretch, name: str) -> dict[str, Array]:
@@ -227,12 +219,3 @@ def _cut(chunk: Chunk, count: int) -> Chunk:
         metrics={name: values[:count] for name, values in chunk.metrics.items()},
         times={n: s * count / len(chunk) for n, s in chunk.times.items()},
     )
-
-
-def _smooth(values: Array) -> Array:
-    """Running mean over the last 25 values, shorter at the beginning."""
-    total = np.cumsum(np.concatenate([[0.0], values]))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - 25, 0)
-    smooth: Array = (total[ends] - total[starts]) / (ends - starts)
-    return smooth

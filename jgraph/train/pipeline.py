@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from jgraph.errors import PipelineError
-from jgraph.graph import markup
 from jgraph.graph.device import device
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.schedule import (
@@ -232,7 +231,7 @@ class Pipeline:
         return f"<Pipeline {str(self.schedule).splitlines()[0]}>"
 
     def _repr_html_(self) -> str:
-        return markup.lines(str(self.schedule))
+        return self.schedule._repr_html_()
 
     # ------------------------------------------------------------ inside
 

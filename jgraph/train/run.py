@@ -15,6 +15,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.data import Data
 from jgraph.train.history import History
+from jgraph.train.plot import Plot
 from jgraph.train.profile import Profile
 from jgraph.train.progress import Report
 from jgraph.train.runner import Events, Position, Staleness
@@ -182,12 +183,26 @@ class Run:
         """
         return self._history.profile()
 
-    def curves(self, path: str | Path) -> Path:
-        """Draws the curves of the run as a PNG, and returns its path.
+    def plot(self, *names: str) -> Plot:
+        """Returns curves over steps, which a notebook shows inline.
 
-        Needs matplotlib: ``pip install 'jgraph[demo]'``.
+        Args:
+          names: metrics, a panel each. None of them: the loss with its evaluation, and
+            the other evaluations beside it.
+
+        Raises:
+          ConfigError: no such metric, one whose values are no numbers, or no matplotlib
+            (``pip install 'jgraph[demo]'``).
+
+        Example:
+          ``run.plot()`` as the last line of a cell, or
+          ``run.plot("loss").save("loss.png")``.
         """
-        return self._history.curves(path)
+        return self._history.plot(*names)
+
+    def curves(self, path: str | Path) -> Path:
+        """Writes ``run.plot()`` to a file, e.g. a PNG, and returns its path."""
+        return self.plot().save(path)
 
     @short_traceback
     def model(self) -> Any:

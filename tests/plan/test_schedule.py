@@ -141,3 +141,22 @@ def test_what_cannot_be_scheduled_is_refused_with_a_sentence(
 ) -> None:
     with pytest.raises(PipelineError, match=sentence):
         schedule(name, stages=stages, tasks=tasks, microbatches=microbatches)
+
+
+def test_long_schedule_is_printed_in_parts_that_fit_a_terminal() -> None:
+    made = schedule("interleaved", stages=8, tasks=4, microbatches=16)
+    lines = str(made).splitlines()
+    assert max(map(len, lines)) <= 88
+    assert any("from time" in line for line in lines)
+    cells = [
+        word for line in lines if line[:3].strip().isdigit() for word in line.split()
+    ]
+    passes = {str(work) for row in made.rows for work in row}
+    assert passes <= set(cells)
+
+
+def test_picture_of_a_schedule_has_a_bar_for_each_pass() -> None:
+    made = schedule("gpipe", stages=2, tasks=2, microbatches=3)
+    svg = made.show().svg
+    assert svg.count('class="box span s-forward"') == 6
+    assert svg.count('class="box span s-backward"') == 6

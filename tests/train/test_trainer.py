@@ -349,7 +349,13 @@ def test_run_keeps_what_came_out_when_the_trainer_goes_on() -> None:
     assert_close(nnx.state(first.model()), before)
 
 
-def test_curves_are_a_picture(tmp_path: Any) -> None:
+def test_curves_are_a_picture_in_a_file_and_in_a_notebook(tmp_path: Any) -> None:
     run = fit(nnx_trainer(loss=loss_with_metrics), 6, eval_data=data())
     path = run.curves(tmp_path / "new" / "curves.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert run.plot()._repr_png_().startswith(b"\x89PNG")
+    assert len(run.plot("loss", "eval_loss").figure.axes) == 2
+    with pytest.raises(ConfigError, match="no metric 'los'; it has"):
+        run.plot("los")
+    with pytest.raises(ConfigError, match=r"cannot write the plot to .*curves\.doc"):
+        run.curves(tmp_path / "curves.doc")
