@@ -15,6 +15,7 @@ from jgraph.errors import ConfigError
 from jgraph.train.hash_step import ModelTable
 from jgraph.train.hash_table import linen_tables, nnx_tables
 from jgraph.train.losses import Loss, loss_and_scalars, positional, split_result
+from jgraph.train.metrics import named_metrics
 from jgraph.train.trees import Tree, named_like, named_state, string_keys
 
 Model: TypeAlias = nnx.Module | nn.Module | Callable[[], nnx.Module]
@@ -167,7 +168,7 @@ class NnxAdapter:
         model = self._merge(params, state, (self._seed, *seeds))
         loss, metrics = split_result(self._loss(model, batch))
         _, _, _, new = _split(model, self._wrt)
-        return loss, (metrics, named_like(new, state))
+        return loss, (named_metrics(metrics), named_like(new, state))
 
     def evaluate(
         self, params: Tree, state: Tree, batch: Any, metrics: Mapping[str, Metric]
@@ -240,7 +241,8 @@ class LinenAdapter:
         result = self._loss(self._first(params, state), batch, *rng)
         loss, aux = split_result(result)
         new = {name: aux.pop(name, value) for name, value in state.items()}
-        return loss, (aux, named_like(string_keys(unfreeze(new)), state))
+        metrics = named_metrics(aux)
+        return loss, (metrics, named_like(string_keys(unfreeze(new)), state))
 
     def evaluate(
         self, params: Tree, state: Tree, batch: Any, metrics: Mapping[str, Metric]

@@ -26,6 +26,7 @@ from jgraph.rpc.transport import Frame
 from jgraph.train.async_ps import AsyncRunner
 from jgraph.train.history import History
 from jgraph.train.large import KEPT_BYTES
+from jgraph.train.metrics import CONTRIBUTIONS, metrics_by_name
 from jgraph.train.parts import Given, Parts
 from jgraph.train.run import Result, Run
 from jgraph.train.runner import Chunk
@@ -133,11 +134,13 @@ class Attached:
             if body.HasField("error"):
                 _LOG.warning("a worker was lost: %s", body.error.message)
             if len(steps):
-                metrics = dict(zip(self.info.metrics, fetches, strict=True))
+                metrics = metrics_by_name(self.info.metrics, fetches)
+                together = self.info.synchronous
                 yield Chunk(
-                    0 if self.info.synchronous else body.replica,
+                    0 if together else body.replica,
                     *(steps, seconds, metrics, dict(body.times)),
                     {TaskName(task): count for task, count in body.dropped.items()},
+                    batches=int(metrics[CONTRIBUTIONS].sum()) if together else None,
                 )
 
     def _reports(self) -> Iterator[Frame]:

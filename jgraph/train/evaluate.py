@@ -11,6 +11,7 @@ from flax.errors import FlaxError
 from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.train.adapters import Adapter, Metric
 from jgraph.train.data import Dataset
+from jgraph.train.metrics import as_float64, named_metrics
 from jgraph.train.observed import Observed
 from jgraph.train.trees import Tree
 
@@ -34,7 +35,7 @@ class Evaluator:
             row = adapter.evaluate(params, state, batch, asked)
             if observed is not None:
                 seen = observed.update(seen, row.pop(_SEEN))
-            return row, seen
+            return named_metrics(row), seen
 
         self._step = jax.jit(step)
         self._predict = jax.jit(adapter.predict, static_argnums=3)
@@ -57,7 +58,7 @@ class Evaluator:
         rows = jax.device_get(rows)
         more = {} if self._observed is None else self._observed.compute(seen)
         if not (more and not rows[0]):
-            check_metrics({name: np.shape(value) for name, value in rows[0].items()})
+            check_metrics(rows[0])
         return {**weighted(rows, weights), **more}
 
     def predict(
@@ -103,22 +104,30 @@ def _naming_inputs(
         ) from error
 
 
-def check_metrics(shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_metrics(values: Mapping[str, Any]) -> None:
     """Refuses metrics that have no mean.
 
+    Args:
+      values: of one batch, or their types.
+
     Raises:
-      ConfigError: one is not a scalar, or there is none.
+      ConfigError: one is not a real scalar, or there is none.
     """
-    if not shapes:
+    if not values:
         raise ConfigError(
             "there is nothing to evaluate: this loss is for training only; give "
             "Trainer(…, metrics={'accuracy': fn})"
         )
-    for name, shape in shapes.items():
-        if shape:
+    for name, value in values.items():
+        if value.shape:
             raise ConfigError(
-                f"metric '{name}' has shape {tuple(shape)}; return the mean over the "
-                "batch, a scalar"
+                f"metric '{name}' has shape {tuple(value.shape)}; return the mean over "
+                "the batch, a scalar"
+            )
+        if value.dtype.kind == "c":
+            raise ConfigError(
+                f"metric '{name}' is {value.dtype}; return a real number, such as its "
+                "absolute value"
             )
 
 
@@ -132,6 +141,8 @@ def weighted(
       {'loss': 2.0}
     """
     return {
-        name: float(np.average([row[name] for row in rows], weights=weights))
+        name: float(
+            np.average([as_float64(row[name]) for row in rows], weights=weights)
+        )
         for name in rows[0]
     }

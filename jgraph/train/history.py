@@ -13,6 +13,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.checks import CHECKS
 from jgraph.train.hash_state import COUNTS
+from jgraph.train.metrics import as_float64, is_complex
 from jgraph.train.plot import Curve, Panel, Plot, draw_plot
 from jgraph.train.profile import Profile, make_profile
 from jgraph.train.runner import Chunk, Events, Staleness
@@ -154,9 +155,10 @@ class History:
         return make_profile(chunks)
 
     def last(self, name: str) -> float:
-        """Returns the newest value of a metric, NaN if it is not a single number."""
+        """Returns the newest value of a metric, NaN if it is no single real number."""
         value = self.metrics(name)["value"][-1]
-        return float(value) if np.ndim(value) == 0 else math.nan
+        one = np.ndim(value) == 0 and not is_complex(value)
+        return float(value) if one else math.nan
 
     def plot(self, *names: str) -> Plot:
         """Draws metrics over steps; see ``Run.plot``."""
@@ -178,12 +180,14 @@ class History:
 
     def _curve(self, name: str) -> Curve:
         metric = self.metrics(name)
-        if metric["value"].ndim != 1:
+        if metric["value"].ndim != 1 or is_complex(metric["value"]):
             raise ConfigError(
                 f"metric '{name}' has values of the shape "
-                f"{metric['value'].shape[1:]}, which have no curve; plot a number"
+                f"{metric['value'].shape[1:]} and type {metric['value'].dtype}, which "
+                "have no curve; plot a real number"
             )
-        return Curve(name, metric["step"], metric["value"], "replica" in metric)
+        values = as_float64(metric["value"])
+        return Curve(name, metric["step"], values, "replica" in metric)
 
     def _chunks(self) -> list[Chunk]:
         return [chunk for stretch in self._stretches for chunk in stretch.chunks]

@@ -14,7 +14,8 @@ returns them: ``return loss, {**updates, "accuracy": accuracy}``.
 
 What else comes beside the scalar, as in ``return loss, logits`` or ``return loss,
 (logits, updates)``, has no name and is left out; dicts in it count, and a scalar
-without a name is refused.
+without a name is refused. Values of a dict in the dict get the names of both:
+``{"top": {"1": a, "5": b}}`` is the metrics ``top/1`` and ``top/5``.
 """
 
 import inspect
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.errors import GraphError
+from jgraph.train.metrics import named_metrics
 
 Loss: TypeAlias = Callable[..., Any]
 
@@ -93,4 +95,5 @@ def _dicts_in(value: Any) -> dict[str, Any]:
 def loss_and_scalars(result: Any) -> dict[str, Any]:
     """Returns the loss and those metrics that have a mean over batches."""
     loss, aux = split_result(result)
-    return {"loss": loss, **{k: v for k, v in aux.items() if jnp.ndim(v) == 0}}
+    scalars = {k: v for k, v in named_metrics(aux).items() if v.ndim == 0}
+    return {"loss": loss, **scalars}

@@ -53,6 +53,7 @@ class Chunk:
     date the replica's steps; ``metrics`` are stacked, first axis n; ``times`` are the
     seconds that the n steps took, by part. In synchronous training there is one replica
     that stands for all; ``of_workers`` has what each did meanwhile, without metrics.
+    ``batches`` says how many batches the steps were of; None: of one each.
     ``dropped`` counts gradients that came too late so far, by worker. With ``at_rest``
     nothing was done, and nothing is under way: a task with a part of the state ends
     when the next chunk is asked for.
@@ -66,9 +67,15 @@ class Chunk:
     dropped: Mapping[TaskName, int] = field(default_factory=dict)
     of_workers: Sequence["Chunk"] = ()
     at_rest: bool = False
+    batches: int | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    @property
+    def batches_per_step(self) -> float:
+        """How many batches a step was of, on average."""
+        return 1.0 if self.batches is None else self.batches / max(len(self), 1)
 
 
 def position_in(plan: SlotPlan, position: Position, steps: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from jgraph.train.adapters import Metric
 from jgraph.train.data import Data, Dataset, as_dataset, check_alike
 from jgraph.train.evaluate import check_metrics, weighted
 from jgraph.train.evaluations import Evaluation, Evaluations
+from jgraph.train.metrics import named_metrics
 from jgraph.train.row_step import RowStep, Sparse
 from jgraph.train.row_update import RowUpdate
 from jgraph.train.source import Source
@@ -178,7 +179,7 @@ class SideCar:
         graph, _ = trace(evaluate, batch, variables=variables)
         avals = [v.aval for v in graph.jaxpr.outvars]
         names = self._step.metric_names(graph)
-        check_metrics({n: a.shape for n, a in zip(names, avals, strict=True)})
+        check_metrics(dict(zip(names, avals, strict=True)))
         planned = plan(
             graph,
             tasks=self._cluster.tasks(),
@@ -190,7 +191,8 @@ class SideCar:
         return _Prepared(planned.program, feeds, names, copied)
 
     def _compute(self, params: Any, state: Any, batch: Any, _: Any) -> dict[str, Any]:
-        return self._step.adapter.evaluate(params, state, batch, self._metrics)
+        evaluate = self._step.adapter.evaluate
+        return named_metrics(evaluate(params, state, batch, self._metrics))
 
     def _row_tables(self, batch: Any) -> RowTables:
         now = self._step.unflatten([v.spec.aval for v in self._step.variables])

@@ -7,10 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, final
 
-import numpy as np
-
 from jgraph.graph.ir import TaskName
 from jgraph.train.evaluations import in_thread
+from jgraph.train.metrics import as_float64
 from jgraph.train.runner import Chunk, Staleness
 
 PARTS: Final = ("wait", "input", "pull", "compute", "push", "other")
@@ -95,7 +94,7 @@ class Standings:
             self._times.setdefault(one.replica, Counter()).update(one.times)
             self._rates.add(one)
         self._late.update(chunk.dropped)
-        self._curve.add(float(np.mean(chunk.metrics["loss"])))
+        self._curve.add(float(as_float64(chunk.metrics["loss"]).mean()))
 
     def read_staleness(self) -> None:
         """Asks how old updates were, and takes the answer to the last question."""

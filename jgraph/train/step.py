@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgraph.errors import ConfigError
 from jgraph.graph.device import device
 from jgraph.graph.ir import Graph
 from jgraph.graph.trace import trace
@@ -212,19 +211,9 @@ class TrainStep:
         ]
 
     def metric_names(self, graph: Graph) -> list[str]:
-        """Returns the name of each fetch of a step's graph, in order.
-
-        Raises:
-          ConfigError: a metric is not a single array.
-        """
+        """Returns the name of each fetch of a step's graph, in order."""
         places = list(range(len(graph.fetches)))
         metrics = jax.tree.unflatten(graph.out_tree, places)
-        for name, place in metrics.items():
-            if not isinstance(place, int):
-                raise ConfigError(
-                    f"metric '{name}' is a {type(place).__name__}; a metric is one "
-                    "array, give each value a name of its own"
-                )
         return sorted(metrics, key=metrics.__getitem__)
 
     def _read(self, rows: Mapping[str, Touched]) -> Tree:
@@ -282,14 +271,14 @@ class TrainStep:
             )
         return Computed(loss, metrics, state, grads, rows)
 
-    def metric_types(self, batch: Any) -> dict[str, Any]:
-        """Returns shape and dtype of each metric of a step on such batches."""
+    def metric_types(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns shape and dtype of the loss, and of each metric, on such batches."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         now = self.unflatten([variable.spec.aval for variable in self.variables])
-        _, (metrics, _) = jax.eval_shape(
+        loss, (metrics, _) = jax.eval_shape(
             self.adapter.loss, now["params"], now["state"], batch, (number, number)
         )
-        return dict(metrics)
+        return loss, dict(metrics)
 
     def check(self, loss: Any, grads: Tree) -> dict[str, Any]:
         """Returns the ``FINITE`` metric if it is asked for; called inside a graph."""

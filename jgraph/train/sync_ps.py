@@ -30,6 +30,7 @@ from jgraph.plan.program import Program
 from jgraph.train.async_ps import AsyncPS, AsyncRunner
 from jgraph.train.compress import for_replica
 from jgraph.train.data import Dataset
+from jgraph.train.metrics import CONTRIBUTIONS
 from jgraph.train.on_tasks import Kept
 from jgraph.train.rejoin import Rejoin, is_one_back
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
@@ -39,9 +40,6 @@ from jgraph.train.sync_strategy import SyncPS
 from jgraph.train.workers import chunk_of, end_loops, rest
 
 __all__ = ["SyncPS", "SyncRunner"]
-
-CONTRIBUTIONS = "contributions"
-"""Metric of a step: how many contributions its update is the mean of (int32)."""
 
 
 @final
@@ -172,8 +170,10 @@ class SyncRunner:
                     left -= len(report.steps)
                     seconds = report.seconds + now - began
                     told = replace(report, seconds=seconds, dropped=dropped + late)
-                    chunk = chunk_of(told, prepared.names, replica=0)
-                    yield replace(chunk, of_workers=tuple(beside))
+                    yield replace(
+                        chunk_of(told, prepared.names, replica=0, together=True),
+                        of_workers=tuple(beside),
+                    )
                     beside.clear()
             yield from rest(loops)
             left = 0 if order.detached else left  # its master has begun all others

@@ -12,6 +12,7 @@ from jgraph.graph.ir import Graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import MEAN, SLOT
+from jgraph.train.metrics import WHOLE, needs_pieces, num_pieces, pieces
 from jgraph.train.row_mean import JoinedRows, RowMean
 from jgraph.train.row_step import Rows
 from jgraph.train.sparse import RowTable
@@ -52,22 +53,20 @@ class SyncStep:
         )
         self._state = jax.tree.map(self._beside, tree["state"])
         home = tree["global_step"].device
-        self._loss = self._mean(LOSS, (), jnp.float32, home)
+        loss, metrics = step.metric_types(batch)
+        dtype = jnp.promote_types(loss.dtype, jnp.float32)
+        self._loss = self._mean(LOSS, (), dtype, home)
+        self._whole = {n for n, m in metrics.items() if needs_pieces(m.dtype)}
         self._metrics = {
-            name: self._mean(
-                _METRIC + name,
-                value.shape,
-                # Means of counts are no whole numbers.
-                value.dtype if jnp.issubdtype(value.dtype, jnp.inexact) else "float32",
-                home,
-            )
-            for name, value in step.metric_types(batch).items()
+            name: self._mean(_METRIC + name, *self._mean_type(name, value), home)
+            for name, value in metrics.items()
         }
 
     def apply_graph(self) -> Graph:
         """Returns the graph of an update from what is averaged.
 
-        Fetches are ``['loss']`` and the metrics, averaged as well.
+        Fetches are ``['loss']`` and the metrics, averaged as well; those of whole
+        numbers in pieces, see ``jgraph.train.metrics``.
         """
         kept = self._step.kept(self._batch)
 
@@ -86,7 +85,10 @@ class SyncStep:
             )
             checks = self._step.check(loss, grads)
             self._step.update(loss, grads, state, checks, kept, self._by_rows, rows)
-            metrics = {name: v[...] for name, v in self._metrics.items()}
+            metrics = {
+                WHOLE + name if name in self._whole else name: v[...]
+                for name, v in self._metrics.items()
+            }
             return {"loss": loss, **metrics, **checks}
 
         means = [v for mean in self._means() for v in _averaged(mean)]
@@ -117,11 +119,15 @@ class SyncStep:
             if compression is not None:
                 grads = compression.sent(grads, {*result.rows, *frozen})
             with device("/job:worker"):
+                metrics = {
+                    name: pieces(value) if name in self._whole else value
+                    for name, value in result.metrics.items()
+                }
                 values = {
                     **_pairs(self._grads, grads, result.rows),
                     **_pairs(self._state, result.state),
-                    **_pairs(self._metrics, dict(result.metrics)),
-                    LOSS: result.loss.astype(jnp.float32),
+                    **_pairs(self._metrics, metrics),
+                    LOSS: result.loss.astype(self._loss.dtype),
                 }
                 slot = slot + 0  # a feed stays on the worker, what it computes travels
             for mean in means:
@@ -160,6 +166,14 @@ class SyncStep:
             partition_strategy=cut.layout.kind if cut else "div",
             shard_devices=variable.spec.shard_devices,
         )
+
+    def _mean_type(self, name: str, value: Any) -> tuple[tuple[int, ...], Any]:
+        """Returns shape and dtype of the mean of a metric."""
+        if name in self._whole:
+            return (num_pieces(value.dtype), *value.shape), jnp.float32
+        # Means of counts are no whole numbers.
+        inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+        return value.shape, value.dtype if inexact else jnp.float32
 
     def _mean(
         self, name: str, shape: tuple[int, ...], dtype: Any, home: DeviceSpec

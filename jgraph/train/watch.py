@@ -13,6 +13,7 @@ from jgraph.runtime.data import Array
 from jgraph.train.checks import BAD_IDS, CHECKS, FINITE
 from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.history import History
+from jgraph.train.metrics import as_float64, is_complex
 from jgraph.train.progress import Report
 from jgraph.train.runner import Chunk, Events
 from jgraph.train.standing import Rates, Standings
@@ -27,7 +28,7 @@ class Watch:
     Args:
       history: where chunks and evaluations are kept.
       total: number of the last step.
-      batch_size: examples per step.
+      batch_size: examples per batch.
       clock: measures time.
       evaluations: evaluate the model; None: never.
       every: steps between evaluations; None: only at the end.
@@ -80,7 +81,7 @@ class Watch:
             steps=self._total,
             seconds=self.seconds,
             steps_per_s=rate,
-            examples_per_s=rate * self._batch_size,
+            examples_per_s=rate * chunk.batches_per_step * self._batch_size,
             metrics=_means(chunk.metrics),
             dropped=self._history.dropped(),
             curve=self._standings.curve,
@@ -170,8 +171,8 @@ def check_ids(chunk: Chunk, lookups: Sequence[tuple[str, str, int]]) -> None:
 
 def _means(metrics: Mapping[str, Array]) -> dict[str, float]:
     means = {
-        name: float(values.mean())
+        name: float(as_float64(values).mean())
         for name, values in metrics.items()
-        if values.ndim == 1 and name not in CHECKS
+        if values.ndim == 1 and name not in CHECKS and not is_complex(values)
     }
     return {"loss": means.pop("loss"), **means}

@@ -14,6 +14,7 @@ from jgraph.cluster.session import Session
 from jgraph.cluster.sources import open_source_on
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.train.data import Dataset
+from jgraph.train.metrics import CONTRIBUTIONS, metrics_by_name
 from jgraph.train.runner import Chunk, Order
 from jgraph.train.step import TrainStep
 
@@ -111,15 +112,26 @@ class Workers:
             self.done[report.replica] = int(report.steps[-1]) + 1
 
 
-def chunk_of(report: LoopReport, names: Sequence[str], replica: int) -> Chunk:
-    """Returns a report as what ``replica`` did; of its fetches those with a name."""
+def chunk_of(
+    report: LoopReport, names: Sequence[str], replica: int, *, together: bool = False
+) -> Chunk:
+    """Returns a report as what ``replica`` did.
+
+    Args:
+      report: of a loop.
+      names: of its fetches; none: they are left out.
+      replica: who stands for what it did.
+      together: it is of synchronous training, and ``replica`` stands for all.
+    """
+    metrics = metrics_by_name(names, report.fetches)
     return Chunk(
         replica,
         report.steps,
         report.seconds,
-        dict(zip(names, report.fetches, strict=bool(names))),
+        metrics,
         report.times,
         report.dropped,
+        batches=int(metrics[CONTRIBUTIONS].sum()) if together else None,
     )
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jgraph.errors import ConfigError, GraphError
+from jgraph.errors import GraphError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName, eval_graph
 from jgraph.plan.plan import plan
@@ -81,14 +81,6 @@ def test_feeds_and_fetches_go_by_the_users_names() -> None:
     names = [feed.name for feed in graph.feeds]
     assert names == ["batch[0]", "batch[1]", "step", "replica"]
     assert step.metric_names(graph) == ["loss", "one"]
-
-
-def test_metric_of_several_arrays_is_refused() -> None:
-    step = make_step(
-        optax.sgd(0.1), lambda m, b: (nnx_loss(m, b), {"pair": (1.0, 2.0)})
-    )
-    with pytest.raises(ConfigError, match="metric 'pair' is a tuple"):
-        step.metric_names(step.graph(batch()))
 
 
 @pytest.mark.parametrize(

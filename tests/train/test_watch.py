@@ -60,6 +60,12 @@ def test_rates_are_summed_over_replicas_by_their_own_clocks() -> None:
     assert report.metrics == {"loss": 0.5}
 
 
+def test_a_synchronous_step_counts_the_examples_of_all_workers() -> None:
+    watch = Watch(History(), 100, 32, CLOCK)
+    steps = replace(chunk(0, [0.5, 1.0]), batches=5)
+    assert watch.take(steps).examples_per_s == 2.0 * 2.5 * 32
+
+
 def test_hash_tables_are_asked_once_a_second_and_at_the_end() -> None:
     asked: list[int] = []
 
