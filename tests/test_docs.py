@@ -124,3 +124,10 @@ def test_decisions_are_numbered_without_gaps() -> None:
     ]
     assert numbers == list(range(1, len(numbers) + 1))
     assert text.count("\n## ") == len(numbers)
+
+
+def test_each_decision_has_one_topic() -> None:
+    text = (ROOT / "docs/decisions.md").read_text(encoding="utf-8")
+    index = text.split("By topic:")[1].split("\n## ")[0]
+    listed = [int(n) for n in re.findall(r"\bD(\d+)\b", index)]
+    assert sorted(listed) == list(range(1, text.count("\n## ") + 1))
