@@ -25,14 +25,14 @@ def doctor(
     target: Target = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="A cluster file; each of its tasks is dialled once."),
+        typer.Option(help="Cluster file; each of its tasks is dialled once."),
     ] = None,
     links: Annotated[
         bool,
         typer.Option(
             "--links",
-            help="Measure a running cluster instead: latency and bandwidth between "
-            "all its tasks, and how fast they compute. With --json: a cost model for "
+            help="Measure a running cluster: latency and bandwidth between all tasks,"
+            " and the speed of each. With --json, print a cost model for "
             "jg.auto.",
         ),
     ] = False,
@@ -42,7 +42,8 @@ def doctor(
     timeout: Timeout = 120,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, and a cluster; exit 1 with numbered problems."""
+    """Check this machine or a cluster; print numbered problems and exit 1 if there "
+    "are any."""
     if links:
         from jgraph.cluster.client import connect
         from jgraph.cluster.measuring import measure
@@ -71,8 +72,9 @@ def up(
         int,
         typer.Option(
             min=0,
-            help="How often a task that died is started again within a minute. What "
-            "was told to end, by SIGTERM too, ends with 0 and stays ended.",
+            help="How often a task that dies is started again within a minute. A task"
+            " that is told to end (SIGTERM) exits with 0 and is not started "
+            "again.",
         ),
     ] = 2,
     hosts: Annotated[
@@ -80,21 +82,26 @@ def up(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="File of hosts, one a line: start the tasks there over ssh, with "
-            "certificates of their own, and end them when this command ends.",
+            help="File with one host per line. Start the tasks there over ssh, with "
+            "new certificates; the tasks end when this command ends.",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(help="With --hosts: of the first task.")] = 8470,
+    port: Annotated[
+        int, typer.Option(help="With --hosts: port of the first task.")
+    ] = 8470,
     remote: Annotated[
-        str, typer.Option(help="With --hosts: the command jgraph there.")
+        str, typer.Option(help="With --hosts: path of jgraph on the hosts.")
     ] = "jgraph",
     ssh: Annotated[
-        str, typer.Option(help="With --hosts: the command ssh here, with options.")
+        str,
+        typer.Option(
+            help="With --hosts: ssh command on this machine, with its options."
+        ),
     ] = "ssh",
     timeout: Timeout = 90,
     as_json: Json = False,
 ) -> None:
-    """Start a cluster: of processes here, in the background, or on --hosts."""
+    """Start a cluster: background processes on this machine, or tasks on --hosts."""
     if hosts is not None:
         from jgraph.cli.hosts_up import run_on_hosts
 
@@ -116,7 +123,7 @@ def up(
 
 
 def down(name: Name = "default", timeout: Timeout = 20, as_json: Json = False) -> None:
-    """Stop a cluster of this machine; checks that nothing of it is left."""
+    """Stop a cluster of this machine, and check that no process is left."""
     from jgraph.cluster.keeper import describe, down as end
 
     kept = end(name, timeout)
@@ -133,11 +140,13 @@ def status(
     token_file: TokenFile = None,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Say which steps are under way, and why."),
+        typer.Option(
+            "--explain", help="Show the steps in progress and what each waits for."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show every task of a cluster, and those that do not answer."""
+    """Show the tasks of a cluster, and which of them do not answer."""
     from jgraph.cluster.visit import status_of
 
     state = status_of(
@@ -153,19 +162,19 @@ def top(
     target: Target = None,
     name: Name = "default",
     every: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two looks.")
+        float, typer.Option(min=0.1, help="Seconds between two updates.")
     ] = 2,
     once: Annotated[
-        bool, typer.Option("--once", help="Look for one such time, print, and end.")
+        bool, typer.Option("--once", help="Print one update and exit.")
     ] = False,
     timeout: Timeout = 10,
     tls_dir: Certificates = None,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Show what every task does, live: share of a core, memory, what the time goes to.
+    """Show live what each task does: CPU, memory, and where its time goes.
 
-    With --json a line for each look.
+    With --json, print one line for each update.
     """
     from jgraph.cli.top import watch
     from jgraph.cluster.visit import status_of

@@ -14,30 +14,38 @@ tokens = typer.Typer(help="Tokens of clusters.", no_args_is_help=True)
 
 def server(
     job: Annotated[
-        str | None, typer.Option(help="Job: ps, worker; TF_CONFIG and Slurm tell it.")
+        str | None,
+        typer.Option(help="Job: ps or worker. Taken from TF_CONFIG or Slurm if unset."),
     ] = None,
     task: Annotated[
         int | None,
-        typer.Option(help="Index in the job; TF_CONFIG, Slurm and pods tell it."),
+        typer.Option(
+            help="Index in the job. Taken from TF_CONFIG, Slurm or the pod's name if "
+            "unset."
+        ),
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="Cluster file (TOML); the variable TF_CONFIG if unset."),
+        typer.Option(
+            help="Cluster file (TOML). The environment variable TF_CONFIG is read if "
+            "unset."
+        ),
     ] = None,
     bind: Annotated[
         str,
         typer.Option(
-            help="Host to listen on. Loopback unless told; others need --tls-dir."
+            help="Address to listen on. Addresses other than loopback need --tls-dir."
         ),
     ] = "127.0.0.1",
     health_port: Annotated[
-        int, typer.Option(help="Port of the gRPC health service; 0: any.")
+        int,
+        typer.Option(help="Port of the gRPC health service; 0 takes any free port."),
     ] = 0,
     tls_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory that `jgraph certs` wrote; `tls.dir` of the cluster "
-            "file if unset. Without either, plain text."
+            help="Directory that `jgraph certs` wrote. `tls.dir` of the cluster file "
+            "if unset; without either, connections are not encrypted."
         ),
     ] = None,
     token_file: TokenFile = None,
@@ -45,30 +53,32 @@ def server(
         bool,
         typer.Option(
             "--insecure-i-accept",
-            help="Listen beyond loopback without TLS: whoever reads the network may "
-            "run programs here.",
+            help="Listen beyond loopback without TLS: anybody who can read the "
+            "network can then run programs here.",
         ),
     ] = False,
     allow_source: Annotated[
         list[str] | None,
         typer.Option(
-            help="Pattern of package.module:function that data may come from; may be "
-            "given more than once, and in the cluster file: `sources.allow`."
+            help="Pattern of functions (package.module:function) that may supply "
+            "data. May be given more than once; also `sources.allow` of the "
+            "cluster file."
         ),
     ] = None,
     max_request_bytes: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="How much of what clients send it takes in at once; who sends more "
-            "waits for its turn. A quarter of the free memory if unset.",
+            help="Bytes of requests held in memory at a time; further requests wait. "
+            "A quarter of the free memory if unset.",
         ),
     ] = None,
     end_with_input: Annotated[
         bool,
         typer.Option(
             "--end-with-input",
-            help="End when standard input does: so does what started it.",
+            help="Exit when standard input is closed, so that the server ends with "
+            "the process that started it.",
         ),
     ] = False,
     sigterm_exit_code: Annotated[
@@ -76,16 +86,16 @@ def server(
         typer.Option(
             min=0,
             max=255,
-            help="Exit code after SIGTERM. What starts again only what failed, such as "
-            "a Job of Kubernetes, needs 143: then it comes back after a drain of its "
-            "node, and 0 means that a client ended it.",
+            help="Exit code after SIGTERM. A Kubernetes Job restarts failed tasks "
+            "only, so it needs 143 to bring the task back after a node is "
+            "drained; 0 then means that a client ended it.",
         ),
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Serve one task of a cluster until SIGTERM, which drains it.
+    """Serve one task of a cluster. SIGTERM drains it.
 
-    The exit code is 75 if another process took its place.
+    The exit code is 75 if another process took the place of this one.
     """
     from jgraph.cluster.spec import ClusterSpec, TFConfig
     from jgraph.launch.identity import task_here
@@ -130,16 +140,22 @@ def server(
 
 
 def certs(
-    directory: Annotated[Path, typer.Argument(help="Where to; made if not there.")],
+    directory: Annotated[
+        Path, typer.Argument(help="Directory to write to; it is created if need be.")
+    ],
     cluster: Annotated[
-        Path | None, typer.Option(help="Cluster file; its tasks get certificates.")
+        Path | None,
+        typer.Option(help="Cluster file; each of its tasks gets a certificate."),
     ] = None,
     ps: Annotated[int, typer.Option(min=0, help="Parameter servers.")] = 0,
     workers: Annotated[int, typer.Option(min=0, help="Workers.")] = 0,
-    days: Annotated[float, typer.Option(min=0.01, help="How long they hold.")] = 365,
+    days: Annotated[
+        float, typer.Option(min=0.01, help="Days until the certificates expire.")
+    ] = 365,
     as_json: Json = False,
 ) -> None:
-    """Make certificates for encrypted connections, one per task and for clients."""
+    """Make certificates for encrypted connections: one for each task, and one for "
+    "clients."""
     from jgraph.cluster.processes import check_counts, tasks_of
     from jgraph.cluster.spec import ClusterSpec
     from jgraph.rpc.certificates import make_certificates
@@ -164,11 +180,11 @@ def certs(
 @tokens.command("new")
 def new_token(
     file: Annotated[
-        Path | None, typer.Argument(help="Where to; the user's own if unset.")
+        Path | None, typer.Argument(help="File to write; ~/.jgraph/token if unset.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a token in place of the one there is; servers take it when they start."""
+    """Make a new token in place of the present one. Servers read it when they start."""
     from jgraph.rpc.token import NAME, Token, home
 
     path = str(Token.make(file or home() / NAME, replace=True).path)

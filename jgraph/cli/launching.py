@@ -25,7 +25,8 @@ def _group() -> None:
 @slurm.command("render")
 def render_slurm(
     program: Annotated[
-        list[str], typer.Argument(help="After --: what to run on the first node.")
+        list[str],
+        typer.Argument(help="After --: the command to run on the first node."),
     ],
     ps: Ps = 1,
     workers: Workers = 2,
@@ -33,12 +34,17 @@ def render_slurm(
     port: Port = 8470,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="Of sbatch, such as --option=--time=1:00:00; repeatable."),
+        typer.Option(
+            help="Option for sbatch, such as --option=--time=1:00:00; may be given "
+            "more than once."
+        ),
     ] = None,
-    wait: Annotated[int, typer.Option(min=2, help="Seconds for tasks to start.")] = 120,
+    wait: Annotated[
+        int, typer.Option(min=2, help="Seconds to wait for the tasks to start.")
+    ] = 120,
     as_json: Json = False,
 ) -> None:
-    """Print a script for sbatch: starts the tasks, then a program that connects."""
+    """Print a script for sbatch that starts the tasks and then your program."""
     from jgraph.launch.slurm import SlurmJob
 
     text = SlurmJob(program, ps, workers, name, port, option or (), wait).script()
@@ -47,21 +53,26 @@ def render_slurm(
 
 @k8s.command("render")
 def render_k8s(
-    image: Annotated[str, typer.Option(help="Image of the tasks; see Dockerfile.")],
+    image: Annotated[
+        str, typer.Option(help="Container image of the tasks; see Dockerfile.")
+    ],
     ps: Ps = 1,
     workers: Workers = 2,
     name: Called = "jgraph",
     port: Port = 8470,
     jobset: Annotated[
-        bool, typer.Option("--jobset", help="As a JobSet, where its controller runs.")
+        bool,
+        typer.Option(
+            "--jobset", help="Print a JobSet, for clusters with its controller."
+        ),
     ] = False,
     certs: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             file_okay=False,
-            help="What `jgraph certs` wrote, for the Secret; if unset, make the Secret "
-            "NAME-secret yourself.",
+            help="Directory that `jgraph certs` wrote, for the Secret. If unset, make"
+            " the Secret NAME-secret yourself.",
         ),
     ] = None,
     ps_cpu: Annotated[str, typer.Option(help="Cores of a ps.")] = "1",

@@ -14,7 +14,7 @@ from jgraph.cli.options import Json, say
 
 
 def version(as_json: Json = False) -> None:
-    """Print the versions of jgraph and of what it stands on."""
+    """Print the versions of jgraph and of the packages that it needs."""
     packages = ("jax", "jaxlib", "flax", "optax", "grpcio", "protobuf", "numpy")
     versions = {"jgraph": __version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in packages}
@@ -25,7 +25,8 @@ def version(as_json: Json = False) -> None:
 def show(
     where: Annotated[str, typer.Argument(help="file.py:step or package.module:step.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Ends in .html or .svg.")
+        Path,
+        typer.Option("--output", "-o", help="File to write; it ends in .html or .svg."),
     ] = Path("plan.html"),
     arg: Annotated[
         list[str] | None,
@@ -36,14 +37,15 @@ def show(
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="Cluster file; the tasks that the program names if unset."),
+        typer.Option(help="Cluster file. The tasks that the program names if unset."),
     ] = None,
     graph: Annotated[
-        bool, typer.Option("--graph", help="Show what was traced, before placing.")
+        bool,
+        typer.Option("--graph", help="Show the traced graph, before it is placed."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw what goes where when a function runs; runs the file, and no cluster."""
+    """Draw where the operations of a function run. Runs the file, but no cluster."""
     from jgraph.cluster.showing import show as picture_of
 
     picture = picture_of(where, arg or (), cluster=cluster, only_graph=graph)

@@ -16,22 +16,24 @@ OK, FAILURE, USAGE, UNREACHABLE, FORBIDDEN = range(5)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Name = Annotated[str, typer.Option(help="Name of a cluster on this machine.")]
 Target = Annotated[
-    str | None, typer.Argument(help="jgraph://host:port of any of its servers.")
+    str | None,
+    typer.Argument(help="Address of any server of the cluster: jgraph://host:port."),
 ]
 Certificates = Annotated[
-    Path | None, typer.Option(help="Certificates, for a jgraphs:// address.")
+    Path | None,
+    typer.Option(help="Directory of certificates, for a jgraphs:// address."),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        help="The cluster's token; JGRAPH_TOKEN_FILE, that beside the certificates, or "
-        "the user's own if unset."
+        help="File with the token of the cluster. If unset: JGRAPH_TOKEN_FILE, the "
+        "token beside the certificates, or ~/.jgraph/token."
     ),
 ]
 
 
 Timeout = Annotated[
-    float, typer.Option(min=0.1, help="Seconds to wait; then it is an error.")
+    float, typer.Option(min=0.1, help="Seconds to wait before giving up.")
 ]
 
 

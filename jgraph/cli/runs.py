@@ -34,9 +34,9 @@ def runs(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """List the runs that go on without their clients: fit(…, detached=True).
+    """List detached runs, which go on without their clients: fit(…, detached=True).
 
-    Another client finds one again with trainer.attach(NAME).
+    Another client takes one over with trainer.attach(NAME).
     """
     from jgraph.cluster.visit import visiting
 
@@ -57,17 +57,20 @@ def events(
     name: Name = "default",
     follow: Annotated[
         bool,
-        typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C."),
+        typer.Option(
+            "--follow", "-f", help="Print new events as they come, until Ctrl-C."
+        ),
     ] = False,
     timeout: Timeout = 10,
     tls_dir: Certificates = None,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Show what became of a cluster: who joined, was lost, died, and what ran.
+    """Show the events of a cluster: tasks that joined, were lost or died, and runs.
 
-    Of a cluster of this machine since it went up; with an address, what its tasks know
-    since each of them started. With --follow and --json a line of JSON for each event.
+    For a cluster of this machine: all events since it was started. With an address: the
+    events that its tasks know of since each of them started. With --follow and --json,
+    print one line of JSON for each event.
     """
     from jgraph.cluster.events import Once, in_order
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.2
 
 Task = Annotated[
-    str, typer.Argument(help="Such as /job:ps/task:0, or ps:0.", parser=task_of)
+    str, typer.Argument(help="Task, such as /job:ps/task:0 or ps:0.", parser=task_of)
 ]
 
 
@@ -36,19 +36,23 @@ def logs(
     task: Task,
     target: Target = None,
     name: Name = "default",
-    tail: Annotated[int, typer.Option(min=1, help="How many of the last lines.")] = 20,
+    tail: Annotated[
+        int, typer.Option(min=1, help="Number of lines, from the end.")
+    ] = 20,
     follow: Annotated[
         bool,
-        typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C."),
+        typer.Option(
+            "--follow", "-f", help="Print new lines as they come, until Ctrl-C."
+        ),
     ] = False,
     timeout: Timeout = 10,
     tls_dir: Certificates = None,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Show the end of the log of a task; with an address, of one on another machine.
+    """Show the end of a task's log; with an address, of a task on another machine.
 
-    With --follow and --json a line of JSON for each line.
+    With --follow and --json, print one line of JSON for each line of the log.
     """
     if target is not None:
         from jgraph.cluster.visit import visiting
@@ -102,7 +106,8 @@ def drain(
     target: Target = None,
     name: Name = "default",
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that what runs there may take.")
+        float,
+        typer.Option(min=0, help="Seconds that running steps may take to finish."),
     ] = 30,
     timeout: Timeout = 60,
     tls_dir: Certificates = None,
