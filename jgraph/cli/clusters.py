@@ -42,8 +42,7 @@ def doctor(
     timeout: Timeout = 120,
     as_json: Json = False,
 ) -> None:
-    """Check this machine or a cluster; print numbered problems and exit 1 if there "
-    "are any."""
+    """Check this machine or a cluster. Problems are printed, and the exit code is 1."""
     if links:
         from jgraph.cluster.client import connect
         from jgraph.cluster.measuring import measure

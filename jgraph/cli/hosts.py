@@ -154,8 +154,7 @@ def certs(
     ] = 365,
     as_json: Json = False,
 ) -> None:
-    """Make certificates for encrypted connections: one for each task, and one for "
-    "clients."""
+    """Make certificates for encrypted connections: one a task, and one for clients."""
     from jgraph.cluster.processes import check_counts, tasks_of
     from jgraph.cluster.spec import ClusterSpec
     from jgraph.rpc.certificates import make_certificates
