@@ -1,5 +1,6 @@
 """``jgraph up --hosts``: holds a cluster on other hosts until it is told to end."""
 
+import logging
 import signal
 import threading
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ def run_on_hosts(
       TaskLostError: none is left.
     """
     check_counts(counts)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("jgraph.events").setLevel(logging.INFO)
     told = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told.set())

@@ -84,12 +84,19 @@ class EventLog:
 
     def __init__(self, by: str) -> None:
         self._by = by
+        self._once = Once()
         self.lines = NewestLines()
 
     def note(self, kind: str, text: str, *, level: int = logging.INFO) -> None:
-        """Keeps an event, and writes it to the log of this process; see ``Event``."""
+        """Keeps an event, and writes it to the log of this process; see ``Event``.
+
+        A task that is lost over several connections is one loss.
+        """
         text = " ".join(text.split())[:1000]
-        self.lines.add(_event(WallClock().now(), kind, text, self._by).to_json())
+        event = _event(WallClock().now(), kind, text, self._by)
+        if not self._once.is_new(event):
+            return
+        self.lines.add(event.to_json())
         _LOG.log(level, "[%s] %s", kind, text)
 
     def newest(self) -> list[Event]:

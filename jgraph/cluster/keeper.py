@@ -247,6 +247,7 @@ def _is_keeper(pid: int) -> bool:
 def main(name: str, ps: int, workers: int, restarts: int, log_dir: str) -> None:
     """Holds a cluster until SIGTERM or SIGINT."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jgraph.events").setLevel(logging.INFO)
     parent = hand_over_stdout()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

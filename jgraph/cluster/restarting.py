@@ -19,6 +19,7 @@ _LOG = logging.getLogger("jgraph.restarts")
 _CLOSE_S = 10.0
 _LAST_WORDS = 3
 """So many lines of the log of a process that died are told."""
+_USUAL = " INFO "
 
 
 class Process(Protocol):
@@ -123,8 +124,9 @@ class Restarter:
                 with self._lock:
                     self._starting.discard(process)
                     self._lock.notify_all()
+            # Runs that used it warn when they go on, which is the end of this.
             back = f"{process.task} serves again, without what it held"
-            self.events.note("restarted", back, level=logging.WARNING)
+            self.events.note("restarted", back)
             self._told()
 
     def _start(self, process: Process, code: int) -> bool:
@@ -136,8 +138,8 @@ class Restarter:
                     case StartAgain(task):
                         died = f"{task} died ({process.how_it_ended()}); starting it"
                         self.events.note("died", died, level=logging.WARNING)
-                        said = "\n".join(process.tail().splitlines()[-_LAST_WORDS:])
-                        _LOG.warning("the log of %s ended with:\n%s", task, said)
+                        if said := last_words(process.tail()):
+                            _LOG.warning("the log of %s ended with:\n%s", task, said)
                         try:
                             process.start(self._spec)
                         except OSError as error:
@@ -152,10 +154,23 @@ class Restarter:
 
     def _leave(self, process: Process, why: str) -> None:
         left = f"{why}, and is not started again"
-        self.events.note("abandoned", left, level=logging.WARNING)
+        self.events.note("abandoned", left)
         with_log = f"{left}. The end of its log:\n{process.tail()}"
         _LOG.error("%s", with_log)
         self.left[process.task] = with_log
+
+
+def last_words(tail: str) -> str:
+    r"""Returns the last lines of a log, if the last one may say why a process died.
+
+    Example:
+      >>> last_words("... INFO jgraph.events: [joined] it listens")
+      ''
+      >>> last_words("... INFO jgraph.events: [joined] it listens\nno memory is left")
+      '... INFO jgraph.events: [joined] it listens\nno memory is left'
+    """
+    lines = tail.splitlines()[-_LAST_WORDS:]
+    return "" if not lines or _USUAL in lines[-1] else "\n".join(lines)
 
 
 def wait_started(process: Process, spec: ClusterSpec, limit_s: float) -> None:

@@ -1,8 +1,13 @@
-"""Saves that fail while a run goes on are told in the log, the second one loudly."""
+"""Saves that fail while a run goes on are told in the log, the second one loudly.
+
+The first that fails because a task was lost is no news: the run tells of that.
+"""
 
 import logging
 from pathlib import Path
 from typing import Final, final
+
+from jgraph.errors import ClusterError
 
 _LOG = logging.getLogger("jgraph.checkpoint")
 _LOUD: Final = 2
@@ -24,8 +29,9 @@ class FailedSaves:
     def tell(self, error: Exception) -> None:
         """Tells of one more."""
         self._failed += 1
+        first = logging.INFO if isinstance(error, ClusterError) else logging.WARNING
         _LOG.log(
-            logging.ERROR if self._failed >= _LOUD else logging.WARNING,
+            logging.ERROR if self._failed >= _LOUD else first,
             "not saved in %s: %s. Training goes on; %d saves failed.",
             *(self._directory, str(error).rstrip("."), self._failed),
         )

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -101,6 +101,7 @@ class Fit:
                 read = partial(self._ended, runner)
                 cluster = self.cluster
                 values, position = asked_anyhow(cluster, read) if cluster else read()
+                self._show_end()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = error or caught
         finally:
@@ -108,6 +109,14 @@ class Fit:
             release()
         done = "done" if self.history.steps >= total else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
+
+    def _show_end(self) -> None:
+        """Shows the true count: of the last updates of lost workers nobody reported."""
+        report = self.run.last_report
+        if report is not None and report.step != self.history.steps:
+            report = replace(report, step=self.history.steps)
+            self.run.report(report)
+            self.display(report)
 
     def _ended(self, runner: Runner) -> _End:
         """Reads what a run has come to."""

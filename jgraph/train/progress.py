@@ -19,6 +19,7 @@ from rich.table import Column
 from rich.text import Text
 
 from jgraph.cluster.client import Cluster
+from jgraph.cluster.events import Once, from_log
 from jgraph.cluster.logs import LogTail
 from jgraph.cluster.patience import Telling
 from jgraph.graph.ir import TaskName
@@ -125,8 +126,17 @@ def display_of(cluster: Cluster | None, *, show: bool) -> Display:
     """Returns the display of a run; in a notebook with the logs of its tasks."""
     if cluster is None or not show:
         return make_display(show=show)
-    tail = LogTail(cluster.transport, cluster.spec)
-    return make_display(show=show, logs=tail.new)
+    tail, once = LogTail(cluster.transport, cluster.spec), Once()
+
+    def news() -> list[tuple[str, str]]:
+        """Returns new lines; a loss that all others see is one line."""
+        return [
+            (task, line)
+            for task, line in tail.new()
+            if (event := from_log(line, task)) is None or once.is_new(event)
+        ]
+
+    return make_display(show=show, logs=news)
 
 
 @final

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, final
 
+from jgraph.clock import Clock, SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.waiting import incarnations_of
 from jgraph.coordination.recovery import GiveUp, GoBack, Recoveries, Recovery
@@ -63,6 +64,7 @@ class Recover:
         checkpoint, and returns what does the steps that are left.
       keep_on: does so from what is kept of a lost ps; None: nothing is.
       known: which processes the run began with.
+      clock: says how long it took.
     """
 
     cluster: Cluster
@@ -73,6 +75,7 @@ class Recover:
     again: Callable[[Path, Future[Remade]], Attempt]
     keep_on: Callable[[Future[Remade]], Attempt] | None
     known: Mapping[TaskName, str]
+    clock: Clock = field(default_factory=SystemClock)
     decide: Recoveries = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,6 +91,7 @@ class Recover:
             waited; says why.
         """
         step, lost, kept = self.history.steps, self._lost(error), self.keep_on
+        began = self.clock.now()
         stop = threading.Event() if self.stop.is_set() else self.stop
         while lost and not stop.is_set():
             newest = self._newest() if kept is None else step
@@ -115,7 +119,7 @@ class Recover:
                 except JGError as another:
                     lost, error = self._lost(another), another
                     continue
-            return attempt, self._went_on(attempt, lost, step, error)
+            return attempt, self._went_on(attempt, lost, step, error, began)
         if lost:
             why = "it was stopped while it waited for that"
             raise self._hopeless(error, why, self._newest()) from error
@@ -166,24 +170,38 @@ class Recover:
         why = f": {error.message.rstrip('.')}"
         if isinstance(error, TaskLeavingError):
             what, why = f"{error.message} after", ""
-        _LOG.warning(
+        # The display says so, and the end of it is told once it is known.
+        _LOG.info(
             "%s step %d%s. The run waits up to %g s until all tasks answer, and then "
             "%s.",
             *(what, step, why, _WAIT_S, then),
         )
 
     def _went_on(
-        self, attempt: Attempt, lost: list[TaskName], step: int, error: JGError
+        self,
+        attempt: Attempt,
+        lost: list[TaskName],
+        step: int,
+        error: JGError,
+        began: float,
     ) -> Recovery:
         to = attempt.first
         if to < self.decide.first:  # all newer ones were damaged
             raise self._hopeless(error, "the checkpoints of this run are damaged", to)
         if self.saving is not None:
             self.saving.go_back(attempt.take, to)
+        recovery = Recovery(tuple(lost), step, to)
         told = isinstance(error, TaskLeavingError)
         level = logging.INFO if told else logging.WARNING
-        _LOG.log(level, "all tasks answer; the run goes on from step %d", to)
-        return Recovery(tuple(lost), step, to)
+        _LOG.log(
+            level,
+            "%s %s at step %d; after %.1f s all tasks answer, and the run goes on from "
+            "step %d: %d steps are done again.",
+            ", ".join(lost),
+            "was told to end" if told else "was lost",
+            *(step, self.clock.now() - began, to, recovery.again),
+        )
+        return recovery
 
     def _hopeless(self, error: JGError, why: str, newest: int | None) -> JGError:
         """Returns the error that ends the run: with what to do."""

@@ -261,6 +261,11 @@ class Run:
             raise self._outcome.error
         return self
 
+    @property
+    def last_report(self) -> Report | None:
+        """How the run stood when it last reported."""
+        return self._outcome.report
+
     def report(self, report: Report) -> None:
         """Takes note of how the run stands. Called by the Trainer."""
         self._outcome.report = report

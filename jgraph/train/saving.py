@@ -88,7 +88,7 @@ class Saving:
             try:
                 self._begin()
             except ClusterError as error:  # the run finds out by itself what was lost
-                _LOG.warning("not saved at step %d, but soon: %s", step, error)
+                _LOG.info("not saved at step %d, but soon: %s", step, error)
 
     @property
     def directory(self) -> Path:
@@ -107,6 +107,7 @@ class Saving:
     def go_back(self, take: Take, step: int) -> None:
         """Goes on after tasks were lost: from ``step``, with another state."""
         self._take, self._last = take, step
+        self._failed.forget()
 
     def save(self) -> None:
         """Saves a run that is at rest, before a task goes; a failure is only told.

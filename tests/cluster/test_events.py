@@ -77,6 +77,14 @@ def test_a_line_that_is_being_written_is_told_when_it_is_whole(tmp_path: Path) -
     assert files.new() == []
 
 
+def test_a_task_lost_over_several_connections_is_noted_once(events: EventLog) -> None:
+    events.note("lost", f"{PS} ended its connection")
+    events.note("lost", f"lost the connection to {PS} at 127.0.0.1:1")
+    events.note("lost", "/job:ps/task:1 ended its connection")
+    subjects = [event.subject for event in events.newest()]
+    assert subjects == [PS, "/job:ps/task:1"]
+
+
 def test_a_loss_that_many_see_is_told_once_and_the_next_one_again() -> None:
     times = (1.0, 1.5, 2.0, 60.0)
     losses = [Event(t, "lost", "…", f"/job:ps/task:{t}", WORKER) for t in times]

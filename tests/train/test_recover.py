@@ -1,5 +1,6 @@
 """Runs that lose tasks and go on from their newest checkpoint."""
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -166,9 +167,13 @@ def test_row_12_run_goes_on_from_its_newest_checkpoint_by_itself(
     params = jax.tree.leaves(nnx.state(run.model(), nnx.Param))
     assert all(np.isfinite(leaf).all() for leaf in params)
     told = [r.getMessage() for r in caplog.records if r.name == "jgraph.recover"]
-    assert len(told) == 2
-    assert lost[0] in told[0]
-    assert f"goes back to step {back} in {tmp_path}" in told[0]
+    assert len(told) == 1
+    assert told[0].startswith(f"{lost[0]} was lost at step {recovery.step}; after ")
+    assert f"the run goes on from step {back}: {recovery.again} steps" in told[0]
+    warned = [r.name for r in caplog.records if r.levelno >= logging.WARNING]
+    assert run.last_report is not None
+    assert run.last_report.step == run.steps
+    assert sorted(warned) == ["jgraph.events", "jgraph.recover"]
     assert "recovered=1" in repr(run)
     trainer.close()
 
