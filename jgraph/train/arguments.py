@@ -10,6 +10,7 @@ from jgraph.cluster.client import Cluster
 from jgraph.errors import ConfigError
 from jgraph.train.adapters import Model
 from jgraph.train.losses import Loss, positional
+from jgraph.train.optimizer import check_optimizer
 from jgraph.train.row_step import SPARSE
 
 
@@ -28,11 +29,7 @@ def check_arguments(
       ConfigError: names the argument, and what to give.
     """
     check_model(model, loss)
-    if not hasattr(tx, "update"):
-        raise ConfigError(
-            f"tx is a {type(tx).__name__}; give an optax optimizer, for example "
-            "optax.adam(1e-3)"
-        )
+    check_optimizer(tx)
     if not (cluster is None or isinstance(cluster, Cluster)):
         raise ConfigError(
             f"cluster is {cluster!r:.60}; give what jg.connect('jgraph://host:port')"

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jgraph.train.adapters import Make
+from jgraph.train.optimizer import CalledOptimizer
 from jgraph.train.trees import Tree
 
 
@@ -17,7 +17,7 @@ def new_state(params: Tree, opt: Tree, state: Tree) -> Tree:
     return {"params": params, "opt": opt, "state": state, "global_step": step}
 
 
-def made_state(make: Make, tx: optax.GradientTransformation) -> Tree:
+def made_state(make: Make, tx: CalledOptimizer) -> Tree:
     """Returns the state of a run, made by a function."""
     params, state = make()
     return new_state(params, tx.init(params), state)

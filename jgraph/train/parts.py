@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import flax.linen as nn
-import optax
 
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
@@ -21,6 +20,7 @@ from jgraph.train.evaluate import Evaluator
 from jgraph.train.local import Local
 from jgraph.train.losses import Loss
 from jgraph.train.observed import Observed
+from jgraph.train.optimizer import Optimizer
 from jgraph.train.placing import new_container
 from jgraph.train.row_step import Sparse
 from jgraph.train.runner import Position, Runner
@@ -46,7 +46,7 @@ class Given:
 
     model: Model
     loss: Loss
-    tx: optax.GradientTransformation
+    tx: Optimizer
     cluster: Cluster | None
     strategy: Strategy
     metrics: Mapping[str, Metric]

@@ -13,6 +13,7 @@ from jgraph.graph.function import Function
 from jgraph.graph.sharding import Partitioner
 from jgraph.graph.variable import Variable
 from jgraph.train import checkpoint
+from jgraph.train.optimizer import CalledOptimizer
 from jgraph.train.pipeline_tables import (
     PipelineTables,
     apart,
@@ -60,14 +61,14 @@ class PipelineStep:
         table_device: str = "/job:ps",
         partitioner: Partitioner | None = None,
     ) -> None:
-        self._value_and_grad, self._tx = value_and_grad, tx
+        self._value_and_grad, self._tx = value_and_grad, CalledOptimizer(tx)
         given = {name: np.asarray(value) for name, value in (tables or {}).items()}
         rows = {name: len(value) for name, value in given.items()}
         self._tables = PipelineTables(rows, devices[0])
         trained = joined(list(params), given)
         state = {
             "params": trained,
-            "opt": jax.jit(tx.init)(trained),
+            "opt": jax.jit(self._tx.init)(trained),
             "global_step": np.zeros((), np.int32),
         }
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(state)
@@ -149,7 +150,7 @@ class PipelineStep:
             grads = joined(grads, self._tables.gradients(into, found, places))
         else:
             loss, grads = self._value_and_grad(stages, taken, targets)
-        updates, opt = self._tx.update(grads, now["opt"], now["params"])
+        updates, opt = self._tx.update(grads, now["opt"], now["params"], value=loss)
         new = {
             "params": optax.apply_updates(now["params"], updates),
             "opt": opt,

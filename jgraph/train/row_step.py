@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jgraph.graph.rows import unique_rows
 from jgraph.train.ids import first_bad_id, usable_ids
+from jgraph.train.optimizer import CalledOptimizer, LossOf
 from jgraph.train.row_update import RowUpdate, other_shapes, probe
 from jgraph.train.sparse import RowTable, RowTables
 from jgraph.train.trees import Tree
@@ -59,6 +59,7 @@ class Computed:
       state: the model's new state.
       grads: of the parameters; of the tables in ``rows``, of these rows.
       rows: by name of the table.
+      loss_of: the loss of the batch, of other parameters.
     """
 
     loss: Any
@@ -66,6 +67,7 @@ class Computed:
     state: Tree
     grads: Tree
     rows: Mapping[str, Rows]
+    loss_of: LossOf
 
 
 @final
@@ -113,7 +115,7 @@ def _rows(table: RowTable, given: Sequence[jax.Array]) -> Rows:
 
 def decide(
     tables: RowTables,
-    tx: optax.GradientTransformationExtraArgs,
+    tx: CalledOptimizer,
     params: Any,
     slots: dict[str, tuple[str, tuple[int, ...]]],
     owners: Sequence[int | None],

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jgraph.train.optimizer import CalledOptimizer
+
 _ROWS = 6
 _TOUCHED = ([0, 2], [1, 2], [0, 5], [2, 4])
 _GARBAGE = 7.0
@@ -56,7 +58,7 @@ def other_shapes(
 
 
 def probe(
-    tx: optax.GradientTransformationExtraArgs,
+    tx: CalledOptimizer,
     params: Any,
     tables: Collection[int],
     owners: Sequence[int | None],

@@ -22,7 +22,7 @@ from jgraph.train.hash_state import trained_tables
 from jgraph.train.hash_step import check_lookups, needs_ps, table_specs
 from jgraph.train.initial import made_state, new_state, on_its_task
 from jgraph.train.kept import kept_state
-from jgraph.train.optimizer import called_by_trainer
+from jgraph.train.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.row_mean import Touched
 from jgraph.train.row_step import Computed, RowStep, Sparse, decide
 from jgraph.train.sparse import find_row_tables
@@ -40,7 +40,8 @@ class TrainStep:
 
     Args:
       adapter: the model and its loss.
-      tx: the optimizer; it sees the parameters as nested dicts.
+      tx: the optimizer, which sees the parameters as nested dicts; or one for each
+        top-level name of them.
       check_finite: compute which gradients are finite, and skip an update that is not.
       arrangement: how variables are cut and placed.
       container: of the variables.
@@ -52,7 +53,7 @@ class TrainStep:
     def __init__(
         self,
         adapter: Adapter,
-        tx: optax.GradientTransformation,
+        tx: Optimizer,
         *,
         check_finite: bool = False,
         arrangement: Arrangement | None = None,
@@ -67,11 +68,15 @@ class TrainStep:
         self._check_ids = check_ids
         self._row_steps: dict[str, RowStep | None] = {}
         self._kept: dict[str, frozenset[str]] = {}
-        self._tx = called_by_trainer(tx)
+        self._tx = CalledOptimizer(tx)
         self._check_finite = check_finite
-        made = None if adapter.make is None else partial(made_state, adapter.make, tx)
+        made = (
+            None
+            if adapter.make is None
+            else partial(made_state, adapter.make, self._tx)
+        )
         if made is None:
-            opt = jax.jit(tx.init)(adapter.params)
+            opt = jax.jit(self._tx.init)(adapter.params)
             tree = new_state(adapter.params, opt, adapter.state)
         else:
             tree = jax.jit(made)() if arrangement is None else jax.eval_shape(made)
@@ -241,7 +246,10 @@ class TrainStep:
         grads = result.grads
         if self.compression is not None:
             grads = self.compression.sent(grads, set(rows))
-        self.update(loss, grads, state, checks, kept, by_rows, rows)
+        self.update(
+            *(loss, grads, state, checks, kept, by_rows, rows),
+            loss_of=result.loss_of,
+        )
         return {"loss": loss, **result.metrics, **checks}
 
     def computed(
@@ -269,7 +277,13 @@ class TrainStep:
             (loss, (metrics, state)), grads = compute(
                 now["params"], now["state"], batch, seeds
             )
-        return Computed(loss, metrics, state, grads, rows)
+
+        def loss_of(params: Tree) -> jax.Array:
+            with device("/job:worker"):
+                value: jax.Array = loss_fn(params, now["state"], batch, seeds)[0]
+                return value
+
+        return Computed(loss, metrics, state, grads, rows, loss_of)
 
     def metric_types(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Returns shape and dtype of the loss, and of each metric, on such batches."""
@@ -293,6 +307,7 @@ class TrainStep:
         kept: frozenset[str],
         by_rows: RowStep | None,
         rows: Mapping[str, Touched],
+        loss_of: LossOf | None = None,
     ) -> None:
         """Applies gradients and counts the step; called inside a graph.
 
@@ -304,6 +319,7 @@ class TrainStep:
           kept: from ``TrainStep.kept``.
           by_rows: from ``row_step``.
           rows: the rows of each table that has them, by name.
+          loss_of: the loss of the batch, where there is one.
         """
         if by_rows is not None:
             rows, grads = self._whole_updates(by_rows, rows, grads)
@@ -312,19 +328,20 @@ class TrainStep:
         old = self._read(rows)
         if by_rows is not None and by_rows.update.reads_padding:
             old = self._padded_with_zeros(rows, old)
-        self._update(old, loss, grads, state, checks, rows, kept)
+        given = {"value": loss, "value_fn": None if rows else loss_of}
+        self._update(old, grads, given, state, checks, rows, kept)
 
     def _update(
         self,
         old: Tree,
-        loss: Any,
         grads: Tree,
+        given: Mapping[str, Any],
         state: Tree,
         checks: Mapping[str, Any],
         rows: Mapping[str, Touched],
         kept: frozenset[str],
     ) -> None:
-        updates, opt = self._tx.update(grads, old["opt"], old["params"], value=loss)
+        updates, opt = self._tx.update(grads, old["opt"], old["params"], **given)
         new = {
             "params": optax.apply_updates(old["params"], updates),
             "opt": opt,

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-import optax
 from flax import nnx
 
 from jgraph.clock import SystemClock
@@ -28,6 +27,7 @@ from jgraph.train.handed import make_saving
 from jgraph.train.history import History
 from jgraph.train.losses import Loss
 from jgraph.train.observed import Metrics, split_metrics
+from jgraph.train.optimizer import Optimizer
 from jgraph.train.parts import Given, Made, Parts
 from jgraph.train.progress import display_of
 from jgraph.train.recover import make_recover
@@ -58,7 +58,8 @@ class Trainer:
       model: an ``nnx.Module`` object or a ``linen.Module``; it is not changed. Or a
         function that makes the former; large parameters are then made on their task.
       loss: see above.
-      tx: an optax transformation. It sees ``params`` as nested dicts.
+      tx: an optax transformation. It sees ``params`` as nested dicts. Or a dict of one
+        for each top-level name of them, ``{"generator": tx1, "discriminator": tx2}``.
       cluster: where to train; this process if unset.
       strategy: ``AsyncPS()`` or ``SyncPS()`` with a cluster, ``Local()`` without.
       metrics: evaluated on data by ``evaluate``: functions of (model, batch), or of
@@ -102,7 +103,7 @@ class Trainer:
         self,
         model: Model,
         loss: Loss,
-        tx: optax.GradientTransformation,
+        tx: Optimizer,
         *,
         cluster: Cluster | None = None,
         strategy: Strategy | None = None,

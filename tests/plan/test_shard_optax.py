@@ -15,7 +15,7 @@ from jgraph.graph.device import device
 from jgraph.graph.ir import Graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.train.optimizer import called_by_trainer
+from jgraph.train.optimizer import CalledOptimizer
 from tests.plan.sharded import check_shard
 
 SHAPES = {"a": (5, 4), "b": (3,), "c": (2, 3, 4)}
@@ -95,7 +95,7 @@ def state_of(tx: optax.GradientTransformation) -> tuple[list[Variable], Any, lis
 def step_graph(tx: optax.GradientTransformation) -> tuple[Graph, list[Any]]:
     """Returns a step as a Trainer traces it, and the values of its variables."""
     variables, tree, values = state_of(tx)
-    tx = called_by_trainer(tx)
+    tx = CalledOptimizer(tx)
 
     def loss(params: Any, x: Any) -> Any:
         return sum(jnp.sum(jnp.tanh(p * x) ** 2) for p in params.values())
