@@ -215,7 +215,7 @@ def _check_same(what: str, old: Tree, new: Tree, was: str) -> None:
     first = "opt/" if what == "state" else "params/"
     told = next(
         (f"{first}{'/'.join(p)} is {b}, and {was} {a}" for p, a, b in types if a != b),
-        "" if kinds[0] == kinds[1] else "its containers are of other kinds, or hold other constants",
+        "its containers are of other kinds" if kinds[0] != kinds[1] else "",
     )
     if told:
         raise ConfigError(
