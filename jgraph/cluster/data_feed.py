@@ -9,13 +9,15 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import Clock
+from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.shell import TaskShell
 from jgraph.coordination import supervision
 from jgraph.coordination.dispatch import Asked, Deal, Dispatch
-from jgraph.coordination.slots import Lease, SlotPlan
+from jgraph.coordination.slots import Lease, Rows, SlotPlan
 from jgraph.coordination.supervision import (
     Answered,
     AskAgain,
@@ -62,7 +64,8 @@ class DataFeed:
 
     Args:
       plan: the slots.
-      reader: where the examples are.
+      reader: where the examples are; of a ``FedReader`` the loop ends, as if all were
+        done, when the client says that there are no more.
       ask: asks for leases.
       shell: threads for reading.
       clock: measures how fast batches go.
@@ -74,7 +77,7 @@ class DataFeed:
     def __init__(
         self,
         plan: SlotPlan,
-        reader: Reader,
+        reader: Reader | FedReader,
         ask: Ask,
         shell: TaskShell,
         clock: Clock,
@@ -84,7 +87,9 @@ class DataFeed:
     ) -> None:
         self._feeds = feeds or {}
         self._plan = plan
-        self._batches = LeasedBatches(reader, plan)
+        self._source = (
+            reader if isinstance(reader, FedReader) else LeasedBatches(reader, plan)
+        )
         self._ask = ask
         self._shell = shell
         self._clock = clock
@@ -97,7 +102,7 @@ class DataFeed:
         self._asking: asyncio.Task[None] | None = None
         self._waiting: Taken | None = None
         self._error: BaseException | None = None
-        self._over = self._dry = False
+        self._over = self._dry = self._ended = False
         self._enough, self._asked_at, self._taken_then = _AHEAD, clock.now(), 0
         self._taken = 0
         self._acknowledged: set[int] = set()  # later than the oldest that is not
@@ -143,6 +148,8 @@ class DataFeed:
             self._timer.cancel()
             self._timer = None
         self._leases.clear()
+        if isinstance(self._source, FedReader):
+            self._source.withdraw()
         if self._asking is not None:
             self._asking.cancel()
 
@@ -174,22 +181,55 @@ class DataFeed:
         if self._index == lease.batches:
             self._leases.popleft()
             self._index = 0
-        self._shell.submit(
-            lambda: self._read(lease, index), self._read_over, self._cost
-        )
+        source = self._source
+        if isinstance(source, FedReader):
+            then = partial(self._want, source, lease, index)
+            self._shell.submit(lambda: self._plan.where(lease, index), then, self._cost)
+        else:
+            self._shell.submit(
+                lambda: self._numbered(lease, index, source.read(lease, index)),
+                self._read_over,
+                self._cost,
+            )
 
-    def _read(self, lease: Lease, index: int) -> NumberedBatch:
+    def _numbered(
+        self, lease: Lease, index: int, fields: Mapping[str, Any]
+    ) -> NumberedBatch:
         number = self._plan.number(lease.epoch, lease.slot, index)
-        fields = self._batches.read(lease, index)
         feeds = {self._feeds.get(name, name): a for name, a in fields.items()}
         return NumberedBatch(number, feeds)
 
-    def _read_over(self, read: NumberedBatch | BaseException) -> None:
+    def _want(
+        self,
+        fed: FedReader,
+        lease: Lease,
+        index: int,
+        found: tuple[int, Rows] | BaseException,
+    ) -> None:
+        """Wants a batch of the client, whose place in the data is known by now."""
+        if isinstance(found, BaseException):
+            self._read_over(found)
+            return
+
+        def came(fields: dict[str, Any] | BaseException | None) -> None:
+            if fields is None or isinstance(fields, BaseException):
+                self._read_over(fields)
+            else:
+                self._read_over(self._numbered(lease, index, fields))
+
+        fed.want(*found, came)
+
+    def _read_over(self, read: NumberedBatch | BaseException | None) -> None:
         self._reading = False
         if isinstance(read, BaseException):
             self._fail(read)
             return
-        self._ready.append(read)
+        if read is None:
+            self._over = self._ended = True
+            self._leases.clear()
+            self._held = len(self._ready)
+        else:
+            self._ready.append(read)
         self._go_on()
 
     # ------------------------------------------------------------ asking
@@ -227,7 +267,7 @@ class DataFeed:
         self._asking = None
         self._obey(Answered())
         self._over = self._over or deal.over
-        leases = leases_of(deal.leases)
+        leases = [] if self._ended else leases_of(deal.leases)
         if wanted:
             self._dry = not leases  # asking again at once would give nothing either
         self._leases.extend(leases)

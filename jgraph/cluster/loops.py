@@ -301,7 +301,7 @@ class LoopHandle:
         self._stopped.set()
         orders = [
             ("Master.StopLoop", frame(stop_loop=one.stop_order(self._run, self.epoch)))
-            for one in self._loops
+            for one in list(self._loops)  # another thread may begin one
         ]
         if self._detached:
             orders = [("Master.StopRun", frame(run_query=pb.RunQuery(run=self._run)))]

@@ -23,6 +23,7 @@ from jgraph.cluster.door import of_task
 from jgraph.cluster.driver import as_error
 from jgraph.cluster.events import RunsSeen
 from jgraph.cluster.gate_calls import GateCalls
+from jgraph.cluster.requests import reading
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.runs import Runs
 from jgraph.cluster.spec import ClusterSpec
@@ -319,7 +320,8 @@ class Master:
     def _position_in(self, name: str, run: RunRecord | None) -> Mapping[str, Any]:
         """Returns where in its data a run is, dealt under this name."""
         if run is not None and run.position is not None:
-            told: Mapping[str, Any] = json.loads(run.position)
+            with reading("the position of a run"):
+                told: Mapping[str, Any] = dict(json.loads(run.position))
             return told
         return self.dealers.position(name)
 

@@ -32,6 +32,7 @@ REQUESTS: Final[Mapping[str, str]] = {
     "PutData": "put_data",
     "SendData": "send_data",
     "OpenSource": "open_source",
+    "FeedData": "feed_data",
     "TaskLog": "log_query",
     "Farewell": "empty",
     "Shutdown": "shutdown",

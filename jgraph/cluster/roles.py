@@ -34,6 +34,7 @@ ROLES: Final[Roles] = {
     # the master, which asks for some of it again when a worker is back.
     "RunStep": _BOTH,
     "PutData": _BOTH,
+    "FeedData": _CLIENT,
     "OpenSource": _BOTH,
     "TaskLog": _CLIENT,
     "SaveShards": _BOTH,

@@ -11,6 +11,7 @@ from jgraph.cluster.calls import CONTROL_S, bounded_s, bulk_timeout_s
 from jgraph.cluster.data_feed import Ask, DataFeed, deal_alone
 from jgraph.cluster.dealer import ANSWER_S, Dealers
 from jgraph.cluster.driver import StepDriver
+from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.cluster.master_lease import AskMaster
@@ -81,7 +82,7 @@ class TaskLoops:
         self._driver = driver
         self._gates = gates
         self._dealers = dealers
-        self._data: dict[str, Reader] = {}
+        self._data: dict[str, Reader | FedReader] = {}
         self._loops: dict[str, LoopRun | SyncLoop] = {}
         # The last that ended: a new master asks what they did.
         self._ended: OrderedDict[str, LoopReports] = OrderedDict()
@@ -97,6 +98,7 @@ class TaskLoops:
             "PutData": self._put_data,
             "SendData": self._send_data,
             "OpenSource": self._open_source,
+            "FeedData": self._feed_data,
         }
 
     def leave(self) -> None:
@@ -153,6 +155,22 @@ class TaskLoops:
         self._data[body.name] = reader
         yield frame(source_info=source_info(reader))
 
+    async def _feed_data(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        if body.about:
+            with reading("a data set that its client reads"):
+                self._data[body.name] = FedReader.from_json(body.about)
+            yield frame(wanted_data=pb.WantedData())
+            return
+        reader = self._data.get(body.name)
+        if not isinstance(reader, FedReader):
+            raise DataError(
+                f"{self._task} has no data set '{body.name}' that its client reads; "
+                "it may have been restarted"
+            )
+        reader.take(body, tuple(request.tensors))
+        yield await reader.wanted()
+
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         failpoint("order.received")
@@ -200,7 +218,7 @@ class TaskLoops:
         feed = self._feed(order, self._data[order.data])
         return LoopRun(order, feed, self._driver, self._clock)
 
-    def _feed(self, order: pb.RunLoop, reader: Reader) -> DataFeed:
+    def _feed(self, order: pb.RunLoop, reader: Reader | FedReader) -> DataFeed:
         if order.data_plan:
             plan = SlotPlan.from_dict(json.loads(order.data_plan))
         else:

@@ -206,6 +206,12 @@ class SlotPlan:
         span = self.span(slot)
         return self.parts[span.part].first + self._within(epoch, slot, span)
 
+    def where(self, lease: Lease, index: int, batches: int = 1) -> tuple[int, Rows]:
+        """Returns the part and the rows of batches of the lease's slot, from one on."""
+        rows = self.rows(lease.epoch, lease.slot)
+        taken = rows[index * self.batch_size : (index + batches) * self.batch_size]
+        return self.span(lease.slot).part, taken
+
     def _within(self, epoch: int, slot: int, span: Span) -> Rows:
         if self.shuffle == "examples":
             whole = self._epoch_order(epoch)

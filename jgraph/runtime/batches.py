@@ -94,17 +94,11 @@ class LeasedBatches:
         """Returns batch ``index`` of the lease's slot; the caller owns its arrays."""
         size = self._plan.batch_size
         if self._plan.shuffle != "slots":
-            return self._reader.read(*self._rows(lease, index, 1))
+            return self._reader.read(*self._plan.where(lease, index))
         if lease != self._lease:
             self._read = self._reader.read(
-                *self._rows(lease, lease.first, lease.batches)
+                *self._plan.where(lease, lease.first, lease.batches)
             )
             self._lease = lease
         first = (index - lease.first) * size
         return {n: a[first : first + size].copy() for n, a in self._read.items()}
-
-    def _rows(self, lease: Lease, index: int, batches: int) -> tuple[int, Rows]:
-        size = self._plan.batch_size
-        rows = self._plan.rows(lease.epoch, lease.slot)
-        part = self._plan.span(lease.slot).part
-        return part, rows[index * size : (index + batches) * size]

@@ -101,9 +101,9 @@ class AsyncRunner:
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
         batch = dataset.avals(batch_size)
-        key = str(batch)
+        key = f"{batch} {dataset.note}"
         if key not in self._prepared:
-            graph = self._step.graph(batch)
+            graph = dataset.noted(self._step.graph(batch))
             names = self._step.metric_names(graph)
             planned = plan(
                 graph,
@@ -151,6 +151,7 @@ class AsyncRunner:
                 ),
             )
         self.is_training = True
+        self.workers.stop_with(order, loops.stop)
         admit = partial(self._admit, prepared, order, loops)
         rejoin = Rejoin(self._cluster, None if order.detached else admit)
         self._farewells = Farewells(self._cluster)
@@ -175,6 +176,7 @@ class AsyncRunner:
             raise
         finally:
             rejoin.close()
+            self.workers.end_feeding()
             with self.lock:
                 self._loops, self.is_training = None, False
                 with contextlib.suppress(ClusterError):  # gone, and the run with it

@@ -34,7 +34,7 @@ class Wanted:
 
     data: Data | Source
     steps: int
-    batch_size: int
+    batch_size: int | None
     eval_data: Data | Source | None
     eval_every: int | None
     evaluate: Callable[[Any], dict[str, float]]
@@ -99,6 +99,14 @@ class Attempts:
         if wanted.detached:
             check_detachable(given.cluster, given.strategy)
         self._opened = self._open()
+        dataset = self._opened[0]
+        if wanted.detached and dataset.fed is not None:
+            raise ConfigError(
+                "this process reads the data and sends it to the workers, and a "
+                "detached run goes on without it; give arrays, or a jg.Source that "
+                "the workers read"
+            )
+        self._batch_size = dataset.batch_size(wanted.batch_size)
         self._total = 0
         self.stop = wanted.stop
         """Set from another thread: stop after the current step."""
@@ -107,13 +115,13 @@ class Attempts:
         """Returns the first one, which does all steps."""
         dataset, evaluated = self._opened
         self._parts.carry_over()
-        made = self._parts.prepare(dataset, self._wanted.batch_size)
+        made = self._parts.prepare(dataset, self._batch_size)
         self._total = made[1].global_step() + self._wanted.steps
         return self._attempt(made, dataset, evaluated)
 
     def remake(self) -> Remade:
         """Makes the parts of another attempt, without asking any task."""
-        return self._parts.remake(self._opened[0], self._wanted.batch_size)
+        return self._parts.remake(self._opened[0], self._batch_size)
 
     def again(self, directory: Path, remade: Future[Remade]) -> Attempt:
         """Returns what does the steps that are missing in the newest good checkpoint.
@@ -127,9 +135,9 @@ class Attempts:
         Raises:
           CheckpointError: no step there is good.
         """
-        dataset, evaluated = self._open()  # a worker may have been started anew
+        dataset, evaluated = self._reopen()
         fill = partial(fill_from, path=directory, check_first=False)
-        made = self._parts.renew(fill, dataset, self._wanted.batch_size, remade)
+        made = self._parts.renew(fill, dataset, self._batch_size, remade)
         return self._attempt(made, dataset, evaluated)
 
     def keep_on(self, remade: Future[Remade]) -> Attempt:
@@ -143,12 +151,12 @@ class Attempts:
         Raises:
           CopyLostError: it is not kept.
         """
-        dataset, evaluated = self._open()
+        dataset, evaluated = self._reopen()
         _, old, _ = self._parts.made()
         made = self._parts.renew(
             lambda new: new[1].inherit(old),
             dataset,
-            self._wanted.batch_size,
+            self._batch_size,
             remade,
             from_old=True,
         )
@@ -157,9 +165,17 @@ class Attempts:
     def _open(self) -> _Opened:
         given, wanted = self._given, self._wanted
         dataset = as_source_or_dataset(
-            wanted.data, given.cluster, finite=given.check_finite
+            wanted.data,
+            given.cluster,
+            finite=given.check_finite,
+            batch_size=wanted.batch_size,
+            known=self._parts.trained_on,
         )
         return dataset, as_evaluated(wanted.eval_data, given.cluster, dataset)
+
+    def _reopen(self) -> _Opened:
+        """Opens sources once more: a worker may have been started anew."""
+        return self._open() if self._opened[0].fed is None else self._opened
 
     def _attempt(
         self, made: Made, dataset: Dataset, evaluated: Dataset | None
@@ -183,7 +199,7 @@ class Attempts:
             order=Order(
                 dataset,
                 max(0, self._total - first),
-                wanted.batch_size,
+                self._batch_size,
                 self._given.seed,
                 wanted.eval_every,
                 stop=wanted.stop,
@@ -195,7 +211,7 @@ class Attempts:
                 self._parts.side_car, wanted.evaluate, wanted.eval_data, evaluated
             ),
             checked=step.checked if self._given.check_finite else None,
-            lookups=step.lookups(dataset.avals(wanted.batch_size)),
+            lookups=step.lookups(dataset.avals(self._batch_size)),
             take=take,
         )
 

@@ -1,10 +1,11 @@
 """What users give as data, checked once, and cut into batches and shards."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import jax
 import numpy as np
@@ -13,14 +14,50 @@ from flax.errors import FlaxError, TraceContextError
 from jgraph.cluster.sources import SourceFacts
 from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.errors import DataError, JGError, OuterStateError
+from jgraph.graph.ir import Graph
 from jgraph.runtime.batches import ArrayReader, Reader
 from jgraph.runtime.data import Array, check_batch_size, check_lengths
+from jgraph.train.fields import as_array
+from jgraph.train.forms import (
+    BATCH_SIZE,
+    Indexed,
+    Stream,
+    first_element,
+    is_indexed,
+    may_be_batches,
+)
 
-Data: TypeAlias = Mapping[str, Any] | Sequence[Any] | np.ndarray[Any, Any] | jax.Array
-"""A dict of arrays, a tuple of arrays such as ``(x, y)``, or one array."""
+
+class Elements(Protocol):
+    """What gives an example, or a batch, by number, and has a length."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Data: TypeAlias = (
+    Mapping[str, Any]
+    | Sequence[Any]
+    | np.ndarray[Any, Any]
+    | jax.Array
+    | Iterable[Any]
+    | Callable[[], Iterable[Any]]
+    | Elements
+)
+"""A dict of arrays, a tuple of arrays such as ``(x, y)``, or one array. Or what gives
+examples by number, or yields batches; see the page on data."""
 
 Batch: TypeAlias = Any
 """The same structure as the data, with the examples of one batch."""
+
+
+_DEALT: Final = (
+    "the data is read in this process and sent to the workers as they need it: "
+    "arrays, or a jg.Source that workers read themselves, are faster"
+)
+_ENDLESS: Final = (
+    "the data can only be iterated: a batch that a lost worker held is left out, and a "
+    "checkpoint, or a restart, does not know the position in it"
+)
 
 
 @final
@@ -33,10 +70,13 @@ class Dataset:
 
     fields: dict[str, Array]
     tree: Any
-    # Of a source that is read elsewhere: `fields` show its types and hold nothing.
+    # Of what is read elsewhere, or element by element, `fields` show the types and hold
+    # nothing.
     facts: SourceFacts | None = None
     local: Reader | None = None
     source: str = ""
+    fed: Indexed | Stream | None = None
+    """What only this process can read, and workers get from it."""
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
@@ -64,10 +104,48 @@ class Dataset:
         Raises:
           DataError: less than 1, or more than there are examples.
         """
+        if self._whole_batches:
+            return SlotPlan(self.parts, 1, seed, shuffle=self.reader().shuffle)
         check_batch_size(batch_size, len(self))
         if self.facts is None:
             return SlotPlan(self.parts, batch_size, seed)
         return SlotPlan(self.parts, batch_size, seed, shuffle=self.facts.shuffle)
+
+    @property
+    def _whole_batches(self) -> bool:
+        """Whether a row is a batch."""
+        return isinstance(self.fed, Stream) or bool(self.fed and self.fed.element.size)
+
+    def batch_size(self, wanted: int | None) -> int:
+        """Returns the examples of a batch.
+
+        Args:
+          wanted: what the user said; None: nothing.
+
+        Raises:
+          DataError: the data comes in batches of another size.
+        """
+        size = self.fed.size if isinstance(self.fed, Stream) else 0
+        if isinstance(self.fed, Indexed):
+            size = self.fed.element.size
+        if size and wanted not in {None, size}:
+            raise DataError(
+                f"batch_size is {wanted}, and the data comes in batches of {size} "
+                "examples; leave batch_size out"
+            )
+        return size or wanted or BATCH_SIZE
+
+    @property
+    def note(self) -> str:
+        """What is weaker than with arrays; empty: nothing."""
+        if self.fed is None:
+            return ""
+        return _ENDLESS if isinstance(self.fed, Stream) else _DEALT
+
+    def noted(self, graph: Graph) -> Graph:
+        """Returns the graph of a step with what its plan says of the data."""
+        note = f"data: {self.note}"
+        return replace(graph, notes=(*graph.notes, note)) if self.note else graph
 
     @property
     def is_here(self) -> bool:
@@ -77,12 +155,33 @@ class Dataset:
     @property
     def parts(self) -> tuple[Part, ...]:
         """What there is: all arrays together, or files."""
+        if self.fed is not None:
+            return self.fed.parts
         whole = (Part("the data", len(self)),)
         return whole if self.facts is None else self.facts.parts
 
     def reader(self) -> Reader:
         """Returns what reads batches in this process."""
+        if self.fed is not None:
+            return self.fed
         return ArrayReader(self.fields) if self.local is None else self.local
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Reads ahead of need meanwhile, where that is done here."""
+        return self.fed.reading() if isinstance(self.fed, Stream) else nullcontext()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was an iterator, and gives no more."""
+        return isinstance(self.fed, Stream) and self.fed.has_ended
+
+    def in_memory(self) -> "Dataset":
+        """Returns the data as arrays, where only this process can read it."""
+        if self.fed is None:
+            return self
+        parts = zip(*self.fed.once(BATCH_SIZE), strict=True)
+        joined = [np.concatenate(arrays) for arrays in parts]
+        return Dataset(dict(zip(self.fields, joined, strict=True)), self.tree)
 
     def describe(self, examples: int | None = None) -> str:
         """Returns names and types of the fields, for messages."""
@@ -104,6 +203,10 @@ class Dataset:
 
     def batches(self, batch_size: int) -> Iterator[tuple[int, Batch]]:
         """Yields (examples, batch) once, in order; the last of a part is smaller."""
+        if self.fed is not None:
+            for arrays in self.fed.once(batch_size):
+                yield len(arrays[0]), self.batch(arrays)
+            return
         reader = self.reader()
         names = list(self.fields) if self.local is None else sorted(reader.fields)
         for number, part in enumerate(self.parts):
@@ -114,7 +217,11 @@ class Dataset:
 
 
 def as_dataset(
-    data: "Data | Dataset", name: str = "data", *, finite: bool = False
+    data: "Data | Dataset",
+    name: str = "data",
+    *,
+    finite: bool = False,
+    batch_size: int | None = None,
 ) -> Dataset:
     """Checks what the user gave and returns it as a ``Dataset``.
 
@@ -125,9 +232,10 @@ def as_dataset(
       data: a dict or tuple of arrays with examples along axis 0, or one array.
       name: the caller's argument, for messages.
       finite: also refuse NaN and infinity.
+      batch_size: examples of a batch, if the user said so.
 
     Raises:
-      DataError: not arrays, no examples, lengths that differ, an object or string
+      DataError: no data, no examples, lengths that differ, an object or string
         dtype, integers too large for JAX's type, or NaN where it is forbidden.
 
     Example:
@@ -137,11 +245,8 @@ def as_dataset(
     """
     if isinstance(data, Dataset):
         return data
-    if not isinstance(data, Mapping | tuple | list) and not hasattr(data, "shape"):
-        raise DataError(
-            f"{name} is a {type(data).__name__}; give arrays: (x, y) or "
-            "{'image': x, 'label': y}"
-        )
+    if not _is_structure(data):
+        return _fed(data, name, batch_size, finite=finite)
     leaves, tree = jax.tree_util.tree_flatten_with_path(
         dict(data) if isinstance(data, Mapping) else data,
         is_leaf=lambda v: not isinstance(v, dict | tuple) and v is not data,
@@ -149,64 +254,49 @@ def as_dataset(
     fields = {}
     for path, value in leaves:
         field = name + jax.tree_util.keystr(path)
-        fields[field] = _as_array(value, field, finite=finite)
+        fields[field] = as_array(value, field, finite=finite)
     check_lengths({field: len(array) for field, array in fields.items()})
     return Dataset(fields, tree)
 
 
-def _as_array(value: Any, field: str, *, finite: bool) -> Array:
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
+def _is_structure(data: Any) -> bool:
+    """Whether data is arrays, and no row of elements; a list may be either."""
+    if isinstance(data, list):
+        return not (data and isinstance(data[0], tuple | Mapping))
+    return isinstance(data, Mapping | tuple) or hasattr(data, "shape")
+
+
+def _fed(given: Any, name: str, batch_size: int | None, *, finite: bool) -> Dataset:
+    """Returns data of which only this process can read elements."""
+    reader: Indexed | Stream
+    if isinstance(given, str | bytes | Path):
         raise DataError(
-            f"{field} is not an array: {error}; pad it to one shape", field=field
-        ) from error
-    if array.ndim == 0:
-        raise DataError(
-            f"{field} is a single value, not an array; examples lie along axis 0",
-            field=field,
+            f"{name} is the text {str(given)!r:.60}; files are data as "
+            "jg.Source.npz(path), .parquet(path), .tfrecord(path, features), "
+            ".array_record(path, features)"
         )
-    if not _is_numeric(array.dtype):
-        raise DataError(
-            f"{field} has dtype {array.dtype}, which XLA does not know; give numbers "
-            "(for text: ids; for ragged rows: padded arrays)",
-            field=field,
-            dtype=str(array.dtype),
+    if is_indexed(given):
+        examples = not may_be_batches(given)
+        first = first_element(
+            given[0], name, batch_size, examples=examples, finite=finite
         )
-    if finite and array.dtype.kind in "fV" and not np.isfinite(array).all():
+        reader = Indexed(given, first)
+    elif hasattr(given, "__iter__") or callable(given):
+        reader = Stream(given, name, batch_size, finite=finite)
+    else:
         raise DataError(
-            f"{field} contains NaN or infinity, first at example "
-            f"{_first_bad(array)}; clean the data or set check_finite=False",
-            field=field,
+            f"{name} is a {type(given).__name__}; give arrays, (x, y) or "
+            "{'image': x, 'label': y}; a jg.Source of files; an object with examples "
+            "by number (__len__ and __getitem__); or an iterable of batches"
         )
-    return _as_jax_dtype(array, field)
-
-
-def _is_numeric(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in "biufc" or (dtype.kind == "V" and dtype.names is None)
-
-
-def _first_bad(array: Array) -> int:
-    rows = np.isfinite(array).reshape(len(array), -1).all(axis=1)
-    return int(np.argmin(rows))
-
-
-def _as_jax_dtype(array: Array, field: str) -> Array:
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if dtype == array.dtype:
-        return array
-    if array.dtype.kind in "iu" and array.size:
-        limits = np.iinfo(dtype)
-        low, high = int(array.min()), int(array.max())
-        if low < limits.min or high > limits.max:
-            raise DataError(
-                f"{field} has values from {low} to {high}, too large for JAX's "
-                f"{dtype}; for a jg.HashTable give jg.split_keys(ids), else smaller "
-                "numbers, or switch 64-bit types on: "
-                "jax.config.update('jax_enable_x64', True)",
-                field=field,
-            )
-    return array.astype(dtype)
+    element = reader.element
+    size = reader.size if isinstance(reader, Stream) else element.size
+    rows = sum(part.examples for part in reader.parts) * (size or 1)
+    shown = {
+        name: np.broadcast_to(np.zeros((), field.dtype), (rows, *field.shape))
+        for name, field in reader.fields.items()
+    }
+    return Dataset(shown, element.tree, fed=reader)
 
 
 def check_alike(known: Dataset, given: Dataset, what: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from jgraph.train.runner import Position, Runner
 from jgraph.train.saving import Saving
 from jgraph.train.standing import Standings
 from jgraph.train.watch import Watch, check_finite, check_ids
+
+_LOG = logging.getLogger("jgraph.data")
 
 _End: TypeAlias = tuple[Sequence[Any] | None, Position]
 """Values of all variables, if they are not large; and where in the data a run ended."""
@@ -188,7 +191,11 @@ class Fit:
     def _train(self, attempt: Attempt, watch: Watch) -> None:
         self.display.say("compiling on the tasks" if self.workers else "compiling")
         # Closed here, whatever happens: nothing trains on behind an error.
-        with contextlib.closing(attempt.runner.run(attempt.order)) as chunks:
+        dataset = attempt.order.dataset
+        if dataset.note:
+            _LOG.info("%s", dataset.note)
+        running = contextlib.closing(attempt.runner.run(attempt.order))
+        with dataset.reading(), running as chunks:
             for chunk in chunks:
                 if chunk.at_rest:
                     self._save_at_rest()
@@ -199,6 +206,14 @@ class Fit:
                 self._tell(watch.take(chunk))
                 if self.saving is not None:
                     self.saving.note(self.history.steps)
+        total = attempt.first + attempt.order.steps
+        if dataset.has_ended and self.history.steps < total:
+            _LOG.warning(
+                "the data ended: the run stops at step %d of %d; give more of it, or "
+                "an iterable that can begin anew, such as the function that makes the "
+                "generator",
+                *(self.history.steps, total),
+            )
 
     def _save_at_rest(self) -> None:
         if self.saving is not None:

@@ -77,9 +77,9 @@ class LocalRunner:
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
         batch = dataset.avals(batch_size)
-        key = str(batch)
+        key = f"{batch} {dataset.note}"
         if key not in self._compiled:
-            graph = self._step.graph(batch)
+            graph = dataset.noted(self._step.graph(batch))
             names = self._step.metric_names(graph)
 
             def step(values: list[Any], *feeds: Any) -> tuple[list[Any], list[Any]]:
@@ -106,7 +106,9 @@ class LocalRunner:
         recent: deque[Any] = deque(maxlen=_IN_FLIGHT)
         for number in range(first, first + order.steps):
             asked = now()
-            batch = next(batches)
+            batch = next(batches, None)
+            if batch is None:
+                break  # there is no more data
             gathering += now() - asked
             out = self._one(compiled, batch, number)
             dispatch.handle(Progressed("", number - first + 1), 0.0)
@@ -141,7 +143,10 @@ class LocalRunner:
             assert isinstance(deal, Deal)  # the budget is that of the loop
             for lease in deal.leases:
                 for index in range(lease.first, lease.first + lease.batches):
-                    fields = reader.read(lease, index)
+                    try:
+                        fields = reader.read(lease, index)
+                    except EOFError:
+                        return
                     yield order.dataset.batch(list(fields.values()))
                     done += 1
 

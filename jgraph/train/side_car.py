@@ -33,6 +33,7 @@ from jgraph.train.adapters import Metric
 from jgraph.train.data import Data, Dataset, as_dataset, check_alike
 from jgraph.train.evaluate import check_metrics, weighted
 from jgraph.train.evaluations import Evaluation, Evaluations
+from jgraph.train.forms import Stream
 from jgraph.train.metrics import named_metrics
 from jgraph.train.row_step import RowStep, Sparse
 from jgraph.train.row_update import RowUpdate
@@ -67,6 +68,9 @@ def as_evaluated(
     task = evaluator_of(cluster)
     if not isinstance(data, Source):
         dataset = as_dataset(data, "eval_data")
+        once = isinstance(dataset.fed, Stream) and dataset.fed.has_end
+        if task is not None or once:
+            dataset = dataset.in_memory()
     else:
         dataset = data.open(None) if task is None else data.open(cluster, [task])
     check_alike(trained, dataset, "the training data")

@@ -15,6 +15,7 @@ from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.sources import open_source
 from jgraph.train.data import Data, Dataset, as_dataset
+from jgraph.train.forms import Stream
 
 Features = Mapping[str, tuple[str, Sequence[int]]]
 """Name, and dtype and shape of one example: ``{"image": ("uint8", (28, 28))}``."""
@@ -123,11 +124,24 @@ def as_source_or_dataset(
     cluster: Cluster | None = None,
     *,
     finite: bool = False,
+    batch_size: int | None = None,
+    known: Dataset | None = None,
 ) -> Dataset:
-    """Opens a source, or checks arrays as ``as_dataset`` does."""
+    """Opens a source, or looks at other data as ``as_dataset`` does.
+
+    Args:
+      data: what the user gave.
+      cluster: whose workers open a source; None: this process does.
+      finite: refuse NaN and infinity.
+      batch_size: examples of a batch, if the user said so.
+      known: data that was used before; an iterator goes on where it is.
+    """
     if isinstance(data, Source):
         return data.open(cluster)
-    return as_dataset(data, finite=finite)
+    if known is not None and isinstance(known.fed, Stream) and known.fed.given is data:
+        known.batch_size(batch_size)
+        return known
+    return as_dataset(data, finite=finite, batch_size=batch_size)
 
 
 def _plain(features: Features) -> dict[str, Any]:

@@ -98,9 +98,12 @@ class SyncRunner:
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
         batch = dataset.avals(batch_size)
-        key = str(batch)
+        key = f"{batch} {dataset.note}"
         if key not in self._prepared:
-            self._prepared[key] = self._plan(batch)
+            prepared = self._plan(batch)
+            noted = dataset.noted(prepared.plan.graph)
+            prepared.plan = replace(prepared.plan, graph=noted)
+            self._prepared[key] = prepared
         self._last = self._prepared[key]
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
@@ -122,6 +125,7 @@ class SyncRunner:
         admit = None if order.detached else partial(self._admit, prepared, order)
         rejoin = Rejoin(self._cluster, admit)
         self.state.is_training = True
+        self._workers.stop_with(order, self._stop_loops)
         farewells = self._farewells = Farewells(self._cluster)
         try:
             yield from self._follow(prepared, order, rejoin, farewells)
@@ -134,6 +138,7 @@ class SyncRunner:
             raise
         finally:
             rejoin.close()
+            self._workers.end_feeding()
             self._loops, self.state.is_training = None, False
 
     def _follow(
@@ -157,8 +162,7 @@ class SyncRunner:
             now, late = clock.now(), Counter[TaskName]()
             began = began or now
             for report in loops:
-                if order.stop.is_set():
-                    loops.stop()
+                self._stop_if_due(order, report, loops)
                 if report.replica < self.replicas:
                     self._note(prepared, report, rejoin)
                     if len(report.steps):
@@ -179,6 +183,17 @@ class SyncRunner:
             left = 0 if order.detached else left  # its master has begun all others
             dropped += late
             sync = replace(sync, epoch=loops.epoch)
+
+    def _stop_if_due(self, order: Order, report: LoopReport, loops: LoopHandle) -> None:
+        if self._workers.ran_out(report):
+            order.stop.set()  # the others would wait for that one
+        if order.stop.is_set():
+            loops.stop()
+
+    def _stop_loops(self) -> None:
+        loops = self._loops
+        if loops is not None:
+            loops.stop()
 
     def _note(self, prepared: _Prepared, report: LoopReport, rejoin: Rejoin) -> None:
         self._workers.note(report)

@@ -142,7 +142,7 @@ class Trainer:
         data: Data | Source,
         *,
         steps: int,
-        batch_size: int = 128,
+        batch_size: int | None = None,
         eval_data: Data | Source | None = None,
         eval_every: int | None = None,
         callbacks: Sequence[Callback] = (),
@@ -182,7 +182,8 @@ class Trainer:
           CheckpointWriterError: another process saves to the same directory.
         """
         every = 1 if eval_every is None else eval_every
-        check_counts(steps=steps, batch_size=batch_size, eval_every=every)
+        size = 1 if batch_size is None else batch_size
+        check_counts(steps=steps, batch_size=size, eval_every=every)
         check_evaluation(eval_data, eval_every)
         given = self._given
         wanted = Wanted(
@@ -220,7 +221,9 @@ class Trainer:
         return wait_or_stop(run, display) if block else run
 
     @short_traceback
-    def plan(self, data: Data | None = None, batch_size: int = 128) -> Any:
+    def plan(
+        self, data: Data | Source | None = None, batch_size: int | None = None
+    ) -> Any:
         """Returns what goes where when it is trained on ``data``.
 
         Args:
@@ -232,7 +235,11 @@ class Trainer:
         """
         if data is not None:
             with saying("tracing and placing"):
-                self._parts.prepare(as_dataset(data), batch_size)
+                given, known = self._given, self._parts.trained_on
+                dataset = as_source_or_dataset(
+                    data, given.cluster, batch_size=batch_size, known=known
+                )
+                self._parts.prepare(dataset, dataset.batch_size(batch_size))
         if not self._parts.are_made:
             raise ConfigError(
                 "the plan depends on the shapes of a batch; give the data: "

@@ -1,7 +1,7 @@
 """What the workers of a training run have, and what each is told to run."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import numpy as np
@@ -14,6 +14,7 @@ from jgraph.cluster.session import Session
 from jgraph.cluster.sources import open_source_on
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.train.data import Dataset
+from jgraph.train.feeding import Feeding
 from jgraph.train.metrics import CONTRIBUTIONS, metrics_by_name
 from jgraph.train.runner import Chunk, Order
 from jgraph.train.step import TrainStep
@@ -36,6 +37,8 @@ class Workers:
         self._cluster = cluster
         self._session = session
         self._data = f"{step.container}/data"
+        self.feeding: Feeding | None = None
+        """Gives the workers data that only this process can read."""
         # Which data the workers hold: the same data of a later fit is not sent again.
         self._uploaded: dict[TaskName, str] = {}
 
@@ -43,6 +46,14 @@ class Workers:
         """Gives every worker the data, unless it has it; also who takes them back."""
         dataset = order.dataset
         if dataset.source:  # the workers have opened it
+            return
+        if dataset.fed is not None:
+            fields = _fields(graph, dataset)
+            reader = dataset.reader()
+            self.feeding = Feeding(self._cluster, self._data, reader, fields)
+            self._uploaded.clear()
+            for task in dict.fromkeys(self.tasks):
+                self.feeding.begin(task)
             return
         digest = dataset.digest()
         # A ps: it is there as long as the run.
@@ -57,6 +68,8 @@ class Workers:
         worker = self.tasks[replica]
         if dataset.source:
             open_source_on(self._cluster, worker, dataset.source)
+        elif self.feeding is not None:
+            self.feeding.begin(worker)
         else:
             self._put(worker, graph, dataset)
 
@@ -65,8 +78,30 @@ class Workers:
         self._session.put_data(worker, self._data, dict(fields))
 
     def forget_data(self) -> None:
-        """Sends the data anew next time: a worker may have been started anew."""
+        """Sends the data anew next time: a worker may have been started anew.
+
+        Raises:
+          JGError: the data is what ended the run.
+        """
         self._uploaded.clear()
+        if self.feeding is not None and self.feeding.error is not None:
+            raise self.feeding.error
+
+    def stop_with(self, order: Order, stop: Callable[[], None]) -> None:
+        """Stops loops when that is asked for, also while they wait for data."""
+        if self.feeding is not None:
+            self.feeding.stop_with(order.stop, stop)
+
+    def ran_out(self, report: LoopReport) -> bool:
+        """Whether a loop is over as there is no more data."""
+        over = self.feeding is not None and self.feeding.is_over
+        return over and report.state == "done"
+
+    def end_feeding(self) -> None:
+        """Gives no more data to the workers."""
+        if self.feeding is not None:
+            self.feeding.close()
+            self.feeding = None
 
     def requests(
         self,

@@ -180,6 +180,8 @@ class Frame(_message.Message):
     RUN_QUERY_FIELD_NUMBER: _builtins.int
     RUN_TABLE_FIELD_NUMBER: _builtins.int
     SEND_DATA_FIELD_NUMBER: _builtins.int
+    FEED_DATA_FIELD_NUMBER: _builtins.int
+    WANTED_DATA_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
@@ -296,6 +298,10 @@ class Frame(_message.Message):
     def run_table(self) -> Global___RunTable: ...
     @_builtins.property
     def send_data(self) -> Global___SendData: ...
+    @_builtins.property
+    def feed_data(self) -> Global___FeedData: ...
+    @_builtins.property
+    def wanted_data(self) -> Global___WantedData: ...
     def __init__(
         self,
         *,
@@ -355,12 +361,14 @@ class Frame(_message.Message):
         run_query: Global___RunQuery | None = ...,
         run_table: Global___RunTable | None = ...,
         send_data: Global___SendData | None = ...,
+        feed_data: Global___FeedData | None = ...,
+        wanted_data: Global___WantedData | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2838,6 +2846,73 @@ class OpenSource(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSource: _TypeAlias = OpenSource  # noqa: Y015
+
+@_typing.final
+class FeedData(_message.Message):
+    """"FeedData" (client -> worker): rows of the data set `name`, which only the client can
+    read. The answer tells what the worker wants next, or nothing after some seconds. With
+    `about` the call opens the data set instead. The tensors are the fields of the rows.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ABOUT_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    about: _builtins.str
+    """JSON: fields, parts, shuffle"""
+    number: _builtins.int
+    """of the wanted rows that these are; 0: none"""
+    over: _builtins.bool
+    """there are no more"""
+    @_builtins.property
+    def error(self) -> Global___Status:
+        """why they do not come"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        about: _builtins.str = ...,
+        number: _builtins.int = ...,
+        over: _builtins.bool = ...,
+        error: Global___Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "error", b"error", "name", b"name", "number", b"number", "over", b"over"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeedData: _TypeAlias = FeedData  # noqa: Y015
+
+@_typing.final
+class WantedData(_message.Message):
+    """Tensor: the rows (int64[n])."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """0: nothing for now"""
+    part: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        part: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedData: _TypeAlias = WantedData  # noqa: Y015
 
 @_typing.final
 class SourceField(_message.Message):
