@@ -55,8 +55,8 @@ _DEALT: Final = (
     "arrays, or a jg.Source that workers read themselves, are faster"
 )
 _ENDLESS: Final = (
-    "the data can only be iterated: a batch that a lost worker held is left out, and a "
-    "checkpoint, or a restart, does not know the position in it"
+    "the data can only be iterated: what a lost worker held is left out, and so may be "
+    "a few batches that were read ahead; a checkpoint does not know the position in it"
 )
 
 
