@@ -5,7 +5,7 @@ is in topological order, and no set of partitions can wait for each other.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -33,6 +33,7 @@ from jgraph.plan.nodes import (
     ValueType,
     WriteNode,
     inputs_of,
+    outputs_of,
 )
 from jgraph.plan.program import Partition, Program, SegmentCode, StoredVariable
 from jgraph.plan.row_access import RowAccess
@@ -190,7 +191,7 @@ class Assembler:
                 (op.writes[0], self._value(builder, op.equation.invars[1]))
                 for op in ops
             ]
-            self._write(builder, pairs)
+            self._write(builder, pairs, self._awaited(builder, cluster))
         else:
             self._segment(builder, cluster, leaving)
         self._send(cluster.task, leaving)
@@ -250,8 +251,25 @@ class Assembler:
     def _only_writes(self, cluster: Cluster) -> bool:
         return all(self.cut.flow.ops[i].is_whole_write for i in cluster.ops)
 
-    def _write(self, builder: Builder, pairs: list[tuple[int, ValueId]]) -> None:
+    def _awaited(self, builder: Builder, cluster: Cluster) -> set[int]:
+        """Returns the nodes that make what a cluster waits for and does not take."""
+        wanted = {
+            builder.ids[v] for i in cluster.roots for v in self.cut.awaited.get(i, ())
+        }
+        if not wanted:
+            return set()
+        return {
+            n for n, node in enumerate(builder.nodes) if wanted & {*outputs_of(node)}
+        }
+
+    def _write(
+        self,
+        builder: Builder,
+        pairs: list[tuple[int, ValueId]],
+        awaited: Collection[int] = (),
+    ) -> None:
         after = builder.order(set(), {v for v, _ in pairs})
+        after = tuple(sorted({*after, *awaited}))
         variables = tuple(builder.variable(v) for v, _ in pairs)
         values = tuple(value for _, value in pairs)
         builder.nodes.append(WriteNode(variables, values, after))
@@ -272,7 +290,8 @@ class Assembler:
             {*segment.updates, *(v for v, _ in segment.row_updates)},
         )
         if cluster.kind == "alone":
-            after = tuple(sorted({*after, *builder.order_alone()}))
+            after = (*after, *builder.order_alone())
+        after = tuple(sorted({*after, *self._awaited(builder, cluster)}))
         outs = tuple(
             self._define(builder, a)
             if n < len(leaving) and not isinstance(a, Literal)

@@ -14,13 +14,14 @@ those of one task follow one another in program order.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 from jgraph._compat import Literal, Var
 from jgraph.graph.ir import TaskName
 from jgraph.plan.flow import Flow, Version
+from jgraph.plan.id_checks import awaited_checks
 from jgraph.plan.merge import Kind, merge, topological
 from jgraph.plan.overlap import overlap
 
@@ -54,11 +55,13 @@ class Cut:
       flow: the graph that was cut.
       clusters: in topological order.
       users: positions of the clusters that take each value from outside.
+      awaited: values that an op must wait for and does not take, see ``id_checks``.
     """
 
     flow: Flow
     clusters: tuple[Cluster, ...]
     users: Mapping[Var, tuple[int, ...]]
+    awaited: Mapping[int, Sequence[Var]]
 
 
 def cut(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> Cut:
@@ -85,6 +88,7 @@ class _Links:
     roots: list[int] = field(default_factory=list)
     after: dict[int, set[int]] = field(default_factory=dict)
     before: dict[int, set[int]] = field(default_factory=dict)
+    awaited: dict[int, list[Var]] = field(default_factory=dict)
     _reread: set[int] = field(default_factory=set)
     _followed: set[int] = field(default_factory=set)
 
@@ -99,6 +103,7 @@ class _Links:
                 self._link(self.flow.producer.get(var), index)
         self._order_state()
         self._order_alone()
+        self._order_checks()
 
     def taken(self, index: int) -> list[Var]:
         """Returns the values that a root and its copies take from others."""
@@ -231,6 +236,12 @@ class _Links:
                 self._link(last.get(self.task[index]), index)
                 last[self.task[index]] = index
 
+    def _order_checks(self) -> None:
+        self.awaited = awaited_checks(self.flow, self.task, self.after, self.taken)
+        for index, values in self.awaited.items():
+            for value in values:
+                self._link(self.flow.producer[value], index)
+
     def _state_reads(self, index: int) -> set[Version]:
         ops = [self.flow.ops[i] for i in (index, *self.copies([index]))]
         return {read for op in ops for read in op.reads}
@@ -306,12 +317,12 @@ class _Links:
             ops = tuple(sorted(roots | self.copies(roots)))
             clusters.append(Cluster(where, kind, ops, frozenset(roots)))
         home = {i: rank[n] for i, n in home.items()}
-        return Cut(self.flow, tuple(clusters), self._users(home))
+        return Cut(self.flow, tuple(clusters), self._users(home), self.awaited)
 
     def _users(self, home: dict[int, int]) -> dict[Var, tuple[int, ...]]:
         users: dict[Var, set[int]] = {}
         for index in self.roots:
-            for var in self.taken(index):
+            for var in (*self.taken(index), *self.awaited.get(index, ())):
                 producer = self.flow.producer.get(var)
                 if producer is None or home[producer] != home[index]:
                     users.setdefault(var, set()).add(home[index])

@@ -143,3 +143,25 @@ def test_wrong_ids_are_refused(session: Session) -> None:
         session.run(step.train, {"other": x["other"]}, t)
     with pytest.raises(RowIdError, match=r"x\['words'\].* has the id 1000"):
         session.run(step.train, {**x, "words": x["words"] + 1}, t)
+
+
+def test_refused_ids_leave_parameters_counters_and_optimizer_as_they_were(
+    session: Session,
+) -> None:
+    params, table = start()
+    step = jg.Pipeline([below, above], squares, microbatches=2).step(
+        params,
+        optax.adam(0.1),
+        tables={"words": table},
+        partitioner=jg.fixed_size_partitioner(2),
+    )
+    session.initialize(step.variables)
+    (x, t), (y, u) = batches(2)
+    session.run(step.train, x, t)
+    before = session.read(step.variables)
+    for _ in range(3):
+        with pytest.raises(RowIdError):
+            session.run(step.train, {**y, "words": y["words"] + 1}, u)
+    after = session.read(step.variables)
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
