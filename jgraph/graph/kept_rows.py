@@ -1,5 +1,8 @@
 """Rows of a table on their way to its shards, and back from there.
 
+Where an optimizer changes rows that a step did not look up, the gradient of the rows is
+spread over the whole table, shard by shard, where the shards are.
+
 In synchronous training a worker hands in the rows that it has gradients of, and their
 mean is applied later, by another graph, where the table's shards are. Between the two
 they lie in variables: ids and rows of shard 0, then those of shard 1, and so on; of
@@ -80,9 +83,30 @@ def joined_ids(local: Sequence[Array], ids: Sequence[Array], layout: Layout) -> 
       ids: of each shard, as ``whole_ids`` gives them.
       layout: the table's shards.
     """
-    # Merging pads with zeros, so that nothing there may be one.
-    merged = merge_rows(local, [part + 1 for part in ids], layout=layout)
-    return jnp.where(merged > 0, merged - 1, layout.rows)
+    return jnp.minimum(merge_rows(local, ids, layout=layout), layout.rows)
+
+
+def spread_rows(unique: Array, rows: Array, *, layout: Layout) -> Array:
+    """Returns the whole table that has these rows, and zeros elsewhere.
+
+    Args:
+      unique: int32[n], ids in the whole table, from ``unique_rows`` or ``join_rows``.
+      rows: ``[n, …]``, their rows.
+      layout: the table's shards.
+
+    Example:
+      >>> ids, rows = jnp.array([0, 4, 5]), jnp.array([7.0, 8.0, 9.0])
+      >>> spread_rows(ids, rows, layout=Layout((3, 2))).tolist()
+      [7.0, 0.0, 0.0, 0.0, 8.0]
+    """
+    made: list[Array] = spread_rows_p.bind(unique, rows, layout=layout)
+    return made[0]
+
+
+def spread_over(ids: Array, rows: Array, size: int) -> Array:
+    """Returns an array of ``size`` rows: these at their ids, and zeros elsewhere."""
+    whole = jnp.zeros((size, *rows.shape[1:]), rows.dtype)
+    return whole.at[ids].set(rows, mode="drop")
 
 
 def whole_ids(ids: Array, shard: int, layout: Layout) -> Array:
@@ -135,6 +159,15 @@ def _joined(ids: Any, rows: Any, *, layout: Layout) -> list[Any]:
     return _times([numbers_of(ids), rows], 1, layout.shards)
 
 
+def _spread(unique: Array, rows: Array, *, layout: Layout) -> list[Array]:
+    return [spread_over(unique, rows, layout.rows)]
+
+
+def _spread_type(ids: Any, rows: Any, *, layout: Layout) -> list[Any]:
+    return [rows.update(shape=(layout.rows, *rows.shape[1:]), weak_type=False)]
+
+
+spread_rows_p = primitive("spread_rows", _spread, _spread_type)
 cut_rows_p = primitive(
     "cut_rows", _cut, lambda *avals, layout: _times(avals, layout.shards, 1)
 )

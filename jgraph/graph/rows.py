@@ -7,10 +7,12 @@ A graph states them on arrays of fixed length, padded at the end, so that
 * ``route_rows`` replaces it when the table's shards are known.
 * ``merge_rows`` and ``split_rows`` go between one array of rows and one per shard.
 
-Padding of ids is a number past the last row: reads of it give anything, writes to it
-change nothing. Row ``n`` of merged rows belongs to the id of position ``n``; an id out
-of range has position ``len(ids)``, past the end. ``NO_ID`` among the ids is out of
-range and never an error: a place without an id, as in a bag that is not full.
+Padding of ids is a number past the last row, never one that could be an id: reads of
+it give anything, writes to it change nothing. Padding of rows is zeros, which are
+nobody's: ``padding_of`` says which of the two a value has. Row ``n`` of merged rows
+belongs to the id of position ``n``; an id out of range has position ``len(ids)``, past
+the end. ``NO_ID`` among the ids is out of range and never an error: a place without an
+id, as in a bag that is not full.
 """
 
 from collections.abc import Sequence
@@ -23,11 +25,53 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jgraph.errors import GraphError
+from jgraph.graph.hash_keys import NO_KEY
 
 Array = jax.Array
 
 NO_ID = -(2**31)
 """Stands for no id among int32 ids: it has no row, and is no error."""
+
+PAST_THE_END = 2**31 - 1
+"""Follows int32 ids of rows: no table has such a row."""
+
+MOST_ROWS = PAST_THE_END
+"""A table of more rows has ids that int32 has no number for."""
+
+
+def may_be_ids(type_: Any) -> bool:
+    """Whether values of this shape and dtype may be ids of rows.
+
+    Padding of rows may be anything: taking single numbers for ids does no harm.
+    """
+    return len(type_.shape) == 1 and type_.dtype == "int32"
+
+
+def padding_of(type_: Any) -> int:
+    """Returns what follows the rows, ids or keys that are there of a value.
+
+    Example:
+      >>> padding_of(jnp.zeros(3, "int32")), padding_of(jnp.zeros((3, 1), "int32"))
+      (2147483647, 0)
+    """
+    if may_be_ids(type_):
+        return PAST_THE_END
+    may_be_keys = len(type_.shape) == 1 and type_.dtype == "int64"
+    return NO_KEY if may_be_keys else 0
+
+
+def check_row_count(rows: int, feature: str = "") -> None:
+    """Refuses a table of which some rows have no int32 id.
+
+    Raises:
+      GraphError: it has more than ``MOST_ROWS``.
+    """
+    if rows > MOST_ROWS:
+        raise GraphError(
+            f"{feature or 'a table'} has {rows:,} rows, and row numbers are int32: at "
+            f"most {MOST_ROWS:,} rows; use several tables, or a hash table "
+            "(jg.HashTable), whose keys are int64"
+        )
 
 
 @final
@@ -95,7 +139,11 @@ def unique_rows(
       >>> unique, positions = unique_rows(jnp.array([4, 1, 4]), rows=5)
       >>> unique.tolist(), positions.tolist()
       ([1, 4, 5], [1, 0, 1])
+
+    Raises:
+      GraphError: the table has more than ``MOST_ROWS`` rows.
     """
+    check_row_count(rows, feature)
     unique, positions = unique_rows_p.bind(ids, rows=rows, feature=feature, drop=drop)
     return unique, positions
 
@@ -121,6 +169,7 @@ def route_rows(
       >>> positions.tolist(), a.tolist(), b.tolist()
       ([1, 0, 1], [1, 3, 3], [1, 2, 2])
     """
+    check_row_count(layout.rows, feature)
     positions, *local = route_rows_p.bind(
         ids, layout=layout, feature=feature, drop=drop
     )
@@ -138,7 +187,7 @@ def merge_rows(
       layout: the shards.
 
     Returns:
-      ``[n, …]``, padded with zeros.
+      ``[n, …]``, padded as ``padding_of`` says.
     """
     merged: list[Array] = merge_rows_p.bind(*local, *rows, layout=layout)
     return merged[0]
@@ -202,7 +251,7 @@ def _places(local: Sequence[Array], layout: Layout) -> list[tuple[Array, Array]]
 
 def _merge(*arrays: Array, layout: Layout) -> list[Array]:
     local, rows = arrays[: layout.shards], arrays[layout.shards :]
-    merged = jnp.zeros_like(rows[0])
+    merged = jnp.full_like(rows[0], padding_of(rows[0]))
     for (place, there), part in zip(_places(local, layout), rows, strict=True):
         merged = merged.at[jnp.where(there, place, len(place))].set(part, mode="drop")
     return [merged]

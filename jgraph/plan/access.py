@@ -46,6 +46,7 @@ class Accesses:
             cut = self.rows(equation)
             if equation.primitive.name == "cut_rows":
                 continue
+            cut = self.spread(equation) or cut
             if cut is None or cut.rows is None:
                 taken = [v for v in equation.invars if isinstance(v, Var)]
                 self.computed_with |= {
@@ -97,6 +98,13 @@ class Accesses:
         if layout not in self.layouts.get(number, ()):
             return None
         return Cut(Sharding(layout), number)
+
+    def spread(self, equation: Equation) -> Cut | None:
+        """Returns the cut of the rows that ``spread_rows`` makes a whole table of."""
+        if equation.primitive.name != "spread_rows":
+            return None
+        layout = equation.params["layout"]
+        return Cut(Sharding(layout), self.unique[equation.invars[0]])
 
     def _index(self, equation: Equation) -> list[Any] | None:
         """Returns what a plain access takes of axis 0: nothing if it takes all.

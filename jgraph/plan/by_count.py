@@ -17,9 +17,9 @@ from jax import lax
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
+from jgraph.graph.rows import may_be_ids
 from jgraph.plan.axes import operand_axes, part_params, result_axis
 from jgraph.plan.row_counts import LEAST_ROWS
-from jgraph.plan.row_values import may_be_ids
 from jgraph.plan.run_each import run_each
 
 # What is zero where all operands are, where one is, and where the first is.

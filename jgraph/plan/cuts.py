@@ -120,10 +120,14 @@ class Values:
       routes: by number of the ``unique_rows`` and layout of the table.
       gathered: sharded values that were needed whole by what nobody placed.
       makers: what made a whole value and can make its shards as well.
+      by_ids: what made the shards of a value that follows from ids of rows; whole, it
+        follows from the whole ids. Put together from its shards, it would have the
+        padding of rows, where that of the ids made something else.
     """
 
     known: dict[Var, Value] = field(default_factory=dict)
     makers: dict[Atom, Equation] = field(default_factory=dict)
+    by_ids: dict[Atom, Equation] = field(default_factory=dict)
     routes: dict[tuple[int, Layout], Route] = field(default_factory=dict)
     gathered: dict[Gathered, None] = field(default_factory=dict)
 
@@ -134,6 +138,11 @@ class Values:
     def whole(self, atom: Atom, stamp: DeviceSpec = _ANYWHERE) -> Any:
         """Returns the whole value, put together once per device scope."""
         value = self.of(atom)
+        maker = self._made_by_ids(atom)
+        if value.whole is None and maker is not None:
+            operands = [self.whole(v) for v in maker.invars]
+            with _compat.under(maker):
+                (value.whole,) = _compat.run_equation(maker, operands)
         if value.cut is None or value.whole is not None:
             return value.whole
         if stamp not in value.gathered:
@@ -194,7 +203,23 @@ class Values:
     def needs_gather(self, atom: Atom, cut: Cut | None) -> bool:
         """Whether a value must be put together to be whole (None), or so cut."""
         value = self.of(atom)
+        if cut is None and self._made_by_ids(atom) is not None:
+            return False
         return value.cut is not None and value.whole is None and cut not in value.parts
+
+    def follows_from_ids(self, equation: Equation, result: Cut) -> bool:
+        """Whether the results, some of each shard's rows, can be had without merging.
+
+        Args:
+          equation: an operation that is done by shards.
+          result: how its results are cut.
+        """
+        return (
+            result.rows is not None
+            and len(equation.outvars) == 1
+            and any(self.of(v).cut is not None for v in equation.invars)
+            and not any(self.needs_gather(v, None) for v in equation.invars)
+        )
 
     def note(self, equation: Equation, variable: str, aval: Any) -> None:
         """Notes that an equation takes a sharded value whole."""
@@ -210,6 +235,9 @@ class Values:
         """Returns how the rows of a cut go to their shards."""
         assert cut.rows is not None
         return self.routes[cut.rows, cut.sharding.layout]
+
+    def _made_by_ids(self, atom: Atom) -> Equation | None:
+        return None if isinstance(atom, Literal) else self.by_ids.get(atom)
 
     def _split(self, value: Any, cut: Cut) -> tuple[Any, ...]:
         if cut.rows is None:

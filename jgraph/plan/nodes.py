@@ -174,7 +174,7 @@ class LookupNode:
 @final
 @dataclass(frozen=True, slots=True)
 class MergeNode:
-    """Puts the rows of all shards one after the other, then zeros (``merge_rows``)."""
+    """Puts the rows of all shards one after the other, padded (``merge_rows``)."""
 
     local: tuple[ValueId, ...]
     values: tuple[ValueId, ...]

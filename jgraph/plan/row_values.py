@@ -11,13 +11,12 @@ import numpy as np
 
 from jgraph.errors import MalformedMessageError, RowIdError
 from jgraph.graph.hash_keys import join_keys, route_keys
-from jgraph.graph.rows import NO_ID, Layout
+from jgraph.graph.rows import NO_ID, Layout, check_row_count, padding_of
 from jgraph.plan.nodes import MergeNode, RouteNode, SplitNode, ValueId, ValueType
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _ALIGNMENT = 64
-_PAST_THE_END = np.iinfo(np.int32).max
 
 
 def route(
@@ -38,6 +37,7 @@ def route(
 
     Raises:
       RowIdError: an id is out of range, and not ``NO_ID``.
+      GraphError: the table has more rows than int32 counts.
 
     Example:
       >>> positions, (a, b) = route(np.array([4, 1, 4]), Layout((3, 2)))
@@ -47,6 +47,7 @@ def route(
     ids = np.asarray(ids)
     if layout.kind == "hash":
         return route_keys(join_keys(ids), layout.shards)
+    check_row_count(layout.rows, feature)
     starts = np.concatenate([[0], np.cumsum(layout.sizes)]).astype(np.int32)
     known = None
     if ids.size and (ids.min() < 0 or ids.max() >= layout.rows):
@@ -73,7 +74,9 @@ def route(
 
 
 def merge(local: Sequence[Array], rows: Sequence[Array], type_: ValueType) -> Array:
-    """Returns the rows of all shards one after the other, then zeros.
+    """Returns the rows of all shards one after the other, then padding.
+
+    Ids are followed by a number past the end of any table: zero would be row 0.
 
     Args:
       local: from ``route``.
@@ -88,9 +91,10 @@ def merge(local: Sequence[Array], rows: Sequence[Array], type_: ValueType) -> Ar
       >>> merge([ids], [rows], ValueType((2, 2), "float32")).tolist()
       [[1.0, 2.0], [0.0, 0.0]]
     """
+    padding = padding_of(type_)
     if len(rows) == 1 and rows[0].dtype == type_.np_dtype:
         whole = rows[0]
-        if whole.shape == type_.shape and not whole[len(local[0]) :].any():
+        if whole.shape == type_.shape and _is_all(whole[len(local[0]) :], padding):
             return whole
     merged = aligned_empty(type_)
     at = 0
@@ -102,15 +106,15 @@ def merge(local: Sequence[Array], rows: Sequence[Array], type_: ValueType) -> Ar
             raise _not_the_rows(part, type_)
         merged[at:end] = part[: len(ids)]
         at = end
-    merged[at:] = 0
+    merged[at:] = padding
     return merged
 
 
 def split(values: Array, local: Sequence[Array]) -> list[Array]:
     """Returns the rows of each shard, as views: the reverse of ``merge``.
 
-    Of a single shard that needs nearly all, zeros at the end are left on: what takes
-    the rows padded would make a copy for them.
+    Of a single shard that needs nearly all, padding at the end is left on: what takes
+    the rows padded would make a copy for it.
 
     Example:
       >>> a, b = split(np.array([5, 6, 0]), [np.array([2]), np.array([9])])
@@ -119,7 +123,8 @@ def split(values: Array, local: Sequence[Array]) -> list[Array]:
     """
     ends = np.cumsum([len(ids) for ids in local])
     if len(local) == 1 and nearly(len(local[0]), len(values)):
-        return [values] if not values[ends[0] :].any() else [values[: ends[0]]]
+        is_padded = _is_all(values[ends[0] :], padding_of(values))
+        return [values] if is_padded else [values[: ends[0]]]
     return [values[end - len(ids) : end] for ids, end in zip(local, ends, strict=True)]
 
 
@@ -166,7 +171,7 @@ def padded(value: Any, type_: ValueType) -> Any:
         raise _not_the_rows(value, type_)
     full = aligned_empty(type_)
     full[:count] = value
-    full[count:] = _PAST_THE_END if may_be_ids(type_) else 0
+    full[count:] = padding_of(type_)
     return full
 
 
@@ -180,18 +185,16 @@ def nearly(count: int, most: int) -> bool:
     return most - most // 8 <= count <= most
 
 
-def may_be_ids(type_: Any) -> bool:
-    """Whether padding of a value of this shape and dtype is that of ids."""
-    # Padding of rows may be anything: taking single numbers for ids does no harm.
-    return len(type_.shape) == 1 and type_.dtype == "int32"
-
-
 def aligned_empty(type_: ValueType) -> Array:
     """Returns fresh memory for a value; JAX takes it without a copy on a CPU."""
     raw = np.empty(type_.nbytes + _ALIGNMENT, np.uint8)
     offset = -raw.__array_interface__["data"][0] % _ALIGNMENT
     flat = raw[offset : offset + type_.nbytes]
     return flat.view(type_.np_dtype).reshape(type_.shape)
+
+
+def _is_all(values: Array, number: int) -> bool:
+    return not (values.any() if number == 0 else (values != number).any())
 
 
 def _out_of_range(ids: Array, wrong: Array, rows: int, feature: str) -> RowIdError:

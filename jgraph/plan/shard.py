@@ -88,6 +88,8 @@ class _Sharder:
                 state.run(equation, stamp)
             elif (cut := self.accesses.handed_in(equation)) is not None:
                 state.hand_in(equation, cut)
+            elif (cut := self.accesses.spread(equation)) is not None:
+                state.spread(equation, cut)
             elif is_placed(stamp) and not self._casts_shards(equation):
                 self._run_whole(equation, stamp)
                 self._cut_results(equation)
@@ -137,6 +139,8 @@ class _Sharder:
         results = self.values.by_shards(
             equation, choice.axes, choice.cut, choice.result
         )
+        if choice.result and self.values.follows_from_ids(equation, choice.result):
+            self.values.by_ids[equation.outvars[0]] = equation
         for var, parts in zip(equation.outvars, results, strict=True):
             if choice.result is not None:
                 value = Value(parts={choice.result: parts}, origin=choice.origin)

@@ -12,7 +12,7 @@ from jgraph import _compat
 from jgraph._compat import Equation, Literal, Var
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import VariableSpec
-from jgraph.graph.kept_rows import joined_ids, whole_ids
+from jgraph.graph.kept_rows import joined_ids, spread_over, whole_ids
 from jgraph.graph.rows import Layout, route_rows, unique_rows
 from jgraph.graph.sharding import Sharding
 from jgraph.plan.access import Accesses
@@ -70,6 +70,20 @@ class ShardState:
             if cut.shards > 1:
                 value = Value(parts={_kept(var, cut.shards): tuple(parts)})
             self.values.known[var] = value
+
+    def spread(self, equation: Equation, cut: Cut) -> None:
+        """Makes each shard of a table of the rows that it has of ``spread_rows``."""
+        layout = cut.sharding.layout
+        rows = self.values.parts(equation.invars[1], cut)
+        with _compat.under(equation):
+            parts = tuple(
+                map(spread_over, self.values.route(cut).local, rows, layout.sizes)
+            )
+        value = Value(parts[0])
+        if cut.shards > 1:
+            origin = self.values.of(equation.invars[1]).origin
+            value = Value(parts={Cut(cut.sharding): parts}, origin=origin)
+        self.values.known[equation.outvars[0]] = value
 
     def route(self, number: int, equation: Equation, stamp: DeviceSpec) -> None:
         """Replaces ``unique_rows`` by one ``route_rows`` per layout of its tables.

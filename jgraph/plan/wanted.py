@@ -29,7 +29,11 @@ def wanted_cuts(graph: Graph, accesses: Accesses) -> Wanted:
     for number in reversed(range(len(graph.equations))):
         equation = graph.equations[number]
         touched = accesses.touched(equation)
-        if touched:
+        spread = accesses.spread(equation)
+        if spread is not None:
+            # Its rows travel, not the table that they are spread over.
+            _want(wanted, equation.invars[1], spread, "")
+        elif touched:
             cut = accesses.rows(equation) or accesses.whole(equation)
             if cut is not None and equation.primitive.name != "get":
                 name = graph.variables[touched[0]].name

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jgraph.errors import InvalidProgramError
+from jgraph.graph.rows import MOST_ROWS
 from jgraph.plan.nodes import (
     LookupNode,
     MergeNode,
@@ -14,8 +15,6 @@ from jgraph.plan.nodes import (
     ValueType,
 )
 from jgraph.plan.program import Partition, row_type
-
-MAX_ROWS = 2**31 - 1
 
 
 def check_rows(
@@ -90,7 +89,7 @@ def _check_layout(node: RouteNode) -> None:
         node.layout.kind in {"div", "mod", "hash"}, f"layout '{node.layout.kind[:40]}'"
     )
     require(all(size >= 0 for size in sizes), "a shard of negative size")
-    require(node.layout.rows <= MAX_ROWS, "more rows than int32 counts")
+    require(node.layout.rows <= MOST_ROWS, "more rows than int32 counts")
     require(len(node.local) == shards > 0, "another number of shards")
     if node.layout.kind == "mod":
         rows = node.layout.rows

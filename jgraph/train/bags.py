@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
 from jgraph.graph.rows import NO_ID
+from jgraph.train.ids import wide_ids
 
 _COMBINERS = ("sum", "mean", "sqrtn")
 
@@ -20,9 +21,10 @@ def embedding_bag(
 ) -> jax.Array:
     """Returns the combined rows of each bag of ids.
 
-    A bag that is not full is padded with the id -1, or with weights 0. A bag without
-    ids gives zeros. The rules are those of ``tf.nn.safe_embedding_lookup_sparse``,
-    but an id below -1 or past the last row is an error in training.
+    A bag that is not full is padded with the id -1, or with weights 0; unsigned ids
+    have no -1 and take weights. A bag without ids gives zeros. The rules are those of
+    ``tf.nn.safe_embedding_lookup_sparse``, but an id below -1 or past the last row is
+    an error in training.
 
     Args:
       table: float[rows, …].
@@ -58,9 +60,9 @@ def embedding_bag(
             "weight per id"
         )
     weights = weights.astype(table.dtype)
+    # First: narrow and unsigned ids have no -1 or NO_ID to be compared with.
+    ids = wide_ids(ids)
     there = (ids != -1) & (weights != 0 if combiner == "sum" else weights > 0)
-    if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
-        ids = ids.astype(jnp.int32)
     rows = jnp.take(table, jnp.where(there, ids, NO_ID), axis=0)
     wide = (..., *[None] * (table.ndim - 1))
     rows = jnp.where(there[wide], rows, 0)

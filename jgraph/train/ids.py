@@ -6,6 +6,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Var
@@ -22,15 +23,36 @@ def usable_ids(ids: jax.Array, rows: int, mode: str) -> jax.Array:
       >>> usable_ids(jnp.array([3, 9]), 5, "drop").tolist()
       [3, -2147483648]
     """
-    ids = ids.reshape(-1)
+    ids = wide_ids(ids.reshape(-1))
     if mode == "clip":
         return jnp.clip(ids, 0, rows - 1).astype(jnp.int32)
     if mode == "drop":
         known = (ids >= 0) & (ids < rows)
         return jnp.where(known, ids, NO_ID).astype(jnp.int32)
-    if ids.dtype.itemsize > 4 or ids.dtype == jnp.uint32:
+    if ids.dtype.itemsize > 4:
         # Beyond int32 an id would come back as a small one.
         ids = jnp.where((ids > rows) | (ids < NO_ID), rows, ids)
+    return ids.astype(jnp.int32)
+
+
+def wide_ids(ids: jax.Array) -> jax.Array:
+    """Returns ids as signed numbers of 32 bits or more, each as large as it was.
+
+    uint32 beyond int32 is past the last row of every table and stays so, as the largest
+    int32.
+
+    Example:
+      >>> wide_ids(jnp.array([7, 255], "uint8")).tolist()
+      [7, 255]
+      >>> wide_ids(jnp.array([7, 2**32 - 1], "uint32")).tolist()
+      [7, 2147483647]
+    """
+    if ids.dtype in (jnp.int32, jnp.int64):
+        return ids
+    if ids.dtype in (jnp.uint32, jnp.uint64):
+        signed = jnp.int32 if ids.dtype == jnp.uint32 else jnp.int64
+        most = jnp.iinfo(signed).max
+        return jnp.where(ids > most, most, ids).astype(signed)
     return ids.astype(jnp.int32)
 
 
@@ -132,6 +154,8 @@ def _is_reshape(equation: Equation) -> bool:
     """Whether elements stay as they are, in their order."""
     if equation.primitive.name in ("reshape", "squeeze", "expand_dims"):
         return True
+    if equation.primitive.name == "convert_element_type":
+        return bool(np.can_cast(equation.invars[0].aval.dtype, np.int32))
     if equation.primitive.name != "broadcast_in_dim":
         return False
     given, made = equation.invars[0].aval, equation.outvars[0].aval

@@ -13,6 +13,15 @@ from jgraph.plan.accumulate import IDS, ROWS
 from jgraph.train.row_step import Rows
 
 
+def row_layout(table: Variable) -> Layout:
+    """Returns how the rows of a parameter lie in shards.
+
+    Where rows are cut themselves, one shard stands for all.
+    """
+    cut = table.spec.sharding
+    return Layout(table.shape[:1]) if cut is None or cut.axis else cut.layout
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class JoinedRows:
@@ -30,11 +39,6 @@ class JoinedRows:
         """Returns rows of which those that are not there are zeros."""
         there = self.unique < self.table_rows
         return jnp.where(there.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
-
-    def spread(self, values: jax.Array, rows: int) -> jax.Array:
-        """Returns the whole table that has these rows, and zeros elsewhere."""
-        whole = jnp.zeros((rows, *values.shape[1:]), values.dtype)
-        return whole.at[self.unique].set(values, mode="drop")
 
 
 Touched: TypeAlias = Rows | JoinedRows
@@ -84,11 +88,7 @@ class RowMean:
 
     @property
     def _layout(self) -> Layout:
-        cut = self.table.spec.sharding
-        if cut is None or cut.axis:
-            # Rows that are cut themselves are handed in whole, at the first shard.
-            return Layout(self.table.shape[:1])
-        return cut.layout
+        return row_layout(self.table)
 
     def _variables(self, count: int, *, pairs: bool) -> tuple[Variable, Variable]:
         shards = self._layout.shards

@@ -42,11 +42,6 @@ class Rows:
         there = jnp.arange(values.shape[0], dtype=jnp.int32) < self.count
         return jnp.where(there.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
 
-    def spread(self, values: jax.Array, rows: int) -> jax.Array:
-        """Returns the whole table that has these rows, and zeros elsewhere."""
-        whole = jnp.zeros((rows, *values.shape[1:]), values.dtype)
-        return whole.at[self.unique].set(values, mode="drop")
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import optax
 
 from jgraph.graph.device import device
 from jgraph.graph.ir import Graph
+from jgraph.graph.kept_rows import spread_rows
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.train.adapters import Adapter
@@ -23,7 +24,7 @@ from jgraph.train.hash_step import check_lookups, needs_ps, table_specs
 from jgraph.train.initial import made_state, new_state, on_its_task
 from jgraph.train.kept import kept_state
 from jgraph.train.optimizer import CalledOptimizer, LossOf, Optimizer
-from jgraph.train.row_mean import Touched
+from jgraph.train.row_mean import Touched, row_layout
 from jgraph.train.row_step import Computed, RowStep, Sparse, decide
 from jgraph.train.sparse import find_row_tables
 from jgraph.train.trees import Tree, group_with_parameters, path_of
@@ -359,10 +360,14 @@ class TrainStep:
     ) -> tuple[Mapping[str, Touched], Tree]:
         """Makes whole gradients for tables that are to be updated as a whole."""
         leaves, tree = jax.tree.flatten(grads)
+        parameters = {variable.name: variable for variable in self.variables}
         for table in by_rows.tables.tables:
             if table.number in by_rows.whole:
-                of_rows = leaves[table.number]
-                leaves[table.number] = rows[table.name].spread(of_rows, table.rows)
+                leaves[table.number] = spread_rows(
+                    rows[table.name].unique,
+                    leaves[table.number],
+                    layout=row_layout(parameters[table.name]),
+                )
         kept = {
             table.name: rows[table.name]
             for table in by_rows.tables.tables

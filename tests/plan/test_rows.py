@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 import jgraph as jg
-from jgraph.errors import RowIdError
-from jgraph.graph.rows import Layout, merge_rows, route_rows, split_rows
+from jgraph.errors import GraphError, RowIdError
+from jgraph.graph.rows import (
+    PAST_THE_END,
+    Layout,
+    merge_rows,
+    route_rows,
+    split_rows,
+    unique_rows,
+)
 from jgraph.plan.nodes import (
     LookupNode,
     MergeNode,
@@ -19,7 +26,7 @@ from jgraph.plan.nodes import (
     ValueType,
 )
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.row_values import merge, split
+from jgraph.plan.row_values import merge, route, split
 from tests.plan.support import (
     DRIVER,
     EXACT,
@@ -232,3 +239,30 @@ def test_one_shards_rows_are_split_and_merged_without_a_copy() -> None:
     assert merge(local, [rows], type_) is rows
     assert merge(local, [given], type_).tolist() == rows.tolist()
     assert split(rows, [local[0][:20]])[0].shape == (20, WIDTH)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("ids", [[0, 0, 3], [0] * 3, [9, 0, -1], [-1] * 3])
+def test_padding_of_merged_ids_is_no_id_in_a_graph_and_on_a_server(
+    layout: Layout, ids: list[int]
+) -> None:
+    given = np.array(ids, np.int32)
+    _, padded = route_rows(jnp.array(given), layout=layout, drop=True)
+    there = len({i for i in ids if i >= 0})
+    in_graph = merge_rows(padded, padded, layout=layout)
+    _, local = route(given, layout, drop=True)
+    type_ = ValueType((3,), "int32")
+    for merged in (in_graph, merge(local, list(map(np.asarray, padded)), type_)):
+        assert (np.asarray(merged)[there:] == PAST_THE_END).all()
+        assert (np.asarray(merged)[:there] < 10).all()
+
+
+def test_a_table_of_more_rows_than_int32_counts_is_refused() -> None:
+    ids = np.zeros(1, np.int32)
+    most = Layout((2**30, 2**30 - 1))
+    assert [len(part) for part in route(ids, most)[1]] == [1, 0]
+    for layout in (Layout((2**31,)), Layout((2**31, 2**31), "mod")):
+        with pytest.raises(GraphError, match="row numbers are int32"):
+            route(ids, layout)
+        with pytest.raises(GraphError, match=r"'colour' has .* at most 2,147,483,647"):
+            unique_rows(jnp.array(ids), rows=layout.rows, feature="'colour'")

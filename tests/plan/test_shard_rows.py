@@ -13,11 +13,14 @@ from hypothesis import given, settings, strategies as st
 
 from jgraph.graph.device import device
 from jgraph.graph.ir import Graph
+from jgraph.graph.kept_rows import spread_rows
 from jgraph.graph.rows import unique_rows
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.nodes import LookupNode
 from jgraph.plan.plan import Plan, plan
+from jgraph.plan.simulate import Compiled
+from jgraph.train.row_mean import row_layout
 from tests.plan.sharded import check_shard, checker, join_values, split_values
 from tests.plan.support import (
     DRIVER,
@@ -43,7 +46,8 @@ def table(
         value.astype(np.float32),
         partitioner=lambda shape, dtype: [shards, 1],
         partition_strategy=kind,
-        shard_devices=homes,
+        device=homes[0] if homes and shards == 1 else "",
+        shard_devices=homes if shards > 1 else (),
     )
 
 
@@ -192,8 +196,14 @@ def test_a_table_that_is_also_read_whole_stays_right() -> None:
     assert [g.variable for g in sharded.gathered] == ["t"]
 
 
-def run_on_cluster(graph: Graph, variables: Sequence[Variable]) -> Plan:
-    """Plans a step of sharded tables, and runs it on ``IDS`` beside one jit."""
+def run_on_cluster(graph: Graph, variables: Sequence[Variable], *steps: Any) -> Plan:
+    """Plans a step of sharded tables, and runs it on ``IDS`` beside one jit.
+
+    Args:
+      graph: of the step.
+      variables: of the graph.
+      steps: other ids to run it on.
+    """
     planned = plan(graph, tasks=TASKS, driver=DRIVER)
     check_program(planned.program)
     wholes = dict(
@@ -206,11 +216,13 @@ def run_on_cluster(graph: Graph, variables: Sequence[Variable]) -> Plan:
     parts = split_values(graph, list(wholes.values()))
     names = [spec.name for spec in planned.graph.variables]
     values = dict(zip(names, parts, strict=True))
-    wanted = reference(graph, wholes, IDS, FAST)
-    fetches, after = simulated(planned, values, IDS, FAST)
-    joined = join_values(graph, [after[name] for name in names])
-    got = fetches, dict(zip(wholes, joined, strict=True))
-    assert_same(got, wanted, exact=False)
+    compiled: Compiled = {}
+    for ids in steps or [IDS]:
+        wanted = reference(graph, wholes, ids, FAST)
+        fetches, after = simulated(planned, values, ids, FAST, compiled)
+        joined = join_values(graph, [after[name] for name in names])
+        got = fetches, dict(zip(wholes, joined, strict=True))
+        assert_same(got, wanted, exact=False)
     return planned
 
 
@@ -224,6 +236,48 @@ def test_a_planned_update_of_rows_moves_only_rows(kind: str) -> None:
     planned = run_on_cluster(graph, (t, m, v))
     ps = planned.program.partition(TASKS[0])
     assert any(isinstance(node, LookupNode) for node in ps.nodes)
+
+
+MANY_IDS = [
+    np.array(ids, np.int32)
+    for ids in ([0, 3, 0, 6], [0] * 4, [6] * 4, [-1, 0, 0, 9], [-1] * 4)
+]
+
+
+@pytest.mark.parametrize(("shards", "kind"), [(1, "div"), (2, "div"), (2, "mod")])
+def test_rows_are_spread_over_the_whole_table_where_its_shards_are(
+    shards: int, kind: str
+) -> None:
+    t = table("t", shards, kind, homes=HOMES)
+
+    def step(ids: Any) -> None:
+        with device("/job:worker/task:0"):
+            unique, _ = unique_rows(ids, rows=ROWS, drop=True)
+        rows = t[unique]
+        with device("/job:worker/task:0"):
+            rows = jnp.cos(rows)
+        t[...] = 0.5 * t[...] + spread_rows(unique, rows, layout=row_layout(t))
+
+    planned = run_on_cluster(trace(step, IDS)[0], (t,), *MANY_IDS)
+    assert not planned.graph.gathered
+    # The rows that a step may need travel both ways, not the table.
+    assert planned.nbytes_per_step <= (4 + 2 * 8) * len(IDS) * shards
+
+
+def test_what_follows_from_ids_is_put_together_with_the_padding_of_ids() -> None:
+    t = table("t", 2, "mod", homes=HOMES)
+
+    def step(ids: Any) -> Any:
+        with device("/job:worker/task:0"):
+            unique, _ = unique_rows(ids, rows=ROWS, drop=True)
+        rows = t[unique]
+        with device("/job:worker/task:0"):
+            rows = jnp.cos(rows)
+        spread = jnp.zeros((ROWS, 2)).at[unique].set(rows, mode="drop")
+        t[...] = 0.5 * t[...] + spread
+        return jnp.sort(ROWS - 2 * unique)
+
+    run_on_cluster(trace(step, IDS)[0], (t,), *MANY_IDS)
 
 
 def test_rows_made_of_nothing_but_their_number_are_cut_too() -> None:

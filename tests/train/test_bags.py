@@ -78,6 +78,67 @@ def test_bags_are_looked_up_by_rows(sparse: Any) -> None:
     assert np.flatnonzero(changed.any(1)).tolist() == [0, 2, 3, 5, 7, 9]
 
 
+NARROW = ["int8", "uint8", "int16", "uint16", "int32", "uint32"]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_bag_has_its_largest_id_and_its_padding_whatever_the_dtype(
+    dtype: str,
+) -> None:
+    largest = min(int(np.iinfo(dtype).max), 2**16 - 1)
+    table = jnp.arange(largest + 1.0)[:, None]
+    ids = np.array([[1, largest], [0, 0]], dtype)
+    assert embedding_bag(table, ids, combiner="sum").tolist() == [[largest + 1], [0]]
+    weights = jnp.array([[1.0, 0.0], [0.0, 0.0]])
+    assert embedding_bag(table, ids, weights).tolist() == [[1], [0]]
+    if np.issubdtype(dtype, np.signedinteger):
+        ids = np.array([[1, -1], [-1, -1]], dtype)
+        assert embedding_bag(table, ids).tolist() == [[1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sparse"), [("int8", "lazy"), ("uint16", "lazy"), ("uint8", "exact")]
+)
+def test_training_changes_the_rows_of_a_bag_and_not_those_of_its_padding(
+    dtype: str, sparse: Any
+) -> None:
+    largest = min(int(np.iinfo(dtype).max), ROWS - 1)
+    ids = np.array([[1, largest]] * 4, dtype)
+    weights = np.ones((4, 2), np.float32)
+    if np.issubdtype(dtype, np.signedinteger):
+        ids = np.insert(ids, 1, -1, axis=1)
+        weights = np.ones((4, 3), np.float32)
+    ids[3], weights[3] = 0, 0  # a bag without ids
+    batch = {"ids": ids, "weights": weights, "y": np.ones(4, np.float32)}
+    step = TrainStep(
+        adapt(Table(), loss, seed=0, sample=ids), optax.adam(0.1), sparse=sparse
+    )
+    graph = step.graph(batch)
+    assert "travels by rows" in graph.notes[0]
+    new = trained(graph, step.initial_values, 1, batch)
+    table = step.names.index("params/t")
+    changed = (new[table] != step.initial_values[table]).any(1)
+    assert np.flatnonzero(changed).tolist() == [1, largest]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "take"), [("int8", "index"), ("int16", "take"), ("int32", "index")]
+)
+def test_a_negative_id_of_a_lookup_is_an_error_whatever_its_dtype(
+    dtype: str, take: str
+) -> None:
+    def lookup(params: Any, batch: Any) -> Any:
+        t, ids = params["t"], batch["ids"]
+        rows = t[ids] if take == "index" else jnp.take(t, ids, axis=0)
+        return jnp.mean((rows @ params["w"] - batch["y"]) ** 2)
+
+    ids = np.array([1, 2, -3, 0], dtype)
+    variables = Table(rows=100).init(jax.random.key(0), ids)
+    trainer = Trainer(Table(rows=100), lookup, optax.sgd(0.1), variables=variables)
+    with pytest.raises(RowIdError, match="the id -3 at step 0"):
+        trainer.fit({"ids": ids, "y": DATA["y"]}, steps=1, batch_size=4, progress=False)
+
+
 @pytest.mark.parametrize("bad", [-2, ROWS])
 def test_other_ids_without_a_row_are_errors(bad: int) -> None:
     ids = IDS.copy()
