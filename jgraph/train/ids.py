@@ -51,7 +51,7 @@ def wide_ids(ids: jax.Array) -> jax.Array:
         return ids
     if ids.dtype in (jnp.uint32, jnp.uint64):
         signed = jnp.int32 if ids.dtype == jnp.uint32 else jnp.int64
-        most = jnp.iinfo(signed).max
+        most = np.iinfo(signed).max
         return jnp.where(ids > most, most, ids).astype(signed)
     return ids.astype(jnp.int32)
 

@@ -354,7 +354,7 @@ BUGS: Final = {
         "    if may_be_ids(type_):\n        return PAST_THE_END\n",
         "",
         "tests/plan/test_rows.py::"
-        "test_padding_of_merged_ids_is_no_id_in_a_graph_and_on_a_server[0-layout0]",
+        "test_padding_of_merged_ids_is_no_id_in_a_graph_and_on_a_server",
     ),
     "a bag has no largest id": Bug(
         "train/bags.py",

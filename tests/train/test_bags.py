@@ -87,12 +87,12 @@ def test_a_bag_has_its_largest_id_and_its_padding_whatever_the_dtype(
 ) -> None:
     largest = min(int(np.iinfo(dtype).max), 2**16 - 1)
     table = jnp.arange(largest + 1.0)[:, None]
-    ids = np.array([[1, largest], [0, 0]], dtype)
+    ids = jnp.array([[1, largest], [0, 0]], dtype)
     assert embedding_bag(table, ids, combiner="sum").tolist() == [[largest + 1], [0]]
     weights = jnp.array([[1.0, 0.0], [0.0, 0.0]])
     assert embedding_bag(table, ids, weights).tolist() == [[1], [0]]
     if np.issubdtype(dtype, np.signedinteger):
-        ids = np.array([[1, -1], [-1, -1]], dtype)
+        ids = jnp.array([[1, -1], [-1, -1]], dtype)
         assert embedding_bag(table, ids).tolist() == [[1], [0]]
 
 
@@ -110,9 +110,8 @@ def test_training_changes_the_rows_of_a_bag_and_not_those_of_its_padding(
         weights = np.ones((4, 3), np.float32)
     ids[3], weights[3] = 0, 0  # a bag without ids
     batch = {"ids": ids, "weights": weights, "y": np.ones(4, np.float32)}
-    step = TrainStep(
-        adapt(Table(), loss, seed=0, sample=ids), optax.adam(0.1), sparse=sparse
-    )
+    tx = optax.adamw(0.1, weight_decay=0.1) if sparse == "lazy" else optax.adam(0.1)
+    step = TrainStep(adapt(Table(), loss, seed=0, sample=ids), tx, sparse=sparse)
     graph = step.graph(batch)
     assert "travels by rows" in graph.notes[0]
     new = trained(graph, step.initial_values, 1, batch)
