@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.export
 from jax._src import lib as jax_lib
-from jax._src.config import traceback_in_locations_limit
+from jax._src.config import trace_context, traceback_in_locations_limit
 from jax._src.export import _export
 from jax.extend import core as jex_core, source_info_util
 from jax.extend.core import Literal, Var
@@ -38,6 +38,7 @@ __all__ = [
     "is_dropped",
     "is_ref",
     "is_symbolic",
+    "is_wide",
     "make_jaxpr",
     "mesh_axes",
     "name_stack_of",
@@ -50,9 +51,11 @@ __all__ = [
     "size_at",
     "size_names",
     "stable_custom_calls",
+    "trace_settings",
     "type_error",
     "under",
     "user_line",
+    "wide_types",
     "with_outer_scope",
     "without_source",
     "writes",
@@ -69,6 +72,12 @@ stable_custom_calls: frozenset[str] = frozenset(
 # jaxlib keeps what numpy arrays lent it until this is called.
 _jaxlib: Any = jax_lib
 _collect_garbage: Callable[[], None] = _jaxlib.xla_client._xla.collect_garbage  # noqa: SLF001
+
+# What JAX makes narrower unless it is told not to.
+_WIDE = frozenset(("float64", "int64", "uint64", "complex128"))
+
+# All that a trace depends on beside its arguments, as jit keys its own; not public.
+trace_settings: Callable[[], tuple[Any, ...]] = trace_context
 
 # Primitives that only call their one body, with the same operands and results. All
 # versions so far: jit was pjit, checkpoint is remat2, custom_vjp_call had a suffix.
@@ -338,4 +347,15 @@ def no_locations() -> AbstractContextManager[Any]:
     would change it for all threads.
     """
     manager: AbstractContextManager[Any] = traceback_in_locations_limit(0)
+    return manager
+
+
+def is_wide(dtype: Any) -> bool:
+    """Whether JAX has values of this dtype only with ``jax_enable_x64``."""
+    return str(dtype) in _WIDE
+
+
+def wide_types() -> AbstractContextManager[Any]:
+    """Keeps 64-bit types as they are inside, for this thread alone."""
+    manager: AbstractContextManager[Any] = jax.enable_x64(True)
     return manager

@@ -2,16 +2,20 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jgraph._compat import is_symbolic
 from jgraph.errors import FeedError, NonFiniteError
 from jgraph.graph.ir import Feed, Graph
 from jgraph.graph.sizes import symbols_of
+from jgraph.graph.variable import KINDS
 from jgraph.plan.types import from_plain, is_key, num_elements, to_plain
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 
 def feed_arrays(
@@ -21,7 +25,7 @@ def feed_arrays(
     named: Mapping[str, Any],
     *,
     check_finite: bool,
-) -> list[np.ndarray[Any, Any]]:
+) -> list[Array]:
     """Returns one plain array per feed of the graph, in order.
 
     Args:
@@ -45,7 +49,7 @@ def leaf_arrays(
     named: Mapping[str, Any],
     *,
     check_finite: bool,
-) -> list[np.ndarray[Any, Any]]:
+) -> list[Array]:
     """Returns one plain array per feed, as ``feed_arrays``, of flat arguments.
 
     Feeds beyond the arguments (tapped values) are in ``named``.
@@ -100,7 +104,7 @@ def plain_feeds(graph: Graph) -> Callable[[Sequence[Any]], bool]:
     return fit
 
 
-def as_result(graph: Graph, arrays: Sequence[np.ndarray[Any, Any]]) -> Any:
+def as_result(graph: Graph, arrays: Sequence[Array]) -> Any:
     """Returns the fetched arrays in the structure that the function returned."""
     avals = [v.aval for v in graph.jaxpr.outvars]
     leaves = [
@@ -110,7 +114,8 @@ def as_result(graph: Graph, arrays: Sequence[np.ndarray[Any, Any]]) -> Any:
     return jax.tree_util.tree_unflatten(graph.out_tree, leaves)
 
 
-def _plain(graph: Graph, feed: Feed, value: Any) -> np.ndarray[Any, Any]:
+def _plain(graph: Graph, feed: Feed, value: Any) -> Array:
+    """Returns a value in its feed's type, converted where JAX would lose nothing."""
     wanted = feed.aval
     if (
         isinstance(value, np.ndarray | np.generic)
@@ -119,19 +124,73 @@ def _plain(graph: Graph, feed: Feed, value: Any) -> np.ndarray[Any, Any]:
     ):
         return np.asarray(value)  # nearly always, and quickly seen
     if is_key(wanted):
-        return np.asarray(to_plain(value))
-    is_array = hasattr(value, "dtype")
-    array = np.asarray(value) if is_array else np.asarray(value, wanted.dtype)
-    # JAX has no 64-bit values unless told: numpy's default widths are cast as it does.
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if not _same_shape(array.shape, wanted.shape) or dtype != wanted.dtype:
+        return _key_data(graph, feed, value)
+    array = _as_array(graph, feed, value)
+    converts = _converts if hasattr(value, "dtype") else _takes_numbers
+    fits = array.dtype == wanted.dtype or converts(array, wanted.dtype)
+    if not fits or not _same_shape(array.shape, wanted.shape):
         raise FeedError(
             f"argument {feed.name} of '{graph.name}' is "
             f"{_describe(array.dtype, array.shape)}; this step wants "
             f"{_describe(wanted.dtype, wanted.shape)}{_hint(array, wanted)}",
             feed=feed.name,
         )
+    if array.dtype.kind in "biu" and array.dtype != wanted.dtype:
+        _check_range(graph, feed, array)
     return np.asarray(array, wanted.dtype)
+
+
+def _key_data(graph: Graph, feed: Feed, value: Any) -> Array:
+    wanted = feed.aval
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype != wanted.dtype or not _same_shape(shape or (), wanted.shape):
+        given = f"{value!r:.60}" if shape is None else f"{dtype}{list(shape)}"
+        raise FeedError(
+            f"argument {feed.name} of '{graph.name}' is {given}; this step wants "
+            f"{wanted.dtype}{list(wanted.shape)}, as jax.random.key and "
+            "jax.random.split give",
+            feed=feed.name,
+        )
+    return np.asarray(to_plain(value))
+
+
+def _as_array(graph: Graph, feed: Feed, value: Any) -> Array:
+    try:
+        array = np.asarray(value)
+        jax.dtypes.canonicalize_dtype(array.dtype)
+    except (TypeError, ValueError):  # text, objects, lists of several lengths
+        raise FeedError(
+            f"argument {feed.name} of '{graph.name}' is {value!r:.60}, which is no "
+            "array of numbers; give one, for example with np.array",
+            feed=feed.name,
+        ) from None
+    return array
+
+
+def _converts(array: Array, wanted: Any) -> bool:
+    """Whether JAX makes an array narrower to this dtype: it has no 64-bit types."""
+    return bool(jax.dtypes.canonicalize_dtype(array.dtype) == wanted)
+
+
+def _takes_numbers(array: Array, wanted: Any) -> bool:
+    """Whether Python's numbers are of the dtype's kind, or of a lower one."""
+    kinds = KINDS.get(array.dtype.kind)
+    return not array.size or (kinds is not None and bool(jnp.issubdtype(wanted, kinds)))
+
+
+def _check_range(graph: Graph, feed: Feed, array: Array) -> None:
+    wanted = feed.aval.dtype
+    if not array.size or not jnp.issubdtype(wanted, np.integer):
+        return
+    limits: Any = jnp.iinfo(wanted)  # type: ignore[no-untyped-call]
+    low, high = int(array.min()), int(array.max())
+    if low < limits.min or high > limits.max:
+        raise FeedError(
+            f"argument {feed.name} of '{graph.name}' has values from {low} to {high}; "
+            f"this step wants {np.dtype(wanted).name}, which has {limits.min} to "
+            f"{limits.max}: give smaller numbers, or make the step with a wider type",
+            feed=feed.name,
+        )
 
 
 def _same_shape(shape: Sequence[int], wanted: Sequence[Any]) -> bool:
@@ -147,7 +206,7 @@ def _describe(dtype: Any, shape: Sequence[int]) -> str:
     return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
 
 
-def _hint(array: np.ndarray[Any, Any], wanted: Any) -> str:
+def _hint(array: Array, wanted: Any) -> str:
     hints = []
     if array.dtype != wanted.dtype:
         hints.append(f".astype(np.{np.dtype(wanted.dtype).name})")
@@ -156,10 +215,12 @@ def _hint(array: np.ndarray[Any, Any], wanted: Any) -> str:
     return f". Perhaps you forgot {' and '.join(hints)}" if hints else ""
 
 
-def _check_finite(graph: Graph, feed: Feed, array: np.ndarray[Any, Any]) -> None:
+def _check_finite(graph: Graph, feed: Feed, array: Array) -> None:
     if not np.issubdtype(array.dtype, np.inexact) and array.dtype.kind != "V":
         return
-    bad = array.size - int(np.isfinite(array.astype(np.float32)).sum())
+    # numpy knows its own kinds; the others are narrow.
+    known = array if array.dtype.kind in "fc" else array.astype(np.float32)
+    bad = array.size - int(np.isfinite(known).sum())
     if bad:
         raise NonFiniteError(
             f"argument {feed.name} of '{graph.name}' has {bad} of {array.size} values "

@@ -1,5 +1,6 @@
 """The programs that one client has registered on a cluster."""
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,12 +31,16 @@ class Programs:
     def __init__(self, cluster: "Cluster") -> None:
         self._cluster = cluster
         self._handles: list[str] = []
+        self._given_up: deque[str] = deque()
 
     def __len__(self) -> int:
         return len(self._handles)
 
     def register(self, program: Program, name: str | None = None) -> str:
         """Compiles a program on its tasks and returns its handle."""
+        while self._given_up:
+            with suppress(ClusterError):
+                self.unregister(self._given_up.popleft())
         handle = unique(name or program.name)
         message, tensors = encode_program(program)
         self._cluster.call(
@@ -56,9 +61,13 @@ class Programs:
 
     def unregister(self, handle: str) -> None:
         """Makes all tasks forget a program."""
+        self._handles.remove(handle)
         order = pb.ProgramHandle(handle=handle)
         self._cluster.call("Master.UnregisterProgram", frame(program_handle=order))
-        self._handles.remove(handle)
+
+    def give_up(self, handle: str) -> None:
+        """Takes a program back when the next one is registered; never waits."""
+        self._given_up.append(handle)
 
     def run(self, handle: str, arrays: Sequence[Any], timeout_s: float) -> list[Any]:
         """Runs one step and returns its fetches; ``arrays`` are its feeds in order."""
@@ -94,6 +103,7 @@ class Programs:
 
     def unregister_all(self) -> None:
         """Makes the tasks forget them all; one that is gone has forgotten them."""
+        self._given_up.clear()
         for handle in list(self._handles):
             with suppress(ClusterError):
                 self.unregister(handle)

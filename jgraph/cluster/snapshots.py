@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, final
 
 from jgraph.cluster.held import Held
-from jgraph.cluster.values import VariableValues, in_pieces
+from jgraph.cluster.values import VariableValues, in_pieces, types_of
 from jgraph.cluster.variables import VariableDirectory, shards_of
 from jgraph.graph.ir import TaskName
 from jgraph.graph.trace import trace
@@ -79,14 +79,15 @@ class Snapshots:
         container = f"snapshot-{uuid.uuid4().hex[:12]}"
         shards = shards_of(variables)
         copies = [self._copy(shard, container) for shard in shards]
-        graph, _ = trace(partial(_copied, shards, copies), variables=shards)
-        planned = plan(
-            graph,
-            tasks=self._cluster.tasks(),
-            driver=driver,
-            variable_tasks=self._variables.tasks,
-            platforms=self._cluster.platforms,
-        )
+        with types_of(shards):
+            graph, _ = trace(partial(_copied, shards, copies), variables=shards)
+            planned = plan(
+                graph,
+                tasks=self._cluster.tasks(),
+                driver=driver,
+                variable_tasks=self._variables.tasks,
+                platforms=self._cluster.platforms,
+            )
         keys = [shard.spec.key for shard in shards]
         tasks = {key: self._variables.tasks[key] for key in keys}
         by_key = dict(zip(keys, copies, strict=True))

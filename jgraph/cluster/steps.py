@@ -1,13 +1,17 @@
 """The steps of a session: functions traced, planned and registered, ready to run."""
 
 import logging
-from collections import deque
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias, final
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any, Final, TypeAlias, final
+from weakref import WeakKeyDictionary
 
 import jax
 
+from jgraph._compat import trace_settings
 from jgraph.clock import SystemClock
 from jgraph.cluster.feeding import as_result, leaf_arrays, plain_feeds
 from jgraph.cluster.patience import saying
@@ -33,6 +37,9 @@ Targets: TypeAlias = Iterable[Variable | str] | None
 _logger = logging.getLogger(__name__)
 _clock = SystemClock()
 _RECENT = 100
+
+MAX_PLAIN: Final = 256
+"""Functions that nobody gave to ``jg.function``, of one session."""
 
 
 @final
@@ -65,6 +72,7 @@ class PreparedStep:
         "_has_keys",
         "_is_flat",
         "_programs",
+        "_registered",
         "_tree",
         "plan",
         "recent_s",
@@ -72,13 +80,19 @@ class PreparedStep:
     )
 
     def __init__(
-        self, graph: Graph, plan: Plan, handle: str, programs: Programs, tree: Any
+        self,
+        graph: Graph,
+        plan: Plan,
+        registered: "_Registered",
+        programs: Programs,
+        tree: Any,
     ) -> None:
         self.plan = plan
         self.timeout_s = STEP_S
         self.recent_s: deque[float] = deque(maxlen=_RECENT)
         self._graph = graph
-        self._handle = handle
+        self._registered = registered
+        self._handle = registered.handle
         self._has_keys = any(is_key(v.aval) for v in graph.jaxpr.outvars)
         self._programs = programs
         self._tree = tree
@@ -158,8 +172,38 @@ class PreparedStep:
 
 
 @final
+class _Registered:
+    """A program on its tasks, given up when no step is made of it any more."""
+
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self, programs: Programs, handle: str) -> None:
+        self.handle = handle
+        weakref.finalize(self, programs.give_up, handle).atexit = False
+
+
+@final
+@dataclass(slots=True)
+class _Prepared:
+    """The steps of one function.
+
+    Attributes:
+      steps: by what a run asks for.
+      by_graph: by the graph and by what is asked of it.
+      graphs: those that it was traced to, in order.
+    """
+
+    steps: dict[Any, PreparedStep] = field(default_factory=dict)
+    by_graph: dict[Any, PreparedStep] = field(default_factory=dict)
+    graphs: list[Graph] = field(default_factory=list)
+
+
+@final
 class Steps:
     """Prepares functions once per types of arguments and per what is asked of them.
+
+    What is prepared is kept as long as its function: a ``jg.function`` as long as
+    anybody has it, of other functions and methods the last ``MAX_PLAIN``.
 
     Args:
       variables: where variables are.
@@ -182,10 +226,8 @@ class Steps:
         self._programs = programs
         self._values = values
         self._container = container
-        self._functions: dict[int, Function] = {}
-        self._prepared: dict[Any, PreparedStep] = {}
-        self._by_graph: dict[Any, PreparedStep] = {}
-        self._traced_for: dict[Function, list[Graph]] = {}
+        self._functions: OrderedDict[Any, Function] = OrderedDict()
+        self._prepared: WeakKeyDictionary[Function, _Prepared] = WeakKeyDictionary()
 
     def function(self, fn: Callable[..., Any]) -> Function:
         """Returns what ``jg.function`` gives for ``fn``, the same for the same.
@@ -205,9 +247,17 @@ class Steps:
                 f"run takes a function, not {fn!r:.60}; write for example "
                 "session.run(step, x)"
             )
-        function = self._functions.get(id(fn))
+        # Python makes a new object of a method each time that it is named.
+        key: Any = id(fn)
+        if isinstance(fn, MethodType):
+            key = id(fn.__self__), fn.__func__
+        function = self._functions.get(key)
         if function is None:
-            function = self._functions[id(fn)] = Function(fn)
+            function = self._functions[key] = Function(fn)
+            if len(self._functions) > MAX_PLAIN:
+                self._functions.popitem(last=False)
+        else:
+            self._functions.move_to_end(key)
         return function
 
     def prepare(
@@ -229,17 +279,19 @@ class Steps:
         names = None if targets is None else _names(targets)
         asked = repr(fetches), tuple(sorted(feeds)), names
         kinds = tuple(map(_kind, leaves))
-        x64 = jax.config.read("jax_enable_x64")
-        key = function, tree, kinds, asked, current_device(), x64
-        step = self._prepared.get(key)
+        key = tree, kinds, asked, current_device(), trace_settings()
+        prepared = self._prepared.get(function)
+        if prepared is None:
+            prepared = self._prepared[function] = _Prepared()
+        step = prepared.steps.get(key)
         if step is None:
             with saying(f"tracing, placing and compiling '{function.name}'"):
-                graph, variables = self._traced(function, args, kwargs)
-                again = function, id(graph), asked
-                if again not in self._by_graph:
+                graph, variables = self._traced(function, prepared, args, kwargs)
+                again = id(graph), asked
+                if again not in prepared.by_graph:
                     chosen = _chosen(graph, fetches, asked[1], names)
-                    self._by_graph[again] = self._register(chosen, variables, tree)
-            step = self._prepared[key] = self._by_graph[again]
+                    prepared.by_graph[again] = self._register(chosen, variables, tree)
+            step = prepared.steps[key] = prepared.by_graph[again]
         return step, leaves
 
     def plan(
@@ -254,19 +306,36 @@ class Steps:
     def clear(self) -> None:
         """Forgets all steps, also on the tasks."""
         self._prepared.clear()
-        self._by_graph.clear()
         self._programs.unregister_all()
 
     def _traced(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Function,
+        prepared: _Prepared,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Graph, tuple[Variable, ...]]:
+        traces = function.traces
         graph, variables = function.trace(*args, **kwargs)
-        seen = self._traced_for.setdefault(function, [])
-        if not any(graph is known for known in seen):
-            if seen:
-                _announce(function, seen[-1].feeds, graph.feeds)
-            seen.append(graph)
-        return graph, in_container(variables, self._container)
+        own = in_container(variables, self._container)
+        if function.traces == traces and self._lacks(own):
+            # Names may stand for other variables than when it was traced, and what is
+            # made now is the initial value of those that they stand for.
+            function.forget()
+            prepared.graphs.clear()
+            graph, variables = function.trace(*args, **kwargs)
+            own = in_container(variables, self._container)
+        if not any(graph is known for known in prepared.graphs):
+            if prepared.graphs:
+                _announce(function, prepared.graphs[-1].feeds, graph.feeds)
+            prepared.graphs.append(graph)
+        return graph, own
+
+    def _lacks(self, variables: Sequence[Variable]) -> bool:
+        """Whether one of these has no value on the cluster yet."""
+        new = self._variables.unknown(variables)
+        stored = self._variables.look_up(v.spec for v in new) if new else set()
+        return any(s.key not in stored for v in new for s in v.spec.shards)
 
     def _register(
         self, graph: Graph, variables: Sequence[Variable], tree: Any
@@ -278,7 +347,8 @@ class Steps:
         if new:
             self._values.initialize_where_possible(new)
         handle = self._programs.register(planned.program)
-        step = PreparedStep(graph, planned, handle, self._programs, tree)
+        registered = _Registered(self._programs, handle)
+        step = PreparedStep(graph, planned, registered, self._programs, tree)
         if self._watch is not None:
             self._watch(planned, step.recent_s)
         return step

@@ -1,12 +1,14 @@
 """The values of a cluster's variables: made, read and written piece by piece."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, final
 
 import numpy as np
 
+from jgraph._compat import is_wide, wide_types
 from jgraph.cluster.feeding import as_result, feed_arrays
 from jgraph.cluster.programs import STEP_S, Programs
 from jgraph.cluster.variables import VariableDirectory, shards_of
@@ -104,8 +106,10 @@ class VariableValues:
         *args: Any,
     ) -> Any:
         """Runs a function of variables as a step, and forgets it."""
-        graph, _ = trace(fn, *args, variables=variables, name=name)
-        handle = self._programs.register(self._variables.plan(graph).program)
+        with types_of(variables):
+            graph, _ = trace(fn, *args, variables=variables, name=name)
+            planned = self._variables.plan(graph)
+        handle = self._programs.register(planned.program)
         try:
             arrays = feed_arrays(graph, args, {}, {}, check_finite=False)
             nbytes = sum(nbytes_of(variable.spec) for variable in variables)
@@ -113,6 +117,12 @@ class VariableValues:
             return as_result(graph, self._programs.run(handle, arrays, timeout_s))
         finally:
             self._programs.unregister(handle)
+
+
+def types_of(variables: Iterable[Variable]) -> AbstractContextManager[Any]:
+    """Keeps the types of variables inside, as JAX was set where they were made."""
+    wide = any(is_wide(variable.dtype) for variable in variables)
+    return wide_types() if wide else nullcontext()
 
 
 def _check_names(variables: Sequence[Variable]) -> None:

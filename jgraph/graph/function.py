@@ -9,6 +9,7 @@ import jax
 import jax.export
 from jax.tree_util import tree_unflatten
 
+from jgraph._compat import trace_settings
 from jgraph.graph import markup
 from jgraph.graph.device import current_device
 from jgraph.graph.feeds import named_feeds
@@ -84,7 +85,7 @@ class Function:
             feeds = tuple(named)
             args, kwargs = tree_unflatten(tree, [feed.aval for feed in feeds])
         avals = tuple((f.aval.shape, f.aval.dtype, f.aval.weak_type) for f in feeds)
-        key = (tree, avals, current_device(), jax.config.read("jax_enable_x64"))
+        key = tree, avals, current_device(), trace_settings()
         if key not in self._traced:
             last = next(reversed(self._traced.values()), None)
             known = last[1] if last else None
@@ -92,6 +93,15 @@ class Function:
                 self._fn, *args, variables=known, name=self._name, **kwargs
             )
         return self._traced[key]
+
+    @property
+    def traces(self) -> int:
+        """Number of graphs that are kept."""
+        return len(self._traced)
+
+    def forget(self) -> None:
+        """Forgets all graphs: the next are of variables as they are bound then."""
+        self._traced.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function's code here; variables need a trace around it."""

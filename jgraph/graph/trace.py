@@ -180,6 +180,12 @@ class _Variables:
 
     def add(self, variable: Variable) -> None:
         spec = variable.spec
+        if _is_too_wide(spec.dtype):
+            raise GraphError(
+                f"variable '{spec.name}' is {spec.dtype}, and here JAX has no 64-bit "
+                "types; write jax.config.update('jax_enable_x64', True) at the top of "
+                "your program"
+            )
         other = self._by_key.setdefault(spec.key, variable).spec
         if other != spec:
             raise VariableMismatchError(
@@ -191,6 +197,11 @@ class _Variables:
 
     def listed(self) -> list[Variable]:
         return list(self._by_key.values())
+
+
+def _is_too_wide(dtype: Any) -> bool:
+    """Whether JAX would make values of this dtype narrower, as it is set here."""
+    return _compat.is_wide(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
 def _describe(spec: VariableSpec) -> str:

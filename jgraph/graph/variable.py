@@ -2,17 +2,18 @@
 
 import contextvars
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn, TypeAlias, final
+from typing import Any, ClassVar, Final, NoReturn, TypeAlias, final
 from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgraph import _compat
 from jgraph.errors import (
     GraphError,
     PlacementError,
@@ -33,8 +34,14 @@ from jgraph.graph.sharding import Partitioner, Sharding, check_devices, sharding
 
 Initializer: TypeAlias = Callable[[], Any]
 
-# Kinds of Python numbers, and the dtypes that hold them without loss of kind.
-_WIDER = {"b": np.generic, "i": jnp.number, "f": jnp.inexact, "c": jnp.complexfloating}
+KINDS: Final[Mapping[str, type]] = {
+    "b": np.generic,
+    "i": jnp.number,
+    "u": jnp.number,
+    "f": jnp.inexact,
+    "c": jnp.complexfloating,
+}
+"""Kinds of Python's numbers, and the dtypes that hold them without loss of kind."""
 
 # What stands for each variable while a function is traced; see trace.py.
 Binding: TypeAlias = Callable[["Variable"], Any]
@@ -211,12 +218,14 @@ class Variable:
         if hasattr(value, "dtype"):
             return value
         array = np.asarray(value)
-        wider = _WIDER.get(array.dtype.kind)
+        wider = KINDS.get(array.dtype.kind)
         if wider is None or not jnp.issubdtype(self.dtype, wider):
             return value
-        part = jax.eval_shape(lambda whole: whole[index], self.spec.aval)
-        shape = part.shape if array.ndim == 0 else array.shape
-        return jnp.broadcast_to(jnp.asarray(value, self.dtype), shape)
+        wide = _compat.is_wide(self.dtype)
+        with _compat.wide_types() if wide else nullcontext():
+            part = jax.eval_shape(lambda whole: whole[index], self.spec.aval)
+            shape = part.shape if array.ndim == 0 else array.shape
+            return jnp.broadcast_to(jnp.asarray(value, self.dtype), shape)
 
     def _refuse(self, *_: object) -> NoReturn:
         raise GraphError(

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from jgraph._compat import is_wide, wide_types
 from jgraph.errors import InvalidProgramError, JGError, PlatformError
 from jgraph.graph.sizes import symbols_of
 from jgraph.plan.program import SegmentCode
@@ -24,6 +25,9 @@ class CompileCache:
 
     The digest is checked before the bytes are parsed: an exported program is code, so
     bytes that are not what the sender signed for are never looked at.
+
+    A program says the type of each value, and it is taken at its word: whether this
+    process has ``jax_enable_x64`` set does not matter.
     """
 
     def __init__(self) -> None:
@@ -52,7 +56,8 @@ class CompileCache:
                 future = self._executables[key] = Future()
         if mine:
             try:
-                future.set_result(_compile(code, donate, self._count))
+                with wide_types():
+                    future.set_result(_compile(code, donate, self._count))
             except BaseException as error:  # noqa: BLE001  # handed to every waiter
                 with self._lock:
                     del self._executables[key]
@@ -89,6 +94,8 @@ def _compile(
     options["donate_argnums"] = _usable(donate, exported)
     jitted = jax.jit(exported.call, **options)
     run = _compiled(jitted, exported.in_avals, count)
+    if any(is_wide(aval.dtype) for aval in exported.in_avals):
+        run = _taking_wide(run)
     return SpreadExecutable(run, layouts) if layouts else run
 
 
@@ -100,6 +107,14 @@ def _compiled(
     compiled: Executable = jitted.lower(*avals).compile()
     count()
     return compiled
+
+
+def _taking_wide(run: Executable) -> Executable:
+    def call(*args: Any) -> Sequence[jax.Array]:
+        with wide_types():
+            return run(*args)
+
+    return call
 
 
 def _deserialize(code: SegmentCode) -> Any:

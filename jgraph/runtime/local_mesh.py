@@ -74,4 +74,5 @@ class SpreadExecutable:
 
     def __call__(self, *args: Any) -> Sequence[jax.Array]:
         """Runs the code."""
-        return self._run(*jax.device_put(args, self.layouts))
+        with _compat.wide_types():
+            return self._run(*jax.device_put(args, self.layouts))

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jgraph._compat import is_wide, wide_types
 from jgraph.errors import (
     InternalError,
     UninitializedError,
@@ -142,8 +143,8 @@ class VariableStore:
           VariableMismatchError: a stored variable has another shape or dtype.
         """
         arrays = [
-            _taken(value) if n in owned else jnp.array(value, copy=True)
-            for n, value in enumerate(values)
+            _as_jax(variable, value, owned=n in owned)
+            for n, (variable, value) in enumerate(zip(variables, values, strict=True))
         ]
         pairs = [(_key(v), a) for v, a in zip(variables, arrays, strict=True)]
         with self._lock:
@@ -377,6 +378,14 @@ class VariableStore:
 
 def _key(variable: StoredVariable) -> Key:
     return variable.container, variable.name
+
+
+def _as_jax(variable: StoredVariable, value: Any, *, owned: bool) -> jax.Array:
+    # Asked for each write: entering the context takes longer than a small write.
+    if not is_wide(variable.type.dtype):
+        return _taken(value) if owned else jnp.array(value, copy=True)
+    with wide_types():
+        return _taken(value) if owned else jnp.array(value, copy=True)
 
 
 def _taken(value: Any) -> jax.Array:
