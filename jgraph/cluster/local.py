@@ -24,7 +24,7 @@ from jgraph.cluster.processes import (
 from jgraph.cluster.restarting import check_restarts
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.coordination.freezes import FROZEN_S
-from jgraph.errors import TaskMissingError
+from jgraph.errors import TaskMissingError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.token import NAME, TOKEN_FILE, Token
@@ -76,6 +76,7 @@ class LocalCluster(Cluster):
     """
 
     @short_traceback
+    @hints.naming_arguments(hints.CLUSTER_ARGUMENTS)
     def __init__(
         self,
         ps: int = 2,

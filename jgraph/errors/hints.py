@@ -1,7 +1,15 @@
-"""What to write instead of attributes that are often looked for, and are not there."""
+"""What to write instead of names that are often looked for, and are not there."""
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Final, NoReturn
+from difflib import get_close_matches
+from typing import Final, NoReturn, ParamSpec, TypeVar
+
+from jgraph.errors.user import ConfigError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 CLUSTER: Final[Mapping[str, str]] = {
     "attach": "trainer.attach(name); cluster.runs() has the names",
@@ -12,10 +20,24 @@ CLUSTER: Final[Mapping[str, str]] = {
     "stop": "cluster.shutdown(); cluster.close() lets the servers go on",
     "submit": "trainer.fit(…, detached=True), or cluster.session().run(function, x)",
 }
+TRAINER: Final[Mapping[str, str]] = {
+    "compile": "jg.Trainer(model, loss, tx, metrics=…), which has all of it",
+    "history": "trainer.run.metrics('loss')",
+    "load_weights": "trainer.restore(path)",
+    "logs": "cluster.logs(task)",
+    "prepare": "jg.Trainer(model, loss, tx, cluster=cluster)",
+    "save_weights": "trainer.save(path)",
+    "stop": "trainer.run.stop()",
+    "summary": "print(trainer.plan(data)), or nnx.display(model)",
+    "test": "trainer.evaluate(data)",
+    "train": "trainer.fit(data, steps=…)",
+    "wait": "trainer.run.wait()",
+}
 RUN: Final[Mapping[str, str]] = {
     "attach": "trainer.attach(name); cluster.runs() has the names",
     "events": "cluster.events()",
     "explain": "cluster.explain()",
+    "history": "run.metrics('loss'); run.metric_names has the names",
     "logs": "cluster.logs(task)",
     "plan": "trainer.plan()",
     "predict": "trainer.predict(x)",
@@ -23,6 +45,81 @@ RUN: Final[Mapping[str, str]] = {
     "session.run_metadata.save_timeline('step.json')",
     "variables": "run.model()",
 }
+
+TRAINER_ARGUMENTS: Final[Mapping[str, str]] = {
+    "device": "a cluster has them: cluster=jg.LocalCluster(ps=2, workers=2)",
+    "learning_rate": "the optimizer has it: tx=optax.adam(1e-3)",
+    "loss_fn": "loss=def loss(model, batch)",
+    "num_workers": "cluster=jg.LocalCluster(ps=2, workers=4)",
+    "optimizer": "tx=optax.adam(1e-3)",
+    "rng": "seed=0",
+    "scaling_config": "cluster=jg.LocalCluster(ps=2, workers=4)",
+}
+FIT_ARGUMENTS: Final[Mapping[str, str]] = {
+    "batch": "batch_size=128",
+    "class_weight": "weights are a field of the data, which the loss uses",
+    "eval_dataset": "eval_data=(x, y)",
+    "initial_epoch": "trainer.restore(path) goes on from a checkpoint",
+    "max_epochs": "epochs=10",
+    "max_steps": "steps=1000",
+    "num_epochs": "epochs=10",
+    "num_steps": "steps=1000",
+    "num_train_epochs": "epochs=10",
+    "sample_weight": "weights are a field of the data, which the loss uses",
+    "shuffle": "arrays are shuffled by the seed of the Trainer; what can only be "
+    "iterated comes in its order",
+    "steps_per_epoch": "steps=1000, of the whole run",
+    "train_dataset": "trainer.fit(data, steps=…)",
+    "validation_freq": "eval_every=100, in steps",
+    "validation_split": "eval_data=(x[900:], y[900:])",
+    "validation_steps": "eval_data=(x, y), all of which is evaluated",
+    "verbose": "progress=False shows nothing",
+}
+CLUSTER_ARGUMENTS: Final[Mapping[str, str]] = {
+    "n_workers": "workers=2",
+    "num_evaluators": "evaluators=1",
+    "num_ps": "ps=2",
+    "num_replicas": "workers=2",
+    "num_workers": "workers=2",
+    "worker": "workers=2",
+}
+
+
+def naming_arguments(
+    instead: Mapping[str, str],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Makes a call with an argument that is not there say what is, before anything is.
+
+    Args:
+      instead: by such a name, what to write.
+
+    Example:
+      >>> @naming_arguments({"epoch": "steps=9"})
+      ... def fit(*, steps: int = 1) -> None: ...
+      >>> fit(epoch=3)
+      Traceback (most recent call last):
+      jgraph.errors.ConfigError: JG-124 fit has no argument 'epoch': write steps=9
+    """
+
+    def wrap(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+        known = [*inspect.signature(fn).parameters]
+        what = fn.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(fn)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if wrong := next((name for name in kwargs if name not in known), ""):
+                near = get_close_matches(wrong, known, 1)
+                hint = instead.get(wrong) or (near and f"{near[0]}=…")
+                takes = ", ".join(name for name in known if name != "self")
+                raise ConfigError(
+                    f"{what} has no argument '{wrong}'"
+                    + (f": write {hint}" if hint else f"; it takes {takes}")
+                )
+            return fn(*args, **kwargs)
+
+        return call
+
+    return wrap
 
 
 def hinting(instead: Mapping[str, str]) -> Callable[[object, str], NoReturn]:

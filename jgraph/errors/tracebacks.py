@@ -30,8 +30,11 @@ def short_traceback(fn: Callable[_P, _R]) -> Callable[_P, _R]:
         except JGError as error:
             if os.environ.get(FULL) != "full":
                 error.__traceback__ = _shortened(error.__traceback__)
-                if error.__cause__ is None or not _is_users(error.__cause__):
+                cause = error.__cause__
+                if cause is None or not _is_users(cause):
                     error.__cause__, error.__suppress_context__ = None, True
+                else:
+                    cause.__traceback__ = _shortened(cause.__traceback__)
             raise
 
     return call
@@ -75,7 +78,8 @@ def _is_inside(entry: TracebackType) -> bool:
 def _inner_folders() -> tuple[str, ...]:
     """Folders of jgraph and of what carries its work."""
     found = ["<frozen", f"{Path(__file__).parents[1]}{os.sep}"]
-    for name in ("asyncio", "concurrent", "contextlib", "threading", "grpc", "jax"):
+    carriers = ("asyncio", "concurrent", "contextlib", "threading")
+    for name in (*carriers, "flax", "grpc", "jax", "optax"):
         spec = find_spec(name)
         if spec is not None and spec.origin is not None:
             package = spec.submodule_search_locations is not None

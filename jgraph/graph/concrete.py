@@ -57,7 +57,7 @@ def as_graph_error(error: Exception, title: str) -> GraphError | None:
     of_size = isinstance(error, TypeError) and "_DimExpr" in str(error)
     for kind, what, instead in (*_ASKED, _SIZE):
         if isinstance(error, kind) or (of_size and kind is _SIZE[0]):
-            line = _line(error.__traceback__)
+            line = users_line(error.__traceback__)
             where = f" at {line}" if line else ""
             return GraphError(
                 f"{title} {what}{where}; {_WHY[kind]}{instead}", line=line
@@ -65,7 +65,7 @@ def as_graph_error(error: Exception, title: str) -> GraphError | None:
     return None
 
 
-def _line(traceback: TracebackType | None) -> str:
+def users_line(traceback: TracebackType | None) -> str:
     """Returns ``file:number`` of the innermost frame in the user's own code."""
     found = ""
     while traceback is not None:

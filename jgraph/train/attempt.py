@@ -24,6 +24,7 @@ from jgraph.train.runner import Order, Position, Runner
 from jgraph.train.saving import Snapshot, Take
 from jgraph.train.side_car import as_evaluated, make_evaluations
 from jgraph.train.source import Source, as_source_or_dataset
+from jgraph.train.strategies import batches_per_update
 from jgraph.train.trees import Tree
 
 
@@ -33,7 +34,7 @@ class Wanted:
     """What ``Trainer.fit`` was asked for."""
 
     data: Data | Source
-    steps: int
+    steps: int | None
     batch_size: int | None
     eval_data: Data | Source | None
     eval_every: int | None
@@ -41,6 +42,7 @@ class Wanted:
     detached: bool = False
     checkpoint: Checkpoints | None = None
     stop: threading.Event = field(default_factory=threading.Event)
+    epochs: int | None = None
 
     def __post_init__(self) -> None:
         given = self.checkpoint
@@ -116,8 +118,17 @@ class Attempts:
         dataset, evaluated = self._opened
         self._parts.carry_over()
         made = self._parts.prepare(dataset, self._batch_size)
-        self._total = made[1].global_step() + self._wanted.steps
+        self._total = made[1].global_step() + self._steps(dataset)
         return self._attempt(made, dataset, evaluated)
+
+    def _steps(self, dataset: Dataset) -> int:
+        """Returns the updates of the run; an epoch is as many as have all batches."""
+        wanted = self._wanted
+        if wanted.steps is not None or wanted.epochs is None:
+            return wanted.steps or 0
+        batches = dataset.batches_per_epoch(self._batch_size)
+        each = batches_per_update(self._given.cluster, self._given.strategy)
+        return max(1, wanted.epochs * batches // each)
 
     def remake(self) -> Remade:
         """Makes the parts of another attempt, without asking any task."""

@@ -14,6 +14,7 @@ from flax.errors import FlaxError, TraceContextError
 from jgraph.cluster.sources import SourceFacts
 from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.errors import DataError, JGError, OuterStateError
+from jgraph.graph.concrete import as_graph_error, users_line
 from jgraph.graph.ir import Graph
 from jgraph.runtime.batches import ArrayReader, Reader
 from jgraph.runtime.data import Array, check_batch_size, check_lengths
@@ -24,6 +25,7 @@ from jgraph.train.forms import (
     Stream,
     first_element,
     is_indexed,
+    length_of,
     may_be_batches,
 )
 
@@ -134,6 +136,22 @@ class Dataset:
                 "examples; leave batch_size out"
             )
         return size or wanted or BATCH_SIZE
+
+    def batches_per_epoch(self, batch_size: int) -> int:
+        """Returns the batches of one pass over the data.
+
+        Raises:
+          DataError: nobody knows how many there are.
+        """
+        if not isinstance(self.fed, Stream):
+            return self.plan(batch_size, 0).batches_per_epoch
+        count = length_of(self.fed.given)
+        if not count:
+            raise DataError(
+                f"the data, a {type(self.fed.given).__name__}, does not tell how many "
+                "batches it has, so epochs cannot be counted; give steps=1000"
+            )
+        return count if self.fed.element.size else max(1, count // batch_size)
 
     @property
     def note(self) -> str:
@@ -326,7 +344,8 @@ def naming_data(dataset: Dataset, batch_size: int) -> Iterator[None]:
 
     Raises:
       OuterStateError: the loss changes a module that it was not given.
-      DataError: the loss raised TypeError, ValueError or one of Flax's errors.
+      GraphError: the loss asks for the values of traced arrays.
+      DataError: the loss raised an error of types, shapes, keys, or of Flax.
     """
     try:
         yield
@@ -336,14 +355,17 @@ def naming_data(dataset: Dataset, batch_size: int) -> Iterator[None]:
             f"the loss changes {what} of a module that it did not get as an argument; "
             "use the model that it is given: def loss(model, batch): …"
         ) from error
-    except (TypeError, ValueError, FlaxError) as error:
+    except (TypeError, ValueError, LookupError, FlaxError) as error:
         if isinstance(error, JGError):
             raise
+        if (asked := as_graph_error(error, "the loss")) is not None:
+            raise asked from error
         first = str(error).partition("\n")[0]
+        line = users_line(error.__traceback__)
         raise DataError(
-            f"the loss failed on a batch of {dataset.describe(batch_size)}: "
-            f"{type(error).__name__}: {first}; check the data against what the model "
-            "and the loss take"
+            f"the loss failed on a batch of {dataset.describe(batch_size)}"
+            f"{line and f', at {line}'}: {type(error).__name__}: {first}; check the "
+            "data against what the model and the loss take"
         ) from error
 
 

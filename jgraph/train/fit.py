@@ -25,10 +25,11 @@ from jgraph.errors import (
 from jgraph.train.attempt import Attempt
 from jgraph.train.handed import Handed
 from jgraph.train.history import History
+from jgraph.train.hooks import Callback, hook
 from jgraph.train.large import KEPT_BYTES
 from jgraph.train.progress import Display, Report
 from jgraph.train.recover import Recover
-from jgraph.train.run import Callback, Run
+from jgraph.train.run import Run
 from jgraph.train.runner import Position, Runner
 from jgraph.train.saving import Saving
 from jgraph.train.standing import Standings
@@ -90,6 +91,8 @@ class Fit:
         values: Sequence[Any] | None = None
         position: Position = None
         try:
+            for callback in self.callbacks:
+                hook(callback, "begin", self.run)
             with self.saving or contextlib.nullcontext():
                 while (failure := self._failure(attempt, total, began)) is not None:
                     attempt = self._next(failure, began)
@@ -98,7 +101,8 @@ class Fit:
         runner = attempt.runner
         try:
             for callback in self.callbacks:
-                getattr(callback, "close", lambda: None)()
+                hook(callback, "end", self.run)
+                hook(callback, "close")
             # Of a cluster that failed, asking again would only take time.
             if not isinstance(error, ClusterError):
                 read = partial(self._ended, runner)
@@ -224,7 +228,39 @@ class Fit:
         self.run.report(report)
         self.display(report)
         for callback in self.callbacks:
-            callback(self.run, report)
+            if callable(callback):
+                callback(self.run, report)
+
+
+def check_length(steps: int | None, epochs: int | None) -> None:
+    """Refuses a run of no length, or of two.
+
+    Raises:
+      ConfigError: says what to give.
+    """
+    if steps is None and epochs is None:
+        raise ConfigError(
+            "fit does not know how long to train; give steps=1000, or epochs=10"
+        )
+    if steps is not None and epochs is not None:
+        raise ConfigError(f"give steps={steps} or epochs={epochs}, not both")
+    if epochs is None:
+        check_counts(steps=0 if steps is None else steps)
+    else:
+        check_counts(epochs=epochs)
+
+
+def one_of(eval_data: Any, validation_data: Any) -> Any:
+    """Returns the data to evaluate on, which has two names.
+
+    Raises:
+      ConfigError: it was given by both.
+    """
+    if validation_data is None:
+        return eval_data
+    if eval_data is not None:
+        raise ConfigError("eval_data and validation_data are the same; give one")
+    return validation_data
 
 
 def check_counts(**counts: int) -> None:

@@ -11,7 +11,7 @@ from jgraph.errors import ConfigError
 from jgraph.train.adapters import Metric
 from jgraph.train.trees import Tree
 
-Metrics: TypeAlias = Mapping[str, Metric] | tuple[nnx.Metric, Metric]
+Metrics: TypeAlias = Mapping[str, Metric] | Metric | tuple[nnx.Metric, Metric]
 """What a Trainer evaluates; see there."""
 
 
@@ -73,6 +73,11 @@ def split_metrics(
             fresh = nnx.clone(metric)
             fresh.reset()
             return {}, Observed(fn, *nnx.split(fresh))
+        case nnx.Metric() | type():
+            pass
+        case fn if callable(fn):
+            name = getattr(fn, "__name__", "metric")
+            return {"metric" if name == "<lambda>" else name: fn}, None
         case Mapping() if all(map(callable, metrics.values())):
             return dict(metrics), None
     raise ConfigError(

@@ -1,6 +1,7 @@
 """How a Trainer calls an optimizer: what it gives it, and what it makes sure of."""
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,12 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from jgraph.errors import ConfigError, JGError
 from jgraph.train.trees import Tree, path_of
 
+_LOG = logging.getLogger("jgraph.train")
+
 Optimizer: TypeAlias = (
-    optax.GradientTransformation | Mapping[str, optax.GradientTransformation]
+    optax.GradientTransformation
+    | Mapping[str, optax.GradientTransformation]
+    | nnx.Optimizer[Any]
 )
 """An optimizer of all parameters, or one for each top-level name of them."""
 
@@ -147,6 +153,25 @@ class CalledOptimizer:
         given = list(values.values()), grads, params
         texts = [str(jax.make_jaxpr(fn)(*given)) for fn in (of_first, of_grown)]
         return grown(given[0]) if texts[0] == texts[1] else state
+
+
+def unwrapped(tx: Any, wrt: Any) -> tuple[Any, Any]:
+    """Returns the transformation of an ``nnx.Optimizer``, and what that trains.
+
+    Its state stays behind: a Trainer keeps its own. Anything else is as it was.
+
+    Args:
+      tx: what the user gave as optimizer.
+      wrt: likewise, of the variables to train; that of the optimizer counts if this is
+        unset.
+    """
+    if not isinstance(tx, nnx.Optimizer):
+        return tx, wrt
+    _LOG.warning(
+        "tx is an nnx.Optimizer; the Trainer takes its tx, and keeps the state of the "
+        "optimizer itself, which begins anew"
+    )
+    return tx.tx, getattr(tx, "wrt", wrt) if wrt is nnx.Param else wrt
 
 
 def check_optimizer(tx: object) -> None:

@@ -1,10 +1,10 @@
 """A training run: what it measured, what came out, and a way to stop it."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from jgraph.cluster.signals import wait_signalled
 from jgraph.coordination.recovery import Recovery
@@ -310,7 +310,3 @@ class Run:
 
     def _repr_html_(self) -> str:
         return markup.facts("jgraph run", self._facts())
-
-
-Callback: TypeAlias = Callable[[Run, Report], None]
-"""Called with each report, in the thread of the run; what it raises ends the run."""

@@ -81,6 +81,13 @@ def make_runner(
     return AsyncRunner(step, cluster, strategy)
 
 
+def batches_per_update(cluster: Cluster | None, strategy: Strategy) -> int:
+    """Returns how many batches one update of the model is made of."""
+    if cluster is None or not isinstance(strategy, SyncPS):
+        return 1
+    return strategy.contributions(len(cluster.tasks("worker")))
+
+
 def replica_names(cluster: Cluster | None, strategy: Strategy) -> list[str]:
     """Returns whom the replicas of a run stand for; nobody else in this process."""
     if cluster is None or isinstance(strategy, Local):

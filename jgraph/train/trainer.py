@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from flax import nnx
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.patience import saying, unsaid
-from jgraph.errors import ClusterBusyError, ConfigError
+from jgraph.errors import ClusterBusyError, ConfigError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph import markup
 from jgraph.train import checkpoint as checkpoints
@@ -22,17 +22,25 @@ from jgraph.train.attached import attach
 from jgraph.train.attempt import Attempts, Wanted, fill_from, save_to
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.data import Data, Dataset, as_dataset
-from jgraph.train.fit import Fit, check_counts, check_evaluation, wait_or_stop
+from jgraph.train.fit import (
+    Fit,
+    check_counts,
+    check_evaluation,
+    check_length,
+    one_of,
+    wait_or_stop,
+)
 from jgraph.train.handed import make_saving
 from jgraph.train.history import History
+from jgraph.train.hooks import Callback, as_callbacks
 from jgraph.train.losses import Loss
 from jgraph.train.observed import Metrics, split_metrics
-from jgraph.train.optimizer import Optimizer
+from jgraph.train.optimizer import Optimizer, unwrapped
 from jgraph.train.parts import Given, Made, Parts
 from jgraph.train.progress import display_of
 from jgraph.train.recover import make_recover
 from jgraph.train.row_step import Sparse
-from jgraph.train.run import Callback, Run
+from jgraph.train.run import Run
 from jgraph.train.runner import Events, Position, Staleness
 from jgraph.train.source import Source, as_source_or_dataset
 from jgraph.train.strategies import Strategy, choose_strategy, replica_names
@@ -60,12 +68,14 @@ class Trainer:
       loss: see above.
       tx: an optax transformation. It sees ``params`` as nested dicts. Or a dict of one
         for each top-level name of them, ``{"generator": tx1, "discriminator": tx2}``.
+        Of an ``nnx.Optimizer`` its ``tx``.
       cluster: where to train; this process if unset.
       strategy: ``AsyncPS()`` or ``SyncPS()`` with a cluster, ``Local()`` without.
-      metrics: evaluated on data by ``evaluate``: functions of (model, batch), or of
-        what a linen loss takes first; each returns the mean over its batch. Models are
-        in evaluation mode (``nnx``). Or ``(nnx.MultiMetric(…), fn)``: ``fn`` returns
-        what ``update`` takes, a dict; the process of the Trainer evaluates these.
+      metrics: evaluated on data by ``evaluate``: a function of (model, batch), or of
+        what a linen loss takes first, or several by name; each returns the mean over
+        its batch. Models are in evaluation mode (``nnx``). Or
+        ``(nnx.MultiMetric(…), fn)``: ``fn`` returns what ``update`` takes, a dict; the
+        process of the Trainer evaluates these.
       seed: decides the order of examples, dropout, and a linen model's initial values.
       variables: linen only: what ``model.init`` returned; if unset, it is called with
         the first field of the data.
@@ -99,6 +109,7 @@ class Trainer:
     """
 
     @short_traceback
+    @hints.naming_arguments(hints.TRAINER_ARGUMENTS)
     def __init__(
         self,
         model: Model,
@@ -114,6 +125,7 @@ class Trainer:
         check_finite: bool = False,
         wrt: Any = nnx.Param,
     ) -> None:
+        tx, wrt = unwrapped(tx, wrt)
         check_arguments(model, loss, tx, cluster, seed, sparse, wrt)
         functions, observed = split_metrics(metrics)
         self._given = Given(
@@ -137,15 +149,19 @@ class Trainer:
         """The newest run; None before the first ``fit``."""
 
     @short_traceback
+    @hints.naming_arguments(hints.FIT_ARGUMENTS)
     def fit(
         self,
         data: Data | Source,
+        y: Data | None = None,
         *,
-        steps: int,
+        steps: int | None = None,
+        epochs: int | None = None,
         batch_size: int | None = None,
         eval_data: Data | Source | None = None,
         eval_every: int | None = None,
-        callbacks: Sequence[Callback] = (),
+        validation_data: Data | Source | None = None,
+        callbacks: Callback | Sequence[Callback] = (),
         checkpoint: Checkpoints | None = None,
         progress: bool = True,
         block: bool = True,
@@ -159,15 +175,22 @@ class Trainer:
         raised, the run ends in the background, and ``trainer.run`` is that run.
 
         Args:
-          data: arrays with examples along axis 0: ``(x, y)``, a dict, or one array; or
-            a ``jg.Source`` that the workers read. Shuffled by the seed, anew in each
-            epoch; a last partial batch is left out.
+          data: arrays with examples along axis 0: ``(x, y)``, a dict, or one array; a
+            ``jg.Source`` that the workers read; what gives examples by number, such as
+            a torch ``Dataset``; or an iterable of batches, such as a generator or a
+            ``DataLoader``. The last is taken as it comes; all else is shuffled by the
+            seed, anew in each epoch. A last partial batch is left out.
+          y: ``fit(x, y)`` is ``fit((x, y))``.
           steps: updates of the model, all workers together.
-          batch_size: examples per step.
+          epochs: in place of ``steps``: how often all batches of the data are used.
+          batch_size: examples of a batch; if unset, 128, or as many as the batches of
+            the data have.
           eval_data: evaluated at the end, and every ``eval_every`` steps: by a task of
             the job ``evaluator`` while the others train on, or here if there is none.
           eval_every: steps between evaluations, or more while one takes longer.
-          callbacks: called as ``callback(run, report)``, twice a second or so.
+          validation_data: another name of ``eval_data``.
+          callbacks: one or several: functions, called as ``callback(run, report)``
+            twice a second or so, and objects with ``begin(run)`` or ``end(run)``.
           checkpoint: where to save while training; ``restore`` goes on from there. A
             run that loses a ps waits up to 60 s until all tasks answer, and goes on
             from the newest good step by itself; see ``Run.recoveries``.
@@ -181,14 +204,18 @@ class Trainer:
           ClusterBusyError: this Trainer is already training.
           CheckpointWriterError: another process saves to the same directory.
         """
-        every = 1 if eval_every is None else eval_every
-        size = 1 if batch_size is None else batch_size
-        check_counts(steps=steps, batch_size=size, eval_every=every)
+        check_length(steps, epochs)
+        counts = {"batch_size": batch_size, "eval_every": eval_every}
+        check_counts(**{name: n for name, n in counts.items() if n is not None})
+        eval_data = one_of(eval_data, validation_data)
         check_evaluation(eval_data, eval_every)
+        called = as_callbacks(callbacks)
+        data = data if y is None else (data, y)
         given = self._given
         wanted = Wanted(
             *(data, steps, batch_size, eval_data, eval_every, self.evaluate, detached),
             checkpoint=checkpoint,
+            epochs=epochs,
         )
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(
@@ -212,7 +239,7 @@ class Trainer:
             history=history,
             saving=saving,
             recover=recover,
-            callbacks=callbacks,
+            callbacks=called,
             display=display,
             workers=replica_names(given.cluster, given.strategy) if progress else (),
             cluster=given.cluster,
@@ -329,6 +356,9 @@ class Trainer:
     def close(self) -> None:
         """Drops the variables of this Trainer on its cluster; runs keep their own."""
         self._parts.close()
+
+    if not TYPE_CHECKING:
+        __getattr__ = hints.hinting(hints.TRAINER)
 
     @property
     def names(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Runs that lose tasks and go on from their newest checkpoint."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from jgraph.train.checkpoint import restore_position
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.history import History
 from jgraph.train.progress import Report
-from jgraph.train.run import Callback, Run
+from jgraph.train.run import Run
 from jgraph.train.runner import Chunk
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
@@ -102,7 +102,7 @@ def trainer_on(cluster: LocalCluster, strategy: Strategy) -> Trainer:
 
 def killing(
     cluster: LocalCluster, directory: Path, *tasks: str, saved: int = 1
-) -> Callback:
+) -> Callable[[Run, Report], None]:
     """Kills tasks when there are so many checkpoints.
 
     Once: more reports may come before the loss is known.

@@ -1,0 +1,191 @@
+"""What people bring along from Keras, NNX, Accelerate and Ray: it works, or is told."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgraph as jg
+from jgraph.errors import ConfigError, DataError, GraphError
+from jgraph.train.data import as_dataset
+from jgraph.train.hooks import as_callbacks
+from jgraph.train.optimizer import unwrapped
+from jgraph.train.strategies import batches_per_update
+from tests.train.test_forms import Loader, batches
+
+X = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]
+Y = 3 * X[:, 0]
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch[0])[:, 0] - batch[1]) ** 2)
+
+
+def close_to(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(jnp.abs(model(batch[0])[:, 0] - batch[1]) < 0.1)
+
+
+def trainer(**options: Any) -> Any:
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    return jg.Trainer(model, loss, **{"tx": optax.sgd(0.1), **options})
+
+
+class Told:
+    """A callback with hooks, and none that is called in between."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin(self, run: Any) -> None:
+        self.calls.append(f"begin {run.steps}")
+
+    def end(self, run: Any) -> None:
+        self.calls.append(f"end {run.steps}")
+
+
+def test_a_keras_users_first_fit_works() -> None:
+    told, reports = Told(), []
+    given = trainer(
+        tx=nnx.Optimizer(
+            nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param
+        ),
+        metrics=close_to,
+    )
+    run = given.fit(
+        X,
+        Y,
+        epochs=3,
+        batch_size=8,
+        validation_data=(X, Y),
+        callbacks=told,
+        progress=False,
+    )
+    assert run.steps == 15
+    assert {"eval_loss", "eval_close_to"} <= set(run.metric_names)
+    assert told.calls == ["begin 0", "end 15"]
+    given.fit(
+        X,
+        Y,
+        steps=1,
+        batch_size=8,
+        progress=False,
+        callbacks=lambda run, report: reports.append(report.step),
+    )
+    assert reports[-1] == 16
+
+
+def test_epochs_are_counted_in_batches_and_updates() -> None:
+    assert as_dataset((X, Y)).batches_per_epoch(12) == 3
+    assert as_dataset(Loader()).batches_per_epoch(4) == 3
+    with pytest.raises(DataError, match="a generator, does not tell how many batches"):
+        as_dataset(batches()).batches_per_epoch(4)
+    assert batches_per_update(None, jg.AsyncPS()) == 1
+
+
+def test_transformation_of_an_nnx_optimizer_is_taken_and_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tx, model = optax.adam(1e-3), nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    with caplog.at_level(logging.WARNING, "jgraph.train"):
+        assert unwrapped(tx, nnx.Param) == (tx, nnx.Param)
+        assert not caplog.records
+        wrapped = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+        assert unwrapped(wrapped, nnx.Param) == (tx, nnx.LoRAParam)
+    assert "keeps the state of the optimizer itself" in caplog.text
+
+
+class OfKeras:
+    def set_model(self, model: Any) -> None: ...
+
+    def on_epoch_end(self, epoch: int) -> None: ...
+
+
+def one_argument(run: Any) -> None: ...
+
+
+CALLBACKS: Any = as_callbacks
+CLUSTER: Any = jg.LocalCluster
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "verbose": (lambda: trainer().fit(X, steps=1, verbose=0), "progress=False shows"),
+    "a typo": (lambda: trainer().fit(X, step=1), r"no argument 'step': write steps=…"),
+    "a foreign name": (lambda: trainer().fit(X, zorn=1), r"'zorn'; it takes data, y, "),
+    "no length": (lambda: trainer().fit((X, Y)), r"give steps=1000, or epochs=10"),
+    "two lengths": (lambda: trainer().fit(X, steps=1, epochs=1), "not both"),
+    "no epochs": (lambda: trainer().fit(X, epochs=0), "epochs is 0; it must be at"),
+    "evaluated twice": (
+        lambda: trainer().fit(X, Y, steps=1, eval_data=X, validation_data=X),
+        "are the same; give one",
+    ),
+    "optimizer": (lambda: trainer(optimizer=None), r"Trainer has no .* tx=optax\.adam"),
+    "num_ps": (lambda: CLUSTER(num_ps=1), "LocalCluster has no .* write ps=2"),
+    "callback(run)": (lambda: CALLBACKS(one_argument), r"callback\(run, report\)"),
+    "a class": (lambda: CALLBACKS([jg.NanGuard]), r"make one: jg\.NanGuard\(…\)"),
+    "of Keras": (lambda: CALLBACKS(OfKeras()), "the hooks of Keras"),
+    "no callback": (lambda: CALLBACKS([3]), "a callback is 3; give functions"),
+    "a text": (lambda: CALLBACKS("nan"), "callbacks is 'nan'; give functions"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_names_of_others_are_told_before_anything_starts(mistake: str) -> None:
+    make, message = MISTAKES[mistake]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_methods_of_others_are_told() -> None:
+    with pytest.raises(AttributeError, match=r"write trainer\.fit\(data, steps=…\)"):
+        trainer().train  # noqa: B018
+
+
+def condition(model: Any, batch: Any) -> Any:
+    value = loss(model, batch)
+    if value > 1:  # the line
+        return value
+    return 2 * value
+
+
+def number(model: Any, batch: Any) -> Any:
+    return float(loss(model, batch))  # the line
+
+
+def with_numpy(model: Any, batch: Any) -> Any:
+    return np.asarray(model(batch[0])).mean()  # the line
+
+
+def missing_key(model: Any, batch: Any) -> Any:
+    return model(batch["image"]).mean()  # the line
+
+
+def lines_of(path: str) -> Iterator[int]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if "# the line" in line and "if" not in line.partition("#")[2]:
+                yield number
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (condition, GraphError, r"condition of Python .*; .* jnp\.where"),
+        (number, GraphError, r"needs the value of an array .* read values from what"),
+        (with_numpy, GraphError, r"gives an array to NumPy .* use jax\.numpy"),
+        (missing_key, DataError, r"KeyError: 'image'; check the data against"),
+    ],
+)
+def test_mistake_in_a_loss_is_told_with_its_line(
+    wrong: Any, error: type[Exception], message: str
+) -> None:
+    given = trainer()
+    data = {"x": X, "y": Y} if wrong is missing_key else (X, Y)
+    broken = jg.Trainer(given.model(), wrong, optax.sgd(0.1))
+    with pytest.raises(error, match=message) as caught:
+        broken.plan(data, batch_size=8)
+    told = [f"{__file__}:{line}" in str(caught.value) for line in lines_of(__file__)]
+    assert sum(told) == 1
