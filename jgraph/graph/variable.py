@@ -320,10 +320,11 @@ def _as_array(name: str, value: Any) -> jax.Array:
     try:
         # A copy, as JAX would alias the caller's numpy array, which may change.
         return jnp.array(value, copy=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise GraphError(
-            f"variable '{name}': the initial value {value!r:.60} is not an array "
-            f"({error})"
+            f"variable '{name}': the initial value {value!r:.60} is not an array that "
+            f"JAX can have here ({reason})"
         ) from None
 
 

@@ -18,7 +18,7 @@ from jgraph.plan.program import StoredVariable
 from jgraph.plan.row_values import aligned_empty
 from jgraph.runtime.hash_shard import HashColumn, HashShard
 from jgraph.runtime.local_mesh import whole
-from jgraph.runtime.tables import ArrayTable, Table, on_cpu
+from jgraph.runtime.tables import ArrayTable, PackedTable, Table, on_cpu, table_of
 
 
 @final
@@ -58,7 +58,7 @@ class Entry:
         self.lock = threading.Lock()
         # As a program declared it that fits; values change, their type does not.
         self.type: ValueType | None = None
-        self.table: ArrayTable | None = None
+        self.table: ArrayTable | PackedTable | None = None
         # Where functions take the value; set when its rows are used on the CPU.
         self.device: Any = None
         # Over the devices of a mesh; None: one has it.
@@ -112,7 +112,7 @@ class Entry:
             cpu = jax.local_devices(backend="cpu")[0]
             self.value = jax.device_put(self.value, cpu)
         if self.table is None or self.table.value is not self.value:
-            self.table = ArrayTable(self.value)
+            self.table = table_of(self.value)
         table: Table = self.table
         return table
 

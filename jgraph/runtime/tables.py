@@ -1,10 +1,12 @@
 """Rows of a variable: looked up and changed in place, at their own cost only."""
 
 import ctypes
+import math
 import sys
 from typing import Any, Final, Protocol, TypeAlias, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import MalformedMessageError
@@ -53,26 +55,97 @@ class ArrayTable:
 
     def __init__(self, value: jax.Array) -> None:
         self.value = value
-        self._rows = _writable(value)
+        self._rows = _memory(value).view(value.dtype).reshape(value.shape)
 
     def lookup(self, ids: Array, out: Array) -> None:
         """Copies the rows of ``ids`` to ``out``."""
-        self._check(ids)
+        _check(ids, len(self._rows))
         # The default mode would fill a buffer first, to leave ``out`` alone on errors.
         np.take(self._rows, ids, axis=0, out=out, mode="clip")
 
     def update(self, ids: Array, rows: Array) -> None:
         """Replaces the rows of ``ids``."""
-        self._check(ids)
+        _check(ids, len(self._rows))
         put_rows(self._rows, ids, rows)
 
-    def _check(self, ids: Array) -> None:
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self._rows):
-            raise MalformedMessageError(
-                f"rows {int(ids.min())} to {int(ids.max())} of a table of "
-                f"{len(self._rows):,} rows are asked for; the sender's program is "
-                "another one"
-            )
+
+@final
+class PackedTable:
+    """The rows of an array of which a byte holds several elements, as XLA keeps int4.
+
+    Args:
+      value: as for ``ArrayTable``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> array = jnp.zeros((3, 3), "int4")
+      >>> PackedTable(array).update(np.array([1]), np.full((1, 3), -2, array.dtype))
+      >>> array.astype("int8").tolist()
+      [[0, 0, 0], [-2, -2, -2], [0, 0, 0]]
+    """
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+        self._memory = _memory(value)
+        self._bits = bits_of(value.dtype)
+        self._is_signed = jnp.issubdtype(value.dtype, jnp.signedinteger)
+
+    def lookup(self, ids: Array, out: Array) -> None:
+        """Copies the rows of ``ids`` to ``out``."""
+        _check(ids, len(self.value))
+        places, shifts = self._places(ids)
+        found = (self._memory[places] >> shifts) & np.uint8((1 << self._bits) - 1)
+        if self._is_signed:  # the upper bits of its byte are those of the sign
+            sign = np.uint8(1 << (self._bits - 1))
+            found = (found ^ sign) - sign
+        out[...] = found.view(out.dtype).reshape(out.shape)
+
+    def update(self, ids: Array, rows: Array) -> None:
+        """Replaces the rows of ``ids``."""
+        _check(ids, len(self.value))
+        places, shifts = self._places(ids)
+        mask = np.uint8((1 << self._bits) - 1)
+        given = np.ascontiguousarray(rows, self.value.dtype).view(np.uint8) & mask
+        given = given.reshape(-1)
+        # Of one shift each byte is there once.
+        for shift in range(0, 8, self._bits):
+            here = np.flatnonzero(shifts == shift)
+            others = self._memory[places[here]] & np.uint8(~(int(mask) << shift) & 255)
+            self._memory[places[here]] = others | (given[here] << np.uint8(shift))
+
+    def _places(self, ids: Array) -> tuple[Array, Array]:
+        """Returns the byte of each element of these rows, and its first bit there."""
+        width = math.prod(self.value.shape[1:])
+        elements = np.asarray(ids, np.int64)[:, None] * width + np.arange(width)
+        bits = elements.reshape(-1) * self._bits
+        return bits >> 3, (bits & 7).astype(np.uint8)
+
+
+def table_of(value: jax.Array) -> ArrayTable | PackedTable:
+    """Returns the rows of an array on a CPU."""
+    return PackedTable(value) if bits_of(value.dtype) < 8 else ArrayTable(value)
+
+
+def bits_of(dtype: Any) -> int:
+    """Returns how many bits an element takes in the memory of a device.
+
+    Example:
+      >>> bits_of(np.dtype("float32")), bits_of(jnp.dtype("uint4"))
+      (32, 4)
+    """
+    if dtype.kind == "V":  # numpy takes a byte at least for each
+        is_int = jnp.issubdtype(dtype, jnp.integer)
+        info: Any = jnp.iinfo if is_int else jnp.finfo
+        return int(info(dtype).bits)
+    return int(dtype.itemsize) * 8
+
+
+def _check(ids: Array, rows: int) -> None:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+        raise MalformedMessageError(
+            f"rows {int(ids.min())} to {int(ids.max())} of a table of {rows:,} rows "
+            "are asked for; the sender's program is another one"
+        )
 
 
 def put_rows(table: Array, ids: Array, rows: Array) -> None:
@@ -102,16 +175,16 @@ def on_cpu(value: jax.Array) -> bool:
     return all(device.platform == "cpu" for device in value.devices())
 
 
-def _writable(value: jax.Array) -> Array:
+def _memory(value: jax.Array) -> Array:
+    """Returns the bytes of an array, which can be written."""
     # numpy's own views of JAX arrays can only be read.
     value.block_until_ready()
-    flat = np.zeros(0, np.uint8)
-    if value.nbytes:
-        pointer = value.addressable_data(0).unsafe_buffer_pointer()
-        _use_huge_pages(pointer, value.nbytes)
-        memory = (ctypes.c_uint8 * value.nbytes).from_address(pointer)
-        flat = np.ctypeslib.as_array(memory)
-    return flat.view(value.dtype).reshape(value.shape)
+    nbytes = -(-value.size * bits_of(value.dtype) // 8)
+    if not nbytes:
+        return np.zeros(0, np.uint8)
+    pointer = value.addressable_data(0).unsafe_buffer_pointer()
+    _use_huge_pages(pointer, nbytes)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))
 
 
 def _use_huge_pages(pointer: int, nbytes: int) -> None:
