@@ -25,6 +25,7 @@ from jgraph.coordination.dispatch import (
     WorkerEnded,
     WorkerLost,
 )
+from jgraph.coordination.loop_ends import OF_A_BATCH
 from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import ConfigError, JGError
 from jgraph.failpoints import failpoint
@@ -114,6 +115,8 @@ class Dealer:
                     event = WorkerEnded(loop)
                 yield report
         except JGError as error:
+            if isinstance(error, OF_A_BATCH):
+                event = WorkerEnded(loop)  # it lives, and its batches ended nobody
             self._over(loop, end, event)
             if self._error is None or self._error is error:
                 raise

@@ -10,6 +10,7 @@ import numpy as np
 
 from jgraph.cluster.data_feed import leases_of
 from jgraph.coordination.dispatch import LEASE_S
+from jgraph.coordination.finite import FiniteCheck
 from jgraph.coordination.slots import Lease, SlotPlan
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
@@ -124,6 +125,8 @@ class LoopRequest:
       compute_wait_s: for benchmarks: emulated computing in each step.
       plan: the slots, where the task has data of its own and all of it once, in order,
         is not shuffled by ``seed``.
+      finite: says which results of a step are finite: one that is not ends the loop,
+        and that fetch is not reported.
     """
 
     task: TaskName
@@ -143,6 +146,7 @@ class LoopRequest:
     compute_wait_s: float = 0.0
     data_feeds: tuple[str, ...] = ()
     plan: SlotPlan | None = None
+    finite: FiniteCheck | None = None
 
 
 @final
@@ -236,7 +240,15 @@ def order_of(request: LoopRequest) -> pb.RunLoop:
         compute_wait_s=request.compute_wait_s,
         sync=_sync_order(request.sync),
         data_feeds=request.data_feeds,
+        finite_leaves=() if request.finite is None else request.finite.leaves,
+        finite_fetch=0 if request.finite is None else request.finite.fetch,
     )
+
+
+def finite_check_of(order: pb.RunLoop) -> FiniteCheck | None:
+    """Returns what an order says of results that are not finite; None: nothing."""
+    leaves = tuple(order.finite_leaves)
+    return FiniteCheck(order.finite_fetch, leaves) if leaves else None
 
 
 def plain(plan: SlotPlan) -> str:

@@ -59,10 +59,11 @@ _LOOK_S: Final = 0.2
 class LoopHandle:
     """Loops under way: iterate for their reports until all have ended.
 
-    Iterating raises the first error of any loop, after asking the others to stop. Where
-    data is dealt out, the loss of a worker is no error while another one goes on, or
-    takes part again in time. Where ``DealtData.updates`` is set, neither is the loss of
-    the master: another server becomes it, and deals out what is not known to be done.
+    Iterating raises the first error of any loop, after asking the others to stop; that
+    of a batch that cannot be trained on only when they have ended. Where data is dealt
+    out, the loss of a worker is no error while another one goes on, or takes part again
+    in time. Where ``DealtData.updates`` is set, neither is the loss of the master:
+    another server becomes it, and deals out what is not known to be done.
     In synchronous training all loops end then; the last report says where. The master
     of a detached run looks after workers, and if that is lost, its heir does.
     """
@@ -105,6 +106,7 @@ class LoopHandle:
         self._began_with = self._following.beside(ready_tasks(cluster))
         self._again = Counter[int]()  # how often a replica began anew
         self._lost: JGError | None = None  # how the last one ended, if it was lost
+        self._unwell: JGError | None = None  # a batch that cannot be trained on
         for request in requests:
             self._start(request, began_s=0.0)
 
@@ -117,12 +119,19 @@ class LoopHandle:
         try:
             while self._loops or self._is_one_back():
                 yield from self._taken(self._following.report())
+            if self._unwell is not None:
+                raise self._unwell
         finally:
             if self._loops:
                 self.stop()
 
     def _taken(self, item: Item) -> Iterator[LoopReport]:
         match item:
+            case Ended(verdict=Verdict.UNWELL):
+                # The others end in order, and tell what they have applied.
+                self._unwell = self._unwell or item.error
+                self._loops.discard(item.loop)
+                self.stop()
             case Ended(verdict=Verdict.DECIDER_LOST) if not self._detached:
                 yield from self._await_decider(item.loop, item.error)
             case Ended():

@@ -10,7 +10,9 @@ import numpy as np
 from jgraph.clock import Clock
 from jgraph.cluster.data_feed import DataFeed, NumberedBatch, rows_of
 from jgraph.cluster.driver import Fetches, StepDriver, as_error
+from jgraph.cluster.loop_orders import finite_check_of
 from jgraph.cluster.loop_reports import LoopReports
+from jgraph.coordination.loop_ends import OF_A_BATCH
 from jgraph.coordination.replica_loop import (
     End,
     Event,
@@ -24,6 +26,7 @@ from jgraph.coordination.replica_loop import (
     StepNotStarted,
     StepRefused,
     StepUnwanted,
+    StepUnwell,
     StopAsked,
 )
 from jgraph.errors import JGError, RunOverError, StaleGradientError
@@ -62,6 +65,8 @@ class LoopRun:
         # Batches of steps under way: a step that is refused is computed anew.
         self._fed: dict[int, dict[str, Any]] = {}
         self._refused = 0
+        self._finite = finite_check_of(order)
+        self._unwell: int | None = None
         self._leaving = False
         self._machine = ReplicaLoop(
             first_step=order.first_step,
@@ -190,8 +195,17 @@ class LoopRun:
         for name, seconds in parts.items():
             self._times[name] += seconds
         self._computed_at = now
-        self.told.add(step, fetches)
-        self._take(StepComputed(step))
+        error = None
+        if self._finite is not None:
+            replica = self._order.replica
+            where = f"of replica {replica}"
+            error = self._finite.take(fetches, step, where, replica)
+        if error is None:
+            self.told.add(step, fetches)
+            self._take(StepComputed(step))
+        else:
+            self._unwell = step
+            self._take(StepUnwell(step, error))
 
     def _over(self, step: int, error: JGError | None) -> None:
         if isinstance(error, StaleGradientError):
@@ -201,10 +215,14 @@ class LoopRun:
         self._fed.pop(step, None)
         match error:
             case None:
-                self._feed.acknowledge(step - self._order.first_step)
+                if step != self._unwell:  # of which the batch comes again
+                    self._feed.acknowledge(step - self._order.first_step)
                 self._take(StepAcknowledged(step))
             case RunOverError():
                 self._take(StepUnwanted(step))
+            case _ if isinstance(error, OF_A_BATCH):
+                self._take(StepUnwell(step, error))
+                self._take(StepAcknowledged(step))
             case _:
                 self._take(StepFailed(step, error))
 

@@ -12,6 +12,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.data_feed import deal_of
 from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.gates import Decides, Gates
+from jgraph.cluster.loop_orders import finite_check_of
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.cluster.master_lease import AskMaster, MasterLease
 from jgraph.coordination.aggregation import (
@@ -23,6 +24,7 @@ from jgraph.coordination.aggregation import (
     End,
     Event,
     Instruction,
+    NotApplied,
     ReplicaLost,
     StopAsked,
     TimeIsUp,
@@ -31,7 +33,7 @@ from jgraph.coordination.aggregation import (
 from jgraph.coordination.slots import Lease, SlotPlan
 from jgraph.coordination.supervision import Supervision
 from jgraph.coordination.sync_data import SyncData
-from jgraph.errors import JGError, RunOverError, TaskLostError
+from jgraph.errors import JGError, NonFiniteError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
@@ -74,6 +76,7 @@ class SyncLoop:
             json.loads(sync.data_position),
         )
         self._answer: tuple[Lease, ...] | None = None
+        self._finite = finite_check_of(order)
         self._machine = Arbiter(
             map(TaskName, sync.shards),
             self._replicas,
@@ -172,12 +175,22 @@ class SyncLoop:
                 self._end(state, error)
 
     def _apply(self, version: int, count: int) -> None:
+        unwell: list[JGError] = []
+
         def computed(fetches: Fetches, _: object) -> None:
-            self.told.add(version, [*fetches, np.array(count, np.int32)])
+            if self._finite is not None:
+                where = f"in the mean of {count} worker{'s' if count > 1 else ''}"
+                error = self._finite.take(fetches, version, where)
+                unwell.extend([error] if error else [])
+            if not unwell:
+                self.told.add(version, [*fetches, np.array(count, np.int32)])
 
         def over(error: JGError | None) -> None:
             if error is not None:
                 self._end("failed", error)
+                return
+            if unwell:
+                self._take(NotApplied(unwell[0]))
                 return
             self._progress_at = self._clock.now()
             self._take(Applied())
@@ -198,9 +211,10 @@ class SyncLoop:
 
     def _end(self, state: str, error: JGError | None) -> None:
         over = RunOverError("the training run has all its updates, or was stopped")
-        self._gates.close(self._gate, error or over)
-        if error is None:
-            self._report(state)
+        in_order = error is None or isinstance(error, NonFiniteError)
+        self._gates.close(self._gate, over if in_order else error or over)
+        if in_order:
+            self._report("running" if error else state)
         self.told.end(error)
 
     def _report(self, state: str) -> None:

@@ -69,6 +69,14 @@ class Applied:
 
 @final
 @dataclass(frozen=True, slots=True)
+class NotApplied:
+    """The update that was decided last changed nothing: it was not finite."""
+
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class TimeIsUp:
     """An update has been waited for too long."""
 
@@ -100,6 +108,7 @@ Event: TypeAlias = (
     | DataAsked
     | ReplicaLost
     | Applied
+    | NotApplied
     | TimeIsUp
     | StopAsked
     | MasterSilent
@@ -201,6 +210,7 @@ class Arbiter:
         # Contributions that some ps have, and those that all have: slot -> step.
         self._partial: dict[Step, dict[TaskName, int]] = {}
         self._whole: defaultdict[int, dict[int, Step]] = defaultdict(dict)
+        self._chosen: list[int] = []  # places of the batches of the newest update
         self.dropped: Counter[str] = Counter()
         """Contributions that came too late, by replica."""
 
@@ -227,6 +237,9 @@ class Arbiter:
                 self._stopping = self._stopping or ("paused" if pause else "stopped")
             case MasterSilent() | MasterHeard():
                 self._unsupervised = isinstance(event, MasterSilent)
+            case NotApplied(error):
+                self._data.take_back(self._chosen)
+                return self._finish("failed", error)
             case TimeIsUp(timeout_s):
                 return self._finish("failed", self._late(timeout_s))
         return self._go_on()
@@ -291,8 +304,7 @@ class Arbiter:
         # First come, first counted.
         chosen, late = there[: self.needed], there[self.needed :]
         del self._whole[self._version]
-        for slot, _ in chosen:
-            self._data.counted(slot)
+        self._chosen = [self._data.counted(slot) for slot, _ in chosen]
         for slot, step in late:
             self._drop(slot, step)
         self._applying = True

@@ -2,10 +2,19 @@
 
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import final
+from typing import Final, final
 
-from jgraph.errors import ClusterUnreachableError, JGError, TaskLostError
+from jgraph.errors import (
+    ClusterUnreachableError,
+    JGError,
+    NonFiniteError,
+    RowIdError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
+
+OF_A_BATCH: Final = (NonFiniteError, RowIdError)
+"""Errors of a step that is not applied, whose worker and tasks are well."""
 
 
 @final
@@ -23,6 +32,9 @@ class Verdict(Enum):
 
     LINK_LOST = auto()
     """The worker lost another task, which the master may still reach."""
+
+    UNWELL = auto()
+    """Its batch cannot be trained on; all loops end after their steps in flight."""
 
     FAILED = auto()
     """Anything else: the run cannot go on as it is."""
@@ -44,6 +56,8 @@ def judge(
       >>> judge(TaskLostError("gone", task=ps), worker, master, decides=False).name
       'LINK_LOST'
     """
+    if isinstance(error, OF_A_BATCH):
+        return Verdict.UNWELL
     if not isinstance(error, TaskLostError | ClusterUnreachableError):
         return Verdict.FAILED
     named = error.details.get("task")

@@ -62,6 +62,18 @@ class StepUnwanted:
 
 @final
 @dataclass(frozen=True, slots=True)
+class StepUnwell:
+    """The worker's part of a step is done, and the step must not be applied.
+
+    No task applies it; it is acknowledged as any other.
+    """
+
+    step: int
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StepNotStarted:
     """The step that was to start last has no data; with ``over`` no step will have."""
 
@@ -81,6 +93,7 @@ Event: TypeAlias = (
     | StepFailed
     | StepRefused
     | StepUnwanted
+    | StepUnwell
     | StepNotStarted
     | StopAsked
 )
@@ -148,6 +161,7 @@ class ReplicaLoop:
         self._computing = False
         self._stopping = False
         self._over = False
+        self._unwell: JGError | None = None
         self._reported_at: float | None = None
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -167,16 +181,17 @@ class ReplicaLoop:
                 return self._go_on()
             case StepFailed(_, error):
                 self._over = True
-                return [Report(), End("failed", error)]
-            case StepRefused(step):
+                return [Report(), End("failed", self._unwell or error)]
+            case StepRefused(step) if self._unwell is None:
                 return [StartStep(step)]
-            case StepUnwanted() | StepNotStarted():
+            case StepRefused() | StepUnwanted() | StepNotStarted():
                 return self._take_back(event)
-            case StopAsked():
-                self._stopping = True
-                return self._go_on()
+            case StopAsked() | StepUnwell():
+                return self._stop(event)
 
-    def _take_back(self, event: StepUnwanted | StepNotStarted) -> list[Instruction]:
+    def _take_back(
+        self, event: StepRefused | StepUnwanted | StepNotStarted
+    ) -> list[Instruction]:
         """Counts a step as not under way."""
         self._computing = False
         self._outstanding -= 1
@@ -186,6 +201,14 @@ class ReplicaLoop:
             case StepNotStarted(over):
                 self._next -= 1
                 self._end = self._next if over else self._end
+        return self._go_on()
+
+    def _stop(self, event: StopAsked | StepUnwell) -> list[Instruction]:
+        """Starts no more steps."""
+        self._stopping = True
+        if isinstance(event, StepUnwell):
+            self._computing = False
+            self._unwell = self._unwell or event.error
         return self._go_on()
 
     def _maybe_report(self, now: float) -> list[Instruction]:
@@ -206,5 +229,7 @@ class ReplicaLoop:
         if self._outstanding:
             return []
         self._over = True
+        if self._unwell is not None:
+            return [Report(), End("failed", self._unwell)]
         state = "done" if self._next >= self._end else "stopped"
         return [Report(), End(state)]

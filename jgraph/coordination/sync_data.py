@@ -137,12 +137,19 @@ class SyncData:
         """Whether a replica holds the batch of this number."""
         return self._holder.get(number, ("",))[0] == replica
 
-    def counted(self, number: int) -> None:
-        """A batch is part of an update."""
+    def counted(self, number: int) -> int:
+        """A batch is part of an update; returns its place."""
         _, place = self._let_go(number)
         self._late_with.pop(place, None)
         self._deaths.pop(place, None)
         self.done += 1
+        return place
+
+    def take_back(self, places: Iterable[int]) -> None:
+        """Batches that were counted are part of no update after all."""
+        for place in places:
+            bisect.insort(self._given_back, place)
+            self.done -= 1
 
     def late(self, number: int) -> None:
         """A batch was computed too late and is dealt again."""

@@ -104,7 +104,7 @@ class AsyncRunner:
         key = f"{batch} {dataset.note}"
         if key not in self._prepared:
             graph = dataset.noted(self._step.graph(batch))
-            names = self._step.metric_names(graph)
+            names = self._step.reported(graph)
             planned = plan(
                 graph,
                 tasks=self._cluster.tasks(),
@@ -195,7 +195,11 @@ class AsyncRunner:
     def _requests(self, prepared: _Prepared, order: Order) -> list[LoopRequest]:
         limit_s, handles = self._strategy.step_timeout_s, prepared.handles
         requests = self.workers.requests
-        return requests(prepared.graph, handles, order, step_timeout_s=limit_s)
+        return requests(
+            *(prepared.graph, handles, order),
+            step_timeout_s=limit_s,
+            finite=self._step.finite_check(prepared.graph),
+        )
 
     def _admit(
         self, prepared: _Prepared, order: Order, loops: LoopHandle, replica: int

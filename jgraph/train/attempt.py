@@ -63,8 +63,6 @@ class Attempt:
       order: which steps.
       first: updates applied before.
       evaluations: evaluate the model; None: never.
-      checked: names of the leaves to check for NaN; None: not checked.
-      lookups: what the ids that are checked are of; see ``check_ids``.
       take: takes a snapshot of the state.
     """
 
@@ -72,8 +70,6 @@ class Attempt:
     order: Order
     first: int
     evaluations: Evaluations | None
-    checked: Sequence[str] | None
-    lookups: Sequence[tuple[str, str, int]]
     take: Take
 
 
@@ -221,8 +217,6 @@ class Attempts:
             evaluations=make_evaluations(
                 self._parts.side_car, wanted.evaluate, wanted.eval_data, evaluated
             ),
-            checked=step.checked if self._given.check_finite else None,
-            lookups=step.lookups(dataset.avals(self._batch_size)),
             take=take,
         )
 

@@ -12,8 +12,6 @@ FINITE = "<finite>"
 """Metric of a step with ``check_finite``: bool per leaf, the loss first."""
 BAD_IDS = "<bad ids>"
 """Metric of a step with ``check_ids``: int32 per lookup, an id that has no row."""
-CHECKS = {FINITE, BAD_IDS}
-"""Metrics that are checked, and not shown."""
 
 
 def all_well(checks: Mapping[str, jax.Array]) -> jax.Array:

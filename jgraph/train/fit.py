@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.failover import asked_anyhow
+from jgraph.coordination.loop_ends import OF_A_BATCH
 from jgraph.errors import (
     CheckpointWriterError,
     ClusterError,
@@ -33,7 +34,10 @@ from jgraph.train.run import Run
 from jgraph.train.runner import Position, Runner
 from jgraph.train.saving import Saving
 from jgraph.train.standing import Standings
-from jgraph.train.watch import Watch, check_finite, check_ids
+from jgraph.train.watch import Watch
+
+_OF_A_BATCH: Final = (DataSlotError, *OF_A_BATCH)
+"""Errors of one batch: all updates before it are applied, and good."""
 
 _LOG = logging.getLogger("jgraph.data")
 
@@ -139,7 +143,7 @@ class Fit:
         try:
             self._follow(attempt, total, began)
         except JGError as error:
-            if isinstance(error, DataSlotError) and isinstance(self.saving, Saving):
+            if isinstance(error, _OF_A_BATCH) and isinstance(self.saving, Saving):
                 # To go on from once that batch is taken out; what is told is the batch.
                 with contextlib.suppress(CheckpointWriterError):
                     self.saving.save()
@@ -204,9 +208,6 @@ class Fit:
                 if chunk.at_rest:
                     self._save_at_rest()
                     continue
-                check_ids(chunk, attempt.lookups)
-                if attempt.checked is not None:
-                    check_finite(chunk, attempt.checked)
                 self._tell(watch.take(chunk))
                 if self.saving is not None:
                     self.saving.note(self.history.steps)

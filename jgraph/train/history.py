@@ -11,7 +11,6 @@ import numpy as np
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
-from jgraph.train.checks import CHECKS
 from jgraph.train.hash_state import COUNTS
 from jgraph.train.metrics import as_float64, is_complex
 from jgraph.train.plot import Curve, Panel, Plot, draw_plot
@@ -40,7 +39,7 @@ class _Stretch:
         stays[order[: step - self.first]] = True
         ends = np.cumsum([len(chunk) for chunk in self.chunks])[:-1]
         counts = [int(part.sum()) for part in np.split(stays, ends)]
-        cut = [_cut(c, n) for c, n in zip(self.chunks, counts, strict=True) if n]
+        cut = [c.first(n) for c, n in zip(self.chunks, counts, strict=True) if n]
         return _Stretch(self.first, self.began, cut)
 
 
@@ -78,7 +77,7 @@ class History:
         with self._lock:
             train = {name for chunk in self._chunks() for name in chunk.metrics}
             read = {name for _, _, row in self._readings for name in row}
-        return sorted(train - CHECKS) + sorted(read)
+        return sorted(train) + sorted(read)
 
     def ended(self, steps: int) -> None:
         """Notes how many updates the state has, of earlier runs too.
@@ -212,14 +211,3 @@ def _by_time(stretch: _Stretch, name: str) -> dict[str, Array]:
 def _seconds(chunks: Sequence[Chunk]) -> Array:
     seconds: Array = np.concatenate([chunk.seconds for chunk in chunks])
     return seconds
-
-
-def _cut(chunk: Chunk, count: int) -> Chunk:
-    """Returns the first ``count`` steps."""
-    return replace(
-        chunk,
-        steps=chunk.steps[:count],
-        seconds=chunk.seconds[:count],
-        metrics={name: values[:count] for name, values in chunk.metrics.items()},
-        times={n: s * count / len(chunk) for n, s in chunk.times.items()},
-    )

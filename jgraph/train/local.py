@@ -15,6 +15,7 @@ from jgraph.coordination.dispatch import Asked, Deal, Dispatch, Progressed
 from jgraph.graph import markup
 from jgraph.graph.ir import Graph, eval_graph
 from jgraph.runtime.batches import LeasedBatches
+from jgraph.train.applied import Checks, checks_of
 from jgraph.train.data import Batch, Dataset
 from jgraph.train.on_tasks import Kept
 from jgraph.train.runner import (
@@ -54,6 +55,7 @@ class _Compiled:
     graph: Graph
     names: list[str]
     step: Callable[..., tuple[list[Any], list[Any]]]
+    checks: Checks
 
 
 @final
@@ -72,6 +74,7 @@ class LocalRunner:
         self._values: list[Any] = []
         self._position: Position = None
         self._dispatch: Dispatch | None = None
+        self._first = 0  # updates applied before the run
         self.load(step.initial_values)
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
@@ -89,7 +92,8 @@ class LocalRunner:
             # thread, whichever thread runs the steps.
             jitted = jax.jit(step, donate_argnums=0)
             lowered = jitted.lower(self._values, *(f.aval for f in graph.feeds))
-            self._compiled[key] = _Compiled(graph, names, lowered.compile())
+            checks = checks_of(self._step, graph, batch)
+            self._compiled[key] = _Compiled(graph, names, lowered.compile(), checks)
         self._last = self._compiled[key]
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
@@ -97,13 +101,15 @@ class LocalRunner:
         self.prepare(order.dataset, order.batch_size)
         assert self._last is not None
         compiled, now = self._last, self._clock.now
-        first = self.global_step()
+        self._first = first = self.global_step()
         dispatch = self._deal_from(order, first)
         batches = self._batches(order, dispatch)
         began = reported = now()
         gathering = 0.0
         done: list[tuple[int, float, list[Any]]] = []
-        recent: deque[Any] = deque(maxlen=_IN_FLIGHT)
+        recent: deque[list[Any]] = deque(maxlen=_IN_FLIGHT)
+        checks = compiled.checks
+        checked = [compiled.names.index(name) for name in checks.names]
         for number in range(first, first + order.steps):
             asked = now()
             batch = next(batches, None)
@@ -111,20 +117,45 @@ class LocalRunner:
                 break  # there is no more data
             gathering += now() - asked
             out = self._one(compiled, batch, number)
-            dispatch.handle(Progressed("", number - first + 1), 0.0)
+            if not checked:
+                dispatch.handle(Progressed("", number - first + 1), 0.0)
             time = now()
             done.append((number, time - began, out))
             if len(recent) == _IN_FLIGHT:
-                recent[0].block_until_ready()
-            recent.append(out[0])
+                recent[0][0].block_until_ready()
+                if checked and not checks.passed([recent[0][n] for n in checked]):
+                    break  # those that follow it change nothing
+            recent.append(out)
             is_due = order.eval_every and (number + 1) % order.eval_every == 0
             if is_due or time - reported >= order.report_every_s:
-                yield _chunk(done, compiled.names, gathering, now() - reported)
+                yield from self._told(compiled, done, gathering, now() - reported)
                 done, reported, gathering = [], now(), 0.0
             if order.stop.is_set():
                 break
         if done:
-            yield _chunk(done, compiled.names, gathering, now() - reported)
+            yield from self._told(compiled, done, gathering, now() - reported)
+
+    def _told(
+        self,
+        compiled: _Compiled,
+        done: list[tuple[int, float, list[Any]]],
+        gathering: float,
+        elapsed: float,
+    ) -> Generator[Chunk, None, None]:
+        """Yields the steps that were applied.
+
+        Raises:
+          JGError: one was not, as it did not pass a check.
+        """
+        chunk = _chunk(done, compiled.names, gathering, elapsed)
+        applied, error = compiled.checks.split(chunk)
+        assert self._dispatch is not None  # run has set it
+        if len(applied):
+            count = int(applied.steps[-1]) + 1 - self._first
+            self._dispatch.handle(Progressed("", count), 0.0)
+            yield applied
+        if error is not None:
+            raise error
 
     def _deal_from(self, order: Order, first: int) -> Dispatch:
         """Goes on in the data; what deals it is also where it is."""
@@ -139,7 +170,8 @@ class LocalRunner:
         reader = LeasedBatches(order.dataset.reader(), dispatch.plan)
         done = 0
         while done < order.steps:
-            (deal,) = dispatch.handle(Asked("", done, _ASK_FOR), 0.0)
+            # What is done is told when it is known to be applied.
+            (deal,) = dispatch.handle(Asked("", 0, _ASK_FOR), 0.0)
             assert isinstance(deal, Deal)  # the budget is that of the loop
             for lease in deal.leases:
                 for index in range(lease.first, lease.first + lease.batches):

@@ -270,7 +270,7 @@ class Parts:
             given.tx,
             check_finite=given.check_finite,
             sparse=given.sparse,
-            check_ids=isinstance(given.strategy, Local),
+            alone=isinstance(given.strategy, Local),
             gradient_dtype=gradient_dtype_of(given.strategy),
             arrangement=arrangement_on(given.cluster, given.strategy),
             container=container,

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
@@ -71,6 +71,18 @@ class Chunk:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def first(self, count: int) -> "Chunk":
+        """Returns the first ``count`` steps."""
+        share = count / max(len(self), 1)
+        return replace(
+            self,
+            steps=self.steps[:count],
+            seconds=self.seconds[:count],
+            metrics={name: values[:count] for name, values in self.metrics.items()},
+            times={name: seconds * share for name, seconds in self.times.items()},
+            batches=None if self.batches is None else round(self.batches * share),
+        )
 
     @property
     def batches_per_step(self) -> float:

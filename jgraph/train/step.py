@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jgraph.coordination.finite import FiniteCheck
 from jgraph.graph.device import device
 from jgraph.graph.ir import Graph
 from jgraph.graph.kept_rows import spread_rows
@@ -43,11 +44,14 @@ class TrainStep:
       adapter: the model and its loss.
       tx: the optimizer, which sees the parameters as nested dicts; or one for each
         top-level name of them.
-      check_finite: compute which gradients are finite, and skip an update that is not.
+      check_finite: compute which gradients are finite, and skip an update that is not:
+        it does not count as a step either.
       arrangement: how variables are cut and placed.
       container: of the variables.
       sparse: as for ``Trainer``.
-      check_ids: make ``BAD_IDS``, and skip an update that has one.
+      alone: one replica makes all updates, and numbers them as ``global_step`` does.
+        Make ``BAD_IDS``, and skip an update that has one. An update that follows one
+        that was skipped is skipped too.
       gradient_dtype: of gradients that travel; see ``Compression``.
     """
 
@@ -60,13 +64,13 @@ class TrainStep:
         arrangement: Arrangement | None = None,
         container: str = "",
         sparse: Sparse = "auto",
-        check_ids: bool = False,
+        alone: bool = False,
         gradient_dtype: GradientDtype | None = None,
     ) -> None:
         self.adapter = adapter
         self.container = container
         self._sparse: Sparse = sparse
-        self._check_ids = check_ids
+        self._alone = alone
         self._row_steps: dict[str, RowStep | None] = {}
         self._kept: dict[str, frozenset[str]] = {}
         self._tx = CalledOptimizer(tx)
@@ -108,8 +112,6 @@ class TrainStep:
         if gradient_dtype is not None:
             parameters = [v for v in self.variables if v.name.startswith("params/")]
             self.compression = Compression(parameters, gradient_dtype)
-        self.checked = ["loss", *(n for n in self.names if n.startswith("params/"))]
-        """What the leaves of the ``FINITE`` metric stand for."""
 
     @property
     def plain(self) -> list[Variable]:
@@ -222,6 +224,18 @@ class TrainStep:
         metrics = jax.tree.unflatten(graph.out_tree, places)
         return sorted(metrics, key=metrics.__getitem__)
 
+    def finite_check(self, graph: Graph) -> FiniteCheck | None:
+        """Returns which fetch of a step's graph says what is finite; None: none."""
+        if not self._check_finite:
+            return None
+        parameters = [n for n in self.names if n.startswith("params/")]
+        leaves = ("loss", *parameters)
+        return FiniteCheck(self.metric_names(graph).index(FINITE), leaves)
+
+    def reported(self, graph: Graph) -> list[str]:
+        """Returns the names of those fetches that loops report, in order."""
+        return [name for name in self.metric_names(graph) if name != FINITE]
+
     def _read(self, rows: Mapping[str, Touched]) -> Tree:
         values = [
             variable[rows[group].unique if group in rows else ...]
@@ -240,7 +254,7 @@ class TrainStep:
         result = self.computed(by_rows, batch, step, replica)
         with device("/job:worker"):
             checks = self.check(result.loss, result.grads)
-            if self._check_ids and result.rows:
+            if self._alone and result.rows:
                 bad = [b for rows in result.rows.values() for b in rows.bad]
                 checks[BAD_IDS] = jnp.stack(bad)
         loss, state, rows = result.loss, result.state, result.rows
@@ -250,6 +264,7 @@ class TrainStep:
         self.update(
             *(loss, grads, state, checks, kept, by_rows, rows),
             loss_of=result.loss_of,
+            number=step if self._alone else None,
         )
         return {"loss": loss, **result.metrics, **checks}
 
@@ -309,6 +324,7 @@ class TrainStep:
         by_rows: RowStep | None,
         rows: Mapping[str, Touched],
         loss_of: LossOf | None = None,
+        number: Any = None,
     ) -> None:
         """Applies gradients and counts the step; called inside a graph.
 
@@ -321,6 +337,8 @@ class TrainStep:
           by_rows: from ``row_step``.
           rows: the rows of each table that has them, by name.
           loss_of: the loss of the batch, where there is one.
+          number: of the step; one that does not follow the newest update is skipped
+            like one that is not well. None: replicas have numbers of their own.
         """
         if by_rows is not None:
             rows, grads = self._whole_updates(by_rows, rows, grads)
@@ -330,7 +348,11 @@ class TrainStep:
         if by_rows is not None and by_rows.update.reads_padding:
             old = self._padded_with_zeros(rows, old)
         given = {"value": loss, "value_fn": None if rows else loss_of}
-        self._update(old, grads, given, state, checks, rows, kept)
+        ok = None
+        if checks:
+            ok = all_well(checks)
+            ok = ok if number is None else ok & (old["global_step"] == number)
+        self._update(old, grads, given, state, ok, rows, kept)
 
     def _update(
         self,
@@ -338,7 +360,7 @@ class TrainStep:
         grads: Tree,
         given: Mapping[str, Any],
         state: Tree,
-        checks: Mapping[str, Any],
+        ok: Any,
         rows: Mapping[str, Touched],
         kept: frozenset[str],
     ) -> None:
@@ -347,12 +369,11 @@ class TrainStep:
             "params": optax.apply_updates(old["params"], updates),
             "opt": opt,
             "state": state,
+            "global_step": old["global_step"] + 1,
         }
-        if checks:
-            ok = all_well(checks)
+        if ok is not None:
             keep = lambda n, o: jnp.where(ok, n, o)
             new = jax.tree.map(keep, new, {k: old[k] for k in new})
-        new["global_step"] = old["global_step"] + 1
         self._write(new, rows, kept)
 
     def _whole_updates(

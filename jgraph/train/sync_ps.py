@@ -21,6 +21,7 @@ from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.gate_client import open_gate
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest, SyncRequest
 from jgraph.cluster.loops import LoopHandle
+from jgraph.coordination.finite import FiniteCheck
 from jgraph.errors import JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName
@@ -50,6 +51,7 @@ class _Prepared:
     apply: Program
     names: list[str]
     shards: list[TaskName]
+    finite: FiniteCheck | None
     handles: list[str] = field(default_factory=list)
 
 
@@ -305,9 +307,10 @@ class SyncRunner:
         planned = self._planned(graph, self._workers.tasks[0])
         planned = replace(planned, program=contributing(planned.program, gate))
         shards = [leader, *(s for s in shards_of(planned.program) if s != leader)]
-        names = [*self._step.metric_names(apply_graph), CONTRIBUTIONS]
+        names = [*self._step.reported(apply_graph), CONTRIBUTIONS]
+        finite = self._step.finite_check(apply_graph)
         return _Prepared(
-            graph, planned, averaging(applied, gate, shards), names, shards
+            graph, planned, averaging(applied, gate, shards), names, shards, finite
         )
 
     def _planned(self, graph: Graph, driver: TaskName) -> Plan:
@@ -393,5 +396,6 @@ class SyncRunner:
             step_timeout_s=limit,
             report_every_s=order.report_every_s,
             sync=sync,
+            finite=prepared.finite,
         )
         return self.state.session.run_loops([arbiter, *workers])

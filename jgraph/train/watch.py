@@ -1,16 +1,11 @@
-"""From what replicas did to reports: rates, means, evaluations, non-finite values."""
+"""From what replicas did to reports: rates, means, evaluations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
-import numpy as np
-
 from jgraph.clock import Clock
-from jgraph.errors import NonFiniteError, RowIdError
-from jgraph.graph.rows import NO_ID
 from jgraph.runtime.data import Array
-from jgraph.train.checks import BAD_IDS, CHECKS, FINITE
 from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.history import History
 from jgraph.train.metrics import as_float64, is_complex
@@ -116,63 +111,10 @@ class Watch:
         self._history.add_events(self.seconds, self._events())
 
 
-def check_finite(chunk: Chunk, leaves: Sequence[str]) -> None:
-    """Refuses a chunk with a step whose loss or gradients were not finite.
-
-    Args:
-      chunk: with the ``FINITE`` metric.
-      leaves: what its columns stand for; the loss first.
-
-    Raises:
-      NonFiniteError: names the first such step and the first leaf.
-    """
-    finite = chunk.metrics[FINITE]
-    if finite.all():
-        return
-    row = int(np.argmin(finite.all(axis=1)))
-    bad = [name for name, ok in zip(leaves, finite[row], strict=True) if not ok]
-    what = "the loss" if bad[0] == "loss" else f"the gradient of '{bad[0]}'"
-    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-    step = int(chunk.steps[row])
-    raise NonFiniteError(
-        f"{what}{more} is NaN or infinite at step {step} of replica {chunk.replica}; "
-        "this update was not applied. Try a smaller learning rate or "
-        "optax.clip_by_global_norm, or look at the batch",
-        step=step,
-        replica=chunk.replica,
-        leaves=bad,
-    )
-
-
-def check_ids(chunk: Chunk, lookups: Sequence[tuple[str, str, int]]) -> None:
-    """Refuses a chunk with a step that looked up a row that does not exist.
-
-    Args:
-      chunk: with or without the ``BAD_IDS`` metric.
-      lookups: what its columns stand for: (feature, table, rows of the table).
-
-    Raises:
-      RowIdError: names the first such step, its feature and the id.
-    """
-    ids = chunk.metrics.get(BAD_IDS)
-    if ids is None or (ids == NO_ID).all():
-        return
-    row, column = np.argwhere(ids != NO_ID)[0]
-    feature, table, rows = lookups[column]
-    raise RowIdError(
-        f"{feature} has the id {ids[row, column]} at step {int(chunk.steps[row])}, and "
-        f"{table} has {rows} rows, 0 to {rows - 1}; this update was not applied. Mend "
-        "the data or enlarge the table, or let such ids have no row: jnp.take(table, "
-        "ids, axis=0, mode='fill', fill_value=0)",
-        feature=feature,
-        id=int(ids[row, column]),
-    )
-
-
 def _means(metrics: Mapping[str, Array]) -> dict[str, float]:
     means = {
         name: float(as_float64(values).mean())
         for name, values in metrics.items()
-        if values.ndim == 1 and name not in CHECKS and not is_complex(values)
+        if values.ndim == 1 and not is_complex(values)
     }
     return {"loss": means.pop("loss"), **means}

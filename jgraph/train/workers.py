@@ -12,6 +12,7 @@ from jgraph.cluster.loop_orders import LoopReport, LoopRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.cluster.sources import open_source_on
+from jgraph.coordination.finite import FiniteCheck
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.train.data import Dataset
 from jgraph.train.feeding import Feeding
@@ -110,6 +111,7 @@ class Workers:
         order: Order,
         *,
         step_timeout_s: float,
+        finite: FiniteCheck | None = None,
     ) -> list[LoopRequest]:
         """Returns one request per worker.
 
@@ -118,6 +120,7 @@ class Workers:
           handles: its registered program, by replica.
           order: what to train.
           step_timeout_s: limit for one step.
+          finite: which fetch says what is finite; None: it is not checked here.
         """
         feeds = {feed.name for feed in graph.feeds}
         dataset = order.dataset
@@ -137,6 +140,7 @@ class Workers:
                 batch_feed="slot" if "slot" in feeds else "",
                 step_timeout_s=step_timeout_s,
                 report_every_s=order.report_every_s,
+                finite=finite,
             )
             for replica, worker in enumerate(self.tasks)
         ]

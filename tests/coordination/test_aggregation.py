@@ -17,11 +17,13 @@ from jgraph.coordination.aggregation import (
     Instruction,
     MasterHeard,
     MasterSilent,
+    NotApplied,
     ReplicaLost,
     StopAsked,
     TimeIsUp,
     Void,
 )
+from jgraph.coordination.batch_order import BatchOrder
 from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.coordination.sync_data import SyncData
 from jgraph.coordination.sync_gate import (
@@ -35,6 +37,7 @@ from jgraph.errors import (
     CancelledStepError,
     DataSlotError,
     DeadlineError,
+    NonFiniteError,
 )
 from jgraph.graph.ir import TaskName
 from tests.coordination.sync_world import World
@@ -83,6 +86,21 @@ def test_late_contribution_is_dropped_and_counted() -> None:
     machine.handle(Applied())
     assert give(machine, ("b", 2)) == []
     assert machine.dropped == Counter(b=2)
+
+
+def test_update_that_was_not_applied_ends_the_loop_and_its_batches_come_again() -> None:
+    machine, error = arbiter(steps=2), NonFiniteError("the loss is NaN")
+    give(machine, A, B)
+    machine.handle(Applied())
+    before = machine._data.state()
+    give(machine, ("b", 2), ("a", 2), version=6)
+    assert machine._data.done == 4
+    assert machine.handle(NotApplied(error)) == [End("failed", error)]
+    after = machine._data.state()
+    assert after["done"] == before["done"] == 2
+    end, again = BatchOrder(PLAN).restored(after)
+    assert after["again"] == 0
+    assert end - len(again) == 2  # so what comes next are all but those two
 
 
 def test_contribution_counts_when_every_ps_has_it_at_one_version() -> None:

@@ -11,9 +11,11 @@ from jgraph.coordination.replica_loop import (
     StepComputed,
     StepFailed,
     StepNotStarted,
+    StepRefused,
+    StepUnwell,
     StopAsked,
 )
-from jgraph.errors import TaskLostError
+from jgraph.errors import NonFiniteError, TaskLostError
 
 
 def test_next_step_starts_before_the_last_one_is_acknowledged() -> None:
@@ -46,6 +48,25 @@ def test_failure_ends_the_loop_once_and_reports_what_was_done() -> None:
     error = TaskLostError("ps went away")
     assert loop.handle(StepFailed(0, error), 0.0) == [Report(), End("failed", error)]
     assert loop.handle(StepFailed(1, error), 0.0) == []
+
+
+def test_no_step_begins_after_one_that_is_not_well() -> None:
+    loop = ReplicaLoop(first_step=0, steps=9)
+    loop.handle(LoopStarted(), 0.0)
+    error = NonFiniteError("the loss is NaN")
+    assert loop.handle(StepComputed(0), 0.0) == [StartStep(1)]
+    assert loop.handle(StepUnwell(1, error), 0.0) == []
+    assert loop.handle(StepAcknowledged(0), 0.0) == []
+    assert loop.handle(StepAcknowledged(1), 0.0) == [Report(), End("failed", error)]
+
+
+def test_loop_ends_with_the_step_that_is_not_well_whatever_comes_then() -> None:
+    error = NonFiniteError("the loss is NaN")
+    for event in (StepRefused(0), StepFailed(0, TaskLostError("ps went away"))):
+        loop = ReplicaLoop(first_step=0, steps=9)
+        loop.handle(LoopStarted(), 0.0)
+        loop.handle(StepUnwell(0, error), 0.0)
+        assert loop.handle(event, 0.0) == [Report(), End("failed", error)]
 
 
 def test_loop_ends_where_its_data_ends() -> None:

@@ -13,6 +13,7 @@ from jgraph.clock import Clock
 from jgraph.cluster import patience
 from jgraph.errors import NonFiniteError
 from jgraph.graph.ir import TaskName
+from jgraph.train.applied import Checks
 from jgraph.train.cell import CellDisplay, CellView
 from jgraph.train.checks import FINITE
 from jgraph.train.evaluations import Evaluations
@@ -24,7 +25,7 @@ from jgraph.train.progress import (
     make_display,
 )
 from jgraph.train.runner import Chunk, Events
-from jgraph.train.watch import Watch, check_finite
+from jgraph.train.watch import Watch
 
 
 class StoppedClock:
@@ -118,11 +119,17 @@ def test_history_orders_steps_of_replicas_by_time() -> None:
 
 
 def test_first_bad_step_and_leaf_are_named() -> None:
-    finite = np.array([[True, True, True], [True, False, False]])
-    bad = chunk(1, [0.1, 0.2], **{FINITE: finite})
-    with pytest.raises(NonFiniteError, match=r"gradient of 'params/b' .*and 1 more"):
-        check_finite(bad, ["loss", "params/b", "params/w"])
-    check_finite(chunk(1, [0.1], **{FINITE: finite[:1]}), ["loss", "b", "w"])
+    checks = Checks([FINITE], ["loss", "params/b", "params/w"], [])
+    finite = np.array([[True, True, True], [True, False, False], [True, True, True]])
+    applied, error = checks.split(chunk(0, [0.1, 0.2, 0.3], **{FINITE: finite}))
+    assert isinstance(error, NonFiniteError)
+    assert "gradient of 'params/b' (and 1 more) is NaN" in error.message
+    assert "step 1 of replica 0" in error.message
+    assert applied.steps.tolist() == [0]
+    assert list(applied.metrics) == ["loss"]
+    applied, error = checks.split(chunk(0, [0.1], **{FINITE: finite[:1]}))
+    assert (len(applied), error) == (1, None)
+    assert [checks.passed([row]) for row in finite] == [True, False, True]
 
 
 def report(step: int, seconds: float, **more: Any) -> Report:

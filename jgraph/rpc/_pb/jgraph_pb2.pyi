@@ -1326,6 +1326,8 @@ class RunLoop(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     MASTER_FIELD_NUMBER: _builtins.int
     BEGAN_S_FIELD_NUMBER: _builtins.int
+    FINITE_LEAVES_FIELD_NUMBER: _builtins.int
+    FINITE_FETCH_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -1370,11 +1372,18 @@ class RunLoop(_message.Message):
     """
     began_s: _builtins.float
     """RunJournal: when that was, since the run began"""
+    finite_fetch: _builtins.int
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
     @_builtins.property
     def data_feeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Feeds of the fields of `data`, in the order of their names; empty: the same names."""
+
+    @_builtins.property
+    def finite_leaves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What each value of the fetch with the number `finite_fetch` stands for, a bool per
+        leaf: a step with one that is false ends the loop. None: nothing is checked.
+        """
 
     def __init__(
         self,
@@ -1403,10 +1412,12 @@ class RunLoop(_message.Message):
         epoch: _builtins.int = ...,
         master: _builtins.str = ...,
         began_s: _builtins.float = ...,
+        finite_leaves: _abc.Iterable[_builtins.str] | None = ...,
+        finite_fetch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
