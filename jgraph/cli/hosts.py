@@ -81,6 +81,15 @@ def server(
             "the process that started it.",
         ),
     ] = False,
+    overdue_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="Exit with code 76 when a computation goes on for so many seconds "
+            "after the time of its step was up. For servers that are restarted when "
+            "they fail: nothing but the end of its process ends a computation.",
+        ),
+    ] = None,
     sigterm_exit_code: Annotated[
         int,
         typer.Option(
@@ -131,6 +140,7 @@ def server(
         insecure_i_accept=insecure_i_accept,
         allow_sources=allow_source or (),
         max_request_bytes=max_request_bytes,
+        overdue_s=overdue_s,
     )
     facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
     say(facts, f"{running.task} serves at {running.target}", as_json=as_json)

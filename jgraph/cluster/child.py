@@ -1,8 +1,9 @@
-"""The process of one task of a local cluster: ``… child ps 0 SPEC auto DIR``.
+"""The process of one task of a local cluster: ``… child ps 0 SPEC auto DIR 10``.
 
 ``SPEC`` is what is known of the cluster, as JSON: at first this task alone, on any
-port; all of it when the task is started again. Further arguments are patterns of import
-paths that data may come from.
+port; all of it when the task is started again. The number is ``overdue_s`` of the
+server, or empty. Further arguments are patterns of import paths that data may come
+from.
 
 It tells its address on standard output, takes the cluster's description from standard
 input, tells that it has it, and ends when its input closes: no task outlives the
@@ -25,6 +26,7 @@ def main(
     spec: str,
     transport: TransportChoice,
     tls: str,
+    overdue: str,
     allow_sources: Sequence[str],
 ) -> int:
     """Serves one task on loopback; returns the exit code."""
@@ -43,6 +45,7 @@ def main(
         transport=transport,
         tls=tls or None,
         allow_sources=allow_sources,
+        overdue_s=float(overdue) if overdue else None,
     )
     parent.write(json.dumps({"address": server.address}) + "\n")
     parent.flush()
@@ -52,4 +55,5 @@ def main(
 if __name__ == "__main__":
     choice: TransportChoice = "grpc" if sys.argv[4] == "grpc" else "auto"
     job, index, spec = sys.argv[1:4]
-    sys.exit(main(job, int(index), spec, choice, sys.argv[5], sys.argv[6:]))
+    tls, overdue = sys.argv[5:7]
+    sys.exit(main(job, int(index), spec, choice, tls, overdue, sys.argv[7:]))

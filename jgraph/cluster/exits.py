@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from jgraph.coordination.restarts import OVERDUE
+
 COUNTERS: Final = Path("/proc/vmstat")
 
 
@@ -39,6 +41,8 @@ def how_it_ended(code: int, kills_before: int | None = None) -> str:
             "trainer.plan() shows what each task has to hold; more ps tasks, smaller "
             "batches or fewer tasks on one machine need less"
         )
+    if code == OVERDUE:
+        return f"exit code {code}: a computation did not end after its step"
     if code >= 0:
         return f"exit code {code}"
     try:

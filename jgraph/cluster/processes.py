@@ -44,6 +44,7 @@ class TaskProcess:
       transport: see ``Server``.
       tls_directory: with its certificate; empty for plain text.
       allow_sources: see ``Server``.
+      overdue_s: see ``Server``.
     """
 
     def __init__(
@@ -55,13 +56,15 @@ class TaskProcess:
         transport: TransportChoice = "auto",
         tls_directory: str = "",
         allow_sources: Sequence[str] = (),
+        overdue_s: float | None = None,
     ) -> None:
         self.task = TaskName(f"/job:{job}/task:{index}")
         self.address = ""
         self.log = directory / f"{job}-{index}.log"
         self.log.unlink(missing_ok=True)
         self._which = [job, str(index)]
-        self._options = [transport, tls_directory, *allow_sources]
+        overdue = "" if overdue_s is None else str(overdue_s)
+        self._options = [transport, tls_directory, overdue, *allow_sources]
         self._environment = {**os.environ, **environment}
         self._kills_before = 0
         alone = ClusterSpec({job: {index: "127.0.0.1:0"}}, port_zero=True)
@@ -182,7 +185,8 @@ class TaskProcesses:
       tls_directory: where certificates of all tasks are; empty for plain text.
       allow_sources: see ``Server``.
       restarts: how often a task that died is started again within a minute.
-      frozen_s: a task that is started again is killed when it is frozen for so long.
+      frozen_s: a task that is started again is killed when it is frozen for so long,
+        and ends when a computation goes on for so long after its step.
       told: called after one was, in another thread.
       clock: dates their ends.
 
@@ -222,6 +226,7 @@ class TaskProcesses:
                         transport,
                         tls_directory,
                         allow_sources,
+                        frozen_s if restarts else None,
                     )
                     self._processes[process.task] = process
             self._each(TaskProcess.wait_started, timeout_s)

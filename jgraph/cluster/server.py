@@ -15,6 +15,7 @@ from jgraph.cluster import loop
 from jgraph.cluster.here import add_service, remove_service
 from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.master import Master
+from jgraph.cluster.overdue import OverdueWatch
 from jgraph.cluster.own_place import dialled, own_task, with_address
 from jgraph.cluster.records import RECORDS_DIR
 from jgraph.cluster.roles import ROLES
@@ -63,7 +64,7 @@ class TaskServer:
         that it answers when the task is busy.
       transport: how tensors reach other tasks.
       tls: certificates of the task; None speaks plain text.
-      allow_sources, max_request_bytes: see ``Server``.
+      allow_sources, max_request_bytes, overdue_s: see ``Server``.
 
     Raises:
       ConfigError: ``transport`` is something else.
@@ -80,9 +81,12 @@ class TaskServer:
         tls: TLS | None = None,
         allow_sources: Sequence[str] = (),
         max_request_bytes: int | None = None,
+        overdue_s: float | None = None,
     ) -> None:
         check_transport(transport)
         self.task = task
+        self._overdue_s = overdue_s
+        self._overdue: OverdueWatch | None = None
         self.address = ""
         self.stopped = asyncio.Event()
         self._bind = bind
@@ -128,6 +132,9 @@ class TaskServer:
         self.service.health_port = await self._health.start(self._health_bind)
         await self._health.set_serving(serving=True)
         add_service(self.address, self.service)
+        if self._overdue_s is not None:
+            runtime, shell = self.service.runtime, self.service.shell
+            self._overdue = OverdueWatch(runtime, shell, self._overdue_s)
         return self.address
 
     def set_cluster(self, spec: ClusterSpec) -> None:
@@ -161,6 +168,8 @@ class TaskServer:
         await self._health.close()
         self.service.records.close()
         self.service.shell.close()
+        if self._overdue is not None:
+            await asyncio.to_thread(self._overdue.close)
         self.stopped.set()
 
     def _shutdown_asked(self, grace_s: float) -> None:
@@ -193,6 +202,9 @@ class Server:
         ``"package.module:function"``.
       max_request_bytes: how much of what clients send it takes in at once; who sends
         more waits for its turn. A quarter of the free memory unless given.
+      overdue_s: a computation that goes on for so long after the time of its step
+        was up ends this process, with exit code 76, for somebody to start it again.
+        None: never; nothing else can end what computes.
       start: whether to start at once.
 
     Raises:
@@ -225,6 +237,7 @@ class Server:
         insecure_i_accept: bool = False,
         allow_sources: Sequence[str] = (),
         max_request_bytes: int | None = None,
+        overdue_s: float | None = None,
         start: bool = True,
     ) -> None:
         check_transport(transport)
@@ -239,6 +252,7 @@ class Server:
         self._token = find_token(token_file, certificates_of(self._tls))
         self._allow_sources = tuple(allow_sources)
         self._max_request_bytes = max_request_bytes
+        self._overdue_s = overdue_s
         self._server: TaskServer | None = None
         self._stopped = threading.Event()
         if start:
@@ -259,6 +273,14 @@ class Server:
         """Who told that another process of this task has its place; it has ended."""
         return None if self._server is None else self._server.service.replaced
 
+    @property
+    def computes(self) -> bool:
+        """Whether something computes that nothing can end but the process's end."""
+        if self._server is None:
+            return False
+        runtime = self._server.service.runtime
+        return bool(runtime.computing() or runtime.left_behind())
+
     def start(self) -> None:
         """Starts listening; does nothing if started."""
         if self._server is None:
@@ -275,6 +297,7 @@ class Server:
             tls=self._tls,
             allow_sources=self._allow_sources,
             max_request_bytes=self._max_request_bytes,
+            overdue_s=self._overdue_s,
         )
         try:
             await server.start()

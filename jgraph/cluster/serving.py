@@ -4,10 +4,11 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from typing import TextIO
+from typing import Final, TextIO
 
 from jgraph.cluster.calls import DRAIN_S
 from jgraph.cluster.kept_log import FORMAT
+from jgraph.cluster.overdue import leave
 from jgraph.cluster.own_process import load_compiler
 from jgraph.cluster.server import Server
 from jgraph.cluster.spec import ClusterSpec
@@ -15,6 +16,7 @@ from jgraph.coordination.restarts import REPLACED
 from jgraph.errors import ClusterSpecError
 
 _LOG = logging.getLogger("jgraph.server")
+_FORCE_S: Final = 5.0
 
 
 def configure_logging() -> None:
@@ -48,6 +50,10 @@ def serve(
 
     def end(grace_s: float) -> None:
         threading.Thread(target=server.stop, args=(grace_s,), daemon=True).start()
+        # For an event loop that computes, and hears of nothing.
+        by_force = threading.Timer(grace_s + _FORCE_S, lambda: leave(code))
+        by_force.daemon = True
+        by_force.start()
 
     def on_signal(number: int, frame: object) -> None:
         nonlocal code
@@ -67,7 +73,11 @@ def serve(
     server.join()
     if loading.is_alive():  # the end of Python under a compiler is an abort
         loading.join()
-    return code if server.replaced is None else REPLACED
+    code = code if server.replaced is None else REPLACED
+    if server.computes:  # for whose thread the end of Python would wait
+        _LOG.warning("%s ends though something still computes", server.task)
+        leave(code)
+    return code
 
 
 def _follow_orders(

@@ -37,6 +37,7 @@ class TaskShell:
         with these, as a frame costs more than what is in it.
       check_place: called in threads before they write to files: refuses if another
         process has the place of this one.
+      computes_at_once: whether the event loop's thread computes now.
     """
 
     def __init__(self, transport: Transport, clock: Clock) -> None:
@@ -49,6 +50,7 @@ class TaskShell:
         self._cores = available_cores()
         self.orders: dict[tuple[TaskName, StepKey], pb.StartStep] = {}
         self.check_place: Callable[[], None] = lambda: None
+        self.computes_at_once = False
         self._pool = ThreadPoolExecutor(
             max_workers=4 + self._cores, thread_name_prefix="jgraph-work"
         )
@@ -74,7 +76,9 @@ class TaskShell:
         a busy machine handing over takes longer, as threads wait for a core.
         """
         if runs_at_once(cost, self._hand_over, self._cores):
+            self.computes_at_once = True
             result, seconds, _ = self._perform(work, cost)
+            self.computes_at_once = False
             cost.learn(seconds)
             done(result)
         else:

@@ -15,6 +15,8 @@ WINDOW_S: Final = 60.0
 """Deaths of a task further apart have nothing to do with each other."""
 REPLACED: Final = 75
 """Exit code of a process that ended because another has its place."""
+OVERDUE: Final = 76
+"""Exit code of a process in which a computation did not end after its step."""
 
 
 @final

@@ -17,7 +17,7 @@ _REMOTE: Final = (
     "trap 'rm -rf \"$dir\"' EXIT; "
     'head -c {nbytes} | tar -x -C "$dir" || exit 1; '
     '{jgraph} server --job {job} --task {task} --cluster "$dir/cluster.toml" '
-    '--tls-dir "$dir" --bind 0.0.0.0 --end-with-input'
+    '--tls-dir "$dir" --bind 0.0.0.0 --end-with-input --overdue-s 10'
 )
 
 # Processes whose command names the cluster, as this one does not, literally. What a

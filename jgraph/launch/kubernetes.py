@@ -233,6 +233,7 @@ class Deployment:
             "--bind": "0.0.0.0",
             "--health-port": str(self.health_port),
             "--sigterm-exit-code": str(TOLD),
+            "--overdue-s": "10",
         }
         probe: Manifest = {"grpc": {"port": self.health_port}}
         mounts = {"cluster": _CLUSTER, "secret": _SECRET}

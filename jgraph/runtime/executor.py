@@ -21,6 +21,7 @@ from jgraph.plan.nodes import (
     ContributeNode,
     FeedNode,
     FetchNode,
+    Node,
     RecvNode,
     SendNode,
 )
@@ -125,9 +126,16 @@ class StepRun:
         self._ready: deque[int] = deque()
         self._draining = False
         self.over = False
+        self.working: set[int] = set()
+        """Nodes that were given to a thread, or compute here, and have not ended."""
         self.times = StepTimes()
         if trace:
             self.times.nodes = np.full((self._left, 3), np.nan)
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """What it runs."""
+        return self._loaded.partition.nodes
 
     def start(self) -> None:
         """Runs every node that waits for nothing."""
@@ -188,6 +196,7 @@ class StepRun:
                 work = work_of(
                     self._loaded, index, taken, self._store, self._gate, note
                 )
+                self.working.add(index)
                 self._shell.submit(
                     work if self.times.nodes is None else self._timed(index, work),
                     lambda result: self._worked(index, result),
@@ -240,6 +249,7 @@ class StepRun:
             hand_on()
 
     def _worked(self, index: int, result: list[Any] | BaseException) -> None:
+        self.working.discard(index)
         if isinstance(result, BaseException):
             self._finish(result)
             return

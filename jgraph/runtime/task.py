@@ -9,12 +9,13 @@ import numpy as np
 
 from jgraph.errors import (
     CancelledStepError,
+    DeadlineError,
     InvalidProgramError,
     JGError,
     VariableMismatchError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.plan.nodes import AggregateNode
+from jgraph.plan.nodes import AggregateNode, SegmentNode
 from jgraph.plan.program import Program
 from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
 from jgraph.runtime.compile_cache import CompileCache
@@ -60,6 +61,22 @@ class _Registered:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """A computation whose step is over.
+
+    Attributes:
+      what: the segment and its program.
+      seconds: since the end of the step.
+      is_late: it ended because its time was up.
+    """
+
+    what: str
+    seconds: float
+    is_late: bool
+
+
+@final
 class TaskRuntime:
     """Runs the partitions of one task.
 
@@ -86,6 +103,7 @@ class TaskRuntime:
         """By name; the cluster opens them."""
         self.max_early_bytes = MAX_EARLY_BYTES
         self._when_idle: list[Callable[[], None]] = []
+        self._left_behind: list[tuple[float, bool, Program, StepRun]] = []
 
     def now(self) -> float:
         """Returns monotonic time in seconds, the time of ``StepTimes``."""
@@ -97,6 +115,24 @@ class TaskRuntime:
             self._when_idle.append(callback)
         else:
             callback()
+
+    def left_behind(self) -> list[LeftBehind]:
+        """Returns what computes though its step is over, oldest first."""
+        now = self.now()
+        return [
+            LeftBehind(what, now - since, is_late)
+            for since, is_late, program, run in tuple(self._left_behind)
+            for what in _computing(program, run)
+        ]
+
+    def computing(self) -> list[str]:
+        """Returns what steps in flight compute now; as above, in any thread."""
+        return [
+            what
+            for step, run in self._steps.copy().items()
+            if (registered := self._programs.get(step[0])) is not None
+            for what in _computing(registered.program, run)
+        ]
 
     @property
     def programs(self) -> list[str]:
@@ -346,6 +382,11 @@ class TaskRuntime:
             registered.queue.remove(run)
         if not isinstance(outcome, list):
             self._shell.withdraw(step)
+            self._left_behind = [one for one in self._left_behind if one[3].working]
+            if run.working:
+                is_late = isinstance(outcome, DeadlineError)
+                one = self.now(), is_late, registered.program, run
+                self._left_behind.append(one)
         if registered.running is run:
             registered.running = None  # a step that on_done starts begins at once
         if recording is None:
@@ -397,3 +438,13 @@ class TaskRuntime:
                     variable=variable.name,
                     task=self.task,
                 )
+
+
+def _computing(program: Program, run: StepRun) -> list[str]:
+    labels = {code.digest: code.label for code in program.segments}
+    nodes = run.nodes
+    return [
+        f"segment '{labels.get(node.digest, '')}' of '{program.name}'"
+        for index in tuple(run.working)
+        if isinstance(node := nodes[index], SegmentNode)
+    ]
