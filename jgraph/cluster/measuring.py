@@ -13,6 +13,7 @@ from jgraph.coordination.probes import (
     LinkProbe,
     Seen,
     SpeedProbe,
+    bandwidth,
     links_of,
     seen,
     typical,
@@ -112,12 +113,14 @@ class _Measuring:
             )
             for task in self._tasks
         }
-        small, large = (statistics.median(called[probe.handle]) for probe in calls)
-        moving = (_CALLS[1].nbytes - _CALLS[0].nbytes) / max(large - small, 1e-6)
-        latency = max(small - found[self._cluster.master].segment_s, 0.0)
+        small, large = (called[probe.handle] for probe in calls)
+        master = found[self._cluster.master]
+        nbytes = _CALLS[1].nbytes - _CALLS[0].nbytes
+        moving = bandwidth(small, large, nbytes, master.bytes_per_s)
+        latency = max(statistics.median(small) - master.segment_s, 0.0)
         return CostModel(
             tasks=found,
-            links=links_of(ran[links[0].handle][_WARM:], pairs),
+            links=links_of(ran[links[0].handle][_WARM:], pairs, found),
             call=Link(latency, moving),
             crowding={h: _crowding(times, self._at(h)) for h in self._hosts.values()},
         )

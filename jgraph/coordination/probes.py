@@ -29,6 +29,8 @@ _IDLE = 12
 # Products take long enough that a busy machine treats them as it treats a long step.
 _PRODUCTS, _SLOW = 12, 4
 _SMALL: Final = 16
+_CLEAR: Final = 0.1
+"""Of a time: what differs by less is taken for noise."""
 LARGE: Final = 1 << 20
 """Numbers of four bytes in a large message."""
 
@@ -187,19 +189,59 @@ def typical(times: Sequence[Seen]) -> Seen:
     return Seen(*map(statistics.median, columns))
 
 
-def links_of(ran: Sequence[RunMetadata], pairs: Iterable[Pair]) -> dict[Pair, Link]:
-    """Returns what runs of a link probe show of each link: medians.
+def links_of(
+    ran: Sequence[RunMetadata],
+    pairs: Iterable[Pair],
+    speeds: Mapping[TaskName, TaskSpeed],
+) -> dict[Pair, Link]:
+    """Returns what runs of a link probe show of each link.
 
     A message and its answer together take what passes on the sender's clock, less what
     passes on the receiver's: no clock is compared with another.
+
+    Args:
+      ran: the runs.
+      pairs: the links.
+      speeds: of the tasks: none receives faster than it can move memory.
     """
     found = {}
     for src, dst in pairs:
-        small = statistics.median(_round_s(r, src, dst, 4 * _SMALL) for r in ran)
-        large = statistics.median(_round_s(r, src, dst, 4 * LARGE) for r in ran)
-        took = max(large - small, 1e-6)
-        found[src, dst] = Link(max(small, 0.0) / 2, 4 * LARGE / took)
+        small = [_round_s(r, src, dst, 4 * _SMALL) for r in ran]
+        large = [_round_s(r, src, dst, 4 * LARGE) for r in ran]
+        most = min(speeds[src].bytes_per_s, speeds[dst].bytes_per_s)
+        found[src, dst] = Link(
+            max(statistics.median(small), 0.0) / 2,
+            bandwidth(small, large, 4 * (LARGE - _SMALL), most),
+        )
     return found
+
+
+def bandwidth(
+    small_s: Sequence[float], large_s: Sequence[float], nbytes: int, most: float
+) -> float:
+    """Returns how many bytes per second pass, by times that other work made longer.
+
+    Other work only adds to a time, so the least ones are nearest to the truth. Where
+    they do not differ clearly, all of the long time counts: what comes out is then too
+    slow, and never absurdly fast.
+
+    Args:
+      small_s: seconds for next to nothing.
+      large_s: seconds for ``nbytes`` more.
+      nbytes: how many more.
+      most: what is possible at all.
+
+    Example:
+      >>> bandwidth([0.001, 0.003], [0.003, 0.002], 1000, most=1e9)
+      1000000.0
+      >>> bandwidth([0.002], [0.001], 1000, most=1e9)
+      1000000.0
+    """
+    least_s = max(min(large_s), 0.0)
+    took_s = least_s - min(small_s)
+    if took_s < _CLEAR * least_s:
+        took_s = least_s
+    return min(nbytes / took_s, most) if took_s else most
 
 
 def _round_s(ran: RunMetadata, src: TaskName, dst: TaskName, nbytes: int) -> float:
