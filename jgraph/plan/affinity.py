@@ -1,11 +1,9 @@
 """What an update computes element by element, from which variables.
 
-Adam's moments belong beside their parameter: apart, each step would send them. And
-what lies between the read of a variable and its write belongs on the variable's task:
-anywhere else, an update made meanwhile by another step would be lost. The passes need
-no names; they follow each written value back through elementwise operations of the
-written shape to the variables (or to their same rows) that are read there. Stamped
-operations stop them: those are where the user wants them.
+Adam's moments belong beside their parameter: apart, each step would send them. The
+passes need no names; they follow each written value back through elementwise operations
+of the written shape to the variables (or to their same rows) that are read there.
+Stamped operations stop them: those are where the user wants them.
 """
 
 import re
@@ -34,23 +32,6 @@ def companions(flow: Flow) -> list[set[int]]:
             near = {op.reads[0][0] for op in ops if _is_read(op, write)}
             found.append(near | {write.writes[0]})
     return [near for near in found if len(near) > 1]
-
-
-def between_read_and_write(flow: Flow) -> dict[int, int]:
-    """Returns the variable of each op on the way from its read to its write."""
-    found: dict[int, int] = {}
-    for write in _writes(flow):
-        variable = write.writes[0]
-        path: set[int] = set()
-        for op in sorted(_behind(flow, write), key=lambda op: op.index):
-            if _is_read(op, write):
-                on_path = op.reads[0][0] == variable
-            else:
-                on_path = any(flow.producer.get(v) in path for v in flow.inputs(op))
-            if on_path:
-                path.add(op.index)
-                found.setdefault(op.index, variable)
-    return found
 
 
 def behind_writes(flow: Flow) -> dict[int, int]:

@@ -6,8 +6,13 @@ task and level are a cluster, and clusters of one task merge while no cycle aris
 ``jgraph.plan.overlap`` cuts those that would keep long work waiting.
 
 What is free, and a read of a variable for use on its own task, belongs to no cluster:
-every cluster that needs it makes it again. Hence the cluster that writes a variable
-also reads it, at one moment, and no concurrent update is lost.
+every cluster that needs it makes it again. A read is put off in this way if the write
+that ends what it reads is the last one, and nothing follows from that: the write can
+wait. Two such writes that each need what the other one ends are made together.
+
+What computes a variable's new value from its old one, on the variable's task, is made
+together as well: the cluster that writes a variable also reads it, at one moment, and
+no concurrent update is lost. Only what another task computes from in between cannot be.
 
 An operation that is to run alone (``jgraph.graph.alone``) is a cluster of its own, and
 those of one task follow one another in program order.
@@ -19,11 +24,13 @@ from dataclasses import dataclass, field
 from typing import final
 
 from jgraph._compat import Literal, Var
+from jgraph.errors import InternalError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.flow import Flow, Version
 from jgraph.plan.id_checks import awaited_checks
-from jgraph.plan.merge import Kind, merge, topological
+from jgraph.plan.merge import Kind, circles, merge, topological
 from jgraph.plan.overlap import overlap
+from jgraph.plan.updates import local_ways
 
 
 @final
@@ -72,23 +79,46 @@ def cut(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> Cut:
       task: from ``place``.
       driver: where fetches leave; what is free and fetched is made there.
     """
-    links = _Links(flow, dict(task), driver)
-    levels = links.levels()
-    merged = merge(*links.quotient(levels))
-    return links.finish(overlap(flow, merged, links.before, links.after))
+    links = _links(flow, task, driver)
+    merged = merge(*links.quotient(links.levels()))
+    together = {i: unit for unit in links.members.values() for i in unit}
+    return links.finish(overlap(flow, merged, links.before, links.after, together))
+
+
+def _links(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> "_Links":
+    ways = local_ways(flow, task)
+    links = _Links(flow, dict(task), driver, ways)
+    apart = links.led_away()
+    if apart:
+        ways = {i: way for i, way in ways.items() if i not in apart}
+        links = _Links(flow, dict(task), driver, ways)
+    if links.tangled():
+        raise InternalError(f"operations of '{flow.graph.name}' wait for each other")
+    return links
 
 
 @dataclass(slots=True)
 class _Links:
-    """The order between the ops that clusters are made of (roots)."""
+    """The order between the ops that clusters are made of (roots).
+
+    Attributes:
+      ways: variables that each op of an update made together computes anew.
+      unit: for each root, the number of what it is made together with.
+      members: the roots of each unit, alone or not.
+    """
 
     flow: Flow
     task: dict[int, TaskName]
     driver: TaskName
+    ways: Mapping[int, int]
     roots: list[int] = field(default_factory=list)
     after: dict[int, set[int]] = field(default_factory=dict)
     before: dict[int, set[int]] = field(default_factory=dict)
     awaited: dict[int, list[Var]] = field(default_factory=dict)
+    unit: dict[int, int] = field(default_factory=dict)
+    members: dict[int, set[int]] = field(default_factory=dict)
+    _copied: dict[int, set[int]] = field(default_factory=dict)
+    _taken: dict[int, list[Var]] = field(default_factory=dict)
     _reread: set[int] = field(default_factory=set)
     _followed: set[int] = field(default_factory=set)
 
@@ -104,9 +134,15 @@ class _Links:
         self._order_state()
         self._order_alone()
         self._order_checks()
+        self._find_units()
 
     def taken(self, index: int) -> list[Var]:
         """Returns the values that a root and its copies take from others."""
+        if index not in self._taken:
+            self._taken[index] = self._find_taken(index)
+        return self._taken[index]
+
+    def _find_taken(self, index: int) -> list[Var]:
         members = [index, *sorted(self.copies([index]))]
         inputs = [v for i in members for v in self.flow.inputs(self.flow.ops[i])]
         return [
@@ -118,8 +154,16 @@ class _Links:
     def copies(self, roots: Iterable[int]) -> set[int]:
         """Returns the ops that roots of one task make again for themselves."""
         found: set[int] = set()
-        todo = list(roots)
-        here = self.task[todo[0]]
+        for root in roots:
+            if root not in self._copied:
+                self._copied[root] = self._find_copies(root)
+            found |= self._copied[root]
+        return found
+
+    def _find_copies(self, root: int) -> set[int]:
+        found: set[int] = set()
+        todo = [root]
+        here, way = self.task[root], self.ways.get(root, 0)
         while todo:
             op = self.flow.ops[todo.pop()]
             # What moves rows is no code that could read a variable.
@@ -129,11 +173,19 @@ class _Links:
                 if producer is None or producer in found:
                     continue
                 if producer in self.flow.free or (
-                    reads and producer in self._reread and self.task[producer] == here
+                    reads
+                    and self.task[producer] == here
+                    and (producer in self._reread or self._begins(producer, way))
                 ):
                     found.add(producer)
                     todo.append(producer)
         return found
+
+    def _begins(self, index: int, way: int) -> bool:
+        """Whether an op only reads a variable that ``way`` computes anew."""
+        if index not in self.ways or self.flow.ops[index].writes:
+            return False
+        return any(way >> v & 1 for v, _ in self.flow.ops[index].reads)
 
     def kind(self, index: int) -> Kind:
         op = self.flow.ops[index]
@@ -167,12 +219,7 @@ class _Links:
         """
         variable, written = version
         later = [w for w in writes.get(variable, ()) if w > written]
-        if not later:
-            return True
-        if len(later) != 1:
-            return False
-        whole = self.flow.ops[later[0]].is_whole_write
-        return whole or later[0] not in self._followed
+        return not later or (len(later) == 1 and later[0] not in self._followed)
 
     def _find_followed(self) -> set[int]:
         """Returns the writes whose results something takes or reads."""
@@ -187,7 +234,8 @@ class _Links:
         }
 
     def _find_roots(self) -> None:
-        optional = self._reread | self.flow.free
+        begin = {i for i, way in self.ways.items() if self._begins(i, way)}
+        optional = self._reread | self.flow.free | begin
         wanted = set()
         for atom in self.flow.fetches:
             producer = (
@@ -237,7 +285,8 @@ class _Links:
                 last[self.task[index]] = index
 
     def _order_checks(self) -> None:
-        self.awaited = awaited_checks(self.flow, self.task, self.after, self.taken)
+        after = self._with_updates()
+        self.awaited = awaited_checks(self.flow, self.task, after, self.taken)
         for index, values in self.awaited.items():
             for value in values:
                 self._link(self.flow.producer[value], index)
@@ -246,52 +295,116 @@ class _Links:
         ops = [self.flow.ops[i] for i in (index, *self.copies([index]))]
         return {read for op in ops for read in op.reads}
 
+    def _find_units(self) -> None:
+        """Finds the ops of one update, and what waits for each other."""
+        for members in circles(self._with_updates()):
+            number = min(members)
+            self.members[number] = members
+            self.unit |= dict.fromkeys(members, number)
+
+    def _with_updates(self) -> dict[int, set[int]]:
+        """Returns what comes after each root; in one update, also what comes before."""
+        joined: dict[int, set[int]] = {i: set() for i in self.roots}
+        for index in self.roots:
+            way = self.ways.get(index, 0)
+            for var in self.taken(index) if way else ():
+                maker = self.flow.producer.get(var, -1)
+                if way & self.ways.get(maker, 0) and not self._begins(maker, way):
+                    joined[index].add(maker)
+                    joined[maker].add(index)
+        return {i: self.after[i] | joined[i] for i in self.roots}
+
+    def tangled(self) -> list[set[int]]:
+        """Returns the units that cannot be one segment."""
+        return [
+            members
+            for members in self.members.values()
+            if len(members) > 1
+            and not all(self._fits(i, self.task[min(members)]) for i in members)
+        ]
+
+    def led_away(self) -> set[int]:
+        """Returns the ops of updates that cannot be in one segment with the rest.
+
+        What is on another task, or is no code, needs them, and the rest needs that.
+        """
+        found: set[int] = set()
+        for members in self.tangled():
+            for task in {self.task[i] for i in members}:
+                away = {i for i in members if not self._fits(i, task)}
+                todo = [*away]
+                while todo:
+                    new = (self.before[todo.pop()] & members) - away
+                    away |= new
+                    todo += new
+                found |= {i for i in away if self.task[i] == task and i in self.ways}
+        return found
+
+    def _fits(self, index: int, task: TaskName) -> bool:
+        """Whether a root can be part of a segment on ``task``."""
+        is_code = self.kind(index) in {"segment", "read", "lookup"}
+        return is_code and self.task[index] == task
+
+    def _place(self, unit: int) -> tuple[TaskName, Kind]:
+        members = self.members[unit]
+        first = min(members)
+        return self.task[first], self.kind(first) if len(members) == 1 else "segment"
+
+    def _between_units(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+        """Returns the order between units: what comes after each, and before."""
+        after: dict[int, set[int]] = {unit: set() for unit in self.members}
+        before: dict[int, set[int]] = {unit: set() for unit in self.members}
+        for index in self.roots:
+            first = self.unit[index]
+            for then in (self.unit[s] for s in self.after[index]):
+                if then != first:
+                    after[first].add(then)
+                    before[then].add(first)
+        return after, before
+
     def levels(self) -> dict[int, int]:
         """Returns, per root, the most task changes between it and the step's end."""
-        order = topological({i: self.before[i] for i in self.roots})
+        after, before = self._between_units()
         level: dict[int, int] = {}
-        for index in reversed(order):
-            here = self.task[index], self.kind(index)
-            level[index] = max(
+        for unit in reversed(topological(before)):
+            here = self._place(unit)
+            level[unit] = max(
                 (
-                    level[s]
-                    + (here[1] == "alone" or (self.task[s], self.kind(s)) != here)
-                    for s in self.after[index]
+                    level[s] + (here[1] == "alone" or self._place(s) != here)
+                    for s in after[unit]
                 ),
                 default=0,
             )
-        self._write_early(level)
-        return level
+        self._write_early(level, before)
+        return {i: level[self.unit[i]] for i in self.roots}
 
-    def _write_early(self, level: dict[int, int]) -> None:
+    def _write_early(
+        self, level: dict[int, int], before: Mapping[int, Iterable[int]]
+    ) -> None:
         """Moves writes to the level of the op that makes their value.
 
-        A segment that computes a variable's new value from the old one should write it
-        too. It cannot where someone still needs the old value later.
+        A segment that computes a variable's new value should write it too. It cannot
+        where someone still needs the old value later.
         """
-        for index in self.roots:
-            op = self.flow.ops[index]
+        for unit, members in self.members.items():
+            op = self.flow.ops[min(members)]
             value = op.equation.invars[1] if op.is_whole_write else None
-            if value is None or isinstance(value, Literal):
+            if len(members) > 1 or value is None or isinstance(value, Literal):
                 continue
-            producer = self.flow.producer.get(value)
-            if producer not in level or self.task[producer] != self.task[index]:
+            producer = self.unit.get(self.flow.producer.get(value, -1), unit)
+            if self._place(producer) != self._place(unit):
                 continue
-            if all(level[b] >= level[producer] for b in self.before[index]):
-                level[index] = level[producer]
+            if all(level[b] >= level[producer] for b in before[unit]):
+                level[unit] = level[producer]
 
     def quotient(
         self, levels: dict[int, int]
     ) -> tuple[list[tuple[TaskName, Kind, int]], list[set[int]], list[set[int]]]:
         """Returns (key, members, successors) of the first clusters."""
-        keys = sorted(
-            {(self.task[i], self.kind(i), levels[i]) for i in self.roots},
-            key=lambda k: (-k[2], k[1], k[0]),
-        )
+        key_of = {i: (*self._place(self.unit[i]), levels[i]) for i in self.roots}
+        keys = sorted(set(key_of.values()), key=lambda k: (-k[2], k[1], k[0]))
         position = {key: n for n, key in enumerate(keys)}
-        cluster = {
-            i: position[self.task[i], self.kind(i), levels[i]] for i in self.roots
-        }
+        cluster = {i: position[key] for i, key in key_of.items()}
         members: list[set[int]] = [set() for _ in keys]
         successors: list[set[int]] = [set() for _ in keys]
         for index in self.roots:

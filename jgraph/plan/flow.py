@@ -105,6 +105,7 @@ class Flow:
     consts: dict[Var, Any]
     free: frozenset[int]
     ragged: dict[Var, Var]
+    _inputs: dict[int, tuple[Var, ...]] = field(default_factory=dict, repr=False)
 
     def is_row_access(self, op: Op) -> bool:
         """Whether ``op`` reads or writes the rows that routed ids name."""
@@ -134,11 +135,15 @@ class Flow:
         is_route = equation.primitive.name == "route_rows"
         return bool(is_route and equation.params["layout"].kind == "hash")
 
-    def inputs(self, op: Op) -> Iterator[Var]:
-        """Yields the distinct values that ``op`` takes: no Ref, no small constant."""
-        for var in _distinct((*op.equation.invars, *op.sizes)):
-            if not _compat.is_ref(var.aval) and not self.is_small_const(var):
-                yield var
+    def inputs(self, op: Op) -> tuple[Var, ...]:
+        """Returns the distinct values that ``op`` takes: no Ref, no small constant."""
+        if op.index not in self._inputs:
+            self._inputs[op.index] = tuple(
+                var
+                for var in _distinct((*op.equation.invars, *op.sizes))
+                if not _compat.is_ref(var.aval) and not self.is_small_const(var)
+            )
+        return self._inputs[op.index]
 
     def is_small_const(self, atom: Atom) -> bool:
         """Whether ``atom`` is part of the code rather than a value between nodes."""

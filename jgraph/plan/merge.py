@@ -1,4 +1,4 @@
-"""Merging: as few clusters as leave an order in which they can run."""
+"""Merging: what must be one cluster, and as few as leave an order in which they run."""
 
 import heapq
 from collections.abc import Iterable, Mapping
@@ -35,6 +35,45 @@ def topological(before: Mapping[int, Iterable[int]]) -> list[int]:
                 heapq.heappush(ready, s)
     assert len(order) == len(waiting), "the order between operations has a cycle"
     return order
+
+
+def circles(after: Mapping[int, Iterable[int]]) -> list[set[int]]:
+    """Returns the keys that lead to each other, as sets; most are alone.
+
+    Source: R. Tarjan, "Depth-first search and linear graph algorithms", 1972.
+
+    Example:
+      >>> circles({0: [1], 1: [2], 2: [1]})
+      [{1, 2}, {0}]
+    """
+    number: dict[int, int] = {}
+    lowest: dict[int, int] = {}
+    open_: dict[int, None] = {}
+    found = []
+    for start in after:
+        path = [] if start in number else [(start, iter(after[start]))]
+        while path:
+            n, rest = path[-1]
+            if n not in number:
+                number[n] = lowest[n] = len(number)
+                open_[n] = None
+            for s in rest:
+                if s not in number:
+                    path.append((s, iter(after[s])))
+                    break
+                if s in open_:
+                    lowest[n] = min(lowest[n], lowest[s])
+            else:
+                path.pop()
+                if path:
+                    before = path[-1][0]
+                    lowest[before] = min(lowest[before], lowest[n])
+                if lowest[n] == number[n]:
+                    circle = set()
+                    while n not in circle:
+                        circle.add(open_.popitem()[0])
+                    found.append(circle)
+    return found
 
 
 def merge(

@@ -8,12 +8,11 @@ wait for the rest of its cluster, if that computes for a while.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
 from jgraph.graph.cost import flops_of_all
 from jgraph.graph.ir import TaskName
-from jgraph.plan.affinity import between_read_and_write
 from jgraph.plan.flow import Flow
 from jgraph.plan.merge import Kind, topological
 
@@ -28,16 +27,16 @@ def overlap(
     clusters: list[Roots],
     before: Mapping[int, set[int]],
     after: Mapping[int, set[int]],
+    together: Mapping[int, set[int]],
 ) -> list[Roots]:
     """Returns the clusters, some of them as two or three.
-
-    What lies between the read and the write of a variable stays in one piece.
 
     Args:
       flow: the graph.
       clusters: (task, kind, roots).
       before: roots that must run before each root.
       after: roots that must run after each root.
+      together: per root those that stay in one piece with it.
     """
     if len({task for task, kind, _ in clusters if kind == "segment"}) < 2:
         return clusters
@@ -47,7 +46,7 @@ def overlap(
     order = topological(before)
     waiting = _reached(clusters, heavy, order, after)
     awaited = _reached(clusters, heavy, order[::-1], before)
-    cutter = _Cutter(flow, after)
+    cutter = _Cutter(flow, after, together)
     found: list[Roots] = []
     for task, kind, roots in clusters:
         pieces = [roots]
@@ -88,18 +87,7 @@ def _reached(
 class _Cutter:
     flow: Flow
     after: Mapping[int, set[int]]
-    updates: dict[int, set[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        whole: dict[int, set[int]] = {}
-        for index, variable in between_read_and_write(self.flow).items():
-            whole.setdefault(variable, set()).add(index)
-        for op in self.flow.ops.values():
-            for variable in op.writes:
-                whole.setdefault(variable, set()).add(op.index)
-        for together in whole.values():
-            for index in together:
-                self.updates.setdefault(index, set()).update(together)
+    together: Mapping[int, set[int]]
 
     def cut(self, roots: set[int], later: set[int], *, worth: int) -> list[set[int]]:
         """Returns two parts, the second with ``later`` and what follows from it.
@@ -110,7 +98,7 @@ class _Cutter:
         second = set(todo)
         while todo:
             index = todo.pop()
-            onward = self.after[index] | self.updates.get(index, set())
+            onward = self.after[index] | self.together[index]
             new = (onward & roots) - second
             second |= new
             todo += new

@@ -1,26 +1,28 @@
 """Placing: the task of every live operation.
 
 Stamped operations are fixed; those on a variable, and those that compute its new value
-from its old one, go to its task. The others follow what they feed (an update goes to
-its variable), else what they take, and then move while that lowers the bytes on the
-wire, counting a value once per destination. A conversion to another dtype may do so
-against its stamp: a float32 parameter that a worker computes with as bfloat16 is cast
-where it lives, and its bfloat16 gradient is widened there.
+from its old one, whatever they compute, go to its task: anywhere else, an update made
+meanwhile by another step would be lost. The others follow what they feed (a
+gradient goes to its variable), else what they take, and then move while that lowers the
+bytes on the wire, counting a value once per destination. A conversion to another dtype
+may do so against its stamp: a float32 parameter that a worker computes with as bfloat16
+is cast where it lives, and its bfloat16 gradient is widened there.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 from jgraph import _compat
 from jgraph._compat import Literal, Var
 from jgraph.errors import PlacementError
+from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
-from jgraph.plan.affinity import between_read_and_write
 from jgraph.plan.flow import Flow, Op
 from jgraph.plan.tasks import Tasks
 from jgraph.plan.types import value_type
+from jgraph.plan.updates import not_code, ways_of_updates
 
 _MAX_PASSES = 50
 
@@ -73,16 +75,20 @@ class _Placer:
 
     def fix(self) -> None:
         """Places what has no choice, and finds what the others may choose from."""
-        updating = between_read_and_write(self.flow)
+        stamped = {
+            op.index: stamped_tasks(self.flow, self.tasks, op)
+            for op in self._placeable()
+        }
+        updating = self._updating(stamped)
         for op in self._placeable():
-            allowed = stamped_tasks(self.flow, self.tasks, op)
+            allowed = stamped[op.index]
             home = {self.variable_tasks[v] for v in _variables(op)}
-            if op.index in updating:
-                self.task[op.index] = self.variable_tasks[updating[op.index]]
-            elif home:
+            if home:
                 (task,) = home
                 self._check_state(op, task, allowed)
                 self.task[op.index] = task
+            elif op.index in updating:
+                self.task[op.index] = updating[op.index]
             elif len(allowed) == 1:
                 self.task[op.index] = allowed[0]
                 if self._is_movable_cast(op):
@@ -91,6 +97,33 @@ class _Placer:
                 self._beside[op.index] = self._route_of(op)
             else:
                 self._allowed[op.index] = allowed
+
+    def _updating(
+        self, stamped: Mapping[int, tuple[TaskName, ...]]
+    ) -> dict[int, TaskName]:
+        """Returns the tasks of what computes new values of variables from old ones.
+
+        What does so for variables of several tasks is on no task for all of them, and
+        has a choice.
+        """
+        on = dict.fromkeys(self.tasks.names, 0)
+        for variable, task in enumerate(self.variable_tasks):
+            on[task] |= 1 << variable
+        may_lead = not_code(self.flow)
+        for index, allowed in stamped.items():
+            op = self.flow.ops[index]
+            near = {self.variable_tasks[v] for v in _variables(op)} or allowed
+            if index in may_lead:
+                continue
+            if near or self.flow.graph.stamps[index] != DeviceSpec():
+                may_lead[index] = sum(on[task] for task in near)
+        ways = ways_of_updates(self.flow, may_lead)
+        homes = {i: [t for t in on if found & on[t]] for i, found in ways.items()}
+        contested = [i for i, found in homes.items() if len(found) > 1]
+        if contested:
+            may_lead |= dict.fromkeys(contested, 0)
+            homes = {i: homes[i] for i in ways_of_updates(self.flow, may_lead)}
+        return {i: found[0] for i, found in homes.items()}
 
     def follow_consumers(self) -> None:
         """Places an op with all its consumers where these agree."""

@@ -25,6 +25,7 @@ from jgraph.plan.shard import shard
 from jgraph.plan.show import plan_picture
 from jgraph.plan.table import sharding_lines, table
 from jgraph.plan.tasks import Tasks, assign_variables
+from jgraph.plan.updates import lost_updates
 
 
 @final
@@ -190,10 +191,11 @@ def plan(
         task: tuple(dict.fromkeys([*(platforms or {}).get(task, ("cpu",)), *also_for]))
         for task in where.names
     }
+    notes = *graph.notes, *lost_updates(flow, placed)
     assembler = Assembler(cut(flow, placed, driver), driver, kinds)
     program = assembler.program()
     return Plan(
-        graph=graph,
+        graph=replace(graph, notes=notes),
         program=program,
         placement=tuple(placed.get(i) for i in range(len(graph.equations))),
         variable_tasks=known,

@@ -48,6 +48,7 @@ VARIABLES: dict[str, Any] = {
     "table": np.linspace(-0.5, 0.5, ROWS * N, dtype=np.float32).reshape(ROWS, N),
     "count": np.int32(3),
     "key": np.array([1, 2], np.uint32),
+    "other": np.linspace(1, -1, N * N, dtype=np.float32).reshape(N, N),
 }
 
 
@@ -191,6 +192,38 @@ def _count(m: Machine, a: int, b: int) -> None:
     m.store["count"][...] = m.store["count"][...] + m.whole(a) % 5
 
 
+def _swap(m: Machine, a: int, b: int) -> None:
+    w, other = m.store["w"][...], m.store["other"][...]
+    m.store["w"][...] = other
+    m.store["other"][...] = w
+
+
+def _leap(m: Machine, a: int, b: int) -> None:
+    w, other = m.store["w"][...], m.store["other"][...]
+    m.store["w"][...] = 0.6 * w + 0.3 * other + 0.1 * m.matrix(a)
+    m.store["other"][...] = 0.6 * other - 0.3 * w
+
+
+def _rotate(m: Machine, a: int, b: int) -> None:
+    """Three variables, each made of the next one's old value, the last in part."""
+    w, v, row = m.store["w"][b % N], m.store["v"][...], m.store["table"][a % ROWS]
+    m.store["table"][a % ROWS] = v
+    m.store["v"][...] = w
+    m.store["w"][b % N] = row
+
+
+def _swap_rows(m: Machine, a: int, b: int) -> None:
+    w, other = m.store["w"][:2], m.store["other"][2:]
+    m.store["other"][2:] = jnp.tanh(w + 0.1 * m.vector(a))
+    m.store["w"][:2] = other
+
+
+def _chain(m: Machine, a: int, b: int) -> None:
+    m.store["w"][...] = jnp.tanh(m.store["w"][...] @ m.store["other"][...] / N)
+    m.store["other"][...] = jnp.sin(m.store["w"][...] - m.store["other"][...])
+    m.store["v"][...] = m.store["other"][0] + 0.1 * m.vector(a)
+
+
 def _split_key(m: Machine, a: int, b: int) -> None:
     keep, use = jax.random.split(m.key())
     m.store["key"][...] = jax.random.key_data(keep)
@@ -258,6 +291,11 @@ OPS: dict[str, Op] = {
     "plus": _integer(lambda m, a, b: (m.whole(a) + m.whole(b)) % 97),
     "times": _integer(lambda m, a, b: (m.whole(a) * 3 + b) % 89),
     "read count": _integer(lambda m, a, b: m.store["count"][...] % 101),
+    "swap": _swap,
+    "leap": _leap,
+    "rotate": _rotate,
+    "swap rows": _swap_rows,
+    "chain": _chain,
     "write": _write_matrix,
     "update": _update,
     "write vector": _write_vector,

@@ -144,9 +144,15 @@ def everything(tasks: int, turn: int) -> Recipe:
 KEPT = {
     "everything on one task": everything(1, 0),
     "everything, each instruction on another task": everything(4, 1),
+    "two variables swapped, and then made of each other": Recipe(
+        2, (1, 1, 1, None, None, 1), (Step("swap"), Step("leap", 0, 0, 0))
+    ),
+    "rows of three variables": Recipe(
+        3, (1, 1, 1, None, None, 1), (Step("rotate", 1, 2), Step("swap rows", 0, 0, 0))
+    ),
     "a number that is read, as rows of a table": Recipe(
         2,
-        (None, None, None, 0, None),
+        (None, None, None, 0, None, None),
         (
             *([Step("add")] * 4),
             Step("read count"),
