@@ -17,7 +17,7 @@ from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.shell import TaskShell
 from jgraph.coordination import supervision
 from jgraph.coordination.dispatch import Asked, Deal, Dispatch
-from jgraph.coordination.slots import Lease, Rows, SlotPlan
+from jgraph.coordination.slots import Lease, Piece, SlotPlan
 from jgraph.coordination.supervision import (
     Answered,
     AskAgain,
@@ -204,7 +204,7 @@ class DataFeed:
         fed: FedReader,
         lease: Lease,
         index: int,
-        found: tuple[int, Rows] | BaseException,
+        found: list[Piece] | BaseException,
     ) -> None:
         """Wants a batch of the client, whose place in the data is known by now."""
         if isinstance(found, BaseException):
@@ -217,7 +217,8 @@ class DataFeed:
             else:
                 self._read_over(self._numbered(lease, index, fields))
 
-        fed.want(*found, came)
+        (piece,) = found  # what only the client can read is one part
+        fed.want(piece.part, piece.rows, came)
 
     def _read_over(self, read: NumberedBatch | BaseException | None) -> None:
         self._reading = False

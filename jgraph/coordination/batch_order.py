@@ -89,7 +89,7 @@ class BatchOrder:
         One of another plan tells only the epoch: the next one is begun.
         """
         epoch = int(position["epoch"])
-        if position["plan"] != self.plan.to_dict():
+        if not self.plan.is_that_of(position):
             return (epoch + 1) * self.plan.batches_per_epoch, []
         firsts = self._epoch(epoch)[1]
         within = firsts[int(position["index"])] + int(position["first"])

@@ -229,7 +229,7 @@ class Dispatch:
 
     def _restore(self, position: Mapping[str, Any]) -> None:
         self.done, self.again = int(position["done"]), int(position["again"])
-        if position["plan"] != self.plan.to_dict():
+        if not self.plan.is_that_of(position):
             self._epoch = int(position["epoch"]) + 1
             return
         self._epoch, self._index = int(position["epoch"]), int(position["index"])

@@ -1,12 +1,12 @@
 """Data slots: how a data set is cut, and in which order the pieces come.
 
-A slot is some batches of one part of the data: a range of examples in memory, or of one
-file. What lies where is a pure function of (parts, batch size, seed, epoch), so that
-every task knows it without being told, and any position is reached without walking.
+The parts of the data, such as files, follow each other: their examples are numbered
+through. A slot is some batches that are neighbours there, of as many parts as these lie
+in, so that only the last partial batch of all is left out. What lies where is a pure
+function of (parts, batch size, seed, epoch), so that every task knows it without being
+told, and any position is reached without walking.
 """
 
-import bisect
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, final
@@ -59,11 +59,20 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a slot lies: batches ``[first, first + batches)`` of part ``part``."""
+    """Where a slot lies: batches ``[first, first + batches)`` of an epoch in order."""
 
-    part: int
     first: int
     batches: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one part; of some examples those at ``places``."""
+
+    part: int
+    rows: Rows
+    places: Rows
 
 
 @final
@@ -95,20 +104,22 @@ class Lease:
 class SlotPlan:
     """The slots of a data set, the same for every epoch, and their order in each.
 
-    Within a part the examples of a last partial batch are left out.
+    The examples of a last partial batch are left out.
 
     Args:
       parts: what there is.
       batch_size: examples per batch.
       seed: with the number of the epoch it decides every order.
-      shuffle: what is shuffled; ``"examples"`` only where there is one part.
-      slot_batches: batches per slot; the last slot of a part has what is left.
+      shuffle: what is shuffled.
+      slot_batches: batches per slot; the last slot has what is left.
+      data: tells data of equal sizes apart; empty: nothing does.
 
     Raises:
-      DataError: no part has a whole batch.
+      DataError: there are not as many examples as a batch has.
 
     Example:
-      >>> plan = SlotPlan([Part("data", 100)], batch_size=10, seed=0, slot_batches=4)
+      >>> parts = [Part("a", 60), Part("b", 45)]
+      >>> plan = SlotPlan(parts, batch_size=10, seed=0, slot_batches=4)
       >>> [plan.span(slot).batches for slot in plan.order(epoch=0)]
       [4, 4, 2]
     """
@@ -121,32 +132,30 @@ class SlotPlan:
         *,
         shuffle: Shuffle = "examples",
         slot_batches: int = _SLOT_BATCHES,
+        data: str = "",
     ) -> None:
         self.parts = tuple(parts)
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.slot_batches = slot_batches
+        self.data = data
         self._whole: tuple[int, Rows] = -1, np.empty(0, np.int64)
-        self._batches = [part.examples // batch_size for part in self.parts]
-        self.batches_per_epoch = sum(self._batches)
+        # Number of the first example of each part, and of all.
+        self._ends = np.cumsum([0, *(part.examples for part in self.parts)])
+        self.examples = int(self._ends[-1])
+        self.batches_per_epoch = self.examples // batch_size
         if not self.batches_per_epoch:
-            most = max((part.examples for part in self.parts), default=0)
-            what = "the data has" if len(self.parts) < 2 else "no file of the data has"
             raise DataError(
-                f"batch_size is {batch_size}, but {what} more than {most} examples; "
-                f"choose batch_size={most} or less",
+                f"batch_size is {batch_size}, but the data has only {self.examples} "
+                f"examples; choose batch_size={self.examples} or less",
                 batch_size=batch_size,
-                examples=most,
+                examples=self.examples,
             )
-        slots = [-(-batches // slot_batches) for batches in self._batches]
-        # First slot, and first batch, of each part.
-        self._slots = [0, *itertools.accumulate(slots)]
-        self._firsts = [0, *itertools.accumulate(self._batches)]
 
     def __len__(self) -> int:
         """Slots per epoch."""
-        return self._slots[-1]
+        return len(range(0, self.batches_per_epoch, self.slot_batches))
 
     def order(self, epoch: int) -> Rows:
         """Returns the slots in the order in which they are dealt in an epoch."""
@@ -156,25 +165,25 @@ class SlotPlan:
 
     def span(self, slot: int) -> Span:
         """Returns where a slot lies."""
-        part = bisect.bisect_right(self._slots, slot) - 1
-        first = (int(slot) - self._slots[part]) * self.slot_batches
-        return Span(part, first, min(self.slot_batches, self._batches[part] - first))
+        first = int(slot) * self.slot_batches
+        return Span(first, min(self.slot_batches, self.batches_per_epoch - first))
 
     def number(self, epoch: int, slot: int, index: int) -> int:
         """Returns the number of a slot's batch, different for each batch ever dealt."""
-        span = self.span(slot)
-        in_epoch = self._firsts[span.part] + span.first + index
-        return epoch * self.batches_per_epoch + in_epoch
+        return epoch * self.batches_per_epoch + self.span(slot).first + index
 
     def name(self, slot: int) -> str:
         """Returns what to call a slot in a message."""
         span = self.span(slot)
-        part = self.parts[span.part].name
-        if self.shuffle == "examples":
-            return f"data slot {slot} ({part})"  # other examples in each epoch
+        if self.shuffle == "examples":  # other examples in each epoch
+            return f"data slot {slot} ({self.parts[0].name})"
         first = span.first * self.batch_size
-        last = first + span.batches * self.batch_size
-        return f"data slot {slot} ({part}, {first} to {last - 1})"
+        pieces = self.pieces(np.arange(first, first + span.batches * self.batch_size))
+        lies = [
+            f"{self.parts[p.part].name}, {p.rows[0]} to {p.rows[-1]}" for p in pieces
+        ]
+        more = f"; and {len(lies) - 2} more" if len(lies) > 2 else ""
+        return f"data slot {slot} ({'; '.join(lies[:2])}{more})"
 
     def deadly(self, lease: Lease, deaths: int) -> DataSlotError:
         """Returns the error that ends a run whose data ends workers.
@@ -185,7 +194,7 @@ class SlotPlan:
         """
         rows = self.rows(lease.epoch, lease.slot)[lease.first * self.batch_size :]
         examples = rows[: self.batch_size].tolist()
-        named = ", ".join(map(str, examples[:_NAMED]))
+        named = ", ".join(self._told(row) for row in examples[:_NAMED])
         more = len(examples) - _NAMED
         return DataSlotError(
             f"batch {lease.first} of {self.name(lease.slot)} of epoch {lease.epoch} "
@@ -197,39 +206,51 @@ class SlotPlan:
             examples=examples,
         )
 
-    def rows(self, epoch: int, slot: int) -> Rows:
-        """Returns the examples of a slot: rows of its part, batch by batch.
+    def _told(self, example: int) -> str:
+        (piece,) = self.pieces(np.array([example]))
+        row, part = int(piece.rows[0]), self.parts[piece.part]
+        return str(row) if len(self.parts) == 1 else f"{row} of {part.name}"
 
-        Shuffled by slots, the last slot of a part chooses also from the examples that
-        do not fill a batch.
+    def rows(self, epoch: int, slot: int) -> Rows:
+        """Returns the examples of a slot, batch by batch, by their numbers.
+
+        Shuffled by slots, the last slot chooses also from the examples that do not fill
+        a batch.
         """
         span = self.span(slot)
-        return self.parts[span.part].first + self._within(epoch, slot, span)
+        first = span.first * self.batch_size
+        count = span.batches * self.batch_size
+        if self.shuffle == "examples":
+            return self._epoch_order(epoch)[first : first + count]
+        if self.shuffle == "none":
+            return np.arange(first, first + count)
+        is_last = span.first + span.batches == self.batches_per_epoch
+        end = self.examples if is_last else first + count
+        mixed = epoch_order(end - first, self.seed, epoch, int(slot))
+        return first + mixed[:count]
 
-    def where(self, lease: Lease, index: int, batches: int = 1) -> tuple[int, Rows]:
-        """Returns the part and the rows of batches of the lease's slot, from one on."""
+    def pieces(self, examples: Rows) -> list[Piece]:
+        """Returns in which parts examples lie, by their numbers."""
+        if len(self.parts) == 1:
+            rows = self.parts[0].first + examples
+            return [Piece(0, rows, np.arange(len(rows)))]
+        part_of = np.searchsorted(self._ends, examples, "right") - 1
+        found = []
+        for number in np.unique(part_of).tolist():
+            places = np.flatnonzero(part_of == number)
+            rows = examples[places] - self._ends[number] + self.parts[number].first
+            found.append(Piece(number, rows, places))
+        return found
+
+    def where(self, lease: Lease, index: int, batches: int = 1) -> list[Piece]:
+        """Returns where batches of the lease's slot lie, from one on."""
         rows = self.rows(lease.epoch, lease.slot)
         taken = rows[index * self.batch_size : (index + batches) * self.batch_size]
-        return self.span(lease.slot).part, taken
-
-    def _within(self, epoch: int, slot: int, span: Span) -> Rows:
-        if self.shuffle == "examples":
-            whole = self._epoch_order(epoch)
-            return whole[span.first * self.batch_size :][
-                : span.batches * self.batch_size
-            ]
-        first = span.first * self.batch_size
-        end = first + span.batches * self.batch_size
-        if self.shuffle == "none":
-            return np.arange(first, end)
-        if span.first + span.batches == self._batches[span.part]:
-            end = self.parts[span.part].examples
-        mixed = epoch_order(end - first, self.seed, epoch, int(slot))
-        return first + mixed[: span.batches * self.batch_size]
+        return self.pieces(taken)
 
     def _epoch_order(self, epoch: int) -> Rows:
         if self._whole[0] != epoch:
-            order = epoch_order(self.parts[0].examples, self.seed, epoch)
+            order = epoch_order(self.examples, self.seed, epoch)
             self._whole = epoch, order
         return self._whole[1]
 
@@ -241,7 +262,16 @@ class SlotPlan:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "slot_batches": self.slot_batches,
+            "data": self.data,
         }
+
+    def is_that_of(self, position: Mapping[str, Any]) -> bool:
+        """Whether a position, as in ``Dispatch.state``, is one in these slots."""
+        plain, mine = position["plan"], self.to_dict()
+        if "data" not in plain:  # written when each part had slots of its own
+            del mine["data"]
+            return bool(plain == mine and len(self.parts) == 1)
+        return bool(plain == mine)
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "SlotPlan":
@@ -252,4 +282,5 @@ class SlotPlan:
             int(plain["seed"]),
             shuffle=plain["shuffle"],
             slot_batches=int(plain["slot_batches"]),
+            data=str(plain.get("data", "")),
         )

@@ -60,7 +60,7 @@ class SyncData:
         if position is not None:
             self._end, self._given_back = self._order.restored(position)
             self.done, self._again = int(position["done"]), int(position["again"])
-            if position["plan"] == plan.to_dict():
+            if plan.is_that_of(position):
                 deaths = position.get("deaths", ())
         # Of a round: batches that replicas will get when they ask.
         self._reserved: dict[str, deque[int]] = {name: deque() for name in replicas}

@@ -1,12 +1,12 @@
 """Batches of what has been dealt, from wherever the data lies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import numpy as np
 
-from jgraph.coordination.slots import Lease, Part, Rows, Shuffle, SlotPlan
+from jgraph.coordination.slots import Lease, Part, Piece, Rows, Shuffle, SlotPlan
 from jgraph.runtime.data import Array, check_lengths
 
 
@@ -94,11 +94,24 @@ class LeasedBatches:
         """Returns batch ``index`` of the lease's slot; the caller owns its arrays."""
         size = self._plan.batch_size
         if self._plan.shuffle != "slots":
-            return self._reader.read(*self._plan.where(lease, index))
+            return self._joined(self._plan.where(lease, index))
         if lease != self._lease:
-            self._read = self._reader.read(
-                *self._plan.where(lease, lease.first, lease.batches)
-            )
+            pieces = self._plan.where(lease, lease.first, lease.batches)
+            self._read = self._joined(pieces)
             self._lease = lease
         first = (index - lease.first) * size
         return {n: a[first : first + size].copy() for n, a in self._read.items()}
+
+    def _joined(self, pieces: Sequence[Piece]) -> dict[str, Array]:
+        read = [self._reader.read(piece.part, piece.rows) for piece in pieces]
+        if len(pieces) == 1:
+            return read[0]
+        count = sum(len(piece.rows) for piece in pieces)
+        joined = {
+            name: np.empty((count, *array.shape[1:]), array.dtype)
+            for name, array in read[0].items()
+        }
+        for piece, arrays in zip(pieces, read, strict=True):
+            for name, array in arrays.items():
+                joined[name][piece.places] = array
+        return joined

@@ -20,7 +20,7 @@ from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.loop_orders import LoopRequest
 from jgraph.cluster.session import Session
-from jgraph.coordination.slots import SlotPlan
+from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.errors import ClusterError
 from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.ir import TaskName
@@ -346,20 +346,19 @@ def make_evaluations(
 
 
 def _plans(dataset: Dataset) -> list[SlotPlan]:
-    """Cuts the data into whole batches, and into what is left at the end of each part.
+    """Cuts the data into whole batches, and into what is left after them.
 
     Example: 600 examples are 2 batches of 256, and 1 of 88.
     """
     parts = dataset.parts
-    rest = [part.examples % BATCH_SIZE for part in parts]
-    plans = []
-    if any(part.examples >= BATCH_SIZE for part in parts):
-        plans.append(SlotPlan(parts, BATCH_SIZE, 0, shuffle="none"))
-    for size in sorted({size for size in rest if size}):
-        # Of the others nothing: a part keeps its number.
-        left = [
-            replace(part, first=part.examples - n, examples=n if n == size else 0)
-            for part, n in zip(parts, rest, strict=True)
-        ]
-        plans.append(SlotPlan(left, size, 0, shuffle="none"))
-    return plans
+    whole, rest = divmod(sum(part.examples for part in parts), BATCH_SIZE)
+    plans = [SlotPlan(parts, BATCH_SIZE, 0, shuffle="none")] if whole else []
+    if not rest:
+        return plans
+    tail, left = list[Part](), rest
+    for part in reversed(parts):  # of others nothing: a part keeps its number
+        count = min(left, part.examples)
+        first = part.first + part.examples - count
+        tail.append(replace(part, first=first, examples=count))
+        left -= count
+    return [*plans, SlotPlan(tail[::-1], rest, 0, shuffle="none")]

@@ -35,11 +35,9 @@ def examples_due(position: Position) -> np.ndarray[Any, Any]:
     assert position is not None
     order = BatchOrder(SlotPlan.from_dict(position["plan"]))
     end, left = order.restored(position)
-    size, parts = order.plan.batch_size, order.plan.parts
-    firsts = np.cumsum([0, *(part.examples for part in parts)])
-    due = np.zeros(firsts[-1])
+    size = order.plan.batch_size
+    due = np.zeros(order.plan.examples)
     for lease in map(order.batch, set(range(end)) - set(left)):
         rows = order.plan.rows(lease.epoch, lease.slot)
-        rows = rows + firsts[order.plan.span(lease.slot).part]
         due[rows[lease.first * size : (lease.first + 1) * size]] += 1
     return due

@@ -49,8 +49,11 @@ def fit(source: Any, cluster: Cluster | None, steps: int = 6, **options: Any) ->
 def test_every_example_of_every_file_comes_once_per_epoch(
     cluster: Cluster, tmp_path: Path, place: str
 ) -> None:
-    write_parquet(tmp_path / "a.parquet", 0, 8)
-    write_parquet(tmp_path / "b.parquet", 8, 4)
+    """Also of files that do not fill a batch."""
+    write_parquet(tmp_path / "a.parquet", 0, 7)
+    write_parquet(tmp_path / "b.parquet", 7, 1)
+    write_parquet(tmp_path / "c.parquet", 8, 1)
+    write_parquet(tmp_path / "d.parquet", 9, 3)
     source = Source.parquet(str(tmp_path / "*.parquet"), columns=["x", "y"])
     found = fit(source, cluster if place == "there" else None, steps=12)
     assert found == sorted(2 * list(range(12)))

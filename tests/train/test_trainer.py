@@ -359,3 +359,20 @@ def test_curves_are_a_picture_in_a_file_and_in_a_notebook(tmp_path: Any) -> None
         run.plot("los")
     with pytest.raises(ConfigError, match=r"cannot write the plot to .*curves\.doc"):
         run.curves(tmp_path / "curves.doc")
+
+
+def test_other_data_of_the_same_sizes_begins_an_epoch_of_its_own() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return nnx_loss(model, batch[:2]), {"number": batch[2]}
+
+    x, y = data()
+    numbers = np.arange(len(x), dtype=np.int32)
+    there = Trainer(NnxMLP(rngs=nnx.Rngs(0)), loss, optax.sgd(0.1))
+    options: dict[str, Any] = {"batch_size": BATCH, "progress": False}
+    there.fit((x, y, numbers), steps=2, **options)
+    same = there.fit((x, y, numbers), steps=1, **options)  # goes on in that epoch
+    assert there.current_position()["epoch"] == 0  # type: ignore[index]
+    other = there.fit((x, y, numbers + 100), steps=5, **options)  # an epoch
+    found = np.sort(other.metrics("number")["value"].ravel())
+    assert found.tolist() == (numbers + 100).tolist()
+    assert same.steps == 3
