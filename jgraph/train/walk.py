@@ -118,8 +118,8 @@ class _Walk:
             self._visitor.whole(x, equation) if isinstance(x, Table) else x
             for x in operands
         ]
-        env = dict(zip(equation.invars, given, strict=True))
-        env = {v: x for v, x in env.items() if isinstance(v, Var)}
+        pairs = zip(equation.invars, given, strict=True)
+        env = {v: x for v, x in pairs if isinstance(v, Var)}
         _evaluate([equation], env)
         return [env.get(v) for v in equation.outvars]
 

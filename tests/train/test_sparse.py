@@ -256,6 +256,50 @@ def test_other_uses_keep_a_table_whole_and_the_plan_says_why(
     assert reason in graph.notes[0]
 
 
+@jax.custom_vjp
+def scaled(t: Any, factor: Any) -> Any:
+    return t * factor
+
+
+scaled.defvjp(
+    lambda t, f: (t * f, (t, f)), lambda kept, g: (g * kept[1], (g * kept[0]).sum())
+)
+
+
+def in_while(t: Any, batch: Any) -> Any:
+    def add(carry: Any) -> Any:
+        n, total = carry
+        return n + 1, total + jax.lax.stop_gradient(t)[batch["item"]]
+
+    zero = jnp.zeros((BATCH, DIM))
+    return jax.lax.while_loop(lambda c: c[0] < 2, add, (0, zero))[1]
+
+
+BESIDE_LITERALS: dict[str, Forward] = {
+    "product": lambda t, b: (t * 2.0)[b["item"]],
+    "maximum": lambda t, b: jnp.maximum(t, 0.0)[b["item"]],
+    "select": lambda t, b: jnp.where(t > 0.5, t, 1.0)[b["item"]],
+    "fori_loop": lambda t, b: jax.lax.fori_loop(
+        0, 3, lambda n, x: x + t[b["item"]], jnp.zeros((BATCH, DIM))
+    ),
+    "while_loop": in_while,
+    "cond": lambda t, b: jax.lax.cond(
+        b["y"][0] > 0, lambda x, t: x * t[b["item"]], lambda x, t: t[b["item"]], 2.0, t
+    ),
+    "custom_vjp": lambda t, b: scaled(t, 2.0)[b["item"]],
+    "scan": lambda t, b: jax.lax.scan(
+        lambda x, i: (x * 0.5 + t[i], None), jnp.zeros(DIM), b["item"]
+    )[0][None],
+}
+
+
+@pytest.mark.parametrize("use", BESIDE_LITERALS)
+def test_a_table_is_used_beside_numbers_of_the_program(use: str) -> None:
+    forward = BESIDE_LITERALS[use]
+    graph = assert_trains_alike(of_table(forward), optax.sgd(0.1), "auto")
+    assert not any("travels by rows" in note for note in graph.notes)
+
+
 def test_tied_weights_travel_whole() -> None:
     def loss(model: Any, batch: Any) -> Any:
         rows = model.table(batch["item"])
