@@ -1,5 +1,6 @@
 """What of a training step goes by rows, and why: decided once per type of batch."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,9 @@ from typing import Any, Literal, TypeAlias, final
 import jax
 import jax.numpy as jnp
 
+from jgraph.errors import ConfigError
 from jgraph.graph.rows import unique_rows
+from jgraph.graph.units import bytes_text
 from jgraph.train.ids import first_bad_id, usable_ids
 from jgraph.train.optimizer import CalledOptimizer, LossOf
 from jgraph.train.row_update import RowUpdate, other_shapes, probe
@@ -17,6 +20,9 @@ from jgraph.train.trees import Tree
 
 Sparse: TypeAlias = Literal["auto", "lazy", "exact", "off"]
 SPARSE = ("auto", "lazy", "exact", "off")
+
+# What a ps changes at each step in some ten milliseconds.
+_LARGE_UPDATE_BYTES = 64 << 20
 
 
 @final
@@ -129,7 +135,7 @@ def decide(
     leaves = jax.tree.leaves(params)
     shapes = {t.name: tuple(leaves[t.number].shape) for t in tables.tables}
     tables = tables.without(other_shapes(slots, shapes))
-    update = RowUpdate(frozenset(), reads_padding=False)
+    update = RowUpdate()
     numbers = frozenset(t.number for t in tables.tables)
     if numbers:
         try:
@@ -138,29 +144,94 @@ def decide(
             why = f"the optimizer fails on rows of it: {error!s:.80}"
             tables = tables.without({t.name: why for t in tables.tables})
             numbers = frozenset()
+    for table in tables.tables:
+        if table.hashed and table.number in update.held_back:
+            raise _loses_gradients(table.name)
     hashed = frozenset(t.number for t in tables.tables if t.hashed)
-    lazy = numbers - update.exact - hashed  # of a hash table nobody expects all rows
-    whole = lazy if sparse == "exact" else frozenset[int]()
-    if lazy and sparse == "auto":
-        _warn_lazy([t.name for t in tables.tables if t.number in lazy])
+    others = numbers - update.exact - hashed  # a hash table has no rows but these
+    whole = others & update.held_back if sparse == "lazy" else others
+    costs = {t.name: _cost(t, leaves[t.number], slots) for t in tables.tables}
+    if sparse == "auto":
+        large = [
+            cost.told(name)
+            for name, cost in costs.items()
+            if cost.whole >= _LARGE_UPDATE_BYTES and cost.number in whole
+        ]
+        _warn_large(large)
     notes = [
-        _note(t, lazy=t.number in lazy, whole=t.number in whole) for t in tables.tables
+        _note(
+            t,
+            costs[t.name],
+            lazy=t.number in others - whole,
+            whole=t.number in whole,
+            held_back=t.number in update.held_back,
+        )
+        for t in tables.tables
     ]
     notes += [f"{name} travels whole: {why}" for name, why in tables.dense.items()]
     return RowStep(tables, update, whole, tuple(notes))
 
 
-def _warn_lazy(names: Sequence[str]) -> None:
-    warnings.warn(
-        f"{', '.join(names)}: only rows that a step looks up are updated, and this "
-        "optimizer would change others too (momentum, weight decay, trust ratios); "
-        "say sparse='lazy' for that, or sparse='exact' for the update of all rows",
-        UserWarning,
-        stacklevel=2,
+def _loses_gradients(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is a hash table, of which a step updates only the rows that it looks "
+        "up, and the optimizer keeps gradients for later steps (as optax.MultiSteps "
+        "and apply_every do): those of other rows would be lost; train with larger "
+        "batches, or with SyncPS, whose update is the mean of all workers"
     )
 
 
-def _note(table: RowTable, *, lazy: bool, whole: bool) -> str:
+@final
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What the update of a table changes in one step.
+
+    Attributes:
+      number: of the table.
+      rows: that it looks up at most, and that it has.
+      lazy: bytes of those rows, of the parameter and its optimizer's state.
+      whole: bytes of all rows.
+    """
+
+    number: int
+    rows: tuple[int, int]
+    lazy: int
+    whole: int
+
+    def told(self, name: str) -> str:
+        """Returns what lazy updates would save."""
+        most, rows = (f"{n:,}" for n in self.rows)
+        return (
+            f"{name}: each step updates all {rows} rows ({bytes_text(self.whole)}), "
+            f"not only the {most} or fewer that it looks up ({bytes_text(self.lazy)})"
+        )
+
+
+def _cost(
+    table: RowTable, aval: Any, slots: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> _Cost:
+    shape = tuple(aval.shape)
+    count = 1 + sum(slot == (table.name, shape) for slot in slots.values())
+    most = min(table.count, table.rows)
+    of_row = count * math.prod(shape[1:]) * aval.dtype.itemsize
+    return _Cost(table.number, (most, table.rows), of_row * most, of_row * table.rows)
+
+
+def _warn_large(told: Sequence[str]) -> None:
+    if told:
+        warnings.warn(
+            f"{'; '.join(told)}, because this optimizer changes rows without a "
+            "gradient too (momentum, weight decay); sparse='lazy' updates looked-up "
+            "rows only, which is faster and gives other numbers; sparse='exact' does "
+            "as now, without this warning",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _note(
+    table: RowTable, cost: _Cost, *, lazy: bool, whole: bool, held_back: bool
+) -> str:
     lookups = ", ".join(f"{lk.count} by {lk.feature}" for lk in table.lookups)
     if table.hashed:
         return (
@@ -169,7 +240,13 @@ def _note(table: RowTable, *, lazy: bool, whole: bool) -> str:
         )
     how = "as the whole update would be"
     if whole:
-        how = "of the whole table, as sparse='exact' says"
+        how = (
+            f"of all rows ({bytes_text(cost.whole)}), because the optimizer changes "
+            "rows without a gradient too; sparse='lazy' would update "
+            f"{bytes_text(cost.lazy)}"
+        )
+        if held_back:
+            how = "of all rows, because the optimizer keeps gradients for later steps"
     elif lazy:
         how = "lazy: rows that a step does not look up stay as they are"
     return (

@@ -1,7 +1,10 @@
 """How an optimizer may update the rows that a step has touched, and only these.
 
 Nothing is known about optimizers by name. Small arrays are put through a few steps,
-once as a whole and once by rows, and the results are compared.
+once as a whole and once by rows, and the results are compared: so it is seen whether
+rows have to do with each other. That a row without a gradient stays as it is, in these
+steps and in all others, follows from the jaxpr of the update
+(``jgraph.train.still_rows``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +17,7 @@ import numpy as np
 import optax
 
 from jgraph.train.optimizer import CalledOptimizer
+from jgraph.train.still_rows import kept_operands
 
 _ROWS = 6
 _TOUCHED = ([0, 2], [1, 2], [0, 5], [2, 4])
@@ -28,10 +32,14 @@ class RowUpdate:
     Attributes:
       exact: tables, by leaf number, whose update by rows is that of the whole.
       reads_padding: rows that are not there change the result; they must be zeros.
+      held_back: tables whose gradients wait in the optimizer's state and are applied,
+        or forgotten, at a later step: by rows, those of rows that this step does not
+        look up would be lost.
     """
 
-    exact: frozenset[int]
-    reads_padding: bool
+    exact: frozenset[int] = frozenset()
+    reads_padding: bool = False
+    held_back: frozenset[int] = frozenset()
 
 
 def other_shapes(
@@ -77,8 +85,8 @@ def probe(
     start, grads = _small(params, tables)
     state = tx.init(start)
 
-    def update(params: Any, state: Any, grads: Any) -> Any:
-        value = jnp.zeros(())
+    def update(params: Any, state: Any, grads: Any, value: Any = 1.0) -> Any:
+        value = jnp.asarray(value, jnp.float32)
         updates, state = tx.update(grads, state, params, value=value)
         return optax.apply_updates(params, updates), state
 
@@ -111,21 +119,54 @@ def probe(
     whole = (start, state)
     zeros, garbage = whole, whole
     rows_step, step = jax.jit(by_rows), jax.jit(update)
-    for touched in _TOUCHED:
+    held_back: set[int | None] = set()
+    nothing = _touching(grads, tables, [])
+    owned = [*places, *owners]
+    for number, touched in enumerate(_TOUCHED):
         ids = jnp.array([*touched, _ROWS], jnp.int32)
         here = _touching(grads, tables, touched)
-        whole = step(*whole, here)
+        without, whole = step(*whole, nothing), step(*whole, here)
+        if number:  # a learning rate may be 0 at first
+            changed = _changed(whole, without, owned)
+            held_back |= changed - _changed(whole[0], without[0], places)
         zeros = rows_step(*zeros, here, ids, jnp.float32(0))
         garbage = rows_step(*garbage, here, ids, jnp.float32(_GARBAGE))
     results = map(jax.tree.leaves, (whole[0], zeros[0]))
     same = [_close(a, b) for a, b in zip(*results, strict=True)]
     others = all(ok for n, ok in enumerate(same) if n not in tables)
+    still = _still(update, (start, state, grads), tables, owned)
     return RowUpdate(
-        exact=frozenset(n for n in tables if others and same[n]),
+        exact=frozenset(n for n in tables if others and same[n] and n in still),
         reads_padding=not all(
             map(_close, jax.tree.leaves(zeros), jax.tree.leaves(garbage))
         ),
+        held_back=frozenset(n for n in tables if n in held_back),
     )
+
+
+def _still(
+    update: Any,
+    given: tuple[Any, Any, Any],
+    tables: Collection[int],
+    owned: Sequence[int | None],
+) -> set[int]:
+    """Returns the tables that, with their state, a gradient of zeros leaves alone."""
+    leaves, tree = jax.tree.flatten(given)
+
+    def flat(*operands: Any) -> list[Any]:
+        *leaves, value = operands
+        return jax.tree.leaves(update(*jax.tree.unflatten(tree, leaves), value))
+
+    zeros = [len(owned) + n for n in tables]
+    kept = kept_operands(flat, [*leaves, jnp.float32(1)], zeros)
+    moved = {owner for n, owner in enumerate(owned) if n not in kept}
+    return set(tables) - moved
+
+
+def _changed(a: Any, b: Any, owned: Sequence[int | None]) -> set[int | None]:
+    """Returns of which parameters some leaf is not the same in both trees."""
+    leaves = zip(owned, jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return {owner for owner, x, y in leaves if not _close(x, y)}
 
 
 def _take(table: Any, ids: Any, padding: Any) -> Any:

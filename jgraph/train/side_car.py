@@ -210,7 +210,7 @@ class SideCar:
     ) -> dict[str, Any]:
         compute, rows = self._compute, {}
         if found is not None and found.tables:
-            never = RowUpdate(frozenset(), reads_padding=False)
+            never = RowUpdate()
             used = RowStep(found, never, frozenset(), ()).rows(batch, ())
             compute = found.loss([each.positions for each in used])
             rows = {t.name: r for t, r in zip(found.tables, used, strict=True)}

@@ -81,10 +81,12 @@ class Trainer:
         the first field of the data.
       sparse: how parameters are updated of which the loss only looks up rows
         (``nn.Embed``, ``nnx.Embed``, ``jnp.take(table, ids, axis=0)``, ``table[ids]``);
-        just these rows travel. ``"auto"``: rows that no id names stay as they are; if
-        the optimizer would change them (momentum, weight decay), that is warned of
-        once. ``"lazy"``: the same without a warning. ``"exact"``: such an optimizer
-        updates all rows. ``"off"``: tables travel whole. ``plan()`` says what was done.
+        just these rows travel. ``"auto"``: the numbers are those of plain optax: an
+        optimizer that changes rows without a gradient too (momentum, weight decay)
+        updates all rows, on the ps, and where that is much work a warning says so.
+        ``"exact"``: the same without a warning. ``"lazy"``: rows that no id names stay
+        as they are, which is less work and other numbers. ``"off"``: tables travel
+        whole. ``plan()`` says what was done.
       check_finite: refuse data with NaN, and end a run at the first loss or gradient
         that is not finite, before it is applied.
       wrt: nnx only: a filter of the variables to train, such as ``nnx.LoRAParam``; the

@@ -203,20 +203,61 @@ def test_exact_is_exact_with_any_optimizer(tx: Any) -> None:
     assert_trains_alike(of_table(two_lookups), tx, "exact")
 
 
-def test_lazy_rows_are_told_of_once_and_stay_as_they_are() -> None:
-    step = TrainStep(of_table(two_lookups), optax.adamw(0.1, weight_decay=0.1))
-    with pytest.warns(UserWarning, match="params/t: only rows that a step looks up"):
-        graph = step.graph(batch)
+def table_after(tx: Any, sparse: Any, batches: Any, rows: int = ROWS) -> Any:
+    """Returns the table before and after a step on each of these batches."""
+    step = TrainStep(of_table(two_lookups, rows), tx, sparse=sparse)
+    table, values = step.names.index("params/t"), list(step.initial_values)
+    before, graph = values[table], step.graph(batches[0])
+    run = jax.jit(lambda values, feeds: eval_graph(graph, values, feeds)[1])
+    for n, each in enumerate(batches):
+        values = run(values, [*jax.tree.leaves(each), np.int32(n), np.int32(0)])
+    return before, values[table]
+
+
+def test_lazy_rows_stay_as_they_are_where_the_optimizer_would_change_them() -> None:
+    tx = optax.adamw(0.1, weight_decay=0.1)
+    before, after = table_after(tx, "lazy", [batch] * 3)
+    assert np.array_equal(before[40:], after[40:])
+    assert not np.array_equal(before[:40], after[:40])
+    step = TrainStep(of_table(two_lookups), tx, sparse="lazy")
+    assert "rows that a step does not look up stay" in step.graph(batch).notes[0]
+
+
+def test_rows_are_trained_by_default_as_plain_optax_would() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # 48 KB are no reason to think of other numbers
+        graph = assert_trains_alike(of_table(two_lookups), optax.adam(0.1), "auto")
+    assert (
+        "of all rows (46.9 KiB), because the optimizer changes rows" in graph.notes[0]
+    )
+    assert "sparse='lazy' would update 1.5 KiB" in graph.notes[0]
+
+
+def test_a_large_update_of_all_rows_is_told_of_once() -> None:
+    adapter = of_table(two_lookups, 1_500_000)
+    step = TrainStep(adapter, optax.adam(0.1))
+    told = "params/t: each step updates all 1,500,000 rows .68.7 MiB., not only the 32"
+    with pytest.warns(UserWarning, match=told):
+        step.graph(batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step.graph(batch)
-    assert "lazy" in graph.notes[0]
-    before, after = (
-        dict(zip(step.names, values, strict=True))["params/t"]
-        for values in (step.initial_values, trained(graph, step.initial_values))
-    )
-    assert np.array_equal(before[40:], after[40:])
-    assert not np.array_equal(before[:40], after[:40])
+        TrainStep(adapter, optax.adam(0.1), sparse="exact").graph(batch)
+        TrainStep(adapter, optax.adagrad(0.1)).graph(batch)
+
+
+@pytest.mark.parametrize("sparse", ["auto", "lazy"])
+def test_accumulated_gradients_of_rows_are_all_applied(sparse: Any) -> None:
+    tx = optax.MultiSteps(optax.sgd(0.5), 2).gradient_transformation()
+    batches = [
+        {**batch, "ids": np.full((BATCH, 3), 2 * n), "item": np.full(BATCH, 2 * n + 1)}
+        for n in range(4)
+    ]
+    before, after = table_after(tx, sparse, batches)
+    changed = np.flatnonzero((before != after).any(1))
+    assert changed.tolist() == list(range(8))
+    wanted = table_after(tx, "off", batches)[1]
+    np.testing.assert_allclose(after, wanted, 1e-5, 1e-6)
 
 
 def test_lazy_norms_do_not_count_rows_that_are_not_there() -> None:
