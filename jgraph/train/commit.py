@@ -23,6 +23,7 @@ from jgraph.failpoints import failpoint
 from jgraph.runtime.manifest import FILE, Leaf, Manifest, damaged, directory_of
 from jgraph.runtime.step_files import TEMPORARY, put_in_place
 from jgraph.train.array_files import write_arrays
+from jgraph.train.late_reads import expect_late_reads
 from jgraph.train.trees import Tree
 
 _ROOM: Final = 1 << 20
@@ -208,6 +209,7 @@ def _why_not(error: Exception, target: Path, nbytes: int) -> CheckpointError:
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Whatever a library or the disk raises over damaged files is one error."""
+    expect_late_reads()
     try:
         yield
     except JGError:
