@@ -24,6 +24,7 @@ Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
 Jaxpr: TypeAlias = Any  # jax.extend.core.Jaxpr; ClosedJaxpr and Jaxpr merge in 0.11
 
 __all__ = [
+    "UNKNOWN_LINE",
     "Atom",
     "Equation",
     "Jaxpr",
@@ -53,6 +54,7 @@ __all__ = [
     "stable_custom_calls",
     "trace_settings",
     "type_error",
+    "unbound_axis",
     "under",
     "user_line",
     "wide_types",
@@ -308,10 +310,19 @@ def writes(equation: Equation, ref: Var) -> bool:
     )
 
 
+UNKNOWN_LINE = "unknown line"
+
+
 def user_line(equation: Equation) -> str:
     """Returns ``file:line (function)`` of the user's code that made the equation."""
     text: str = source_info_util.summarize(equation.source_info)
-    return text or "unknown line"
+    return text or UNKNOWN_LINE
+
+
+def unbound_axis(error: NameError) -> str:
+    """Returns the named axis that a collective did not find; empty: another error."""
+    found = re.search(r"[Uu]nbound axis name:?\s+['\"]?(\w+)", str(error))
+    return found[1] if found else ""
 
 
 def release_arguments() -> None:

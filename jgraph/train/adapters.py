@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta, unfreeze
+from flax.errors import FlaxError
 
 from jgraph.errors import ConfigError
+from jgraph.train.axes import NamedAxes
+from jgraph.train.data import Dataset
 from jgraph.train.hash_step import ModelTable
 from jgraph.train.hash_table import linen_tables, nnx_tables
 from jgraph.train.losses import Loss, loss_and_scalars, positional, split_result
 from jgraph.train.metrics import named_metrics
-from jgraph.train.trees import Tree, named_like, named_state, string_keys
+from jgraph.train.trees import Tree, named_like, named_state, path_of, string_keys
 
 Model: TypeAlias = nnx.Module | nn.Module | Callable[[], nnx.Module]
 Metric: TypeAlias = Callable[[Any, Any], Any]
@@ -27,6 +30,8 @@ Make: TypeAlias = Callable[[], tuple[Tree, Tree]]
 
 # With a leaf of so many bytes a model's values are not made where it is defined.
 _LARGE_BYTES = 16 << 20
+
+_CANNOT_TAKE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 class Adapter(Protocol):
@@ -69,7 +74,7 @@ def adapt(
     *,
     seed: int,
     variables: Tree = None,
-    sample: Any = None,
+    data: Dataset | None = None,
     wrt: Any = nnx.Param,
 ) -> Adapter:
     """Returns the adapter of a Flax model.
@@ -80,7 +85,7 @@ def adapt(
       loss: see ``jgraph.train.losses``.
       seed: decides a linen model's initial parameters and all dropout.
       variables: linen only: what ``model.init`` returned.
-      sample: linen only: an input of the model, to call ``model.init`` without.
+      data: linen only: what to call ``model.init`` with, for want of ``variables``.
       wrt: nnx only: the filter of what is trained.
     """
     if isinstance(model, nnx.Module):
@@ -88,13 +93,38 @@ def adapt(
     if not isinstance(model, nn.Module):
         return _adapt_made(model, loss, seed, wrt)
 
-    def init() -> Any:
-        keys = jax.random.split(jax.random.key(seed))
-        return model.init({"params": keys[0], "dropout": keys[1]}, sample)
-
-    if variables is None and _is_large(jax.eval_shape(init)):
+    if variables is not None:
+        return LinenAdapter(model, loss, seed, variables)
+    assert data is not None  # who has neither has been told
+    init = partial(_initial, model, seed, data)
+    if _is_large(jax.eval_shape(init)):
         return LinenAdapter(model, loss, seed, None, init)
-    return LinenAdapter(model, loss, seed, init() if variables is None else variables)
+    return LinenAdapter(model, loss, seed, init())
+
+
+def _initial(model: nn.Module, seed: int, data: Dataset) -> Tree:
+    """Returns what ``model.init`` makes of an example of the data.
+
+    Of a dict it is given those fields that the model's parameters are called by; else
+    the field that is written first.
+    """
+    keys = jax.random.split(jax.random.key(seed))
+    example = data.sample()
+    wanted = positional(model.__call__)
+    named: dict[str, Any] = {}
+    if isinstance(example, Mapping) and set(wanted) <= set(example):
+        named = {name: example[name] for name in wanted}
+    inputs = () if named else (data.fields[data.first][:1],)
+    try:
+        return model.init({"params": keys[0], "dropout": keys[1]}, *inputs, **named)
+    except (*_CANNOT_TAKE, FlaxError) as error:
+        name, first = type(model).__name__, str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"{name} cannot be initialized with {', '.join(named) or data.first}: "
+            f"{type(error).__name__}: {first}; for other inputs than the first field "
+            "of the data, or the fields named as the model's parameters, give "
+            "Trainer(…, variables=model.init(jax.random.key(0), …))"
+        ) from error
 
 
 def _adapt_made(
@@ -137,11 +167,14 @@ class NnxAdapter:
     ) -> None:
         self._loss = loss
         self._seed = seed
+        self._takes_rngs = len(positional(loss)) > 2
+        self._axes = NamedAxes()
         self.tables = nnx_tables(model)
         self._wrt = wrt
         self._def, params, rngs, state = _split(model, wrt)
         _check_trained(params, wrt)
         self.params, self._params_like = named_state(params)
+        _check_not_on_mesh(self.params)
         self.state, self._state_like = named_state(state)
         self.make: Make | None = None
         if make is not None:
@@ -165,27 +198,48 @@ class NnxAdapter:
         self, params: Tree, state: Tree, batch: Any, seeds: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[dict[str, Any], Tree]]:
         """See ``Adapter.loss``."""
-        model = self._merge(params, state, (self._seed, *seeds))
-        loss, metrics = split_result(self._loss(model, batch))
-        _, _, _, new = _split(model, self._wrt)
-        return loss, (named_metrics(metrics), named_like(new, state))
+
+        def computed() -> tuple[jax.Array, tuple[dict[str, Any], Tree]]:
+            model = self._merge(params, state, (self._seed, *seeds))
+            loss, metrics = split_result(
+                self._loss(model, batch, *self._rngs_of(seeds))
+            )
+            _, _, _, new = _split(model, self._wrt)
+            return loss, (named_metrics(metrics), named_like(new, state))
+
+        return self._axes.called(computed)
 
     def evaluate(
         self, params: Tree, state: Tree, batch: Any, metrics: Mapping[str, Metric]
     ) -> dict[str, Any]:
         """See ``Adapter.evaluate``."""
-        model = self._merge(params, state, ())
-        model.eval()
-        values = {k: fn(model, batch) for k, fn in metrics.items()}
-        return loss_and_scalars(self._loss(model, batch)) | values
+
+        def computed() -> dict[str, Any]:
+            model = self._merge(params, state, ())
+            model.eval()
+            values = {k: fn(model, batch) for k, fn in metrics.items()}
+            result = self._loss(model, batch, *self._rngs_of(()))
+            return loss_and_scalars(result) | values
+
+        return self._axes.called(computed)
+
+    def _rngs_of(self, seeds: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the third argument of a loss that takes it."""
+        if not self._takes_rngs:
+            return ()
+        return (nnx.Rngs(_Key(jax.random.key(self._seed)).fold(seeds)),)
 
     def predict(
         self, params: Tree, state: Tree, x: Any, fn: Callable[..., Any] | None
     ) -> Any:
         """See ``Adapter.predict``."""
-        model = self._merge(params, state, ())
-        model.eval()
-        return model(x) if fn is None else fn(model, x)
+
+        def computed() -> Any:
+            model = self._merge(params, state, ())
+            model.eval()
+            return model(x) if fn is None else fn(model, x)
+
+        return self._axes.called(computed)
 
     def model(self, params: Tree, state: Tree) -> Any:
         """Returns a new ``nnx`` model object with these values."""
@@ -208,6 +262,7 @@ class LinenAdapter:
         self._module = model
         self._loss = loss
         self._seed = seed
+        self._axes = NamedAxes()
         self.make: Make | None = None
         self.tables = linen_tables(jax.eval_shape(make) if make else variables)
         if make is None:
@@ -215,6 +270,7 @@ class LinenAdapter:
         else:
             self.make = lambda: self._parts(make())
             self.params, self.state = jax.eval_shape(self.make)
+        _check_not_on_mesh(self.params)
         names = positional(loss)
         self._takes_rng = len(names) > 2
         self._takes_variables = bool(self.state) or names[0] == "variables"
@@ -238,11 +294,15 @@ class LinenAdapter:
         rng: tuple[Any, ...] = ()
         if self._takes_rng:
             rng = (_Key(jax.random.key(self._seed)).fold(seeds),)
-        result = self._loss(self._first(params, state), batch, *rng)
-        loss, aux = split_result(result)
-        new = {name: aux.pop(name, value) for name, value in state.items()}
-        metrics = named_metrics(aux)
-        return loss, (metrics, named_like(string_keys(unfreeze(new)), state))
+
+        def computed() -> tuple[jax.Array, tuple[dict[str, Any], Tree]]:
+            result = self._loss(self._first(params, state), batch, *rng)
+            loss, aux = split_result(result)
+            new = {name: aux.pop(name, value) for name, value in state.items()}
+            metrics = named_metrics(aux)
+            return loss, (metrics, named_like(string_keys(unfreeze(new)), state))
+
+        return self._axes.called(computed)
 
     def evaluate(
         self, params: Tree, state: Tree, batch: Any, metrics: Mapping[str, Metric]
@@ -252,19 +312,27 @@ class LinenAdapter:
         A linen loss that draws random numbers or changes collections is written for
         training only; then just the metrics are evaluated.
         """
-        first = self._first(params, state)
-        values = {name: fn(first, batch) for name, fn in metrics.items()}
-        if self._takes_rng or self.state:
-            return values
-        return loss_and_scalars(self._loss(first, batch)) | values
+
+        def computed() -> dict[str, Any]:
+            first = self._first(params, state)
+            values = {name: fn(first, batch) for name, fn in metrics.items()}
+            if self._takes_rng or self.state:
+                return values
+            return loss_and_scalars(self._loss(first, batch)) | values
+
+        return self._axes.called(computed)
 
     def predict(
         self, params: Tree, state: Tree, x: Any, fn: Callable[..., Any] | None
     ) -> Any:
         """See ``Adapter.predict``."""
-        if fn is not None:
-            return fn(self._first(params, state), x)
-        return self._module.apply({"params": params, **state}, x)
+
+        def computed() -> Any:
+            if fn is not None:
+                return fn(self._first(params, state), x)
+            return self._module.apply({"params": params, **state}, x)
+
+        return self._axes.called(computed)
 
     def model(self, params: Tree, state: Tree) -> Any:
         """Returns what the loss takes first: ``params``, or all variables."""
@@ -279,6 +347,23 @@ def _made_by(make: Callable[[], nnx.Module], wrt: Any) -> tuple[Tree, Tree]:
 def _split(model: nnx.Module, wrt: Any) -> tuple[Any, Any, Any, Any]:
     split: Any = nnx.split(model, wrt, nnx.RngState, ...)
     return tuple(split)
+
+
+def _check_not_on_mesh(params: Tree) -> None:
+    """Refuses parameters whose types name the axes of a mesh.
+
+    Raises:
+      ConfigError: names the first, and what to do.
+    """
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        mesh: Any = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
+        if jax.sharding.AxisType.Explicit in getattr(mesh, "axis_types", ()):
+            raise ConfigError(
+                f"params/{'/'.join(path_of(keys))} has the axes of a mesh in its type, "
+                f"{jax.typeof(leaf)}, and a Trainer places parameters on tasks; make "
+                "the model outside of jax.set_mesh, or the mesh with axis_types="
+                f"(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+            )
 
 
 def _check_trained(params: Any, wrt: Any) -> None:

@@ -71,13 +71,15 @@ def check_model(model: Model, loss: Loss) -> None:
         )
     if not callable(loss):
         raise ConfigError("loss is not a function; write def loss(model, batch): …")
-    most = 3 if isinstance(model, nn.Module) else 2
-    count = len(positional(loss))
-    if not 2 <= count <= most:
-        first = "model" if most == 2 else "params"
-        rng = "" if most == 2 else " or loss(params, batch, rng)"
+    is_linen = isinstance(model, nn.Module)
+    names = positional(loss)
+    # What is called otherwise is likely a label: loss(model, x, y).
+    takes_third = is_linen or "rng" in names[-1].lower() if names else False
+    if not 2 <= len(names) <= (3 if takes_third else 2):
+        first, rng = ("params", "rng") if is_linen else ("model", "rngs")
         raise ConfigError(
-            f"loss takes {count} arguments; it is called as loss({first}, batch){rng}"
+            f"loss takes {len(names)} arguments; it is called as loss({first}, batch) "
+            f"or loss({first}, batch, {rng})"
         )
 
 

@@ -81,6 +81,8 @@ class Dataset:
     source: str = ""
     fed: Indexed | Stream | None = None
     """What only this process can read, and workers get from it."""
+    written_first: str = ""
+    """Of a dict of arrays the field that the user wrote first; others are sorted."""
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
@@ -98,9 +100,14 @@ class Dataset:
             ]
         )
 
-    def sample(self) -> Any:
-        """Returns the first example of the first field, as a batch of one."""
-        return next(iter(self.fields.values()))[:1]
+    @property
+    def first(self) -> str:
+        """The name of the first field."""
+        return self.written_first or next(iter(self.fields))
+
+    def sample(self) -> Batch:
+        """Returns the first example, as a batch of one."""
+        return self.batch([array[:1] for array in self.fields.values()])
 
     def plan(self, batch_size: int, seed: int) -> SlotPlan:
         """Returns how the data is cut into slots and shuffled.
@@ -291,7 +298,9 @@ def as_dataset(
         field = name + jax.tree_util.keystr(path)
         fields[field] = as_array(value, field, finite=finite)
     check_lengths({field: len(array) for field, array in fields.items()})
-    return Dataset(fields, tree)
+    top = f"{name}[{next(iter(data))!r}]" if isinstance(data, Mapping) else name
+    first = next(field for field in fields if field.startswith(top))
+    return Dataset(fields, tree, written_first=first)
 
 
 def _is_structure(data: Any) -> bool:
@@ -370,7 +379,8 @@ def naming_data(dataset: Dataset, batch_size: int) -> Iterator[None]:
         what = str(error).partition(" from ")[0].removeprefix("Cannot mutate ")
         raise OuterStateError(
             f"the loss changes {what} of a module that it did not get as an argument; "
-            "use the model that it is given: def loss(model, batch): …"
+            "use the model that it is given, def loss(model, batch): …, and draw random "
+            "numbers from a third argument: def loss(model, batch, rngs): …"
         ) from error
     except (TypeError, ValueError, LookupError, FlaxError) as error:
         if isinstance(error, JGError):

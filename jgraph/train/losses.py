@@ -2,8 +2,9 @@
 
 As Flax users expect:
 
-* ``flax.nnx``: ``loss(model, batch)``. The model may change its state (BatchNorm
-  statistics) and draw random numbers (dropout).
+* ``flax.nnx``: ``loss(model, batch)`` or ``loss(model, batch, rngs)``. The model may
+  change its state (BatchNorm statistics) and draw random numbers (dropout); ``rngs`` is
+  an ``nnx.Rngs`` of the step.
 * ``flax.linen``: ``loss(params, batch)`` or ``loss(params, batch, rng)``. If the model
   has other collections than ``params`` (``batch_stats``), or if the first parameter is
   called ``variables``, it is given all of them: ``loss(variables, batch, rng)``.
@@ -30,6 +31,9 @@ from jgraph.train.metrics import named_metrics
 
 Loss: TypeAlias = Callable[..., Any]
 
+RNG_NAMES = ("rng", "rngs")
+"""Names of a third parameter that is given also where it has a default."""
+
 
 def positional(fn: Loss) -> list[str]:
     """Returns names of the parameters that have to be given, in order; rng always.
@@ -42,7 +46,7 @@ def positional(fn: Loss) -> list[str]:
     return [
         p.name
         for p in inspect.signature(fn).parameters.values()
-        if p.kind in kinds and (p.default is p.empty or p.name == "rng")
+        if p.kind in kinds and (p.default is p.empty or p.name in RNG_NAMES)
     ]
 
 

@@ -107,7 +107,7 @@ class Parts:
             given.loss,
             seed=given.seed,
             variables=given.variables,
-            sample=None if data is None else data.sample(),
+            data=data,
             wrt=given.wrt,
         )
         step = self._step(adapter, container)

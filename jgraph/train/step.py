@@ -20,6 +20,7 @@ from jgraph.train.adapters import Adapter
 from jgraph.train.arrange import Arrangement
 from jgraph.train.checks import BAD_IDS, FINITE, all_well, finite
 from jgraph.train.compress import Compression, GradientDtype
+from jgraph.train.draws import warn_of_same_draws
 from jgraph.train.hash_state import trained_tables
 from jgraph.train.hash_step import check_lookups, needs_ps, table_specs
 from jgraph.train.initial import made_state, new_state, on_its_task
@@ -144,6 +145,7 @@ class TrainStep:
             variables += self.compression.residuals
             notes.append(self.compression.note)
         graph, _ = trace(train_step, batch, number, number, variables=variables)
+        warn_of_same_draws(graph)
         return replace(graph, notes=tuple(notes))
 
     def lookups(self, batch: Any) -> list[tuple[str, str, int]]:

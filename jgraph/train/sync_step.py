@@ -12,6 +12,7 @@ from jgraph.graph.ir import Graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import MEAN, SLOT
+from jgraph.train.draws import warn_of_same_draws
 from jgraph.train.metrics import WHOLE, needs_pieces, num_pieces, pieces
 from jgraph.train.row_mean import JoinedRows, RowMean
 from jgraph.train.row_step import Rows
@@ -141,6 +142,7 @@ class SyncStep:
         variables = [*self._step.variables, *means, *slots, *left]
         feeds = self._batch, number, number, number
         graph, _ = trace(contribute, *feeds, variables=variables)
+        warn_of_same_draws(graph)
         notes = [*(self._by_rows.notes if self._by_rows else ())]
         notes += [compression.note] if compression else []
         return replace(graph, notes=tuple(notes))

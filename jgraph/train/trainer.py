@@ -53,11 +53,14 @@ class Trainer:
 
     How a loss is written:
 
-    * ``flax.nnx``: ``loss(model, batch)``; BatchNorm and dropout work as they are.
+    * ``flax.nnx``: ``loss(model, batch)`` or ``loss(model, batch, rngs)``; BatchNorm,
+      dropout work as they are, ``rngs`` is an ``nnx.Rngs`` of the step.
     * ``flax.linen``: ``loss(params, batch)`` or ``loss(params, batch, rng)``. A model
       with other collections (``batch_stats``), or a first parameter called
       ``variables``, gets all of them; the loss returns what changed:
       ``return loss, {**updates, "accuracy": accuracy}``.
+
+    A mean over a named axis, as of ``BatchNorm(axis_name=…)``, is that of one batch.
 
     A loss returns a scalar, or a scalar and a dict of metrics. ``batch`` has the
     structure of the data: a tuple ``(x, y)``, a dict, or one array.
@@ -78,7 +81,7 @@ class Trainer:
         process of the Trainer evaluates these.
       seed: decides the order of examples, dropout, and a linen model's initial values.
       variables: linen only: what ``model.init`` returned; if unset, it is called with
-        the first field of the data.
+        the fields of a dict that are named as the inputs, else with the first field.
       sparse: how parameters are updated of which the loss only looks up rows
         (``nn.Embed``, ``nnx.Embed``, ``jnp.take(table, ids, axis=0)``, ``table[ids]``);
         just these rows travel. ``"auto"``: the numbers are those of plain optax: an

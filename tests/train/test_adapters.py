@@ -13,6 +13,7 @@ from flax.core import freeze
 from jgraph.errors import ConfigError
 from jgraph.train.adapters import adapt
 from jgraph.train.arguments import check_model
+from jgraph.train.data import as_dataset
 from tests.train.models import (
     LinenMLP,
     LinenNorm,
@@ -122,7 +123,7 @@ def test_linen_loss_is_given_what_its_signature_asks_for(
 
     loss = take(got)
     check_model(LinenMLP(), loss)
-    adapter = adapt(LinenMLP(), loss, seed=0, sample=BATCH[0][:1])
+    adapter = adapt(LinenMLP(), loss, seed=0, data=as_dataset(BATCH[0][:1]))
     adapter.loss(adapter.params, adapter.state, BATCH, (0, 0))
     assert set(taken[0]) == keys
     assert (taken[1] is not None) == with_rng
@@ -130,7 +131,7 @@ def test_linen_loss_is_given_what_its_signature_asks_for(
 
 def test_linen_loss_that_returns_no_collection_leaves_it_as_it_was() -> None:
     loss = lambda variables, batch, rng: 0.0
-    adapter = adapt(LinenNorm(), loss, seed=0, sample=BATCH[0][:1])
+    adapter = adapt(LinenNorm(), loss, seed=0, data=as_dataset(BATCH[0][:1]))
     _, (_, state) = adapter.loss(adapter.params, adapter.state, BATCH, (0, 0))
     assert state.keys() == {"batch_stats"}
 

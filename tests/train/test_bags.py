@@ -11,6 +11,7 @@ import pytest
 from jgraph.errors import ConfigError, RowIdError
 from jgraph.train.adapters import adapt
 from jgraph.train.bags import embedding_bag
+from jgraph.train.data import as_dataset
 from jgraph.train.step import TrainStep
 from jgraph.train.trainer import Trainer
 from tests.train.test_sparse import ROWS, Table, trained
@@ -64,7 +65,7 @@ DATA = {"ids": IDS, "weights": WEIGHTS, "y": np.ones(4, np.float32)}
 
 @pytest.mark.parametrize("sparse", ["lazy", "off"])
 def test_bags_are_looked_up_by_rows(sparse: Any) -> None:
-    adapter = adapt(Table(), loss, seed=0, sample=IDS)
+    adapter = adapt(Table(), loss, seed=0, data=as_dataset(IDS))
     step = TrainStep(adapter, optax.adam(0.1), sparse=sparse)
     graph = step.graph(DATA)
     assert len(graph.notes) == (sparse == "lazy")
@@ -111,7 +112,9 @@ def test_training_changes_the_rows_of_a_bag_and_not_those_of_its_padding(
     ids[3], weights[3] = 0, 0  # a bag without ids
     batch = {"ids": ids, "weights": weights, "y": np.ones(4, np.float32)}
     tx = optax.adamw(0.1, weight_decay=0.1) if sparse == "lazy" else optax.adam(0.1)
-    step = TrainStep(adapt(Table(), loss, seed=0, sample=ids), tx, sparse=sparse)
+    step = TrainStep(
+        adapt(Table(), loss, seed=0, data=as_dataset(ids)), tx, sparse=sparse
+    )
     graph = step.graph(batch)
     assert "travels by rows" in graph.notes[0]
     new = trained(graph, step.initial_values, 1, batch)

@@ -18,6 +18,7 @@ from jgraph.graph.variable import Variable
 from jgraph.train import fit
 from jgraph.train.adapters import adapt
 from jgraph.train.arrange import Arrangement
+from jgraph.train.data import as_dataset
 from jgraph.train.large import check_sizes
 from jgraph.train.step import TrainStep
 from jgraph.train.trainer import Trainer
@@ -55,7 +56,7 @@ def nnx_loss(model: Any, batch: Any) -> Any:
 
 def adapters() -> dict[str, Any]:
     return {
-        "linen": adapt(Linen(), linen_loss, seed=0, sample=IDS),
+        "linen": adapt(Linen(), linen_loss, seed=0, data=as_dataset(IDS)),
         "nnx": adapt(lambda: Nnx(nnx.Rngs(0)), nnx_loss, seed=0),
     }
 

@@ -18,6 +18,7 @@ from jgraph.graph.ir import Graph, TaskName, eval_graph
 from jgraph.plan.plan import plan
 from jgraph.train.adapters import adapt
 from jgraph.train.arrange import Arrangement
+from jgraph.train.data import as_dataset
 from jgraph.train.step import TrainStep
 from jgraph.train.trainer import Trainer
 
@@ -72,7 +73,7 @@ def of_table(forward: Forward, rows: int = ROWS) -> Any:
     def loss(params: Any, batch: Any) -> Any:
         return jnp.mean((forward(params["t"], batch) @ params["w"] - batch["y"]) ** 2)
 
-    return adapt(Table(rows), loss, seed=0, sample=batch["ids"])
+    return adapt(Table(rows), loss, seed=0, data=as_dataset(batch["ids"]))
 
 
 def of_linen(dtype: Any = None) -> Any:
@@ -82,7 +83,7 @@ def of_linen(dtype: Any = None) -> Any:
         out = model.apply({"params": params}, batch["ids"])
         return jnp.mean((out - batch["y"]) ** 2)
 
-    return adapt(model, loss, seed=0, sample=batch["ids"])
+    return adapt(model, loss, seed=0, data=as_dataset(batch["ids"]))
 
 
 def nnx_loss(model: Any, batch: Any) -> Any:

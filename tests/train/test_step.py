@@ -18,6 +18,7 @@ from jgraph.plan.plan import plan
 from jgraph.plan.simulate import run_program
 from jgraph.train.adapters import adapt
 from jgraph.train.arrange import Arrangement
+from jgraph.train.data import as_dataset
 from jgraph.train.step import TrainStep
 from jgraph.train.trees import group_with_parameters
 from tests.train.models import (
@@ -69,7 +70,9 @@ def test_variables_are_named_by_their_paths() -> None:
 
 
 def test_linen_variables_are_named_by_their_paths() -> None:
-    adapter = adapt(LinenNorm(), linen_norm_loss, seed=0, sample=data()[0][:1])
+    adapter = adapt(
+        LinenNorm(), linen_norm_loss, seed=0, data=as_dataset(data()[0][:1])
+    )
     names = TrainStep(adapter, optax.sgd(0.1)).names
     assert "params/Dense_0/kernel" in names
     assert "state/batch_stats/BatchNorm_0/mean" in names
@@ -174,7 +177,7 @@ def test_parameters_keep_their_dtype() -> None:
         outputs: Any = Half().apply({"params": params}, batch[0])
         return jnp.mean(outputs**2)
 
-    adapter = adapt(Half(), loss, seed=0, sample=data()[0][:1])
+    adapter = adapt(Half(), loss, seed=0, data=as_dataset(data()[0][:1]))
     step = TrainStep(adapter, optax.adam(1e-2))
     graph = step.graph(batch())
     feeds = [*batch(), np.int32(0), np.int32(0)]
