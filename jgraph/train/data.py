@@ -379,7 +379,7 @@ def naming_data(dataset: Dataset, batch_size: int) -> Iterator[None]:
         what = str(error).partition(" from ")[0].removeprefix("Cannot mutate ")
         raise OuterStateError(
             f"the loss changes {what} of a module that it did not get as an argument; "
-            "use the model that it is given, def loss(model, batch): …, and draw random "
+            "use the one that it is given, def loss(model, batch): …, and draw random "
             "numbers from a third argument: def loss(model, batch, rngs): …"
         ) from error
     except (TypeError, ValueError, LookupError, FlaxError) as error:
