@@ -53,10 +53,13 @@ def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "guide",
     [
-        *("checkpoints", "concepts", "training"),
+        *("checkpoints", "concepts", "data", "training"),
         *(
             pytest.param(guide, marks=pytest.mark.nightly)
-            for guide in ("embeddings", "pipelines", "placement", "strategies")
+            for guide in (
+                *("coming-from-keras", "embeddings", "pipelines"),
+                *("placement", "strategies"),
+            )
         ),
     ],
 )

@@ -1,10 +1,13 @@
 """The client's end: a cluster that servers elsewhere make up."""
 
 import asyncio
+import atexit
 import os
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
@@ -38,6 +41,7 @@ from jgraph.cluster.waiting import (
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
+    JGError,
     TaskLostError,
     hints,
 )
@@ -58,6 +62,15 @@ if TYPE_CHECKING:
 CONNECT_S = 60.0
 UNKNOWN_PLATFORM: Final[tuple[str, ...]] = ("cpu", "cuda")
 """What code is compiled for where nobody knows what a task has."""
+
+_OPEN: "weakref.WeakSet[Cluster]" = weakref.WeakSet()
+
+
+@atexit.register
+def _drop_all() -> None:
+    """Drops what the clients hold that a process leaves open as it ends."""
+    for cluster in list(_OPEN):
+        cluster.drop_held()
 
 
 class Cluster:
@@ -89,7 +102,10 @@ class Cluster:
         self._tls = tls
         self._token_file = token_file
         self._sessions: list[Session] = []
+        self.at_close: dict[int, Callable[[], None]] = {}
+        """What this client drops on the cluster as it ends, by any number."""
         self._closed = False
+        _OPEN.add(self)
 
     @property
     def target(self) -> str:
@@ -280,10 +296,18 @@ class Cluster:
         """Closes the sessions and the connection; the servers go on."""
         if self._closed:
             return
+        self.drop_held()
+        _OPEN.discard(self)
         for session in self._sessions:
             session.close()
         self._closed = True
         loop.run(self._transport.close())
+
+    def drop_held(self) -> None:
+        """Drops on the cluster what nobody needs without this client."""
+        with suppress(JGError):  # one that does not answer is not asked again
+            for drop in list(self.at_close.values()):
+                drop()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -195,6 +195,9 @@ class LocalCluster(Cluster):
             finally:
                 self._end_processes()
 
+    def drop_held(self) -> None:
+        """Drops nothing: all of it goes with the processes."""
+
     def _end_processes(self) -> None:
         atexit.unregister(self._end_processes)
         self._processes.end()

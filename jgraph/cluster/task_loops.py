@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, TypeAlias, final
 
 from jgraph.clock import Clock
@@ -122,9 +122,12 @@ class TaskLoops:
             if isinstance(loop, SyncLoop):
                 loop.peer_lost(peer)
 
-    def forget_data(self) -> None:
-        """Drops all data sets."""
-        self._data.clear()
+    def forget_data(self, containers: Sequence[str]) -> None:
+        """Drops the data sets of these containers; of none: all."""
+        ends = tuple(f"{container}/" for container in containers)
+        for name in list(self._data):
+            if not containers or name in containers or name.startswith(ends):
+                del self._data[name]
 
     async def _put_data(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)

@@ -380,8 +380,7 @@ class TaskService:
         self.runtime.reset(containers)
         self.records.drop(containers)
         self.gates.drop(containers or list(self.runtime.gates))
-        if not containers:
-            self.loops.forget_data()
+        self.loops.forget_data(containers)
         yield frame(empty=pb.Empty())
 
     async def _task_log(self, request: Frame) -> AsyncIterator[Frame]:

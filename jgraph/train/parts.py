@@ -1,5 +1,6 @@
 """What a Trainer works with, made when the shapes of its model are known."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,6 +18,7 @@ from jgraph.train.adapters import Adapter, Metric, Model, adapt
 from jgraph.train.async_ps import AsyncRunner
 from jgraph.train.data import Dataset, check_alike, naming_data
 from jgraph.train.evaluate import Evaluator
+from jgraph.train.holdings import Holdings
 from jgraph.train.local import Local
 from jgraph.train.losses import Loss
 from jgraph.train.observed import Observed
@@ -65,10 +67,14 @@ class Parts:
 
     Args:
       given: what to make them of.
+      is_busy: says whether a run goes on.
     """
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: Given, is_busy: Callable[[], bool]) -> None:
         self._given = given
+        self.holdings = Holdings(given.cluster, is_busy)
+        """What is on the cluster, and goes with this."""
+        weakref.finalize(self, self.holdings.drop_soon).atexit = False
         self._made: Made | None = None
         self.trained_on: Dataset | None = None
         """The data of the newest training."""
@@ -138,6 +144,8 @@ class Parts:
 
     def _take(self, made: Made, side_car: SideCar | None) -> None:
         self._made, self.side_car = made, side_car
+        beside = () if side_car is None else (side_car.close,)
+        self.holdings.hold(*beside, made[1].close)
         if self._given.cluster is not None:
             self._known = incarnations_of(self._given.cluster)
 
@@ -234,11 +242,12 @@ class Parts:
         assert isinstance(runner, AsyncRunner | SyncRunner)  # who asks has checked
         runner.adopt(position)
         self._take(made, side_car)
+        self.holdings.let_go()  # it belongs to its master
         return runner
 
     def _drop(self, made: Made | None, side_car: SideCar | None) -> None:
-        # Of a task that is gone nothing is left to drop.
-        with suppress(ClusterError):
+        # Of a task that is gone nothing is left to drop, nor of a closed client.
+        with suppress(ClusterError, ConfigError):
             if side_car is not None:
                 side_car.close()
             if made is not None:
@@ -256,10 +265,8 @@ class Parts:
     def close(self) -> None:
         """Drops their variables; nothing is prepared any more."""
         self._closed = True
-        if self.side_car is not None:
-            self.side_car.close()
-        if self._made is not None:
-            self._made[1].close()
+        self.holdings.let_go()
+        self._drop(self._made, self.side_car)
 
     def _step(self, adapter: Adapter, container: str) -> TrainStep:
         given = self._given

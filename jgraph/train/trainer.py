@@ -2,10 +2,10 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from flax import nnx
 
@@ -19,7 +19,7 @@ from jgraph.train import checkpoint as checkpoints
 from jgraph.train.adapters import Model
 from jgraph.train.arguments import check_arguments
 from jgraph.train.attached import attach
-from jgraph.train.attempt import Attempts, Wanted, fill_from, save_to
+from jgraph.train.attempt import Attempts, Wanted, fill_from
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.data import Data, Dataset, as_dataset
 from jgraph.train.fit import (
@@ -41,8 +41,9 @@ from jgraph.train.progress import display_of
 from jgraph.train.recover import make_recover
 from jgraph.train.row_step import Sparse
 from jgraph.train.run import Run
-from jgraph.train.runner import Events, Position, Staleness
+from jgraph.train.runner import Position
 from jgraph.train.source import Source, as_source_or_dataset
+from jgraph.train.state import TrainingState
 from jgraph.train.strategies import Strategy, choose_strategy, replica_names
 from jgraph.train.trees import Tree
 
@@ -148,8 +149,10 @@ class Trainer:
             wrt=wrt,
             clock=SystemClock(),
         )
-        self._parts = Parts(self._given)
         self._busy = threading.Lock()
+        self._parts = Parts(self._given, self._busy.locked)
+        self._state = TrainingState(self._parts)
+        self._is_detached = False
         self.run: Run | None = None
         """The newest run; None before the first ``fit``."""
 
@@ -216,9 +219,12 @@ class Trainer:
         check_evaluation(eval_data, eval_every)
         called = as_callbacks(callbacks)
         data = data if y is None else (data, y)
-        given = self._given
+        given, evaluate = (
+            self._given,
+            partial(self._state.evaluate_values, None, batch_size=256),
+        )
         wanted = Wanted(
-            *(data, steps, batch_size, eval_data, eval_every, self.evaluate, detached),
+            *(data, steps, batch_size, eval_data, eval_every, evaluate, detached),
             checkpoint=checkpoint,
             epochs=epochs,
         )
@@ -237,7 +243,10 @@ class Trainer:
             saving = make_saving(wanted, attempt, given.cluster)
             recover = make_recover(given, saving, history, attempts)
             at_end = stack.pop_all()
-        self.run = run = Run(self, history, wanted.stop)
+        self._is_detached = detached
+        if detached:
+            self._parts.holdings.let_go()
+        self.run = run = Run(self._state, history, wanted.stop)
         Fit(
             attempt=attempt,
             run=run,
@@ -291,7 +300,7 @@ class Trainer:
           DataError: data that cannot be used; names the field.
           ConfigError: there is nothing to evaluate, or a metric is not a scalar.
         """
-        return self.evaluate_values(None, data, batch_size)
+        return self._state.evaluate_values(None, data, batch_size)
 
     @short_traceback
     def predict(
@@ -317,13 +326,13 @@ class Trainer:
     @short_traceback
     def model(self) -> Any:
         """Returns the model as it is now; see ``Run.model``."""
-        return self.model_of(None)
+        return self._state.model_of(None)
 
     @short_traceback
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint of the state as it is now; see ``Run.save``."""
         where = self.current_position()
-        return self.save_values(path, None, where, overwrite=overwrite)
+        return self._state.save_values(path, None, where, overwrite=overwrite)
 
     @short_traceback
     def restore(self, path: str | Path) -> "Trainer":
@@ -355,11 +364,16 @@ class Trainer:
         Raises:
           ConfigError: no such run, or this Trainer has trained already.
         """
-        self.run = attach(self, self._given, self._parts, name)
+        self.run = attach(self._state, self._given, self._parts, name)
         return self.run
 
     def close(self) -> None:
-        """Drops the variables of this Trainer on its cluster; runs keep their own."""
+        """Drops all that this Trainer has on its cluster; runs keep their values.
+
+        A ``with`` block does so at its end, and so does whatever ends the client, or
+        Python when nobody knows the Trainer and its runs any more. A detached run keeps
+        what it needs until this is called.
+        """
         self._parts.close()
 
     if not TYPE_CHECKING:
@@ -368,56 +382,32 @@ class Trainer:
     @property
     def names(self) -> list[str]:
         """Names of the variables: ``params/…``, ``opt/…``, ``state/…``, global_step."""
-        return self._made()[0].names
+        return self._state.names
 
     def current_values(self) -> Sequence[Any]:
-        """Returns the value of every variable now. Called by ``Run``."""
-        return self._made()[1].values()
-
-    def model_of(self, values: Sequence[Any] | None) -> Any:
-        """Returns the trained model of these values. Called by ``Run``."""
-        step, runner, _ = self._made()
-        values = runner.values(model_only=True) if values is None else values
-        tree = step.unflatten(values)
-        return step.adapter.model(tree["params"], tree["state"])
-
-    def current_staleness(self) -> Staleness:
-        """Returns how old gradients were. Called by ``Run``."""
-        return self._made()[1].staleness()
-
-    def current_events(self) -> Events:
-        """Returns what happened in hash tables. Called by ``Run``."""
-        return self._made()[1].events()
+        """Returns the value of every variable now, in the order of ``names``."""
+        return self._state.current_values()
 
     def current_position(self) -> Position:
-        """Returns where in the data the training is now. Called by ``Run``."""
-        return self._made()[1].position()
+        """Returns where in the data the training is now."""
+        return self._state.current_position()
 
-    def save_values(
-        self,
-        path: str | Path,
-        values: Sequence[Any] | None,
-        position: Position,
-        *,
-        overwrite: bool,
-    ) -> Path:
-        """Writes a checkpoint of these values, or of those now. Called by ``Run``."""
-        return save_to(self._made(), path, values, position, overwrite=overwrite)
+    def __enter__(self) -> Self:
+        return self
 
-    def evaluate_values(
-        self,
-        values: Sequence[Any] | None,
-        data: Data | Source | Dataset,
-        batch_size: int,
-    ) -> dict[str, float]:
-        """Evaluates the model of these values. Called by ``Run``."""
-        dataset = as_source_or_dataset(data)
-        self._parts.check_alike(dataset)
-        step, runner, evaluator = self._made(dataset)
-        with saying("evaluating"):
-            if values is None:
-                values = runner.values(model_only=True)
-            return evaluator.evaluate(step.unflatten(values), dataset, batch_size)
+    def __exit__(self, *exc: object) -> None:
+        """Ends a run that goes on, unless it is detached, and closes the Trainer."""
+        if self.run is not None and self._is_detached:
+            return
+        if self.run is not None and self._busy.locked():
+            self.run.stop()
+            with suppress(Exception):  # of the run; it has it
+                self.run.wait()
+        self.close()
+
+    def __dir__(self) -> list[str]:
+        hidden = {"current_values", "current_position"}
+        return [name for name in super().__dir__() if name not in hidden]
 
     def __repr__(self) -> str:
         model = _name(self._given.model)

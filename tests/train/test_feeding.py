@@ -78,10 +78,11 @@ def test_workers_in_step_share_an_iterable_and_end_with_it(cluster: Cluster) -> 
     run = given.fit(lambda: batches(3), steps=3, progress=False)
     # A worker may have read ahead what it does not come to.
     assert (run.state, sum(seen(run, times=2))) == ("done", 24)
-    # The fifth batch has no other one to be averaged with.
-    five = (pair for n in (0, 1, 2, 0, 1) for pair in [batch(n)])
-    run = given.fit(five, steps=9, progress=False)
-    assert (run.state, run.steps, sum(seen(run, times=2))) == ("stopped", 5, 16)
+    # The workers may not have got equally many; what has no other one is left out.
+    some = (pair for n in range(15) for pair in [batch(n % 3)])
+    run = given.fit(some, steps=99, progress=False)
+    assert run.state == "stopped"
+    assert 3 + 5 <= run.steps <= 3 + 7
 
 
 def failing() -> Iterator[Any]:

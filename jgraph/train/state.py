@@ -1,0 +1,81 @@
+"""The state of a training as a run asks for it: values, model, position, evaluation."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+from jgraph.cluster.patience import saying
+from jgraph.train.attempt import save_to
+from jgraph.train.data import Data, Dataset
+from jgraph.train.parts import Parts
+from jgraph.train.runner import Events, Position, Staleness
+from jgraph.train.source import Source, as_source_or_dataset
+
+
+@final
+class TrainingState:
+    """What a Trainer and its runs have together; a ``Result``.
+
+    A run knows this and not its Trainer, so that both go when nobody knows them.
+
+    Args:
+      parts: of the Trainer.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the variables."""
+        return self._parts.made()[0].names
+
+    def current_values(self) -> Sequence[Any]:
+        """Returns the value of every variable now."""
+        return self._parts.made()[1].values()
+
+    def model_of(self, values: Sequence[Any] | None) -> Any:
+        """See ``Result.model_of``."""
+        step, runner, _ = self._parts.made()
+        values = runner.values(model_only=True) if values is None else values
+        tree = step.unflatten(values)
+        return step.adapter.model(tree["params"], tree["state"])
+
+    def current_staleness(self) -> Staleness:
+        """See ``Result.current_staleness``."""
+        return self._parts.made()[1].staleness()
+
+    def current_events(self) -> Events:
+        """See ``Result.current_events``."""
+        return self._parts.made()[1].events()
+
+    def current_position(self) -> Position:
+        """See ``Result.current_position``."""
+        return self._parts.made()[1].position()
+
+    def save_values(
+        self,
+        path: str | Path,
+        values: Sequence[Any] | None,
+        position: Position,
+        *,
+        overwrite: bool,
+    ) -> Path:
+        """See ``Result.save_values``."""
+        made = self._parts.made()
+        return save_to(made, path, values, position, overwrite=overwrite)
+
+    def evaluate_values(
+        self,
+        values: Sequence[Any] | None,
+        data: Data | Source | Dataset,
+        batch_size: int,
+    ) -> dict[str, float]:
+        """See ``Result.evaluate_values``."""
+        dataset = as_source_or_dataset(data)
+        self._parts.check_alike(dataset)
+        step, runner, evaluator = self._parts.made(dataset)
+        with saying("evaluating"):
+            if values is None:
+                values = runner.values(model_only=True)
+            return evaluator.evaluate(step.unflatten(values), dataset, batch_size)
