@@ -31,7 +31,7 @@ from jgraph.runtime.blocks import Sums
 from jgraph.runtime.failed_saves import FailedSaves
 from jgraph.runtime.manifest import Leaf, Manifest, directory_of
 from jgraph.runtime.shard_files import Slice, make_proof, proven, read_slice
-from jgraph.runtime.step_files import begin_step, commit_step, prune, steps_in
+from jgraph.runtime.step_files import begin_step, commit_step, our_steps, prune
 from jgraph.runtime.writer_lease import LEASE_S, WriterLease
 
 _AGAIN_S: Final = 1.0
@@ -179,7 +179,7 @@ class RunSaver:
             check, path = self._lease.check, directory / str(step)
             # What was saved under way may be of a moment before, on another ps.
             anew = at_rest or self.record.is_over
-            if step in steps_in(directory) and not anew:
+            if step in our_steps(directory) and not anew:
                 return Saved(path, sums)
             manifest = Manifest(
                 step=step,

@@ -28,7 +28,8 @@
     │   │   ├── CheckpointCorruptError    JG-302  damaged; names the leaf
     │   │   ├── CheckpointWriterError     JG-303  another process writes there
     │   │   ├── CheckpointSpaceError      JG-304  no room on the disk
-    │   │   └── CheckpointPathError       JG-305  a path that cannot be a directory
+    │   │   ├── CheckpointPathError       JG-305  a path that cannot be a directory
+    │   │   └── CheckpointForeignError    JG-306  of another program; left alone
     │   ├── ClusterSpecError          JG-123  a cluster description that cannot be
     │   ├── ConfigError               JG-124  an option outside what is allowed
     │   └── ClusterBusyError          JG-501  another run is using these variables
@@ -100,6 +101,7 @@ from jgraph.errors.cluster import (
 from jgraph.errors.data import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointForeignError,
     CheckpointPathError,
     CheckpointSpaceError,
     CheckpointWriterError,
@@ -147,6 +149,7 @@ __all__ = [
     "CertificateError",
     "CheckpointCorruptError",
     "CheckpointError",
+    "CheckpointForeignError",
     "CheckpointPathError",
     "CheckpointSpaceError",
     "CheckpointWriterError",

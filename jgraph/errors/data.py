@@ -156,3 +156,17 @@ class CheckpointPathError(CheckpointError, ValueError):
     """
 
     code = "JG-305"
+
+
+class CheckpointForeignError(CheckpointError):
+    """A checkpoint of another program, which jgraph does not rename, replace or delete.
+
+    It has neither a manifest of jgraph nor its proof. What has the commit mark of Orbax
+    can be read: by ``trainer.restore`` and ``jgraph ckpt import``; it has no checksums
+    to compare with.
+
+    What to do: to save, give a directory of its own. To read, name the checkpoint, or
+    the directory that Orbax or Flax saved to.
+    """
+
+    code = "JG-306"

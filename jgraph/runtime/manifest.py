@@ -6,10 +6,8 @@ compares.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -17,11 +15,17 @@ from typing import Any, Final, final
 import numpy as np
 
 from jgraph import __version__
-from jgraph.errors import CheckpointCorruptError, CheckpointError
+from jgraph.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointForeignError,
+)
 from jgraph.plan.nodes import ValueType
 from jgraph.runtime.blocks import Blocks, as_rows
 
 FILE: Final = "jgraph_manifest.json"
+PROOF: Final = "jgraph_proof"
+"""A file with random bytes, in every checkpoint of jgraph from its beginning."""
 FORMAT: Final = 2
 
 
@@ -145,18 +149,6 @@ class Manifest:
         }
         return cls(leaves=leaves, **body)
 
-    def check(self, arrays: Mapping[str, Any], where: Path) -> None:
-        """Compares arrays that were read with what was written.
-
-        Raises:
-          CheckpointCorruptError: names the leaves that differ.
-        """
-        rows = [self.leaves[n].block_rows if n in self.leaves else 0 for n in arrays]
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            leaves = pool.map(Leaf.of, arrays.values(), rows)
-            found = dict(zip(arrays, leaves, strict=True))
-        self.compare(self.leaves, found, where)
-
     def compare(
         self, wanted: Iterable[str], found: Mapping[str, Leaf], where: Path
     ) -> None:
@@ -179,23 +171,39 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
       CheckpointError: there is no checkpoint at ``path``.
+      CheckpointForeignError: there is one of another program.
       CheckpointCorruptError: its manifest is missing or damaged.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint at {path}")
+    if not is_ours(path):
+        raise CheckpointForeignError(
+            f"{path} is no checkpoint of jgraph: it has no {FILE}. A checkpoint of "
+            "Orbax or Flax is read by trainer.restore(…) and `jgraph ckpt import`",
+            path=str(path),
+        )
     try:
         return Manifest.from_json((path / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointCorruptError(
-            f"{path} has no {FILE}: it is no checkpoint of jgraph, or not all of one; "
-            "name the directory that run.save() returned",
-            path=str(path),
-        ) from None
+        raise damaged(path, f"its {FILE} is gone", []) from None
     except (
         *(OSError, ValueError, KeyError, TypeError, AttributeError),
         RecursionError,
     ) as error:
         raise damaged(path, f"{FILE} cannot be read ({error})", []) from error
+
+
+def is_ours(path: Path) -> bool:
+    """Whether jgraph wrote a checkpoint, whole or not."""
+    return (path / FILE).is_file() or (path / PROOF).is_file()
+
+
+def is_committed(path: Path) -> bool:
+    """Whether Orbax wrote all of a checkpoint: it then has a description, or a mark."""
+    if ".orbax-checkpoint-tmp" in path.name:
+        return False
+    marks = ("_CHECKPOINT_METADATA", "commit_success.txt", "_METADATA")
+    return any((path / mark).is_file() for mark in marks)
 
 
 def directory_of(name: str) -> str:

@@ -25,11 +25,13 @@ from jgraph.failpoints import failpoint
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.row_values import aligned_empty
 from jgraph.runtime.blocks import Blocks, Bytes, Run, Sums, as_rows
+from jgraph.runtime.manifest import PROOF
 
-PROOF: Final = "jgraph_proof"
 PROOF_BYTES: Final = 32
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What a disk without room says."""
+_UNKNOWN: Final = {"uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn"}
+"""Dtypes of one byte in memory that Zarr and TensorStore have no name for."""
 _APART_BYTES: Final = 1 << 20
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -84,7 +86,8 @@ def make_array(directory: Path, whole: Slice) -> None:
     """
     made = directory / whole.array
     made.mkdir()
-    shape, dtype, blocks = whole.type.shape, whole.type.np_dtype, whole.blocks
+    shape, blocks = whole.type.shape, whole.blocks
+    dtype = stored_dtype(whole.type.np_dtype)
     about = {
         "zarr_format": 2,
         "shape": shape,
@@ -100,6 +103,16 @@ def make_array(directory: Path, whole: Slice) -> None:
     for block in range(len(blocks)):
         with open(made / whole.file(block), "xb") as file:
             file.truncate(blocks.file_nbytes)
+
+
+def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype that files say they have; the bytes are the same.
+
+    Example:
+      >>> stored_dtype(np.dtype("uint4")), stored_dtype(np.dtype("int4"))
+      (dtype('uint8'), dtype(int4))
+    """
+    return np.dtype(np.uint8) if dtype.name in _UNKNOWN else dtype
 
 
 def make_proof(directory: Path) -> bytes:

@@ -15,13 +15,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from jgraph.errors import CheckpointError, CheckpointSpaceError
+from jgraph.errors import (
+    CheckpointError,
+    CheckpointForeignError,
+    CheckpointSpaceError,
+)
 from jgraph.failpoints import failpoint
-from jgraph.runtime.manifest import FILE, Manifest, directory_of, read_manifest
-from jgraph.runtime.shard_files import PROOF, Slice, make_array
+from jgraph.runtime.manifest import (
+    FILE,
+    PROOF,
+    Manifest,
+    directory_of,
+    is_ours,
+    read_manifest,
+)
+from jgraph.runtime.shard_files import Slice, make_array
 
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
-"""Ends the name of what was never finished; Orbax's own word."""
+"""Ends the name of what Orbax writes; of others without ``.new-``."""
+ITEM: Final = "default"
+"""Where ``CheckpointManager`` of Orbax looks for the only tree of a checkpoint."""
+UNFINISHED: Final = re.compile(r"\d+\.(new|old)-[0-9a-f]{8}(\..*)?|\d+\.going")
+"""What a writer of jgraph leaves beside the steps if it is killed."""
 _OLD: Final = re.compile(r"(.+)\.old-[0-9a-f]{8}")
 """The name of a checkpoint while another takes its place."""
 _ROOM: Final = 1 << 20
@@ -32,7 +47,8 @@ _MOST_BYTES: Final = 64 << 20
 def steps_in(directory: Path) -> list[int]:
     """Returns the steps of a directory, oldest first; reads the disk each time.
 
-    One that was being replaced when its writer was killed has its name again.
+    Those of other programs too. One that was being replaced when its writer was killed
+    has its name again.
     """
     if not directory.is_dir():
         return []
@@ -41,6 +57,25 @@ def steps_in(directory: Path) -> list[int]:
             put_back(directory / old[1])
     found = [p for p in directory.iterdir() if p.name.isdecimal() and p.is_dir()]
     return sorted(int(path.name) for path in found)
+
+
+def our_steps(directory: Path) -> list[int]:
+    """Returns the steps that jgraph wrote, oldest first."""
+    return [step for step in steps_in(directory) if is_ours(directory / str(step))]
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint of jgraph has all its files; their content is not read."""
+    try:
+        for name, leaf in read_manifest(path).leaves.items():
+            array = Slice.whole(directory_of(name), leaf.type, leaf.block_rows)
+            for block in range(len(array.blocks)):
+                found = (path / array.array / array.file(block)).stat()
+                if found.st_size != array.blocks.file_nbytes:
+                    return False
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def begin_step(directory: Path) -> tuple[Path, Manifest]:
@@ -54,7 +89,7 @@ def begin_step(directory: Path) -> tuple[Path, Manifest]:
       CheckpointSpaceError: there is no room.
       OSError: what the disk says.
     """
-    steps = steps_in(directory)
+    steps = our_steps(directory)
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {directory} to be like")
     like = directory / str(steps[-1])
@@ -68,14 +103,31 @@ def begin_step(directory: Path) -> tuple[Path, Manifest]:
             path=str(directory),
             needed=manifest.nbytes + _ROOM,
         )
-    made = directory / f"{steps[-1]}{TEMPORARY}-{secrets.token_hex(4)}"
+    made = unfinished(directory / str(steps[-1]))
     made.mkdir()
     for path in like.iterdir():
         if path.name not in {FILE, PROOF} and not path.is_dir():
             _copy(path, made / path.name)
     for name, leaf in manifest.leaves.items():
         make_array(made, Slice.whole(directory_of(name), leaf.type, leaf.block_rows))
+    make_item(made)
     return made, manifest
+
+
+def make_item(made: Path) -> None:
+    """Makes the directory in which ``CheckpointManager`` of Orbax looks for the tree.
+
+    It has links to what is beside it. A file system without them has a checkpoint that
+    only the other readers of Orbax know.
+    """
+    names = [path.name for path in made.iterdir() if path.is_dir()]
+    item = made / ITEM
+    try:
+        item.mkdir()
+        for name in [*names, "_METADATA"]:
+            (item / name).symlink_to(Path("..", name))
+    except OSError:
+        shutil.rmtree(item, ignore_errors=True)
 
 
 def commit_step(
@@ -115,8 +167,10 @@ def put_in_place(made: Path, target: Path) -> None:
     """Gives a checkpoint that is whole its name; another that has it goes last.
 
     Raises:
+      CheckpointForeignError: the other is not of jgraph.
       OSError: what the disk says; the other has its name again.
     """
+    check_replaceable(target)
     while True:
         if target.exists():
             target.rename(f"{target}.old-{secrets.token_hex(4)}")
@@ -133,6 +187,26 @@ def put_in_place(made: Path, target: Path) -> None:
     for path in _put_away(target):
         failpoint("checkpoint.replaced")
         remove(path)
+
+
+def unfinished(target: Path) -> Path:
+    """Returns a path beside a checkpoint, to write what will have its name."""
+    return target.with_name(f"{target.name}.new-{secrets.token_hex(4)}")
+
+
+def check_replaceable(target: Path) -> None:
+    """Refuses to take the place of what jgraph did not write.
+
+    Raises:
+      CheckpointForeignError: that is there.
+    """
+    if is_ours(target) or not target.exists():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise CheckpointForeignError(
+            f"{target} is not of jgraph, so it is not replaced; give another directory",
+            path=str(target),
+        )
 
 
 def put_back(target: Path) -> None:
@@ -160,9 +234,17 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def beyond(directory: Path, keep: int, is_good: Callable[[Path], bool]) -> list[int]:
+    """Returns the steps of jgraph before its newest good ones, oldest first."""
+    steps = our_steps(directory)
+    while steps and keep:
+        keep -= is_good(directory / str(steps.pop()))
+    return steps
+
+
 def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:
-    """Deletes all but the newest steps."""
-    for step in steps_in(directory)[:-keep]:
+    """Deletes all but the newest whole steps of jgraph."""
+    for step in beyond(directory, keep, is_whole):
         check()
         failpoint("handed.prune_begun")
         # Renamed first: a step that is there is whole.

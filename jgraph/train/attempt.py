@@ -1,5 +1,6 @@
 """What the steps of a run are made of, until tasks are lost; then all is made again."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,11 +13,15 @@ import jax
 
 from jgraph.cluster.patience import saying
 from jgraph.errors import ConfigError
+from jgraph.plan.types import from_plain, plain_type
+from jgraph.runtime.manifest import is_ours
+from jgraph.runtime.step_files import our_steps, put_back
 from jgraph.train import checkpoint
 from jgraph.train.attached import check_detachable
 from jgraph.train.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.data import Data, Dataset
 from jgraph.train.evaluations import Evaluations
+from jgraph.train.flax_checkpoints import Imported, find, match, read
 from jgraph.train.handed import check_handable
 from jgraph.train.on_tasks import Kept
 from jgraph.train.parts import Given, Made, Parts, Remade
@@ -73,6 +78,7 @@ class Attempt:
     take: Take
 
 
+_LOG = logging.getLogger("jgraph.checkpoint")
 _Opened: TypeAlias = tuple[Dataset, Dataset | None]
 
 
@@ -189,6 +195,8 @@ class Attempts:
     ) -> Attempt:
         wanted = self._wanted
         step, runner, _ = made
+        if wanted.checkpoint is not None:
+            checkpoint.check_names(step.names)
         if wanted.detached and wanted.checkpoint is not None:
             check_handable(wanted.checkpoint, step)
         first = runner.global_step()
@@ -221,18 +229,25 @@ class Attempts:
         )
 
 
-def fill_from(made: Made, path: Path, *, check_first: bool = True) -> None:
+def fill_from(made: Made, path: Path, *, check_first: bool = True) -> Imported | None:
     """Gives variables and position the values of a checkpoint.
 
     Args:
       made: of these.
-      path: a checkpoint, or a directory of which the newest good step is taken.
+      path: a checkpoint, or a directory of which the newest good step is taken: the
+        newest of jgraph, if it has one, else the newest of another program.
       check_first: a checkpoint that turns out to be damaged changes nothing.
+
+    Returns:
+      What went where if another program saved it.
 
     Raises:
       CheckpointError: no checkpoint there, or one of another model; names the leaf.
       CheckpointCorruptError: it is not what was written; names the leaf.
     """
+    put_back(path)
+    if not is_ours(path) and not our_steps(path) and (other := find(path)):
+        return _take_from(made, other)
     step, runner, _ = made
     like = step.unflatten(runner.places())
     growing = [name for table in step.tables for name in table.names]
@@ -243,6 +258,25 @@ def fill_from(made: Made, path: Path, *, check_first: bool = True) -> None:
 
     tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]
     runner.load(jax.tree.leaves(tree), where)
+    return None
+
+
+def _take_from(made: Made, path: Path) -> Imported:
+    """Gives variables the values of a checkpoint of another program."""
+    step, runner, _ = made
+    stored = read(path)
+    wanted = {v.name: plain_type(v.spec.aval) for v in step.variables}
+    found, imported = match(path, stored, wanted)
+    values = [
+        from_plain(found[variable.name], variable.spec.aval)
+        if variable.name in found
+        else value
+        for variable, value in zip(step.variables, runner.values(), strict=True)
+    ]
+    runner.load(values)
+    log = _LOG.warning if imported.missing else _LOG.info
+    log("restored a checkpoint of another program:\n%s", imported)
+    return imported
 
 
 def save_to(

@@ -13,7 +13,7 @@ the data the training was.
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,8 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CheckpointError, CheckpointPathError
-from jgraph.runtime.manifest import Leaf, Manifest, damaged, read_manifest
-from jgraph.runtime.step_files import put_back
+from jgraph.runtime.manifest import (
+    Leaf,
+    Manifest,
+    damaged,
+    directory_of,
+    read_manifest,
+)
+from jgraph.runtime.shard_files import stored_dtype
+from jgraph.runtime.step_files import check_replaceable, put_back
 from jgraph.train.array_files import load_arrays, read_arrays
 from jgraph.train.on_tasks import KeptArray
 from jgraph.train.runner import Position
@@ -48,12 +55,13 @@ def save(
       tree: ``{"params", "opt", "state", "global_step"}``, of arrays; those that tasks
         have (``KeptArray``) are written by them.
       position: where in the data the training is.
-      overwrite: replace what is there, once the new one is complete.
+      overwrite: replace a checkpoint of jgraph, once the new one is complete.
       generation: of the writer's lease; 0 without one.
       before_commit: called when everything is on disk; what it raises stops the save.
 
     Raises:
       CheckpointError: the directory exists, or cannot be written.
+      CheckpointForeignError: jgraph did not write what is there.
       CheckpointSpaceError: there is no room for it.
       ClusterError: a task that has an array is lost.
     """
@@ -66,7 +74,9 @@ def save(
             f"{target} exists; choose another path, or save(…, overwrite=True)",
             path=str(target),
         )
+    check_replaceable(target)
     layout = jax.tree.map(_here, _layout(tree))
+    check_names(commit.names_of(layout))
     commit.check_room(target, commit.nbytes_of(layout))
     manifest = Manifest(
         step=int(layout["global_step"]),
@@ -75,9 +85,7 @@ def save(
         generation=generation,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    commit.write(
-        target, layout, manifest, overwrite=overwrite, before_commit=before_commit
-    )
+    commit.write(target, layout, manifest, before_commit=before_commit)
     return target
 
 
@@ -151,8 +159,27 @@ def verify(path: str | Path) -> Manifest:
     put_back(target)
     manifest = read_manifest(target)
     _check_types(manifest, target)
-    manifest.check(commit.names_of(commit.read(target)), target)
+    with commit.reading(target):
+        _, described = read_arrays(target, manifest.leaves)
+    manifest.compare(manifest.leaves, described, target)
     return manifest
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuses arrays that would have one directory; Orbax writes a dot for each level.
+
+    Raises:
+      CheckpointError: names two of them.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        other = found.setdefault(directory_of(name), name)
+        if other != name:
+            raise CheckpointError(
+                f"a checkpoint cannot have both '{other}' and '{name}': Orbax stores "
+                f"both as '{directory_of(name)}'; give one of them a name without dots",
+                leaves=[other, name],
+            )
 
 
 def absolute(path: str | Path) -> Path:
@@ -194,7 +221,7 @@ def _check_types(manifest: Manifest, target: Path) -> None:
     found = commit.names_of(commit.read_types(target))
     for name in sorted(manifest.leaves.keys() | found.keys()):
         leaf, stored = manifest.leaves.get(name), found.get(name)
-        if leaf is None or stored is None or _type(leaf) != _type(stored):
+        if leaf is None or stored is None or _in_files(leaf) != _type(stored):
             raise damaged(target, f"leaf '{name}' has another type or is gone", [name])
 
 
@@ -302,6 +329,10 @@ def _check(
 
 def _type(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return tuple(leaf.shape), np.dtype(leaf.dtype)
+
+
+def _in_files(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(leaf.shape), stored_dtype(np.dtype(leaf.dtype))
 
 
 def _describe(leaf: Any) -> str:

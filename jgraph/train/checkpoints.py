@@ -1,7 +1,8 @@
 """A directory of checkpoints, one per step: written by one run, verified, pruned.
 
 ``runs/mlp/500`` is a checkpoint as ``Run.save`` writes it. Beside the steps are the
-writer's lease, and ``500.corrupt`` where a step turned out to be damaged.
+writer's lease, and ``500.corrupt`` where a step turned out to be damaged. Steps that
+other programs saved there are never renamed, replaced or deleted.
 """
 
 import logging
@@ -14,11 +15,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, final
 
-from jgraph.errors import CheckpointCorruptError, CheckpointError, ConfigError
+import numpy as np
+
+from jgraph.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointForeignError,
+    ConfigError,
+)
 from jgraph.failpoints import failpoint
 from jgraph.graph import markup
-from jgraph.runtime.manifest import FILE, read_manifest
-from jgraph.runtime.step_files import remove, steps_in
+from jgraph.runtime.manifest import is_ours, read_manifest
+from jgraph.runtime.step_files import (
+    UNFINISHED,
+    beyond,
+    is_whole,
+    our_steps,
+    remove,
+    steps_in,
+)
 from jgraph.runtime.writer_lease import WriterLease
 from jgraph.train import checkpoint
 from jgraph.train.runner import Position
@@ -27,9 +42,10 @@ from jgraph.train.trees import Tree
 _LOG = logging.getLogger("jgraph.checkpoint")
 _GOING: Final = ".going"
 """Ends the name of a step that is being deleted."""
-_UNFINISHED: Final = re.compile(
-    r"\d+\.(orbax-checkpoint-tmp|new-|old-).*|\d+\.going|\.jgraph_writer\..*"
-)
+_LEASE: Final = re.compile(r"\.jgraph_writer\..*")
+"""A lease that was being written."""
+_CORRUPT: Final = re.compile(r"\d+\.corrupt(-\d+)?")
+"""The name of a damaged step that was put aside."""
 _T = TypeVar("_T")
 
 
@@ -75,7 +91,14 @@ class Checkpoints:
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
             value = getattr(self, name)
-            if isinstance(value, int) and value < 1:
+            if name == "keep" and hasattr(value, "should_preserve"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                policy = ", or a policy of Orbax" if name == "keep" else ""
+                raise ConfigError(
+                    f"{name} is {value!r:.60}; it must be a whole number{policy}"
+                )
+            if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
 
     def _repr_html_(self) -> str:
@@ -122,7 +145,7 @@ class CheckpointWriter:
         steps_in(self.directory)  # puts back what was being replaced
         # Of writers that are gone: nobody else may be at it now.
         for path in self.directory.iterdir():
-            if _UNFINISHED.fullmatch(path.name):
+            if UNFINISHED.fullmatch(path.name) or _LEASE.fullmatch(path.name):
                 _LOG.info("removing %s, which was never finished", path)
                 remove(path)
         return self
@@ -150,9 +173,9 @@ class CheckpointWriter:
         self.prune()
         return path
 
-    def prune(self) -> list[int]:
+    def prune(self, is_good: Callable[[Path], bool] = is_whole) -> list[int]:
         """Deletes the steps that need not be kept, and returns them."""
-        going = to_prune(self.directory, self._keep)
+        going = to_prune(self.directory, self._keep, is_good)
         for step in going:
             self._lease.check()
             # Renamed first: a step that is there is whole.
@@ -167,21 +190,41 @@ class CheckpointWriter:
 
 def put_aside_in(directory: Path) -> list[Path]:
     """Returns the damaged steps that ``newest_good`` renamed."""
-    return sorted(checkpoint.absolute(directory).glob("*.corrupt*"))
+    where = checkpoint.absolute(directory)
+    return sorted(p for p in where.glob("*.corrupt*") if _CORRUPT.fullmatch(p.name))
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory is one checkpoint, not a directory of steps."""
-    return (path / FILE).exists() or not steps_in(path)
+    return is_ours(path) or not steps_in(path)
 
 
-def to_prune(directory: Path, keep: Keep) -> list[int]:
-    """Returns the steps that a policy would delete; never the newest."""
+def is_good(path: Path) -> bool:
+    """Whether a checkpoint is what was written; reads all of it."""
+    try:
+        checkpoint.verify(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def to_prune(
+    directory: Path, keep: Keep, is_good: Callable[[Path], bool] = is_whole
+) -> list[int]:
+    """Returns the steps of jgraph that need not be kept; never the newest good one.
+
+    Args:
+      directory: of the steps.
+      keep: how many good ones to keep, or a policy.
+      is_good: looks at a step.
+    """
+    if isinstance(keep, int):
+        return beyond(directory, keep, is_good)
     from orbax.checkpoint import checkpoint_managers as orbax
 
-    policy = orbax.LatestN(keep) if isinstance(keep, int) else keep
-    saved = [_saved(directory, step) for step in steps_in(directory)]
-    stays = policy.should_preserve(saved, context=orbax.PreservationContext())
+    good = [step for step in our_steps(directory) if is_good(directory / str(step))]
+    saved = [_saved(directory, step) for step in good]
+    stays = keep.should_preserve(saved, context=orbax.PreservationContext())
     chosen = zip(saved[:-1], stays[:-1], strict=True)
     return [one.step for one, stay in chosen if not stay]
 
@@ -189,7 +232,7 @@ def to_prune(directory: Path, keep: Keep) -> list[int]:
 def newest_good(
     directory: Path, read: Callable[[Path], _T], *, quarantine: bool = True
 ) -> tuple[int, _T]:
-    """Reads the newest step that is not damaged; puts damaged ones aside.
+    """Reads the newest step of jgraph that is not damaged; puts damaged ones aside.
 
     Args:
       directory: of the steps.
@@ -204,7 +247,8 @@ def newest_good(
       CheckpointCorruptError: no step is good.
     """
     damaged: list[int] = []
-    while left := [step for step in steps_in(directory) if step not in damaged]:
+    _tell_of_newer(directory)
+    while left := [step for step in our_steps(directory) if step not in damaged]:
         step = left[-1]
         path = directory / str(step)
         try:
@@ -215,8 +259,15 @@ def newest_good(
             if not isinstance(error, CheckpointCorruptError):
                 raise
             damaged.append(step)
-            where = _put_aside(path) if quarantine else path
-            _LOG.error("%s. It is now %s; the step before is used.", error, where)
+            now = _put_aside(path) if quarantine else path
+            where = "stays where it is" if now == path else f"is now {now}"
+            _LOG.error("%s. It %s; the step before is used.", error, where)
+    if not damaged and (others := steps_in(directory)):
+        raise CheckpointForeignError(
+            f"the steps in {directory} are of another program: "
+            f"{', '.join(map(str, others))}; `jgraph ckpt import` makes one of jgraph",
+            path=str(directory),
+        )
     if not damaged:
         raise CheckpointError(f"there is no checkpoint in {directory}")
     raise CheckpointCorruptError(
@@ -224,6 +275,18 @@ def newest_good(
         "take another directory",
         path=str(directory),
     )
+
+
+def _tell_of_newer(directory: Path) -> None:
+    """Tells of the steps of other programs after the newest of jgraph."""
+    steps, ours = steps_in(directory), our_steps(directory)
+    newer = [step for step in steps if step not in ours and step > max(ours, default=0)]
+    if ours and newer:
+        _LOG.warning(
+            "%s has newer steps of another program, which are left alone: %s. To take "
+            "one of them name it: trainer.restore('%s')",
+            *(directory, ", ".join(map(str, newer)), directory / str(newer[-1])),
+        )
 
 
 def copy(source: Path, target: Path) -> Path:
@@ -237,7 +300,7 @@ def copy(source: Path, target: Path) -> Path:
         raise CheckpointError(f"{target} exists; choose another path")
     part = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
     try:
-        shutil.copytree(source, part)
+        shutil.copytree(source, part, symlinks=True)
         checkpoint.verify(part)
         return part.rename(target)
     except (OSError, shutil.Error) as error:

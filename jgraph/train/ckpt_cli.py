@@ -1,4 +1,4 @@
-"""``jgraph ckpt``: list, verify, copy and prune checkpoints."""
+"""``jgraph ckpt``: list, verify, copy, import and prune checkpoints."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from jgraph.errors import CheckpointError, ConfigError, JGError
+from jgraph.errors import (
+    CheckpointError,
+    CheckpointForeignError,
+    ConfigError,
+    JGError,
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Where = Annotated[
@@ -18,7 +23,7 @@ Step = Annotated[
 ]
 
 app = typer.Typer(
-    help="List, verify, copy and prune checkpoints.", no_args_is_help=True
+    help="List, verify, copy, import and prune checkpoints.", no_args_is_help=True
 )
 
 
@@ -36,7 +41,7 @@ def ls(path: Where, as_json: Json = False) -> None:
 def verify(path: Where, as_json: Json = False) -> None:
     """Read checkpoints and compare every array with its checksum; exit 1 if one fails.
 
-    Nothing is renamed or written.
+    Nothing is renamed or written. Steps of other programs have no checksums.
     """
     from jgraph.train.checkpoint import verify as check
 
@@ -70,27 +75,61 @@ def restore(
     _print(as_json, facts, _line(facts))
 
 
+@app.command(name="import")
+def import_(
+    path: Annotated[
+        Path, typer.Argument(help="What a Flax program saved.", metavar="PATH")
+    ],
+    target: Annotated[Path, typer.Argument(help="A directory that is not there yet.")],
+    as_json: Json = False,
+) -> None:
+    """Make a checkpoint of jgraph from one of Orbax or Flax, with checksums.
+
+    That of a directory of steps is the newest. Nothing of the original is changed.
+    """
+    from jgraph.train.checkpoint import absolute, save
+    from jgraph.train.flax_checkpoints import as_layout, find, read
+
+    source = absolute(path)
+    if (found := find(source)) is None:
+        raise CheckpointError(
+            f"there is no checkpoint of Orbax or Flax at {source}",
+            path=str(source),
+        )
+    facts = _facts(save(target, as_layout(found, read(found))))
+    _print(as_json, facts, _line(facts))
+
+
 @app.command()
 def prune(
     path: Annotated[Path, typer.Argument(help="A directory of steps.", metavar="PATH")],
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep.")],
+    keep: Annotated[int, typer.Option(min=1, help="How many good ones to keep.")],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would be deleted.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete all but the newest steps; refused while a run writes there."""
+    """Delete all but the newest good steps; refused while a run writes there.
+
+    Reads the steps that are kept. Steps of other programs stay, and so do damaged ones
+    that are newer than those.
+    """
     from jgraph.train.checkpoint import absolute
-    from jgraph.train.checkpoints import CheckpointWriter, is_checkpoint, to_prune
+    from jgraph.train.checkpoints import (
+        CheckpointWriter,
+        is_checkpoint,
+        is_good,
+        to_prune,
+    )
 
     directory = absolute(path)
     if is_checkpoint(directory):
         raise ConfigError(f"{directory} is not a directory of steps; name one")
     if dry_run:
-        steps = to_prune(directory, keep)
+        steps = to_prune(directory, keep, is_good)
     else:
         with CheckpointWriter(directory, keep) as writer:
-            steps = writer.prune()
+            steps = writer.prune(is_good)
     verb = "would delete" if dry_run else "deleted"
     text = ", ".join(map(str, steps)) or "nothing"
     _print(as_json, {"deleted": steps, "dry_run": dry_run}, f"{verb} {text}")
@@ -109,12 +148,16 @@ def _checkpoints(path: Path) -> list[Path]:
 
 def _facts(path: Path, read: Callable[[Path], Any] | None = None) -> dict[str, Any]:
     """Returns what is known of a checkpoint; ``problem`` says what is wrong with it."""
-    from jgraph.runtime.manifest import read_manifest
+    from jgraph.runtime.manifest import is_committed, read_manifest
 
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint at {path}")
     try:
         manifest = (read or read_manifest)(path)
+    except CheckpointForeignError as error:
+        if not is_committed(path):
+            return {"path": str(path), "problem": str(error)}
+        return {"path": str(path), "of": "another program", "problem": ""}
     except JGError as error:
         return {"path": str(path), "problem": str(error)}
     return {
@@ -132,6 +175,8 @@ def _facts(path: Path, read: Callable[[Path], Any] | None = None) -> dict[str, A
 def _line(facts: dict[str, Any]) -> str:
     if facts["problem"]:
         return f"✗ {facts['problem']}"
+    if "of" in facts:
+        return f"{facts['path']}  of another program, not checked and left alone"
     return (
         f"{facts['path']}  step {facts['step']}  {facts['nbytes']:,} bytes in "
         f"{facts['leaves']} arrays  {facts['saved']}"

@@ -6,8 +6,8 @@ that there is no checkpoint without one. Imports Orbax, which takes a second.
 """
 
 import errno
+import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,13 @@ import orbax.checkpoint as ocp
 from jgraph.errors import CheckpointError, CheckpointSpaceError, JGError
 from jgraph.failpoints import failpoint
 from jgraph.runtime.manifest import FILE, Leaf, Manifest, damaged, directory_of
-from jgraph.runtime.step_files import TEMPORARY, put_in_place
+from jgraph.runtime.step_files import (
+    ITEM,
+    TEMPORARY,
+    make_item,
+    put_in_place,
+    unfinished,
+)
 from jgraph.train.array_files import write_arrays
 from jgraph.train.late_reads import expect_late_reads
 from jgraph.train.trees import Tree
@@ -32,6 +38,12 @@ _ONLY_WRITES: Final = (
     "arrays of a checkpoint are written by this handler; restore them with Orbax's "
     "own, which their description names"
 )
+_DESCRIPTION: Final = "_CHECKPOINT_METADATA"
+_READS: Final = (
+    "orbax.checkpoint._src.handlers.standard_checkpoint_handler"
+    ".StandardCheckpointHandler"
+)
+"""The handler that Orbax is told to read the tree with."""
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -103,9 +115,9 @@ class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]
         failpoint("checkpoint.manifest_written")
         self._before_commit = args.before_commit
 
-    def restore(self, directory: Any, args: "_Restore") -> Any:
-        """Reads the arrays."""
-        return self._trees.restore(directory, args=ocp.args.StandardRestore())
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        """Orbax's interface has it; never called: see ``array_files``."""
+        raise CheckpointError(_ONLY_WRITES)
 
     def metadata(self, directory: Any) -> Any:
         """Returns the types of the arrays."""
@@ -121,7 +133,7 @@ class _Handler(ocp.CheckpointHandler):  # type: ignore[misc]
         self._trees.close()
 
 
-@ocp.args.register_with_handler(_Handler, for_save=True)
+@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
 @dataclass
 class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
     layout: Any
@@ -129,50 +141,49 @@ class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
     before_commit: Callable[[], None]
 
 
-@ocp.args.register_with_handler(_Handler, for_restore=True)
-@dataclass
-class _Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    pass
-
-
 def write(
     target: Path,
     layout: Tree,
     manifest: Manifest,
     *,
-    overwrite: bool = False,
     before_commit: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes a checkpoint; it is there as a whole, or not at all.
 
     Args:
-      target: its directory.
+      target: its directory; what is there is replaced once the new one is complete.
       layout: nested dicts, lists and tuples of arrays, NumPy's or on tasks.
       manifest: of the checkpoint, without its leaves.
-      overwrite: replace what is there, once the new one is complete.
       before_commit: called when everything is on disk; what it raises stops the save.
 
     Raises:
       CheckpointSpaceError: there is no room.
       CheckpointError: it cannot be written.
     """
-    path = target.with_name(f"{target.name}.new-{secrets.token_hex(4)}")
-    path = path if overwrite and target.exists() else target
+    path = unfinished(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with ocp.Checkpointer(_Handler()) as checkpointer:
             checkpointer.save(path, args=_Save(layout, manifest, before_commit))
         failpoint("checkpoint.committed")
-        if path != target:
-            put_in_place(path, target)
+        _let_managers_read(path)
+        put_in_place(path, target)
     except BaseException as error:
-        for unfinished in target.parent.glob(f"{path.name}{TEMPORARY}*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        for left in [path, *target.parent.glob(f"{path.name}{TEMPORARY}*")]:
+            shutil.rmtree(left, ignore_errors=True)
         if isinstance(error, CheckpointSpaceError):  # of a task
             raise _no_room(target, nbytes_of(layout), error.message) from error
         if isinstance(error, JGError) or not isinstance(error, Exception):
             raise
         raise _why_not(error, target, nbytes_of(layout)) from error
+
+
+def _let_managers_read(path: Path) -> None:
+    """Says in Orbax's words that a ``CheckpointManager`` may read a checkpoint, too."""
+    described = json.loads((path / _DESCRIPTION).read_text(encoding="utf-8"))
+    described["item_handlers"] = {ITEM: _READS}
+    (path / _DESCRIPTION).write_text(json.dumps(described), encoding="utf-8")
+    make_item(path)
 
 
 def check_room(target: Path, nbytes: int) -> None:
@@ -217,16 +228,6 @@ def reading(path: Path) -> Iterator[None]:
     except Exception as error:
         what = f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
         raise damaged(path, what, []) from error
-
-
-def read(path: Path) -> Tree:
-    """Reads a checkpoint as Orbax does, unchecked: nested dicts and lists.
-
-    Raises:
-      CheckpointCorruptError: Orbax cannot read it.
-    """
-    with reading(path), ocp.Checkpointer(_Handler()) as checkpointer:
-        return checkpointer.restore(path, args=_Restore())
 
 
 def read_types(path: Path) -> Tree:

@@ -42,7 +42,7 @@ def as_array(
             field=field,
             dtype=str(array.dtype),
         )
-    if finite and array.dtype.kind in "fV" and not np.isfinite(array).all():
+    if finite and array.dtype.kind in "fcV" and not np.isfinite(array).all():
         where = f", first at example {_first_bad(array)}" if array.ndim else ""
         raise DataError(
             f"{field} contains NaN or infinity{where}; clean the data or set "

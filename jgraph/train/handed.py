@@ -21,7 +21,7 @@ from jgraph.plan.types import value_type
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.manifest import directory_of
 from jgraph.runtime.shard_files import Slice, make_proof
-from jgraph.runtime.step_files import steps_in
+from jgraph.runtime.step_files import our_steps
 from jgraph.train.checkpoint import absolute, stored_as
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.saving import Saving, Take
@@ -87,7 +87,7 @@ class Handed:
             wait_saved(self._cluster, str(self.directory), _LAST_S)
         except JGError as error:
             why = error.message
-        if steps_in(self.directory)[-1:] < [self._due]:
+        if our_steps(self.directory)[-1:] < [self._due]:
             _LOG.warning("the master has not saved step %d: %s", self._due, why)
 
 

@@ -186,7 +186,7 @@ class Parts:
 
     def renew(
         self,
-        fill: Callable[[Made], None],
+        fill: Callable[[Made], object],
         dataset: Dataset | None = None,
         batch_size: int = 0,
         remade: Future[Remade] | None = None,

@@ -27,7 +27,7 @@ from jgraph.errors import (
     UninitializedError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.runtime.step_files import steps_in
+from jgraph.runtime.step_files import our_steps
 from jgraph.train.attempt import Attempt, Attempts
 from jgraph.train.handed import Handed
 from jgraph.train.history import History
@@ -133,7 +133,7 @@ class Recover:
         if self.saving is None:
             return None
         self.saving.wait()
-        steps = steps_in(self.saving.directory)
+        steps = our_steps(self.saving.directory)
         return steps[-1] if steps else None
 
     def _lost(self, error: JGError) -> list[TaskName]:

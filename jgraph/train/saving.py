@@ -10,12 +10,14 @@ from typing import Self, TypeAlias, final
 
 from jgraph.errors import (
     CheckpointError,
+    CheckpointForeignError,
     CheckpointWriterError,
     ClusterError,
     JGError,
 )
 from jgraph.runtime.failed_saves import FailedSaves
-from jgraph.runtime.step_files import steps_in
+from jgraph.runtime.manifest import is_ours
+from jgraph.runtime.step_files import our_steps, steps_in
 from jgraph.train.checkpoints import Checkpoints, CheckpointWriter
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
@@ -135,7 +137,7 @@ class Saving:
 
     def _begin(self, *, at_rest: bool = False) -> None:
         snapshot = self._take()
-        due = snapshot.step not in steps_in(self._writer.directory)
+        due = snapshot.step not in our_steps(self._writer.directory)
         # What was saved under way may be of a moment before, on another ps.
         due |= at_rest and snapshot.step == self._written
         self._last = snapshot.step - snapshot.step % self._given.every
@@ -170,6 +172,12 @@ class Saving:
 def _check_order(writer: CheckpointWriter, step: int) -> None:
     steps = steps_in(writer.directory)
     if steps and steps[-1] > step:
+        if not is_ours(writer.directory / str(steps[-1])):
+            raise CheckpointForeignError(
+                f"{writer.directory} has step {steps[-1]} of another program, which "
+                "this run would come to; give another directory",
+                path=str(writer.directory),
+            )
         raise CheckpointError(
             f"{writer.directory} has step {steps[-1]}, and this Trainer is at {step}; "
             f"go on from there with trainer.restore('{writer.directory}'), or give "

@@ -30,6 +30,7 @@ from jgraph.train.fit import (
     one_of,
     wait_or_stop,
 )
+from jgraph.train.flax_checkpoints import Imported
 from jgraph.train.handed import make_saving
 from jgraph.train.history import History
 from jgraph.train.hooks import Callback, as_callbacks
@@ -155,6 +156,8 @@ class Trainer:
         self._is_detached = False
         self.run: Run | None = None
         """The newest run; None before the first ``fit``."""
+        self.imported: Imported | None = None
+        """What ``restore`` took from where, if another program saved it; a table."""
 
     @short_traceback
     @hints.naming_arguments(hints.FIT_ARGUMENTS)
@@ -344,6 +347,10 @@ class Trainer:
         Args:
           path: a checkpoint, or a directory that ``fit(checkpoint=…)`` saved to: then
             the newest step is taken that is not damaged, and damaged ones are renamed.
+            Or what a Flax program saved: a ``TrainState``, or the state of an
+            ``nnx.Module`` and ``nnx.Optimizer``, by Orbax or ``flax.training``. It is
+            taken by names and shapes; ``trainer.imported`` is then a table of what went
+            where and what is missing.
 
         Raises:
           CheckpointError: no checkpoint there, or one of another model; names the leaf.
@@ -352,10 +359,13 @@ class Trainer:
         path = checkpoints.absolute(path)
         with saying(f"restoring {path}"):
             if self._parts.restarted() and not self._busy.locked():
-                self._parts.renew(partial(fill_from, path=path, check_first=False))
+                self._parts.renew(partial(self._fill, path=path, check_first=False))
             else:
-                fill_from(self._made(), path)
+                self._fill(self._made(), path)
         return self
+
+    def _fill(self, made: Made, path: Path, *, check_first: bool = True) -> None:
+        self.imported = fill_from(made, path, check_first=check_first)
 
     @short_traceback
     def attach(self, name: str | None = None) -> Run:

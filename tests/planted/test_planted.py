@@ -303,8 +303,8 @@ BUGS: Final = {
     ),
     "retention removes the newest": Bug(
         "runtime/step_files.py",
-        "steps_in(directory)[:-keep]",
-        "steps_in(directory)[keep:]",
+        "in beyond(directory, keep, is_whole):",
+        "in our_steps(directory)[keep:]:",
         f"{SAVER}test_the_newest_steps_are_kept[1]",
     ),
     "checksums are not compared": Bug(

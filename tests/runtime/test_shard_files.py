@@ -15,8 +15,8 @@ from hypothesis import given, strategies as st
 from jgraph.errors import CheckpointPathError
 from jgraph.plan.nodes import ValueType
 from jgraph.runtime.blocks import Blocks, as_rows
+from jgraph.runtime.manifest import PROOF
 from jgraph.runtime.shard_files import (
-    PROOF,
     Slice,
     make_array,
     make_proof,

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jgraph import cli
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.session import Session
 from jgraph.runtime.step_files import steps_in
@@ -23,6 +25,19 @@ def session(cluster: Cluster) -> Iterator[Session]:
     cluster.reset()
     with cluster.session() as session:
         yield session
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs ``jgraph ckpt``; returns the exit code and what it said."""
+
+    def run(*args: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["ckpt", *map(str, args)])
+        out = capsys.readouterr()
+        return int(ended.value.code or 0), out.out + out.err
+
+    return run
 
 
 def check_kept(directory: Path, told: Sequence[int], keep: int) -> None:

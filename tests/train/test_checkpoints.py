@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  # names of small types
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -163,12 +166,12 @@ def test_plain_orbax_lists_and_reads_the_steps(tmp_path: Path) -> None:
 
 def test_what_a_writer_left_unfinished_is_removed_by_the_next(tmp_path: Path) -> None:
     filled(tmp_path, 1)
-    for name in (f"2{TEMPORARY}", "3.going"):
+    of_others = {"notes", f"2{TEMPORARY}", "4.old-2024"}
+    for name in (f"2.new-0123abcd{TEMPORARY}", "3.going", *of_others):
         (tmp_path / name / "inside").mkdir(parents=True)
-    (tmp_path / "notes").mkdir()
     with CheckpointWriter(tmp_path):
         names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"1", "notes", "jgraph_writer.2.json"}
+    assert names == {"1", *of_others, "jgraph_writer.2.json"}
 
 
 def test_row_20_who_was_replaced_as_writer_commits_nothing(tmp_path: Path) -> None:
@@ -266,6 +269,58 @@ def test_what_comes_out_in_the_end_and_cannot_be_saved_is_an_error(
 def test_options_that_make_no_sense_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         Checkpoints("here", **wrong)
+
+
+@pytest.mark.parametrize("name", ["every", "keep"])
+@pytest.mark.parametrize("value", ["best", 2.5, None, True, [3]])
+def test_what_is_no_number_of_steps_is_refused_before_the_run(
+    name: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is .* must be a whole number"):
+        Checkpoints("here", **{name: value})
+
+
+def test_names_that_orbax_would_store_in_one_place_are_refused_before_training(
+    tmp_path: Path,
+) -> None:
+    ones = np.ones((2, 3), np.float32)
+    two = {"params": {"a": {"b": ones}, "a.b": ones}, "opt": (), "state": {}}
+    refused = pytest.raises(CheckpointError, match="Orbax stores both as")
+    with refused:
+        checkpoint.save(tmp_path / "1", {**two, "global_step": np.int32(1)})
+    assert list(tmp_path.iterdir()) == []
+
+    class Dotted(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            inner = nn.Dense(3, name="a", use_bias=False)(x)
+            return inner + self.param("a.kernel", nn.initializers.ones, (3,))
+
+    x = np.ones((8, 2), np.float32)
+
+    def loss(params: Any, batch: Any) -> Any:
+        out: Any = Dotted().apply({"params": params}, batch)
+        return jnp.mean(out)
+
+    trainer = Trainer(Dotted(), loss, optax.sgd(0.1))
+    with pytest.raises(CheckpointError, match="a name without dots"):
+        trainer.fit(x, steps=1, batch_size=8, checkpoint=Checkpoints(tmp_path))
+    assert trainer.fit(x, steps=1, batch_size=8, progress=False).steps == 1
+
+
+@pytest.mark.parametrize("dtype", ["uint4", "uint2", "int4", "float6_e2m3fn"])
+def test_numbers_of_less_than_a_byte_come_back(tmp_path: Path, dtype: str) -> None:
+    w = (np.arange(24) % 4).reshape(4, 6).astype(dtype)
+    state = {"params": {"w": w}, "opt": (), "state": {}, "global_step": np.int32(1)}
+    path = checkpoint.save(tmp_path / "1", state)
+    restored = checkpoint.restore(path, state)["params"]["w"]
+    np.testing.assert_array_equal(restored.view(np.uint8), w.view(np.uint8))
+    assert restored.dtype == w.dtype
+    checkpoint.verify(path)
+    alone = ocp.StandardCheckpointer().restore(path)["params"]["w"]
+    assert np.array_equal(
+        np.asarray(alone).astype(np.float32), w.astype(np.float32)
+    ) or (alone.dtype == np.uint8)
 
 
 SAVES = """

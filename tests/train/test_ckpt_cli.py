@@ -4,25 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from jgraph import cli
 from jgraph.runtime.step_files import steps_in
 from jgraph.train import checkpoint
 from jgraph.train.checkpoints import CheckpointWriter
 from tests.train.conftest import damage
 from tests.train.test_checkpoints import filled, tree
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*args: object) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["ckpt", *map(str, args)])
-        out = capsys.readouterr()
-        return int(ended.value.code or 0), out.out + out.err
-
-    return run
 
 
 def test_ls_lists_steps_with_their_bytes(tmp_path: Path, run: Any) -> None:

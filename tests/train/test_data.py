@@ -62,6 +62,10 @@ def test_nan_is_refused_when_asked_to_check() -> None:
     as_dataset((x, Y))
     with pytest.raises(DataError, match=r"data\[0\] contains NaN .* example 4"):
         as_dataset((x, Y), finite=True)
+    z = X.astype(np.complex64)
+    z[2, 0] = complex(1.0, np.nan)
+    with pytest.raises(DataError, match=r"data\[0\] contains NaN .* example 2"):
+        as_dataset((z, Y), finite=True)
 
 
 @pytest.mark.parametrize(
