@@ -24,7 +24,7 @@ from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph import markup
 from jgraph.graph.device import current_device
 from jgraph.graph.function import Function
-from jgraph.graph.ir import Feed, Graph
+from jgraph.graph.ir import Feed, Graph, VariableKey
 from jgraph.graph.select import select_fetches, select_targets
 from jgraph.graph.taps import feed_taps
 from jgraph.graph.variable import Variable
@@ -276,8 +276,8 @@ class Steps:
           FeedError, FetchError: the function has no such argument, tap or result.
         """
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        names = None if targets is None else _names(targets)
-        asked = repr(fetches), tuple(sorted(feeds)), names
+        chosen = None if targets is None else _targets(targets, self._container)
+        asked = repr(fetches), tuple(sorted(feeds)), chosen
         kinds = tuple(map(_kind, leaves))
         key = tree, kinds, asked, current_device(), trace_settings()
         prepared = self._prepared.get(function)
@@ -289,8 +289,9 @@ class Steps:
                 graph, variables = self._traced(function, prepared, args, kwargs)
                 again = id(graph), asked
                 if again not in prepared.by_graph:
-                    chosen = _chosen(graph, fetches, asked[1], names)
-                    prepared.by_graph[again] = self._register(chosen, variables, tree)
+                    known = _of_variables(graph, variables)
+                    part = _chosen(known, fetches, asked[1], chosen)
+                    prepared.by_graph[again] = self._register(part, variables, tree)
             step = prepared.steps[key] = prepared.by_graph[again]
         return step, leaves
 
@@ -367,7 +368,10 @@ def _of_variables(graph: Graph, variables: Sequence[Variable]) -> Graph:
 
 
 def _chosen(
-    graph: Graph, fetches: Any, feeds: Sequence[str], targets: Sequence[str] | None
+    graph: Graph,
+    fetches: Any,
+    feeds: Sequence[str],
+    targets: frozenset[str | VariableKey] | None,
 ) -> Graph:
     if fetches is not None or targets is not None:
         graph = select_fetches(graph, fetches)
@@ -376,11 +380,15 @@ def _chosen(
     return graph if targets is None else select_targets(graph, targets)
 
 
-def _names(targets: Iterable[Variable | str] | str | Variable) -> tuple[str, ...]:
+def _targets(
+    targets: Iterable[Variable | str] | str | Variable, container: str
+) -> frozenset[str | VariableKey]:
     if isinstance(targets, str | Variable):
         raise ConfigError(f"targets is a list; write targets=[{targets!r:.60}]")
-    names = {t if isinstance(t, str) else t.name for t in targets}
-    return tuple(sorted(names))
+    return frozenset(
+        t if isinstance(t, str) else in_container([t], container)[0].spec.key
+        for t in targets
+    )
 
 
 def _kind(leaf: Any) -> Any:

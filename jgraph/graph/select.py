@@ -10,7 +10,7 @@ import jax
 from jgraph import _compat
 from jgraph._compat import Equation, Literal, Var
 from jgraph.errors import FetchError
-from jgraph.graph.ir import Graph
+from jgraph.graph.ir import Graph, VariableKey
 from jgraph.graph.taps import tapped
 
 
@@ -43,16 +43,17 @@ def select_fetches(graph: Graph, fetches: Any) -> Graph:
     )
 
 
-def select_targets(graph: Graph, targets: Collection[str]) -> Graph:
+def select_targets(graph: Graph, targets: Collection[str | VariableKey]) -> Graph:
     """Returns the graph with only the updates of these variables.
 
     Args:
       graph: a traced function with the fetches that are wanted.
-      targets: names of variables.
+      targets: names of variables, or (container, name).
 
     Raises:
-      FetchError: the function does not write such a variable; or what is fetched or
-        updated reads another variable after that was written.
+      FetchError: the function does not write such a variable, or several of that name
+        in different containers; or what is fetched or updated reads another variable
+        after that was written.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,27 +69,21 @@ def select_targets(graph: Graph, targets: Collection[str]) -> Graph:
       ['get', 'convert_element_type', 'sub', 'integer_pow']
     """
     refs = dict(zip(graph.jaxpr.invars, graph.variables, strict=False))
-    written = {refs[r].name for e in graph.equations for r in _written(e)}
-    for name in targets:
-        if name not in written:
-            raise FetchError(
-                f"'{graph.name}' does not write a variable called {name!r}; it writes "
-                f"{', '.join(sorted(written)) or 'none'}",
-                fetch=name,
-            )
+    written = {refs[r].key for e in graph.equations for r in _written(e)}
+    wanted = {_target(graph, target, written) for target in targets}
     needed = {v for v in graph.jaxpr.outvars if not isinstance(v, Literal)}
     later: set[Var] = set()  # variables that something kept uses further down
     kept: list[int] = []
     for index in reversed(range(len(graph.equations))):
         equation = graph.equations[index]
         writes = _written(equation)
-        asked = any(refs[r].name in targets for r in writes)
+        asked = any(refs[r].key in wanted for r in writes)
         if not asked and not any(v in needed for v in equation.outvars):
             missed = [r for r in writes if r in later]
             if missed:
                 raise _read_later(graph, equation, refs[missed[0]].name)
             continue
-        unasked = [r for r in writes if refs[r].name not in targets]
+        unasked = [r for r in writes if refs[r].key not in wanted]
         if unasked:
             raise _read_later(graph, equation, refs[unasked[0]].name)
         kept.append(index)
@@ -100,6 +95,31 @@ def select_targets(graph: Graph, targets: Collection[str]) -> Graph:
         graph,
         jaxpr=graph.jaxpr.replace(eqns=[graph.equations[i] for i in kept]),
         stamps=tuple(graph.stamps[i] for i in kept),
+    )
+
+
+def _target(
+    graph: Graph, target: str | VariableKey, written: Collection[VariableKey]
+) -> VariableKey:
+    """Returns the key of a variable that the graph writes."""
+    by_name = isinstance(target, str)
+    found = [key for key in written if target == (key[1] if by_name else key)]
+    if len(found) == 1:
+        return found[0]
+    name = target if isinstance(target, str) else target[1]
+    if found:
+        containers = ", ".join(sorted(f"'{container}'" for container, _ in found))
+        raise FetchError(
+            f"'{graph.name}' writes variables called {name!r} in the containers "
+            f"{containers}; give the variable itself: targets=[variable]",
+            fetch=name,
+        )
+    known = ", ".join(sorted({other for _, other in written})) or "none"
+    where = "" if by_name or not target[0] else f" in the container '{target[0]}'"
+    raise FetchError(
+        f"'{graph.name}' does not write a variable called {name!r}{where}; it writes "
+        f"{known}",
+        fetch=name,
     )
 
 

@@ -347,16 +347,15 @@ def _culprit(segment: Segment, platforms: tuple[str, ...]) -> Equation | None:
 
 
 def _exports_alone(equation: Equation, platforms: tuple[str, ...]) -> bool:
-    inputs = [v for v in dict.fromkeys(equation.invars) if not isinstance(v, Literal)]
+    taken = (v for v in equation.invars if not isinstance(v, Literal))
+    inputs = list(dict.fromkeys(taken))
 
     def alone(*args: Any) -> list[Any]:
         values = {v: from_plain(x, v.aval) for v, x in zip(inputs, args, strict=True)}
         operands = [
-            v.val if isinstance(v, Literal) else values[v] for v in equation.invars
+            None if isinstance(v, Literal) else values[v] for v in equation.invars
         ]
-        subfuns, params = equation.primitive.get_bind_params(equation.params)
-        result = equation.primitive.bind(*subfuns, *operands, **params)
-        results = result if equation.primitive.multiple_results else [result]
+        results = _compat.run_equation(equation, operands)
         return [r if not is_key(r) else to_plain(r) for r in results]
 
     try:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from jgraph._compat import is_wide, wide_types
 from jgraph.errors import InvalidProgramError, JGError, PlatformError
@@ -16,6 +17,7 @@ from jgraph.plan.program import SegmentCode
 from jgraph.runtime.custom_calls import check_custom_calls
 from jgraph.runtime.local_mesh import Layouts, SpreadExecutable, layouts_of
 from jgraph.runtime.sized import SizedExecutable
+from jgraph.runtime.tables import bits_of
 
 Executable: TypeAlias = Callable[..., Sequence[jax.Array]]
 
@@ -94,6 +96,9 @@ def _compile(
     options["donate_argnums"] = _usable(donate, exported)
     jitted = jax.jit(exported.call, **options)
     run = _compiled(jitted, exported.in_avals, count)
+    packed = [n for n, a in enumerate(exported.in_avals) if bits_of(a.dtype) < 8]
+    if packed:
+        run = _taking_packed(run, packed)
     if any(is_wide(aval.dtype) for aval in exported.in_avals):
         run = _taking_wide(run)
     return SpreadExecutable(run, layouts) if layouts else run
@@ -113,6 +118,21 @@ def _taking_wide(run: Executable) -> Executable:
     def call(*args: Any) -> Sequence[jax.Array]:
         with wide_types():
             return run(*args)
+
+    return call
+
+
+def _taking_packed(run: Executable, positions: Sequence[int]) -> Executable:
+    """Passes arguments of which several share a byte by value.
+
+    JAX forgets how such results lie, and then refuses them as arguments.
+    """
+
+    def call(*args: Any) -> Sequence[jax.Array]:
+        given = list(args)
+        for position in positions:
+            given[position] = np.asarray(args[position])
+        return run(*given)
 
     return call
 

@@ -58,6 +58,32 @@ def test_values_keep_their_bits_wherever_they_go(session: Session, name: str) ->
         assert session.read([w])["w"].dtype == dtype
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in SOME else pytest.mark.nightly)
+        for name in DTYPES
+        if name not in INEXPORTABLE
+    ],
+)
+def test_variables_are_updated_in_place_again_and_again(
+    session: Session, name: str
+) -> None:
+    value = np.random.default_rng(0).integers(0, 4, (5, 3)).astype(DTYPES[name])
+
+    def turn() -> None:
+        w[...] = w[...][::-1]
+        w[0] = w[1]
+
+    with _wide(name):
+        w = Variable("w", jnp.asarray(value), device="/job:ps/task:0")
+        for _ in range(3):
+            session.run(turn)
+            value = value[::-1].copy()
+            value[0] = value[1]
+        assert session.read([w])["w"].tobytes() == value.tobytes()
+
+
 @pytest.mark.parametrize("name", INEXPORTABLE)
 def test_dtype_that_jax_cannot_export_is_refused_in_words(
     session: Session, name: str

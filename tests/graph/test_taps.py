@@ -146,3 +146,21 @@ def test_fetch_that_needs_an_update_not_asked_for_is_refused() -> None:
         select_targets(select_fetches(graph, ["steps"]), ["w"])
     with pytest.raises(FetchError, match="does not write a variable called 'v'"):
         select_targets(graph, ["v"])
+
+
+def test_a_target_is_the_variable_of_its_container() -> None:
+    first = Variable("w", jnp.asarray(1.0), container="a")
+    second = Variable("w", jnp.asarray(1.0), container="b")
+
+    def step() -> None:
+        first[...] = first[...] + 1
+        second[...] = second[...] + 1
+
+    graph = _graph(step)
+    (written,) = eval_graph(select_targets(graph, [("b", "w")]), (1.0, 1.0), ())[1:]
+    kept = dict(zip([v.container for v in graph.variables], written, strict=True))
+    assert kept == {"a": 1.0, "b": 2.0}
+    with pytest.raises(FetchError, match="in the containers 'a', 'b'; give the vari"):
+        select_targets(graph, ["w"])
+    with pytest.raises(FetchError, match="called 'w' in the container 'c'; it writes"):
+        select_targets(graph, [("c", "w")])

@@ -1,5 +1,6 @@
 """What crosses between tasks, what is repeated instead, and what is refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -204,13 +205,36 @@ def test_a_callback_is_named_with_its_line() -> None:
         plan(graph_of(step, vector()), tasks=TASKS, driver=DRIVER)
 
 
-def test_an_operation_without_portable_code_is_named_with_its_line() -> None:
-    def step(x: Any) -> Any:
-        call = jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(x.shape, x.dtype))
-        return jnp.cos(call(x))
+def nowhere(x: Any) -> Any:
+    return jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
-    with pytest.raises(NotExportableError, match=r"'ffi_call' at .*crossing"):
-        plan(graph_of(step, vector()), tasks=TASKS, driver=DRIVER)
+
+NOT_EXPORTABLE: dict[str, Callable[[Any], Any]] = {
+    "ffi_call": lambda x: jnp.cos(nowhere(x)),
+    "ffi_call of a product": lambda x: nowhere(x * 2.0) + 1.0,
+    "ffi_call of all kinds": lambda x: nowhere(
+        jnp.where(x > 0.5, jnp.maximum(x, 0.0), jnp.clip(x, -1.0, 3)) ** 2
+    ),
+    "cond of it": lambda x: jax.lax.cond(x.sum() > 1.0, nowhere, jnp.sin, x * 3.0),
+    "scan of it": lambda x: jax.lax.scan(lambda c, y: (nowhere(c) + y, y), x, x[:2])[0],
+    "while of it": lambda x: jax.lax.while_loop(
+        lambda v: v.max() < 9.0,
+        lambda v: nowhere(v * 2.0),
+        jax.random.normal(jax.random.key(0), x.shape),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", NOT_EXPORTABLE)
+def test_an_operation_without_portable_code_is_named_with_its_line(form: str) -> None:
+    name, line = form.split(maxsplit=1)[0], NOT_EXPORTABLE[form].__code__.co_firstlineno
+    with pytest.raises(NotExportableError) as raised:
+        plan(graph_of(NOT_EXPORTABLE[form], vector()), tasks=TASKS, driver=DRIVER)
+    assert raised.value.details["primitive"] == name
+    assert str(raised.value).startswith(f"JG-206 '{name}' at {__file__}:")
+    at = str(raised.value.details["line"]).split(":")[1]
+    here = nowhere.__code__.co_firstlineno + 1
+    assert int(at) == here or line <= int(at) <= line + 4
 
 
 def test_a_value_only_one_later_segment_uses_is_donated() -> None:
