@@ -20,7 +20,7 @@ from jgraph.train import checkpoint
 from jgraph.train.attached import check_detachable
 from jgraph.train.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.data import Data, Dataset
-from jgraph.train.evaluations import Evaluations
+from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.flax_checkpoints import Imported, find, match, read
 from jgraph.train.handed import check_handable
 from jgraph.train.on_tasks import Kept
@@ -43,7 +43,7 @@ class Wanted:
     batch_size: int | None
     eval_data: Data | Source | None
     eval_every: int | None
-    evaluate: Callable[[Any], dict[str, float]]
+    evaluate: Callable[[Any], Evaluation]
     detached: bool = False
     checkpoint: Checkpoints | None = None
     stop: threading.Event = field(default_factory=threading.Event)

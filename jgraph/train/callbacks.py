@@ -105,7 +105,7 @@ class EarlyStopping:
 
     Attributes:
       best: the best value so far; None before the first.
-      best_step: updates applied when it was seen.
+      best_step: updates of the model that had it.
 
     Raises:
       ConfigError: when it is called: the run has no such metric.
@@ -145,7 +145,9 @@ class EarlyStopping:
             )
         value = found[self._metric]
         if self.best is None or self._sign * (self.best - value) > self._min_delta:
-            self.best, self.best_step, self._waited = value, report.step, 0
+            evaluated = self._metric.startswith("eval_")
+            self.best, self._waited = value, 0
+            self.best_step = report.evaluation_step if evaluated else report.step
             return
         self._waited += 1
         if self._waited >= self._patience:
@@ -205,7 +207,6 @@ class TensorBoard:
         if self._writer is None:
             self._writer = self._make(self._directory)
         values = {**report.metrics, "steps_per_s": report.steps_per_s}
-        values |= {f"eval_{k}": v for k, v in (report.evaluation or {}).items()}
         for worker in report.workers:
             values[f"{worker.name}/steps_per_s"] = worker.steps_per_s
             if worker.staleness:
@@ -214,6 +215,8 @@ class TensorBoard:
         for name, value in values.items():
             tag = name.lstrip("/").replace(":", "_")  # as it would be made anyway
             self._writer.add_scalar(tag, value, report.step)
+        for name, value in (report.evaluation or {}).items():
+            self._writer.add_scalar(f"eval_{name}", value, report.evaluation_step)
         self._writer.flush()
 
     def close(self) -> None:

@@ -72,14 +72,35 @@ class Evaluator:
         """Returns the model's outputs for all examples, as numpy arrays.
 
         Raises:
-          DataError: the model, or ``fn``, does not take such inputs.
+          DataError: the model, or ``fn``, does not take such inputs, or does not
+            return a row for each example.
         """
         with _naming_inputs(data, batch_size, trained_on):
             outputs = [
-                jax.device_get(self._predict(tree["params"], tree["state"], batch, fn))
-                for _, batch in data.batches(batch_size)
+                _of_examples(
+                    jax.device_get(
+                        self._predict(tree["params"], tree["state"], batch, fn)
+                    ),
+                    count,
+                )
+                for count, batch in data.batches(batch_size)
             ]
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+
+def _of_examples(outputs: Any, count: int) -> Any:
+    """Returns the outputs of so many examples, if they are that."""
+    for keys, output in jax.tree_util.tree_flatten_with_path(outputs)[0]:
+        if np.shape(output)[:1] != (count,):
+            what = f"output{jax.tree_util.keystr(keys)}"
+            raise DataError(
+                f"the {what} of trainer.predict has shape {np.shape(output)} for "
+                f"{count} examples; return one row for each example, along axis 0. A "
+                "mean over examples is what trainer.evaluate gives: "
+                "Trainer(…, metrics={'name': fn})",
+                shape=list(np.shape(output)),
+            )
+    return outputs
 
 
 @contextmanager

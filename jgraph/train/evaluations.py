@@ -16,7 +16,7 @@ _LOG = logging.getLogger("jgraph.evaluate")
 @final
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics of the model as it was after ``step`` updates."""
+    """Metrics of a copy of the model that had ``step`` updates."""
 
     step: int
     values: Mapping[str, float]
@@ -24,8 +24,8 @@ class Evaluation:
 
 T = TypeVar("T")
 
-Here: TypeAlias = Callable[[], Mapping[str, float]]
-SideCar: TypeAlias = Callable[[], Evaluation]
+Evaluate: TypeAlias = Callable[[], Evaluation]
+"""Evaluates a copy of the model as it is now."""
 
 
 @final
@@ -37,70 +37,77 @@ class Evaluations:
     error of a side car is its last: it is told once, and evaluation goes on here.
 
     Args:
-      here: evaluates the model as it is now, in this process.
+      here: evaluates in this process.
       side_car: evaluates elsewhere; its waits have deadlines of their own.
 
     Example:
-      >>> evaluations = Evaluations(lambda: {"loss": 0.5})
-      >>> evaluations.begin(10)
-      >>> evaluations.take(10)
+      >>> evaluations = Evaluations(lambda: Evaluation(10, {"loss": 0.5}))
+      >>> evaluations.begin()
+      >>> evaluations.take()
       [Evaluation(step=10, values={'loss': 0.5})]
+      >>> evaluations.finish(10)  # what came out was evaluated
+      []
     """
 
-    def __init__(self, here: Here, side_car: SideCar | None = None) -> None:
-        self._here: Here | None = here
+    def __init__(self, here: Evaluate, side_car: Evaluate | None = None) -> None:
+        self._here: Evaluate | None = here
         self._side_car = side_car
         self._under_way: Future[Evaluation] | None = None
         self._again = False
         self._over: list[Evaluation] = []
+        self._newest: int | None = None
 
     @property
     def are_here(self) -> bool:
         """Whether this process evaluates, and so needs the whole model."""
         return self._side_car is None
 
-    def begin(self, step: int) -> None:
-        """Evaluates the model after ``step`` updates, or a little later."""
+    def begin(self) -> None:
+        """Evaluates the model of now, or of a little later."""
         if self._side_car is None:
-            self._evaluate_here(step)
+            self._evaluate_here()
         elif self._under_way is None:
             self._under_way = in_thread(self._side_car, "jgraph-evaluate")
         else:
             self._again = True
 
-    def take(self, step: int) -> list[Evaluation]:
-        """Returns what was evaluated since the last call; ``step`` is that of now."""
+    def take(self) -> list[Evaluation]:
+        """Returns what was evaluated since the last call."""
         if self._under_way is not None and self._under_way.done():
             again, self._again = self._again, False
-            self._settle(self._under_way, step)
+            self._settle(self._under_way)
             if again and self._side_car is not None:
-                self.begin(step)
+                self.begin()
         over, self._over = self._over, []
         return over
 
     def finish(self, step: int) -> list[Evaluation]:
-        """Evaluates what came out after the last step, and returns what is left."""
-        self._again = False
-        self._wait(step)
-        if not self._over or self._over[-1].step < step:
-            self.begin(step)
-            self._wait(step)
-        return self.take(step)
+        """Evaluates what came out, if that was not done, and returns what is left.
 
-    def _wait(self, step: int) -> None:
+        Args:
+          step: updates applied in the end.
+        """
+        self._again = False
+        self._wait()
+        if self._newest is None or self._newest < step:
+            self.begin()
+            self._wait()
+        return self.take()
+
+    def _wait(self) -> None:
         if self._under_way is not None:
             wait([self._under_way])
-            self._settle(self._under_way, step)
+            self._settle(self._under_way)
 
-    def _settle(self, future: Future[Evaluation], step: int) -> None:
+    def _settle(self, future: Future[Evaluation]) -> None:
         self._under_way = None
         error = future.exception()
         if error is None:
-            self._over.append(future.result())
+            self._note(future.result())
             return
         self._side_car = None
         try:
-            self._evaluate_here(step)
+            self._evaluate_here()
         except JGError as also:
             self._here = None
             _LOG.warning(
@@ -116,9 +123,13 @@ class Evaluations:
                 error,
             )
 
-    def _evaluate_here(self, step: int) -> None:
+    def _evaluate_here(self) -> None:
         if self._here is not None:
-            self._over.append(Evaluation(step, self._here()))
+            self._note(self._here())
+
+    def _note(self, evaluation: Evaluation) -> None:
+        self._over.append(evaluation)
+        self._newest = evaluation.step
 
 
 def in_thread(fn: Callable[[], T], name: str) -> Future[T]:

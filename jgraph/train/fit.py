@@ -189,7 +189,7 @@ class Fit:
             self._train(attempt, watch)
         if attempt.evaluations is not None:
             self.display.say("evaluating")
-        report = watch.finish()
+        report = watch.finish(attempt.runner.global_step)
         if report is not None:
             self._tell(report)
         if self.saving is not None:

@@ -35,8 +35,9 @@ class Report:
     """How a run stands; callbacks are given one now and then.
 
     ``metrics`` are means over the steps since the last report; ``evaluation`` is set
-    when the model was just evaluated. Rates are over the same time. ``dropped`` counts
-    the gradients of workers that came too late so far; see ``Run.dropped``. ``curve``
+    when the model was just evaluated, as it was after ``evaluation_step`` updates.
+    Rates are over the same time. ``dropped`` counts the gradients of workers that came
+    too late so far; see ``Run.dropped``. ``curve``
     has the losses from the beginning, in at most 60 points, and ``workers`` how each
     stands that has reported.
     """
@@ -48,6 +49,7 @@ class Report:
     examples_per_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] | None = None
+    evaluation_step: int = 0
     dropped: Mapping[TaskName, int] = field(default_factory=dict)
     curve: Sequence[float] = ()
     workers: Sequence[WorkerStanding] = ()

@@ -324,7 +324,7 @@ def make_side_car(
 
 def make_evaluations(
     side_car: SideCar | None,
-    evaluate: Callable[[Any], Mapping[str, float]],
+    evaluate: Callable[[Any], Evaluation],
     given: Data | Source | None,
     opened: Dataset | None,
 ) -> Evaluations | None:

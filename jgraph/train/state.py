@@ -7,6 +7,7 @@ from typing import Any, final
 from jgraph.cluster.patience import saying
 from jgraph.train.attempt import save_to
 from jgraph.train.data import Data, Dataset
+from jgraph.train.evaluations import Evaluation
 from jgraph.train.parts import Parts
 from jgraph.train.runner import Events, Position, Staleness
 from jgraph.train.source import Source, as_source_or_dataset
@@ -72,10 +73,21 @@ class TrainingState:
         batch_size: int,
     ) -> dict[str, float]:
         """See ``Result.evaluate_values``."""
+        return dict(self.evaluated(data, batch_size, values).values)
+
+    def evaluated(
+        self,
+        data: Data | Source | Dataset,
+        batch_size: int = 256,
+        values: Sequence[Any] | None = None,
+    ) -> Evaluation:
+        """Evaluates a copy of the model: of these values; None: of those of now."""
         dataset = as_source_or_dataset(data)
         self._parts.check_alike(dataset)
         step, runner, evaluator = self._parts.made(dataset)
         with saying("evaluating"):
             if values is None:
                 values = runner.values(model_only=True)
-            return evaluator.evaluate(step.unflatten(values), dataset, batch_size)
+            tree = step.unflatten(values)
+            found = evaluator.evaluate(tree, dataset, batch_size)
+            return Evaluation(int(tree["global_step"]), found)

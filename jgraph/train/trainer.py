@@ -222,10 +222,7 @@ class Trainer:
         check_evaluation(eval_data, eval_every)
         called = as_callbacks(callbacks)
         data = data if y is None else (data, y)
-        given, evaluate = (
-            self._given,
-            partial(self._state.evaluate_values, None, batch_size=256),
-        )
+        given, evaluate = self._given, self._state.evaluated
         wanted = Wanted(
             *(data, steps, batch_size, eval_data, eval_every, evaluate, detached),
             checkpoint=checkpoint,

@@ -88,21 +88,30 @@ class Watch:
             return self._last
         # The last evaluation is that of finish: of what comes out in the end.
         if due and steps < self._total:
-            self._evaluations.begin(steps)
-        return self._evaluated(self._last, self._evaluations.take(steps))
+            self._evaluations.begin()
+        return self._evaluated(self._last, self._evaluations.take())
 
-    def finish(self) -> Report | None:
-        """Evaluates when all steps are applied; None if there is nothing to say."""
+    def finish(self, applied: Callable[[], int]) -> Report | None:
+        """Evaluates what came out; None if there is nothing to say.
+
+        Args:
+          applied: asks how many updates are applied.
+        """
         self._note_events()
         if self._evaluations is None or self._last is None:
             return None
-        evaluated = self._evaluations.finish(self._history.steps)
-        return self._evaluated(self._last, evaluated)
+        evaluated = self._evaluations.finish(applied())
+        return self._evaluated(self._last, evaluated) if evaluated else None
 
     def _evaluated(self, report: Report, evaluations: Sequence[Evaluation]) -> Report:
         for each in evaluations:
             self._history.add_evaluation(each.step, self.seconds, each.values)
-            report = replace(report, seconds=self.seconds, evaluation=each.values)
+            report = replace(
+                report,
+                seconds=self.seconds,
+                evaluation=each.values,
+                evaluation_step=each.step,
+            )
         return report
 
     def _note_events(self) -> None:

@@ -39,7 +39,7 @@ class Stoppable:
 
 def report(step: int, **evaluation: float) -> Report:
     metrics = {"loss": 1.0 / step}
-    return Report(step, 100, 1.0, 1.0, 1.0, metrics, evaluation or None)
+    return Report(step, 100, 1.0, 1.0, 1.0, metrics, evaluation or None, step)
 
 
 def fed(callback: Any, *reports: Report) -> Any:

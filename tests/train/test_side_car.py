@@ -1,7 +1,7 @@
 """Evaluation on a task of its own, while the others train on."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +206,16 @@ def failing() -> Evaluation:
     raise TaskLostError("/job:evaluator/task:0 is gone")
 
 
+def here(step: int = 0) -> Callable[[], Evaluation]:
+    return lambda: Evaluation(step, {"loss": 1.0})
+
+
 def test_asked_twice_while_it_evaluates_it_evaluates_once_more() -> None:
     slow = Slow()
-    evaluations = Evaluations(dict, slow)
-    evaluations.begin(1)
-    evaluations.begin(2)
-    evaluations.begin(3)
-    assert evaluations.take(3) == []
+    evaluations = Evaluations(here(), slow)
+    for _ in range(3):
+        evaluations.begin()
+    assert evaluations.take() == []
     for _ in range(3):
         slow.let.release()
     found = evaluations.finish(2)
@@ -221,32 +224,34 @@ def test_asked_twice_while_it_evaluates_it_evaluates_once_more() -> None:
 
 def test_what_is_evaluated_last_is_what_came_out() -> None:
     slow = Slow()
-    evaluations = Evaluations(dict, slow)
-    evaluations.begin(1)
+    evaluations = Evaluations(here(), slow)
+    evaluations.begin()
     slow.let.release()
     assert [e.step for e in evaluations.finish(1)] == [1]
+    assert slow.made == 1
+    assert evaluations.finish(1) == []
     assert slow.made == 1
 
 
 def test_after_an_error_of_the_side_car_the_client_evaluates(caplog: Any) -> None:
-    evaluations = Evaluations(lambda: {"loss": 1.0}, failing)
-    evaluations.begin(1)
+    evaluations = Evaluations(here(2), failing)
+    evaluations.begin()
     assert evaluations.finish(2) == [Evaluation(2, {"loss": 1.0})]
-    evaluations.begin(3)
-    assert evaluations.take(3) == [Evaluation(3, {"loss": 1.0})]
+    evaluations.begin()
+    assert evaluations.take() == [Evaluation(2, {"loss": 1.0})]
     (record,) = caplog.records
     assert "this client evaluates from now on" in record.getMessage()
 
 
 def test_where_the_client_cannot_evaluate_either_it_says_so_once(caplog: Any) -> None:
-    def here() -> Any:
+    def nowhere() -> Any:
         raise DataError("no such file here")
 
-    evaluations = Evaluations(here, failing)
-    evaluations.begin(1)
+    evaluations = Evaluations(nowhere, failing)
+    evaluations.begin()
     assert evaluations.finish(2) == []
-    evaluations.begin(3)
-    assert evaluations.take(3) == []
+    evaluations.begin()
+    assert evaluations.take() == []
     (record,) = caplog.records
     assert "there is none from now on" in record.getMessage()
 

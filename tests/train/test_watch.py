@@ -16,7 +16,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.train.applied import Checks
 from jgraph.train.cell import CellDisplay, CellView
 from jgraph.train.checks import FINITE
-from jgraph.train.evaluations import Evaluations
+from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.hash_state import TableEvent
 from jgraph.train.history import History
 from jgraph.train.progress import (
@@ -80,7 +80,7 @@ def test_hash_tables_are_asked_once_a_second_and_at_the_end() -> None:
     for now in (100.5, 101.0, 101.5):
         clock.time = now
         watch.take(chunk(0, [now - 100]))
-    assert watch.finish() is None
+    assert watch.finish(lambda: 3) is None
     found = history.metrics("table_rows")
     assert found["step"].tolist() == [2, 3]
     assert found["seconds"].tolist() == [1.0, 1.5]
@@ -92,15 +92,17 @@ def test_evaluation_happens_at_multiples_and_once_at_the_end() -> None:
     made: list[int] = []
     history = History()
 
-    def evaluate() -> dict[str, float]:
+    def evaluate() -> Evaluation:
         made.append(history.steps)
-        return {"accuracy": 0.5}
+        return Evaluation(history.steps, {"accuracy": 0.5})
 
     watch = Watch(history, 8, 1, CLOCK, evaluations=Evaluations(evaluate), every=3)
     reports = [watch.take(chunk(0, [i + 1.0] * 2)) for i in range(4)]
     assert [r.evaluation is not None for r in reports] == [False, True, True, False]
-    last = watch.finish()
+    last = watch.finish(lambda: 8)
     assert last is not None
+    assert last.evaluation_step == 8
+    assert watch.finish(lambda: 8) is None  # what came out was evaluated
     assert last.evaluation == {"accuracy": 0.5}
     assert made == [4, 6, 8]
     assert history.metrics("eval_accuracy")["step"].tolist() == [4, 6, 8]
