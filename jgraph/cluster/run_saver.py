@@ -121,13 +121,15 @@ class RunSaver:
 
     async def _work(self) -> None:
         info = json.loads(self.record.row().info)
-        wanted = info["steps"] - info["first_step"]
+        first, every = info["first_step"], self.order.every
+        wanted = info["steps"] - first
         try:
             while True:
                 news = self.record.news  # also of what happens while this saves
                 row = self.record.row()
                 # The last step is saved when all its batches are known to be done.
-                due = row.steps - self._tried >= self.order.every and row.steps < wanted
+                passed = (first + row.steps) // every > (first + self._tried) // every
+                due = passed and row.steps < wanted
                 is_over = row.state in {"done", "stopped"}
                 if due or (is_over and row.steps > self._saved):
                     await self._try(row.steps)

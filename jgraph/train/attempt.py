@@ -217,6 +217,7 @@ class Attempts:
                 self._batch_size,
                 self._given.seed,
                 wanted.eval_every,
+                save_every=wanted.checkpoint and wanted.checkpoint.every,
                 stop=wanted.stop,
                 detached=wanted.detached,
                 saves=wanted.checkpoint if wanted.detached else None,

@@ -66,13 +66,15 @@ Keep: TypeAlias = int | Policy
 class Checkpoints:
     """Where and how often ``Trainer.fit`` saves.
 
-    A run saves every so many updates, and at its end, in a thread of its own: training
-    goes on. The directory has one writer at a time. A save that fails for want of room
-    is told in the log, and training goes on too.
+    A run saves when it has passed a multiple of so many updates, and at its end, in a
+    thread of its own: training goes on. In one process that is at each multiple; on a
+    cluster at the first report after it. The directory has one writer at a time. A save
+    that fails for want of room is told in the log, and training goes on too.
 
     Args:
       directory: made if it is not there.
-      every: updates between two checkpoints, or more while one takes longer.
+      every: save at the multiples of so many updates. In one process a save waits for
+        the one before; on a cluster there are fewer while one takes longer.
       keep: how many to keep, the newest ones; or a policy of Orbax, such as
         ``orbax.checkpoint.checkpoint_managers.EveryNSteps(1000)``. The newest stays.
 

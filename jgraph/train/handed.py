@@ -155,4 +155,4 @@ def make_saving(
     if wanted.detached:
         assert cluster is not None  # checked
         return Handed(given, attempt.take, attempt.first, cluster)
-    return Saving(given, attempt.take, attempt.first)
+    return Saving(given, attempt.take, attempt.first, waits=cluster is None)

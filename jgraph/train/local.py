@@ -126,7 +126,7 @@ class LocalRunner:
                 if checked and not checks.passed([recent[0][n] for n in checked]):
                     break  # those that follow it change nothing
             recent.append(out)
-            is_due = order.eval_every and (number + 1) % order.eval_every == 0
+            is_due = any((number + 1) % every == 0 for every in order.boundaries)
             if is_due or time - reported >= order.report_every_s:
                 yield from self._told(compiled, done, gathering, now() - reported)
                 done, reported, gathering = [], now(), 0.0

@@ -40,8 +40,14 @@ class Order:
     """The run goes on when its client is gone."""
     saves: Any = None
     """``Checkpoints`` that the master of a detached run takes; None: none."""
+    save_every: int | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     """Set from another thread: stop after the current step."""
+
+    @property
+    def boundaries(self) -> list[int]:
+        """Numbers of updates: something is to be done at each multiple of one."""
+        return [every for every in (self.eval_every, self.save_every) if every]
 
 
 @final

@@ -47,14 +47,18 @@ class Saving:
       given: where and how often.
       take: takes a snapshot of the run.
       step: updates applied before the run.
+      waits: a save that is due waits for the one before: who calls does the steps.
 
     Raises:
       CheckpointError: the directory has steps that are not before this run's.
       CheckpointWriterError: another process writes there.
     """
 
-    def __init__(self, given: Checkpoints, take: Take, step: int) -> None:
+    def __init__(
+        self, given: Checkpoints, take: Take, step: int, *, waits: bool = False
+    ) -> None:
         self._given = given
+        self._waits = waits
         self._take = take
         self._last = step
         self._written: int | None = None
@@ -79,14 +83,19 @@ class Saving:
         self._stack.close()
 
     def note(self, step: int) -> None:
-        """Saves if that is due at ``step`` and no save is under way.
+        """Saves at ``step`` if a multiple was passed; not while a save is under way.
 
         Raises:
           CheckpointWriterError: another process has taken over the directory.
         """
         if self._under_way is not None and self._under_way.done():
             self._settle(self._under_way)
-        if self._under_way is None and step - self._last >= self._given.every:
+        every = self._given.every
+        if step // every == self._last // every:
+            return
+        if self._waits:
+            self.wait()
+        if self._under_way is None:
             try:
                 self._begin()
             except ClusterError as error:  # the run finds out by itself what was lost
@@ -140,7 +149,7 @@ class Saving:
         due = snapshot.step not in our_steps(self._writer.directory)
         # What was saved under way may be of a moment before, on another ps.
         due |= at_rest and snapshot.step == self._written
-        self._last = snapshot.step - snapshot.step % self._given.every
+        self._last = snapshot.step
         if due:
             self._under_way = self._thread.submit(self._save, snapshot)
         else:

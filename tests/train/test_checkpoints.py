@@ -74,6 +74,23 @@ def test_training_goes_on_from_the_directory_as_if_never_interrupted(
     assert newest(tmp_path / "run").released
 
 
+@pytest.mark.parametrize(("first", "steps"), [(6, [2, 4, 6]), (1, [1, 2, 4, 6, 7])])
+def test_a_run_in_one_process_saves_at_each_multiple_and_at_its_end(
+    tmp_path: Path, first: int, steps: list[int]
+) -> None:
+    one, where = trainer(), Checkpoints(tmp_path, every=2, keep=10)
+    fit(one, first, where)
+    if first == 1:  # a run that begins between two of them
+        fit(one, 6, where)
+    assert steps_in(tmp_path) == steps
+    whole = trainer()
+    fit(whole, 4)
+    fit(other := trainer(1).restore(tmp_path / "4"), 1)
+    fit(whole, 1)
+    for a, b in zip(whole.current_values(), other.current_values(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_row_27_a_damaged_step_is_put_aside_and_the_one_before_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
