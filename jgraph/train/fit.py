@@ -102,7 +102,7 @@ class Fit:
                     attempt = self._next(failure, began)
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
-        runner = attempt.runner
+        runner, told = attempt.runner, self.history.steps
         try:
             for callback in self.callbacks:
                 hook(callback, "end", self.run)
@@ -118,7 +118,7 @@ class Fit:
         finally:
             runner.let_go()
             release()
-        done = "done" if self.history.steps >= total else "stopped"
+        done = "done" if max(told, self.history.steps) >= total else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
 
     def _show_end(self) -> None:

@@ -91,8 +91,21 @@ def test_history_counts_the_steps_that_a_lost_worker_did_not_tell_of() -> None:
     history.add(chunk(0, 1))
     history.ended(104)
     assert history.steps == 104
-    history.ended(103)  # of a ps that was read before the last one
+
+
+def test_history_ends_with_the_updates_that_were_applied_not_with_those_told_of() -> (
+    None
+):
+    history = History(first_step=100)
+    history.add(chunk(0, 1, 2))
+    history.add(chunk(1, 1.5, 3))  # the ps was lost before it had applied the last one
+    history.ended(103)
+    assert history.steps == 103
+    assert history.metrics("loss")["seconds"].tolist() == [1, 1.5, 2]
+    history.ended(104)  # read again, of a copy that has it
     assert history.steps == 104
+    history.ended(99)
+    assert history.steps == 99
 
 
 def trainer_on(cluster: LocalCluster, strategy: Strategy) -> Trainer:
