@@ -1,6 +1,7 @@
 """Errors show the user's lines and one of ours."""
 
 import asyncio
+import re
 import traceback
 from collections.abc import Callable
 
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import jgraph as jg
-from jgraph.errors import ConfigError, JGError
+from jgraph.errors import ConfigError, InternalError, JGError
 from jgraph.errors.tracebacks import FULL, short_traceback
+from jgraph.graph import markup
 
 
 def frames_of(fn: Callable[[], object]) -> list[str]:
@@ -74,3 +76,18 @@ def test_the_decorated_function_keeps_its_name_and_result() -> None:
         return 2 * x
 
     assert (twice(2), twice.__name__, twice.__doc__) == (4, "twice", "Doubles.")
+
+
+def test_an_assertion_of_ours_is_an_internal_error_that_says_what_to_report() -> None:
+    with pytest.raises(InternalError, match="please report it with") as caught:
+        short_traceback(markup.data)("no dataclass")
+    line = r"the assertion at jgraph/graph/markup.py:\d+ failed: a fault of jgraph"
+    assert re.search(line, str(caught.value))
+
+
+def test_an_assertion_of_the_users_stays_what_it_is() -> None:
+    def users() -> None:
+        assert jnp.ones(()) == 2, "two"
+
+    with pytest.raises(AssertionError, match="two"):
+        short_traceback(users)()

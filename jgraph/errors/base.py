@@ -85,7 +85,22 @@ class InternalError(JGError):
     Something happened that the code holds to be impossible, or a newer server sent an
     error that this version does not know.
 
-    What to do: report it, with ``jgraph version`` and the log of the named task.
+    What to do: report it, with ``jgraph version``, the log of the named task, and the
+    program that led to it. ``JGRAPH_TRACEBACKS=full`` shows all lines of the traceback.
     """
 
     code = "JG-900"
+
+    @classmethod
+    def of(cls, what: str) -> "InternalError":
+        """Returns the error for what the code holds to be impossible.
+
+        Example:
+          >>> print(InternalError.of("a cluster of no tasks"))
+          JG-900 a cluster of no tasks: a fault of jgraph; please report it with the \
+output of `jgraph version` and the program that led to it
+        """
+        return cls(
+            f"{what}: a fault of jgraph; please report it with the output of "
+            "`jgraph version` and the program that led to it"
+        )

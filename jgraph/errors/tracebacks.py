@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, ParamSpec, TypeVar
 
-from jgraph.errors.base import JGError
+from jgraph.errors.base import InternalError, JGError
 
 FULL: Final = "JGRAPH_TRACEBACKS"
 """Set this variable to ``full`` to see all frames."""
@@ -21,12 +21,19 @@ def short_traceback(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Of a ``JGError`` stay the frame of ``fn`` and those of the user's own code further
     in (a traced function, a callback); what caused it is shown if that is the user's.
+
+    An assertion of ours that fails is an ``InternalError`` that says what to report.
     """
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            return fn(*args, **kwargs)
+            try:
+                return fn(*args, **kwargs)
+            except AssertionError as error:
+                if not _is_ours(error):
+                    raise
+                raise InternalError.of(_assertion(error)) from error
         except JGError as error:
             if os.environ.get(FULL) != "full":
                 error.__traceback__ = _shortened(error.__traceback__)
@@ -63,6 +70,23 @@ def _is_users(error: BaseException) -> bool:
     return bool(entries) and not _is_inside(entries[-1])
 
 
+def _is_ours(error: BaseException) -> bool:
+    """Whether a line of this package raised it."""
+    (*_, last) = _entries(error.__traceback__)
+    return last.tb_frame.f_code.co_filename.startswith(_package())
+
+
+def _assertion(error: AssertionError) -> str:
+    (*_, last) = _entries(error.__traceback__)
+    file = Path(last.tb_frame.f_code.co_filename).relative_to(_package())
+    text = f" ({error})" if str(error) else ""
+    return f"the assertion at jgraph/{file.as_posix()}:{last.tb_lineno} failed{text}"
+
+
+def _package() -> str:
+    return f"{Path(__file__).parents[1]}{os.sep}"
+
+
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
     while traceback is not None:
         yield traceback
@@ -77,7 +101,7 @@ def _is_inside(entry: TracebackType) -> bool:
 @functools.cache
 def _inner_folders() -> tuple[str, ...]:
     """Folders of jgraph and of what carries its work."""
-    found = ["<frozen", f"{Path(__file__).parents[1]}{os.sep}"]
+    found = ["<frozen", _package()]
     carriers = ("asyncio", "concurrent", "contextlib", "threading")
     for name in (*carriers, "flax", "grpc", "jax", "optax"):
         spec = find_spec(name)

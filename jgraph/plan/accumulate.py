@@ -180,9 +180,10 @@ def _contributing(partition: Partition, gate: str, driver: TaskName) -> Partitio
     ]
     others = [v for v in written if v not in means]
     if others or not slots:
-        raise InternalError(
-            f"a gradient graph writes {[partition.variables[v].name for v in others]} "
-            f"on {partition.task}, with {len(slots)} slots"
+        names = [partition.variables[v].name for v in others]
+        raise InternalError.of(
+            f"a gradient graph that writes {names} on {partition.task}, with "
+            f"{len(slots)} slots"
         )
     contribute = ContributeNode(tuple(written), tuple(written.values()), slots[0])
     place = {old: new for new, old in enumerate(kept)}

@@ -93,7 +93,9 @@ def _links(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> "_Link
         ways = {i: way for i, way in ways.items() if i not in apart}
         links = _Links(flow, dict(task), driver, ways)
     if links.tangled():
-        raise InternalError(f"operations of '{flow.graph.name}' wait for each other")
+        raise InternalError.of(
+            f"operations of '{flow.graph.name}' that wait for each other"
+        )
     return links
 
 

@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
+from jgraph.errors import InternalError
 from jgraph.graph.ir import TaskName
 
 Kind: TypeAlias = Literal[
@@ -33,7 +34,8 @@ def topological(before: Mapping[int, Iterable[int]]) -> list[int]:
             waiting[s] -= 1
             if waiting[s] == 0:
                 heapq.heappush(ready, s)
-    assert len(order) == len(waiting), "the order between operations has a cycle"
+    if len(order) != len(waiting):
+        raise InternalError.of("operations that wait for each other")
     return order
 
 

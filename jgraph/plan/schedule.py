@@ -280,7 +280,9 @@ class _Run:
                 ran = True
         if not ran:
             stuck = ", ".join(str(row[-1]) for row in self.left if row)
-            raise InternalError(f"passes of '{self.made.name}' wait for ever: {stuck}")
+            raise InternalError.of(
+                f"passes of '{self.made.name}' that wait for ever ({stuck})"
+            )
 
     def _arrival(self, work: Pass, task: int) -> float:
         away = self.made.row_of(work.stage) != task
