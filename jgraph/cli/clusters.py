@@ -123,8 +123,12 @@ def up(
 
 def down(name: Name = "default", timeout: Timeout = 20, as_json: Json = False) -> None:
     """Stop a cluster of this machine, and check that no process is left."""
-    from jgraph.cluster.keeper import describe, down as end
+    from jgraph.cluster.keeper import describe, down as end, find
 
+    if find(name) is None:
+        facts = {"name": name, "running": False}
+        say(facts, f"no cluster '{name}' is up: nothing to stop", as_json=as_json)
+        return
     kept = end(name, timeout)
     count = len(kept.pids)
     text = f"cluster '{name}' is down: {count} tasks ended, 0 processes left"

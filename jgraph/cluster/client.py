@@ -319,6 +319,13 @@ class Cluster:
     if not TYPE_CHECKING:
         __getattr__ = hints.hinting(hints.CLUSTER)
 
+    def __dir__(self) -> list[str]:
+        inner = {
+            *("at_close", "call", "check_startable", "drop_held", "gone", "move_to"),
+            *("platforms", "transport"),
+        }
+        return [name for name in super().__dir__() if name not in inner]
+
     def __enter__(self) -> Self:
         return self
 

@@ -227,11 +227,13 @@ class Session:
     # ------------------------------------------------------------ variables
 
     @short_traceback
-    def initialize(self, variables: Iterable[Variable], *, again: bool = False) -> None:
+    def initialize(
+        self, variables: Variable | Iterable[Variable], *, again: bool = False
+    ) -> None:
         """Gives variables their initial values, on the tasks that hold them.
 
         Args:
-          variables: those to initialise.
+          variables: those to initialise, or one.
           again: also those that have a value already.
 
         Raises:
@@ -243,7 +245,7 @@ class Session:
         self._values.initialize(self._own(variables, "initialize"), again=again)
 
     @short_traceback
-    def read(self, variables: Iterable[Variable]) -> dict[str, Any]:
+    def read(self, variables: Variable | Iterable[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name, as numpy arrays.
 
         Those of one task that make up to 16 MB together are read at one moment; more
@@ -256,7 +258,7 @@ class Session:
         return self._values.read(self._own(variables, "read"))
 
     @short_traceback
-    def snapshot(self, variables: Iterable[Variable]) -> dict[str, Any]:
+    def snapshot(self, variables: Variable | Iterable[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name, those of each task at one moment.
 
         Others may update them meanwhile, and wait for nothing. Each task needs memory

@@ -275,6 +275,8 @@ class Steps:
         Raises:
           FeedError, FetchError: the function has no such argument, tap or result.
         """
+        if kwargs:
+            args, kwargs = function.positional(args, kwargs)
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         chosen = None if targets is None else _targets(targets, self._container)
         asked = repr(fetches), tuple(sorted(feeds)), chosen

@@ -117,15 +117,13 @@ def shards_of(variables: Iterable[Variable]) -> list[Variable]:
 
 
 def as_variables(given: object, method: str) -> list[Variable]:
-    """Returns the variables that a method of a session was given.
+    """Returns the variables that a method of a session was given, or one alone.
 
     Raises:
-      ConfigError: one variable without a list, names, or anything else.
+      ConfigError: names, or anything else.
     """
     if isinstance(given, Variable):
-        raise ConfigError(
-            f"{method} takes several variables; write session.{method}([{given.name}])"
-        )
+        return [given]
     variables = []
     for one in given if isinstance(given, Iterable) else [given]:
         if not isinstance(one, Variable):

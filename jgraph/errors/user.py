@@ -141,7 +141,7 @@ class UninitializedError(UserError):
     again since; or it was read outside of a function that a session runs.
 
     What to do: ``session.initialize([v])``, ``session.write({v: array})``, or restore a
-    checkpoint. To read a variable outside of a step: ``session.read([v])``.
+    checkpoint. To read a variable outside of a step: ``session.read(v)``.
     """
 
     code = "JG-231"

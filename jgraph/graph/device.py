@@ -28,6 +28,7 @@ _FIELDS = (
     re.compile(r"(?P<device_type>(?i:[cgt]pu))(:(?P<device_index>\*|[0-9]+))?"),
     re.compile(r"with:(?P<beside>[^/]+)"),
 )
+_TASK = re.compile(r"([a-zA-Z][a-zA-Z0-9_]*):([0-9]{1,3})")  # more is a port
 _EXAMPLE = "/job:worker/task:0/device:cpu:0"
 
 
@@ -63,12 +64,15 @@ class DeviceSpec:
           text: fields separated by ``/``, in any order, each optional:
             ``job:NAME``, ``replica:N``, ``task:N``, ``device:TYPE:N``, and the short
             forms ``cpu:N``, ``gpu:N``, ``tpu:N``; ``*`` stands for any, and so does a
-            device without index. ``""`` is the empty spec.
+            device without index. ``""`` is the empty spec. A task alone may be
+            written short: ``ps:0``.
 
         Raises:
           DeviceSpecError: the text is not a device string.
         """
         found: dict[str, str] = {}
+        if (short := _TASK.fullmatch(text)) and not _is_field(text):
+            text = f"/job:{short[1]}/task:{short[2]}"
         for part in filter(None, text.split("/")):
             for key, value in _parse_field(part, text).items():
                 if key in found:
@@ -137,6 +141,10 @@ class DeviceSpec:
 
     def _repr_html_(self) -> str:
         return markup.data(self)
+
+
+def _is_field(part: str) -> bool:
+    return any(field.fullmatch(part) for field in _FIELDS)
 
 
 def _parse_field(part: str, text: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import jax.export
 from jax.tree_util import tree_unflatten
 
 from jgraph._compat import trace_settings
+from jgraph.errors import UninitializedError
 from jgraph.graph import markup
 from jgraph.graph.device import current_device
 from jgraph.graph.feeds import named_feeds
@@ -104,8 +105,39 @@ class Function:
         self._traced.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function's code here; variables need a trace around it."""
-        return self._fn(*args, **kwargs)
+        """Runs the function's code here; variables need a trace around it.
+
+        Raises:
+          UninitializedError: it uses a variable, and no session runs it.
+        """
+        try:
+            return self._fn(*args, **kwargs)
+        except UninitializedError as error:
+            if not error.details.get("outside"):
+                raise
+            name = error.details["variable"]
+            raise UninitializedError(
+                f"'{self._name}' was called here, where variable '{name}' has no "
+                f"value; let a session run it: sess.run({self._name}, …)",
+                variable=name,
+            ) from error
+
+    def positional(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns arguments by position as far as possible, however they were given.
+
+        Example:
+          >>> Function(lambda x, y: x + y).positional((1,), {"y": 2})
+          ((1, 2), {})
+        """
+        left = dict(kwargs)
+        for parameter in self.parameters[len(args) :]:
+            by_both = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            if not by_both or parameter.name not in left:
+                break
+            args = (*args, left.pop(parameter.name))
+        return args, left
 
     def __repr__(self) -> str:
         return f"jg.function({self._name}, traced {len(self._traced)} times)"

@@ -206,6 +206,7 @@ class Variable:
                 f"variable '{self.name}' has a value only inside a jg.function run by "
                 "a session; wrap the code: step = jg.function(fn); sess.run(step, …)",
                 variable=self.name,
+                outside=True,
             )
         return binding(self)
 

@@ -40,6 +40,7 @@ _OF_A_BATCH: Final = (DataSlotError, *OF_A_BATCH)
 """Errors of one batch: all updates before it are applied, and good."""
 
 _LOG = logging.getLogger("jgraph.data")
+_TRAIN_LOG = logging.getLogger("jgraph.train")
 
 _End: TypeAlias = tuple[Sequence[Any] | None, Position]
 """Values of all variables, if they are not large; and where in the data a run ended."""
@@ -113,6 +114,7 @@ class Fit:
                 cluster = self.cluster
                 values, position = asked_anyhow(cluster, read) if cluster else read()
                 self._show_end()
+                self._warn_of_nan()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = error or caught
         finally:
@@ -120,6 +122,16 @@ class Fit:
             release()
         done = "done" if max(told, self.history.steps) >= total else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
+
+    def _warn_of_nan(self) -> None:
+        report = self.run.last_report
+        loss = 0.0 if report is None else report.metrics.get("loss", 0.0)
+        if not np.isfinite(loss):
+            _TRAIN_LOG.warning(
+                "the loss was %s at the end of the run; callbacks=jg.NanGuard() ends a "
+                "run there, and Trainer(check_finite=True) before it is applied",
+                loss,
+            )
 
     def _show_end(self) -> None:
         """Shows the true count: of the last updates of lost workers nobody reported."""

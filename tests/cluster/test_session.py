@@ -227,12 +227,40 @@ def test_argument_that_is_called_like_an_option_is_given_by_position(
             session.run(scale, 2.0, **options)
 
 
-def test_variables_are_given_as_objects_in_a_list(session: Session) -> None:
-    w = Variable("w", jnp.ones(3), device="/job:ps/task:0")
-    with pytest.raises(ConfigError, match=r"session\.read\(\[w\]\)"):
-        session.read(w)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"session\.initialize\(\[w\]\)"):
-        session.initialize(w)  # type: ignore[arg-type]
+def test_arguments_by_name_and_by_position_are_one_step(
+    session: Session, cluster: Cluster
+) -> None:
+    @function
+    def power(base: Any, exponent: Any = 2.0) -> Any:
+        return base**exponent
+
+    assert session.run(power, 2.0, 3.0) == 8
+    before = [(t.compilations, list(t.programs)) for t in cluster.status().tasks]
+    assert session.run(power, base=2.0, exponent=3.0) == 8
+    assert session.run(power, 2.0, exponent=3.0) == 8
+    assert before == [
+        (t.compilations, list(t.programs)) for t in cluster.status().tasks
+    ]
+    assert session.run(power, exponent=3.0, base=1.0) == 1
+    assert session.run(power, base=3.0) == 9
+
+
+def test_step_called_outside_a_session_is_told_who_runs_it() -> None:
+    w = Variable("w", jnp.ones(3))
+
+    @function
+    def step() -> Any:
+        return w[...].sum()
+
+    with pytest.raises(UninitializedError, match=r"run it: sess\.run\(step, …\)"):
+        step()
+
+
+def test_variables_are_given_as_objects_alone_or_in_a_list(session: Session) -> None:
+    w = Variable("w", jnp.ones(3), device="ps:0")
+    session.initialize(w)
+    assert session.read(w)["w"].tolist() == session.read([w])["w"].tolist() == [1] * 3
+    assert session.snapshot(w)["w"].tolist() == [1] * 3
     with pytest.raises(ConfigError, match=r"jg\.Variable objects, not 'w'"):
         session.read(["w"])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"jg\.Variable objects, not 'w'"):

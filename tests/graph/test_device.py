@@ -48,6 +48,9 @@ SPECS = st.builds(
         ("/task:*", ""),
         ("/job:*/task:1", "/task:1"),
         ("/job:ps/task:007", "/job:ps/task:7"),
+        ("ps:0", "/job:ps/task:0"),
+        ("worker:12", "/job:worker/task:12"),
+        ("gpu:1", "/device:GPU:1"),
     ],
 )
 def test_device_string_reads_as_tensorflow_reads_it(

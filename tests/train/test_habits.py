@@ -80,6 +80,19 @@ def test_a_keras_users_first_fit_works() -> None:
     assert reports[-1] == 16
 
 
+def test_run_whose_loss_is_nan_at_the_end_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "jgraph.train"):
+        run = trainer(tx=optax.sgd(1e30)).fit(
+            X, Y, steps=9, batch_size=8, progress=False
+        )
+    assert run.state == "done"
+    assert "the loss was nan at the end of the run; callbacks=jg.NanGuard()" in (
+        caplog.text
+    )
+
+
 def test_epochs_are_counted_in_batches_and_updates() -> None:
     assert as_dataset((X, Y)).batches_per_epoch(12) == 3
     assert as_dataset(Loader()).batches_per_epoch(4) == 3
@@ -98,6 +111,16 @@ def test_transformation_of_an_nnx_optimizer_is_taken_and_told_of(
         wrapped = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
         assert unwrapped(wrapped, nnx.Param) == (tx, nnx.LoRAParam)
     assert "keeps the state of the optimizer itself" in caplog.text
+
+
+def test_tab_shows_what_users_call() -> None:
+    shown = {name for name in dir(trainer()) if not name.startswith("_")}
+    assert shown == {
+        *("attach", "close", "evaluate", "fit", "model", "names", "plan", "predict"),
+        *("restore", "run", "save"),
+    }
+    inner = {"call", "transport", "move_to", "check_startable", "drop_held"}
+    assert not inner & set(jg.LocalCluster.__dir__(object.__new__(jg.LocalCluster)))
 
 
 class OfKeras:
