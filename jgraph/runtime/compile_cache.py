@@ -15,6 +15,7 @@ from jgraph.errors import InvalidProgramError, JGError, PlatformError
 from jgraph.graph.sizes import symbols_of
 from jgraph.plan.program import SegmentCode
 from jgraph.runtime.custom_calls import check_custom_calls
+from jgraph.runtime.lapack_calls import check_lapack_calls
 from jgraph.runtime.local_mesh import Layouts, SpreadExecutable, layouts_of
 from jgraph.runtime.sized import SizedExecutable
 from jgraph.runtime.tables import bits_of
@@ -95,7 +96,14 @@ def _compile(
         options |= {"in_shardings": layouts, "out_shardings": results}
     options["donate_argnums"] = _usable(donate, exported)
     jitted = jax.jit(exported.call, **options)
-    run = _compiled(jitted, exported.in_avals, count)
+    calls_lapack = b"lapack_" in exported.mlir_module_serialized
+
+    def check(compiled: Any) -> None:
+        if calls_lapack:
+            check_lapack_calls(code.label, compiled.as_text())
+        count()
+
+    run = _compiled(jitted, exported.in_avals, check)
     packed = [n for n, a in enumerate(exported.in_avals) if bits_of(a.dtype) < 8]
     if packed:
         run = _taking_packed(run, packed)
@@ -105,12 +113,12 @@ def _compile(
 
 
 def _compiled(
-    jitted: Any, avals: Sequence[Any], count: Callable[[], None]
+    jitted: Any, avals: Sequence[Any], check: Callable[[Any], None]
 ) -> Executable:
     if any(symbols_of(aval.shape) for aval in avals):
-        return SizedExecutable(jitted, avals, count)
+        return SizedExecutable(jitted, avals, check)
     compiled: Executable = jitted.lower(*avals).compile()
-    count()
+    check(compiled)
     return compiled
 
 

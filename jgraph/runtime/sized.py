@@ -22,17 +22,17 @@ class SizedExecutable:
     Args:
       jitted: the code.
       avals: types of its arguments, with names in their shapes.
-      count: called at each compilation.
+      check: called with what was compiled, before it is used.
     """
 
-    __slots__ = ("_avals", "_count", "_jitted", "_lock", "_places", "_runs")
+    __slots__ = ("_avals", "_check", "_jitted", "_lock", "_places", "_runs")
 
     def __init__(
-        self, jitted: Any, avals: Sequence[Any], count: Callable[[], None]
+        self, jitted: Any, avals: Sequence[Any], check: Callable[[Any], None]
     ) -> None:
         self._jitted = jitted
         self._avals = avals
-        self._count = count
+        self._check = check
         self._lock = threading.Lock()
         self._runs: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         # One axis for each expression tells all sizes.
@@ -54,8 +54,9 @@ class SizedExecutable:
         with self._lock:
             run = self._runs.get(sizes)
             if run is None:
-                run = self._runs[sizes] = self._compiled(sizes)
-                self._count()
+                run = self._compiled(sizes)
+                self._check(run)
+                self._runs[sizes] = run
                 if len(self._runs) > MAX_SIZES:
                     self._runs.popitem(last=False)
             else:

@@ -1,5 +1,7 @@
 """Encrypted clusters: certificates from the command line to a running step."""
 
+import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,11 @@ import numpy as np
 import pytest
 
 from jgraph.cli import exit_code, main
+from jgraph.cluster import loop
 from jgraph.cluster.client import connect
 from jgraph.cluster.local import LocalCluster
+from jgraph.cluster.no_handler import NoHandler
+from jgraph.cluster.options import reset_order
 from jgraph.cluster.server import Server
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import address_of, as_tls, tls_directory_in
@@ -18,13 +23,17 @@ from jgraph.errors import (
     CertificateError,
     ClusterSpecError,
     ConfigError,
+    NotAllowedError,
     PlainTextError,
     RoleError,
 )
 from jgraph.graph.device import device
+from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.rpc.certificates import make_certificates
+from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.tls import TLS
+from jgraph.rpc.token import find_token
 
 
 @pytest.mark.procs
@@ -133,3 +142,67 @@ def test_command_makes_certificates_once(
 def test_what_is_not_allowed_has_an_exit_code_of_its_own() -> None:
     errors = CertificateError("x"), PlainTextError("x"), RoleError("x")
     assert {exit_code(error) for error in errors} == {4}
+
+
+def hello_of(address: str, certificate: Path | None, name: str = "client") -> bytes:
+    """Returns what a server says first to who skips all checks on this side."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if certificate is not None:
+        context.load_cert_chain(
+            certificate / f"{name}.crt", certificate / f"{name}.key"
+        )
+    host, _, port = address.rpartition(":")
+    try:
+        with (
+            socket.create_connection((host, int(port)), timeout=20) as plain,
+            context.wrap_socket(plain) as stream,
+        ):
+            stream.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+            return stream.recv(9)
+    except (ssl.SSLError, ConnectionError):
+        return b""
+
+
+def test_server_itself_refuses_foreign_missing_and_expired_certificates(
+    tmp_path: Path,
+) -> None:
+    spec = ClusterSpec({"worker": ["localhost:0"]}, port_zero=True)
+    make_certificates(tmp_path / "ours", spec.tasks())
+    make_certificates(tmp_path / "theirs", spec.tasks())
+    with Server(spec, tls=tmp_path / "ours") as server:
+        assert hello_of(server.address, tmp_path / "ours") != b""
+        assert hello_of(server.address, tmp_path / "theirs") == b""
+        assert hello_of(server.address, None) == b""
+
+
+def test_expired_certificates_are_refused_with_their_reason(tmp_path: Path) -> None:
+    spec = ClusterSpec({"worker": ["localhost:0"]}, port_zero=True)
+    make_certificates(tmp_path, spec.tasks(), days=-1.0)
+    with pytest.raises(CertificateError, match="expired"):
+        Server(spec, tls=tmp_path)
+
+
+def test_task_certificate_does_not_let_a_client_do_what_clients_may(
+    tmp_path: Path,
+) -> None:
+    spec = ClusterSpec({"worker": ["localhost:0"]}, port_zero=True)
+    ps = TaskName("/job:ps/task:0")
+    make_certificates(tmp_path, [*spec.tasks(), ps])
+    files = TLS(tmp_path / "ps-0.crt", tmp_path / "ps-0.key", tmp_path / "ca.crt")
+
+    async def reset(address: str) -> None:
+        # As a task: as a client this side would refuse the files itself.
+        transport = GrpcTransport(
+            ps, bind="127.0.0.1:0", tls=files, token=find_token(None, tmp_path)
+        )
+        await transport.start(NoHandler())
+        try:
+            await transport.ask(address, "Master.Reset", reset_order(()), timeout_s=20)
+        finally:
+            await transport.close()
+
+    with Server(spec, tls=tmp_path) as server, pytest.raises(NotAllowedError):
+        loop.run(reset(server.address))
