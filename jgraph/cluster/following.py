@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 from jgraph.cluster import loop
 from jgraph.cluster.calls import loop_timeout_s
 from jgraph.cluster.loop_items import Item, Loop
-from jgraph.cluster.loop_orders import LoopRequest, report_of
+from jgraph.cluster.loop_orders import LoopReport, LoopRequest, report_of
 from jgraph.cluster.run_info import RunInfo
 from jgraph.cluster.seen_reports import SeenReports
 from jgraph.coordination.crew import WAIT_S
@@ -37,6 +37,7 @@ class Following:
       cluster: its client.
       judge: called in the event loop's thread.
       requests: the loops.
+      came: is given each report as it comes, in the event loop's thread.
       detached: tell also that the reports of a replica are over.
     """
 
@@ -45,11 +46,13 @@ class Following:
         cluster: "Cluster",
         judge: Judge,
         requests: Sequence[LoopRequest],
+        came: Callable[[Loop, LoopReport], LoopReport],
         *,
         detached: bool,
     ) -> None:
         self._cluster = cluster
         self._judge = judge
+        self._came = came
         self._detached = detached
         # A worker reports at least once per step; silence beyond that is an error.
         longest_s = max(
@@ -131,7 +134,7 @@ class Following:
                 if self._detached:
                     new = self._seen[asked.replica].unseen(reply)
                 if new is not None:
-                    self._items.put((one, report_of(asked, new)))
+                    self._items.put((one, self._came(one, report_of(asked, new))))
             if self._detached:
                 self._items.put((one, None))
         except JGError as error:

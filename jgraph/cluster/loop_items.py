@@ -1,5 +1,6 @@
 """What the client of loops hears of them."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias, final
 
@@ -28,6 +29,30 @@ class Loop:
     next_step: int
     seen: int = 0
     """Number of its last report."""
+    late_s: float = math.inf
+    """How much later than its order it began, at most."""
+
+    def dated(self, report: LoopReport, came_s: float) -> LoopReport:
+        """Returns a report with how much later than its order the loop began.
+
+        Each report tells that by when it came; the one that was on its way for the
+        shortest time tells it best.
+
+        Args:
+          report: with times since the loop began.
+          came_s: when it came, since the run began.
+
+        Example:
+          >>> request = LoopRequest(TaskName("worker"), "h", "data", 1, 1)
+          >>> told = ended_report(request)
+          >>> loop = Loop(request, "loop", began_s=2.0, next_step=0)
+          >>> loop.dated(replace(told, sent_s=1.0), came_s=3.5).began_s
+          0.5
+          >>> loop.dated(replace(told, sent_s=2.0), came_s=4.75).began_s
+          0.5
+        """
+        self.late_s = min(self.late_s, max(0.0, came_s - self.began_s - report.sent_s))
+        return replace(report, began_s=self.late_s)
 
     def note(self, report: LoopReport) -> bool:
         """Takes note of a report; returns whether it is of another loop than before."""

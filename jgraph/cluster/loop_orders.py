@@ -174,6 +174,9 @@ class LoopReport:
       number: of this report of its loop, from 1.
       loop: of a detached run: the name of the loop.
       handle: of the program of a loop that begins.
+      sent_s: when it was sent, since the loop began, by the clock of its task.
+      began_s: how much later than its order the loop began, as far as is known: the
+        times of its steps are since the order.
     """
 
     replica: int
@@ -190,6 +193,8 @@ class LoopReport:
     number: int = 0
     loop: str = ""
     handle: str = ""
+    sent_s: float = 0.0
+    began_s: float = 0.0
 
 
 def report_of(request: LoopRequest, message: Frame) -> LoopReport:
@@ -211,6 +216,7 @@ def report_of(request: LoopRequest, message: Frame) -> LoopReport:
         number=body.number,
         loop=body.loop,
         handle=body.handle,
+        sent_s=body.seconds,
     )
 
 

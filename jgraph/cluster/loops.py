@@ -99,7 +99,7 @@ class LoopHandle:
                 self._detached = True
                 open_run(cluster, self._run, sync.detached)
         self._following = Following(
-            cluster, self._judged, requests, detached=self._detached
+            cluster, self._judged, requests, self._came, detached=self._detached
         )
         self._stopped = threading.Event()
         self._loops: set[Loop] = set()
@@ -165,6 +165,12 @@ class LoopHandle:
         one = Loop(request, name, began_s, request.first_step)
         self._loops.add(one)
         self._following.begin(one, self._order(one))
+
+    def _came(self, one: Loop, report: LoopReport) -> LoopReport:
+        """Dates a report as it comes; those of a run's record are older."""
+        if self._detached:
+            return report
+        return one.dated(report, self._clock.now() - self._began)
 
     def _noted(self, one: Loop, report: LoopReport) -> LoopReport:
         """Takes note of a report; returns it with times since the run began."""

@@ -213,5 +213,13 @@ def _by_time(stretch: _Stretch, name: str) -> dict[str, Array]:
 
 
 def _seconds(chunks: Sequence[Chunk]) -> Array:
-    seconds: Array = np.concatenate([chunk.seconds for chunk in chunks])
+    """Returns when steps were done, by one clock for all replicas."""
+    began: dict[int, float] = {}
+    parts = []
+    for chunk in reversed(chunks):
+        # What is known later of when a loop began is known better: it is less.
+        least = min(chunk.began, began.get(chunk.replica, chunk.began))
+        began[chunk.replica] = least
+        parts.append(chunk.seconds + least)
+    seconds: Array = np.concatenate(parts[::-1])
     return seconds

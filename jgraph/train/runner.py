@@ -59,7 +59,8 @@ class Chunk:
     date the replica's steps; ``metrics`` are stacked, first axis n; ``times`` are the
     seconds that the n steps took, by part. In synchronous training there is one replica
     that stands for all; ``of_workers`` has what each did meanwhile, without metrics.
-    ``batches`` says how many batches the steps were of; None: of one each.
+    ``batches`` says how many batches the steps were of; None: of one each. ``began`` is
+    how much later than others the loop began, in seconds, as far as is known.
     ``dropped`` counts gradients that came too late so far, by worker. With ``at_rest``
     nothing was done, and nothing is under way: a task with a part of the state ends
     when the next chunk is asked for.
@@ -74,6 +75,7 @@ class Chunk:
     of_workers: Sequence["Chunk"] = ()
     at_rest: bool = False
     batches: int | None = None
+    began: float = 0.0
 
     def __len__(self) -> int:
         return len(self.steps)

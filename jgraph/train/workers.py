@@ -171,6 +171,7 @@ def chunk_of(
         report.times,
         report.dropped,
         batches=int(metrics[CONTRIBUTIONS].sum()) if together else None,
+        began=report.began_s,
     )
 
 

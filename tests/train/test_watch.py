@@ -120,6 +120,18 @@ def test_history_orders_steps_of_replicas_by_time() -> None:
     assert history.last("x") == 40.0
 
 
+def test_history_orders_steps_by_one_clock_whenever_loops_began() -> None:
+    history = History()
+    # The second loop began 0.3 s later; that is known to be less with its next report.
+    history.add(chunk(0, [1.0, 1.2], x=np.array([1, 3])))
+    history.add(replace(chunk(1, [0.8, 1.0], x=np.array([2, 4])), began=0.9))
+    history.add(chunk(0, [1.4], x=np.array([5])))
+    history.add(replace(chunk(1, [1.2], x=np.array([6])), began=0.3))
+    found = history.metrics("x")
+    assert found["value"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert np.allclose(found["seconds"], [1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+
+
 def test_first_bad_step_and_leaf_are_named() -> None:
     checks = Checks([FINITE], ["loss", "params/b", "params/w"], [])
     finite = np.array([[True, True, True], [True, False, False], [True, True, True]])
