@@ -77,15 +77,21 @@ class Ids:
         self._inputs = {v: i for i, v in enumerate(jaxpr.invars)}
         self._first_feed = first_feed
 
-    def raw(self, index: Atom) -> Atom:
-        """Returns the ids behind an index: before negative ones were counted back."""
+    def raw(self, index: Atom, mode: str) -> Atom:
+        """Returns the ids behind an index.
+
+        Args:
+          index: of a gather.
+          mode: of the lookup. Where ids out of range are errors, negative ones are:
+            they are those before negative ones were counted from the end.
+        """
         atom = index
         while True:
             equation = self._maker(atom)
             if equation is None or not _is_reshape(equation):
                 break
             atom = equation.invars[0]
-        return self._before_wrap(atom) or atom
+        return (self._before_wrap(atom) if mode == "error" else None) or atom
 
     def keys(self, ids: Atom) -> "Atom | None":
         """Returns the keys, uint32[…, 2], that ids are the rows of in a hash table."""

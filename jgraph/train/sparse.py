@@ -216,7 +216,7 @@ class _Traced:
         dense: dict[str, str] = {}
         for number, name in enumerate(self.names):
             asked = [
-                (equation, ids.raw(flat.jaxpr.outvars[place]))
+                (equation, ids.raw(flat.jaxpr.outvars[place], _mode(equation)))
                 for place, (n, equation, _) in enumerate(uses.lookups)
                 if n == number
             ]

@@ -29,6 +29,9 @@ CALLS: Final = "tests/rpc/test_calls_resume.py::"
 OUTBOX: Final = "tests/rpc/test_outbox.py::"
 ROWS: Final = "tests/plan/test_shard_rows.py::"
 BAGS: Final = "tests/train/test_bags.py::"
+PATHS: Final = (
+    "tests/train/test_row_paths.py::test_rows_are_trained_as_a_plain_loop_trains_them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +345,45 @@ BUGS: Final = {
         'return whole.at[ids].set(rows, mode="drop")',
         "return whole.at[jnp.where(ids < size, ids, 0)].set(rows)",
         f"{ROWS}test_rows_are_spread_over_the_whole_table_where_its_shards_are",
+    ),
+    "row 0 loses its gradient where rows are spread": Bug(
+        "graph/kept_rows.py",
+        'return whole.at[ids].set(rows, mode="drop")',
+        "return whole.at[jnp.where(ids < size, ids, 0)].set(rows)",
+        f"{PATHS}[index-int32-momentum-exact-async-whole-40]",
+    ),
+    "no id of a bag is row 0": Bug(
+        "train/bags.py",
+        "jnp.where(there, ids, NO_ID)",
+        "jnp.where(there, ids, 0)",
+        f"{PATHS}[bag-int8-adamw-lazy-local-whole-128]",
+    ),
+    "an unsigned id is padding": Bug(
+        "train/bags.py",
+        "there = (ids != -1)",
+        "there = (ids != 255)",
+        f"{PATHS}[bag-uint8-adagrad-auto-async-div-256]",
+    ),
+    "gradients that wait are lost with rows alone": Bug(
+        "train/row_step.py",
+        'others & update.held_back if sparse == "lazy" else others',
+        'others & frozenset() if sparse == "lazy" else others',
+        f"{PATHS}[index-uint16-multi_steps-lazy-async-mod-40]",
+    ),
+    "joined ids of two shards end with row 0": Bug(
+        "graph/rows.py",
+        "merged = jnp.full_like(rows[0], padding_of(rows[0]))",
+        "merged = jnp.zeros_like(rows[0])",
+        "tests/plan/test_rows.py::"
+        "test_padding_of_merged_ids_is_no_id_in_a_graph_and_on_a_server",
+    ),
+    "what a few steps show is all that is asked of an optimizer": Bug(
+        "train/row_update.py",
+        "if others and same[n] and n in still)",
+        "if others and same[n])",
+        "tests/train/test_still_rows.py::"
+        "test_an_optimizer_that_changes_other_rows_ever_updates_them_all"
+        "[decay that begins later than anybody tries]",
     ),
     "ids are put together as rows are": Bug(
         "plan/shard.py",

@@ -122,6 +122,17 @@ def clipping(t: Any, batch: Any) -> Any:
     return jnp.take(t, batch["ids"] * 40 - 3, axis=0, mode="clip").sum(1)
 
 
+def dropping_negative(t: Any, batch: Any) -> Any:
+    near = batch["ids"] - 20
+    far = jnp.where(batch["ids"] > 20, near, near - ROWS)
+    return jnp.take(t, far, axis=0, mode="fill", fill_value=0.5).sum(1)
+
+
+def clipping_negative(t: Any, batch: Any) -> Any:
+    far = batch["ids"] * 40 - ROWS
+    return t.at[far].get(mode="clip").sum(1)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "linen": of_linen,
     "linen in bfloat16": lambda: of_linen(jnp.bfloat16),
@@ -136,6 +147,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "vmap": lambda: of_table(mapped),
     "dropping": lambda: of_table(dropping),
     "clipping": lambda: of_table(clipping),
+    "dropping negative ids": lambda: of_table(dropping_negative),
+    "clipping negative ids": lambda: of_table(clipping_negative),
 }
 
 
