@@ -68,9 +68,9 @@ def local_ways(flow: Flow, task: Mapping[int, TaskName]) -> dict[int, int]:
 
 
 def lost_updates(flow: Flow, task: Mapping[int, TaskName]) -> list[str]:
-    """Returns a line for each task on which new values are computed from old ones.
+    """Returns a line for each task that computes new values of another's variables.
 
-    Those of variables of other tasks, which no way on their own task leads to.
+    Of those that no way on their own task leads from the old value to the new one.
     """
     anywhere, here = ways_of_updates(flow, {}), local_ways(flow, task)
     writes = {
@@ -79,22 +79,23 @@ def lost_updates(flow: Flow, task: Mapping[int, TaskName]) -> list[str]:
         for variable in op.writes
         if (anywhere.get(op.index, 0) & ~here.get(op.index, 0)) >> variable & 1
     }
-    found: dict[tuple[TaskName, str], list[str]] = {}
+    found: dict[tuple[TaskName, TaskName], tuple[list[str], str]] = {}
     for variable, write in writes.items():
+        home = task[write.index]
         between = next(
             op
             for op in flow.ops.values()
             if anywhere.get(op.index, 0) >> variable & 1
-            and task.get(op.index, task[write.index]) != task[write.index]
+            and task.get(op.index, home) != home
         )
         line = _compat.user_line(between.equation)
-        text = f"'{between.equation.primitive}' at {line} on {task[between.index]}"
-        names = found.setdefault((task[write.index], text), [])
+        first = f"'{between.equation.primitive}' at {line}"
+        names, _ = found.setdefault((home, task[between.index]), ([], first))
         names.append(flow.graph.variables[variable].name)
     return [
-        f"of steps that run at once, updates of {_names(names)} may be lost: {text} "
-        f"computes from the old value; on {home} none would be"
-        for (home, text), names in found.items()
+        f"of steps that run at once, updates of {_names(names)} may be lost: {where} "
+        f"computes them from the old values ({first}); on {home} none would be"
+        for (home, where), (names, first) in found.items()
     ]
 
 
