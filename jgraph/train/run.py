@@ -222,7 +222,7 @@ class Run:
 
         Args:
           path: a directory that does not exist yet.
-          overwrite: replace what is there.
+          overwrite: replace a checkpoint of jgraph that is there.
 
         Raises:
           CheckpointError: the directory exists, or cannot be written.

@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
+from jgraph.cluster.client import Cluster
 from jgraph.errors import CheckpointError, CheckpointForeignError
 from jgraph.runtime.manifest import FILE
 from jgraph.runtime.step_files import TEMPORARY, our_steps, steps_in
@@ -153,6 +154,20 @@ def _nnx_linear(saved: Path) -> Path:
     with ocp.StandardCheckpointer() as standard:
         standard.save(path, tree)
     return path
+
+
+def test_a_flax_checkpoint_goes_to_the_tasks_of_a_cluster(
+    saved: Path, cluster: Cluster
+) -> None:
+    model = flax_program.Nnx(nnx.Rngs(9))
+    there = Trainer(model, nnx_loss, flax_program.tx(), cluster=cluster)
+    here = of_nnx().restore(saved / "nnx_both")
+    there.restore(saved / "nnx_both")
+    for a, b in zip(here.current_values(), there.current_values(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    fit(there, 1)
+    assert there.run is not None
+    assert there.run.steps == STEPS + 1
 
 
 def test_state_of_another_optimizer_is_not_taken_in_parts(saved: Path) -> None:
