@@ -25,7 +25,7 @@ from jgraph.runtime.blocks import Blocks, as_rows
 
 FILE: Final = "jgraph_manifest.json"
 PROOF: Final = "jgraph_proof"
-"""A file with random bytes, in every checkpoint of jgraph from its beginning."""
+"""A file with random bytes: in every checkpoint of jgraph, beside Orbax's files."""
 FORMAT: Final = 2
 
 
@@ -195,7 +195,10 @@ def read_manifest(path: Path) -> Manifest:
 
 def is_ours(path: Path) -> bool:
     """Whether jgraph wrote a checkpoint, whole or not."""
-    return (path / FILE).is_file() or (path / PROOF).is_file()
+    if (path / FILE).is_file():
+        return True
+    # A directory of steps has a proof too: for the master that saves there.
+    return (path / PROOF).is_file() and (path / "_METADATA").is_file()
 
 
 def is_committed(path: Path) -> bool:

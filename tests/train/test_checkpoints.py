@@ -28,10 +28,16 @@ from jgraph.errors import (
     ConfigError,
 )
 from jgraph.runtime.manifest import read_manifest
+from jgraph.runtime.shard_files import make_proof
 from jgraph.runtime.step_files import TEMPORARY, steps_in
 from jgraph.runtime.writer_lease import newest
 from jgraph.train import checkpoint
-from jgraph.train.checkpoints import Checkpoints, CheckpointWriter, newest_good
+from jgraph.train.checkpoints import (
+    Checkpoints,
+    CheckpointWriter,
+    is_checkpoint,
+    newest_good,
+)
 from jgraph.train.saving import Saving, Snapshot
 from jgraph.train.trainer import Trainer
 from tests.train.conftest import check_kept, damage
@@ -153,6 +159,13 @@ def test_a_step_that_its_writer_deletes_meanwhile_is_not_called_damaged(
     step, manifest = newest_good(tmp_path, read)
     assert (step, manifest.step) == (2, 2)
     assert "JG-302" not in caplog.text
+
+
+def test_a_directory_that_a_master_saves_to_is_one_of_steps(tmp_path: Path) -> None:
+    filled(tmp_path, 2)
+    make_proof(tmp_path)
+    assert not is_checkpoint(tmp_path)
+    assert newest_good(tmp_path, checkpoint.verify)[0] == 2
 
 
 def test_a_step_of_another_model_is_not_put_aside(tmp_path: Path) -> None:
