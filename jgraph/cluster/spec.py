@@ -297,7 +297,8 @@ class TFConfig:
 
     Attributes:
       cluster: all tasks.
-      job: job of this task (TensorFlow's ``task.type``); None if not told.
+      job: job of this task (TensorFlow's ``task.type``); None if not told. An
+        ``evaluator`` need not be in the cluster, as TensorFlow writes it.
       task: index of this task in its job; None if not told.
     """
 
@@ -335,7 +336,9 @@ class TFConfig:
             refuse(['"cluster" must hold an object from job to addresses'], "TF_CONFIG")
         spec = ClusterSpec(cluster, source="TF_CONFIG")
         job, task = _task_of(content.get("task"))
-        if job is not None and task is not None:
+        # TensorFlow leaves the evaluator out of the cluster.
+        is_beside = job == "evaluator" and job not in spec.jobs
+        if job is not None and task is not None and not is_beside:
             spec.task_address(job, task)
         return cls(spec, job, task)
 
@@ -344,11 +347,12 @@ def _task_of(raw: Any) -> tuple[str | None, int | None]:
     if not raw:
         return None, None
     job = raw.get("type") if isinstance(raw, dict) else None
-    index = raw.get("index", 0) if isinstance(raw, dict) else None
+    index = raw.get("index") if isinstance(raw, dict) else None
     # Launchers write the index as a number or as text; TensorFlow takes both.
     if isinstance(index, str) and index.isdecimal():
         index = int(index)
-    if not isinstance(job, str) or not isinstance(index, int) or index < 0:
+    is_index = index is None or (type(index) is int and index >= 0)
+    if not isinstance(job, str) or not is_index:
         refuse(
             [f'"task" is {json.dumps(raw)}, not {{"type": "worker", "index": 0}}'],
             "TF_CONFIG",

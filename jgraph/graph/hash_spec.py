@@ -110,7 +110,8 @@ class HashSpec:
       admission: which keys come in.
       eviction: which keys go when there is no room: ``"lru"``, those not looked up for
         longest; ``"lfu"``, those looked up least often; ``"ttl"``, none: keys not
-        looked up for ``ttl`` versions go, and while there is no room no key comes in.
+        looked up in ``ttl`` versions go (within a quarter of that more), and while
+        there is no room no key comes in.
       ttl: with ``"ttl"`` only, in versions of the table.
 
     Raises:

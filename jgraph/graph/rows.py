@@ -39,6 +39,18 @@ MOST_ROWS = PAST_THE_END
 """A table of more rows has ids that int32 has no number for."""
 
 
+def id_text(number: int) -> str:
+    """Returns an id for people: in a graph it is int32, whatever it was in the data.
+
+    Example:
+      >>> id_text(7), id_text(-3), id_text(2**31 - 1)
+      ('7', '-3 (4294967293 if unsigned)', '2147483647 (or more)')
+    """
+    if number < 0:
+        return f"{number} ({number + 2**32} if unsigned)"
+    return f"{number} (or more)" if number == 2**31 - 1 else str(number)
+
+
 def may_be_ids(type_: Any) -> bool:
     """Whether values of this shape and dtype may be ids of rows.
 

@@ -312,15 +312,17 @@ class Assembler:
             )
         )
         self._note(cluster, segment, code)
-        if segment.blind:
-            self._write(builder, [(v, outs[n]) for v, n in segment.blind])
+        pairs = [(v, outs[n]) for v, n in segment.blind]
+        pairs += [(v, self._value(builder, value)) for v, value in segment.passed]
+        if pairs:
+            self._write(builder, pairs)
 
     def _note(self, cluster: Cluster, segment: Segment, code: SegmentCode) -> None:
         specs = self.cut.flow.graph.variables
         written = [
             *segment.updates,
             *(v for v, _ in segment.row_updates),
-            *(v for v, _ in segment.blind),
+            *(v for v, _ in (*segment.blind, *segment.passed)),
         ]
         self.segments.append(
             SegmentInfo(

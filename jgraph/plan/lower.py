@@ -44,6 +44,7 @@ class Segment:
       blind: (variable, position in ``outs``) of what a ``WriteNode`` is to write.
       row_updates: variables of which rows are taken and given back.
       row_reads: variables of which rows are only looked at.
+      passed: (variable, value) of what a ``WriteNode`` is to write as it came.
     """
 
     ops: tuple[Op, ...]
@@ -54,6 +55,7 @@ class Segment:
     blind: tuple[tuple[int, int], ...] = ()
     row_updates: tuple[RowAccess, ...] = ()
     row_reads: tuple[RowAccess, ...] = ()
+    passed: tuple[tuple[int, Var], ...] = ()
 
 
 def segment_of(flow: Flow, ops: Sequence[Op], needed: Sequence[Var]) -> Segment:
@@ -73,6 +75,8 @@ def segment_of(flow: Flow, ops: Sequence[Op], needed: Sequence[Var]) -> Segment:
     looked_at = {v for op in ops for v, _ in op.reads}
     written = dict.fromkeys(v for op in ops for v in op.writes)
     blind = [v for v in written if v not in read_anywhere and v not in touched]
+    passed = [op for op in ops if _passes(flow, op, ops, blind)]
+    ops = [op for op in ops if all(op is not other for other in passed)]
     by_rows = row_accesses(flow, ops)
     updates = sorted(v for v in written if v not in blind)
     reads = sorted(looked_at - set(updates))
@@ -91,7 +95,18 @@ def segment_of(flow: Flow, ops: Sequence[Op], needed: Sequence[Var]) -> Segment:
         blind=tuple(positions),
         row_updates=tuple((v, by_rows[v]) for v in updates if v in by_rows),
         row_reads=tuple((v, by_rows[v]) for v in reads if v in by_rows),
+        passed=tuple((op.writes[0], op.equation.invars[1]) for op in passed),
     )
+
+
+def _passes(flow: Flow, op: Op, ops: Sequence[Op], blind: Sequence[int]) -> bool:
+    """Whether a value from outside is written as it came: keys of rows are no int32."""
+    if not op.is_whole_write or op.writes[0] not in blind:
+        return False
+    value = op.equation.invars[1]
+    if isinstance(value, Literal) or flow.is_small_const(value):
+        return False
+    return not any(value in other.equation.outvars for other in ops)
 
 
 def _inputs(

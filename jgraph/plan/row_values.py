@@ -11,7 +11,7 @@ import numpy as np
 
 from jgraph.errors import MalformedMessageError, RowIdError
 from jgraph.graph.hash_keys import join_keys, route_keys
-from jgraph.graph.rows import NO_ID, Layout, check_row_count, padding_of
+from jgraph.graph.rows import NO_ID, Layout, check_row_count, id_text, padding_of
 from jgraph.plan.nodes import MergeNode, RouteNode, SplitNode, ValueId, ValueType
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -203,9 +203,10 @@ def _out_of_range(ids: Array, wrong: Array, rows: int, feature: str) -> RowIdErr
     count = int(np.sum(wrong))
     more = f" and {count - 1:,} more" if count > 1 else ""
     return RowIdError(
-        f"{where} has the id {int(ids[first])} at position {first}{more}, and its "
-        f"table has rows 0 to {rows - 1:,}; mend the ids, use a larger table, or take "
-        "mode='drop' for rows of zeros",
+        f"{where} has the id {id_text(int(ids[first]))} at position {first}{more}, and "
+        f"its table has rows 0 to {rows - 1:,}; mend the ids, use a larger table, or "
+        "let such ids have no row: jnp.take(table, ids, axis=0, mode='fill', "
+        "fill_value=0)",
         feature=feature,
         id=int(ids[first]),
         rows=rows,

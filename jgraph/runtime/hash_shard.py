@@ -286,7 +286,7 @@ class HashShard:
             return
         self._swept = self.version
         used = self._used[: self._index.high]
-        gone = np.flatnonzero((used > _NO_ROW) & (used <= self.version - ttl))
+        gone = np.flatnonzero((used > _NO_ROW) & (used < self.version - ttl))
         self.counts.expired += len(gone)
         self._give_up(gone.astype(np.int32))
 

@@ -9,7 +9,7 @@ import numpy as np
 from jgraph.coordination.finite import not_finite
 from jgraph.errors import JGError, RowIdError
 from jgraph.graph.ir import Graph
-from jgraph.graph.rows import NO_ID
+from jgraph.graph.rows import NO_ID, id_text
 from jgraph.runtime.data import Array
 from jgraph.train.checks import BAD_IDS, FINITE
 from jgraph.train.runner import Chunk
@@ -61,11 +61,11 @@ class Checks:
         column = int(np.argmax(ids != NO_ID))
         feature, table, rows = self.lookups[column]
         return RowIdError(
-            f"{feature} has the id {ids[column]} at step {step}, and {table} has "
-            f"{rows} rows, 0 to {rows - 1}; this update was not applied, and the run "
-            "ends with those before it. Mend the data or enlarge the table, or let "
-            "such ids have no row: jnp.take(table, ids, axis=0, mode='fill', "
-            "fill_value=0)",
+            f"{feature} has the id {id_text(int(ids[column]))} at step {step}, and "
+            f"{table} has {rows} rows, 0 to {rows - 1}; this update was not applied, "
+            "and the run ends with those before it. Mend the data or enlarge the "
+            "table, or let such ids have no row: jnp.take(table, ids, axis=0, "
+            "mode='fill', fill_value=0)",
             feature=feature,
             id=int(ids[column]),
         )

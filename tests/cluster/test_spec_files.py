@@ -107,7 +107,9 @@ def test_tf_config_gives_the_cluster_and_the_task(
     ("task", "expected"),
     [
         ('{"type": "ps", "index": "0"}', ("ps", 0)),
-        ('{"type": "ps"}', ("ps", 0)),
+        ('{"type": "ps"}', ("ps", None)),
+        ('{"type": "evaluator", "index": 0}', ("evaluator", 0)),
+        ('{"type": "evaluator"}', ("evaluator", None)),
         ("{}", (None, None)),
         ("null", (None, None)),
     ],
@@ -130,6 +132,7 @@ def test_tf_config_task_is_read_as_tensorflow_reads_it(
         ('{"cluster": {"ps": ["a:1"]}, "task": 3}', '"task" is 3, not'),
         ('{"cluster": {"ps": ["a:1"]}, "task": {"index": 1}}', '"task" is {"index"'),
         ('{"cluster": {"ps": ["a:1"]}, "task": {"type":"ps","index":-1}}', '"task" is'),
+        ('{"cluster": {"ps": ["a:1"]}, "task": {"type":"ps","index":true}}', '"task"'),
     ],
 )
 def test_a_wrong_tf_config_is_refused(text: str, message: str) -> None:

@@ -17,11 +17,13 @@ from jgraph.errors import CheckpointError, ConfigError, DataError
 from jgraph.graph.hash_keys import shard_of
 from jgraph.graph.hash_spec import Column, Initial
 from jgraph.graph.ir import TaskName
+from jgraph.plan.nodes import ContributeNode
 from jgraph.runtime.hash_rows import initial_rows
 from jgraph.train.adapters import adapt
 from jgraph.train.arrange import Arrangement
 from jgraph.train.hash_step import slot_columns
 from jgraph.train.step import TrainStep
+from tests.cluster.conftest import connected
 
 DIM, BATCH, BAG = 3, 8, 2
 RATE = 0.5
@@ -288,3 +290,38 @@ def test_large_ids_name_the_way_to_give_them() -> None:
     given = {"ids": data(0)["keys"], "y": data(0)["y"]}
     with pytest.raises(DataError, match=r"for a jg.HashTable give jg.split_keys\("):
         one.fit(given, steps=1, batch_size=BATCH, progress=False)
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "int8"])
+def test_synchronous_step_with_narrow_gradients_has_whole_keys(narrow: Any) -> None:
+    with connected(ps=2, worker=2) as two:
+        models = []
+        for dtype in (None, narrow):
+            one = jg.Trainer(
+                Model(),
+                loss,
+                optax.sgd(0.1),
+                cluster=two,
+                strategy=jg.SyncPS(gradient_dtype=dtype),
+            )
+            fit(one, data(0), steps=3)
+            models.append(one.model())
+    exact, rounded = (
+        dict(zip(m.ads.keys().tolist(), m.ads.rows[...][1:], strict=True))
+        for m in models
+    )
+    assert set(exact) == set(rounded) == set(data(0)["keys"].reshape(-1).tolist())
+    for key, row in exact.items():
+        np.testing.assert_allclose(rounded[key], row, atol=0.02)
+
+
+def test_ids_that_are_written_as_they_came_pass_no_segment() -> None:
+    with connected(ps=1, worker=1) as one:
+        strategy = jg.SyncPS(gradient_dtype="bfloat16")
+        trained = jg.Trainer(
+            Model(), loss, optax.sgd(0.1), cluster=one, strategy=strategy
+        )
+        planned = trained.plan(batch_of(data(0)), batch_size=BATCH)
+    (part,) = [p for p in planned.program.partitions if "ps" in p.task]
+    (node,) = [n for n in part.nodes if isinstance(n, ContributeNode)]
+    assert "int64" in {part.values[v].dtype for v in node.values}

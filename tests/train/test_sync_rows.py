@@ -160,7 +160,11 @@ def test_bad_ids_end_the_run_and_change_nothing(
     ids = data["ids"]
     for bad, error, message in [
         (np.full_like(ids, ROWS), RowIdError, rf"batch\['ids'\].* has the id {ROWS}"),
-        (np.full_like(ids, -1), RowIdError, r"batch\['ids'\].* has the id -1 at"),
+        (
+            np.full_like(ids, -1),
+            RowIdError,
+            r"batch\['ids'\].* has the id -1 \(4294967295 if unsigned\) at",
+        ),
         (ids.astype(np.float32), DataError, r"ids.*float32"),
     ]:
         with pytest.raises(error, match=message) as e:
