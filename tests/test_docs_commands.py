@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import typer
 from flax import nnx
@@ -88,6 +90,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     trainer = jg.Trainer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx_loss, optax.sgd(0.1))
     saved = jg.Checkpoints("runs/mlp", every=2)
     trainer.fit(data(), steps=6, batch_size=8, progress=False, checkpoint=saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "flax_run", {"params": {"w": np.zeros(3)}})
     yield tmp_path
     if find("default") is not None:
         with pytest.raises(SystemExit):
