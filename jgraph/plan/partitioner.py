@@ -28,7 +28,7 @@ class ShardCounter:
 
     Attributes:
       call: what made it.
-      axis: which axis is cut.
+      axis: which axis is cut, a negative one from the end.
       shards: number of shards, given shape and dtype.
     """
 
@@ -39,7 +39,7 @@ class ShardCounter:
     def __call__(self, shape: Sequence[int], dtype: Any) -> list[int]:
         """Returns the number of shards per axis."""
         counts = [1] * len(shape)
-        if self.axis < len(shape) and shape[self.axis] > 0:
+        if -len(shape) <= self.axis < len(shape) and shape[self.axis] > 0:
             counts[self.axis] = self.shards(shape, dtype)
         return counts
 
@@ -55,17 +55,18 @@ def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
 
     Args:
       num_shards: how many.
-      axis: which axis is cut; a variable without it stays whole.
+      axis: which axis is cut, a negative one from the end; a variable without it stays
+        whole.
 
     Raises:
-      ShardingError: a number below 1, or a negative axis.
+      ShardingError: a number below 1.
 
     Example:
       >>> import jax.numpy as jnp
       >>> fixed_size_partitioner(2)((10, 3), jnp.float32)
       [2, 1]
     """
-    _check(axis, num_shards=num_shards)
+    _check(num_shards=num_shards)
 
     return ShardCounter(
         f"fixed_size_partitioner({num_shards}, axis={axis})",
@@ -83,11 +84,12 @@ def variable_axis_size_partitioner(
 
     Args:
       max_shard_bytes: bytes of a shard.
-      axis: which axis is cut; a variable without it stays whole.
+      axis: which axis is cut, a negative one from the end; a variable without it stays
+        whole.
       max_shards: how many shards at most; any number if unset.
 
     Raises:
-      ShardingError: a number below 1, or a negative axis.
+      ShardingError: a number below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -97,7 +99,7 @@ def variable_axis_size_partitioner(
       [2, 1]
     """
     limits = {} if max_shards is None else {"max_shards": max_shards}
-    _check(axis, max_shard_bytes=max_shard_bytes, **limits)
+    _check(max_shard_bytes=max_shard_bytes, **limits)
 
     def shards(shape: Sequence[int], dtype: Any) -> int:
         size = shape[axis]
@@ -118,18 +120,19 @@ def min_max_variable_partitioner(
 
     Args:
       max_partitions: how many shards at most.
-      axis: which axis is cut; a variable without it stays whole.
+      axis: which axis is cut, a negative one from the end; a variable without it stays
+        whole.
       min_slice_size: bytes that a shard should have at least.
 
     Raises:
-      ShardingError: a number below 1, or a negative axis.
+      ShardingError: a number below 1.
 
     Example:
       >>> import jax.numpy as jnp
       >>> min_max_variable_partitioner(8)((1000, 256), jnp.float32)
       [4, 1]
     """
-    _check(axis, max_partitions=max_partitions, min_slice_size=min_slice_size)
+    _check(max_partitions=max_partitions, min_slice_size=min_slice_size)
 
     def shards(shape: Sequence[int], dtype: Any) -> int:
         wanted = math.ceil(array_nbytes(shape, dtype) / min_slice_size)
@@ -139,11 +142,7 @@ def min_max_variable_partitioner(
     return ShardCounter(f"{call}={min_slice_size})", axis, shards)
 
 
-def _check(axis: int, **numbers: int) -> None:
+def _check(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise ShardingError(f"{name} is {number}; it must be at least 1")
-    if axis < 0:
-        raise ShardingError(
-            f"axis is {axis}; count from the front: 0 is the axis of the rows"
-        )

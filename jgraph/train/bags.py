@@ -18,6 +18,7 @@ def embedding_bag(
     weights: jax.Array | None = None,
     *,
     combiner: Literal["sum", "mean", "sqrtn"] = "mean",
+    max_norm: float | None = None,
 ) -> jax.Array:
     """Returns the combined rows of each bag of ids.
 
@@ -33,12 +34,15 @@ def embedding_bag(
         weight below 0 do not count.
       combiner: ``"sum"`` of the rows times their weights; ``"mean"``: divided by the
         sum of the weights; ``"sqrtn"``: by the root of the sum of their squares.
+      max_norm: rows of a larger norm are scaled to it before they are combined; the
+        table stays as it is.
 
     Returns:
       float[…, *table.shape[1:]], of the table's dtype.
 
     Raises:
-      ConfigError: another combiner, or shapes or dtypes that do not fit.
+      ConfigError: another combiner, a ``max_norm`` that is not above 0, or shapes or
+        dtypes that do not fit.
 
     Example:
       >>> table = jnp.array([[1.0], [2.0], [4.0]])
@@ -52,6 +56,8 @@ def embedding_bag(
         raise ConfigError(
             f"ids are {ids.dtype}{list(ids.shape)}; a bag is an array of whole numbers"
         )
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(f"max_norm is {max_norm}; it is a number above 0, or None")
     if weights is None:
         weights = jnp.ones(ids.shape, table.dtype)
     if weights.shape != ids.shape:
@@ -66,6 +72,8 @@ def embedding_bag(
     rows = jnp.take(table, jnp.where(there, ids, NO_ID), axis=0)
     wide = (..., *[None] * (table.ndim - 1))
     rows = jnp.where(there[wide], rows, 0)
+    if max_norm is not None:
+        rows = _clipped(rows, ids.ndim, max_norm)
     weights = jnp.where(there, weights, 0)
     total = (rows * weights[wide]).sum(ids.ndim - 1)
     if combiner == "sum":
@@ -77,3 +85,12 @@ def embedding_bag(
         squares = (weights**2).sum(-1)
         divisor = jnp.sqrt(jnp.where(squares > 0, squares, 1))
     return total / jnp.where(there.any(-1), divisor, 1)[wide]
+
+
+def _clipped(rows: jax.Array, first: int, most: float) -> jax.Array:
+    """Returns rows, those of a norm over ``most`` scaled to it."""
+    axes = tuple(range(first, rows.ndim))
+    squares = (rows**2).sum(axes, keepdims=True)
+    # The root has no derivative at 0, and a short row is not scaled.
+    norms = jnp.sqrt(jnp.where(squares > most**2, squares, most**2))
+    return rows * (most / norms).astype(rows.dtype)

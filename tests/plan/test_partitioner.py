@@ -93,7 +93,7 @@ def test_partitioners_keep_their_limits(
     "make",
     [
         lambda: fixed_size_partitioner(0),
-        lambda: fixed_size_partitioner(2, axis=-1),
+        lambda: fixed_size_partitioner(0, axis=-1),
         lambda: variable_axis_size_partitioner(0),
         lambda: variable_axis_size_partitioner(8, max_shards=0),
         lambda: min_max_variable_partitioner(max_partitions=0),
@@ -103,3 +103,21 @@ def test_partitioners_keep_their_limits(
 def test_limits_that_cannot_be_are_refused(make: Any) -> None:
     with pytest.raises(ShardingError):
         make()
+
+
+@pytest.mark.parametrize("axis", [-1, -2, -3])
+def test_negative_axis_counts_from_the_end(axis: int) -> None:
+    """As TensorFlow's, which index the list of sizes with it."""
+    shape = (4, 6)
+    made = [
+        fixed_size_partitioner(2, axis),
+        variable_axis_size_partitioner(24, axis),
+        min_max_variable_partitioner(2, axis, min_slice_size=8),
+    ]
+    for partitioner in made:
+        shards = partitioner(shape, F32)
+        if axis == -3:
+            assert shards == [1, 1]
+        else:
+            assert shards[axis] > 1
+            assert shards[axis + 1] == 1

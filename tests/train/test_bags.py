@@ -164,3 +164,22 @@ def test_bad_bags_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         embedding_bag(jnp.asarray(TABLE), ids, weights, combiner=combiner)
+
+
+def test_rows_of_a_bag_are_clipped_to_a_norm_before_they_are_combined() -> None:
+    """The rule of ``tf.nn.embedding_lookup(max_norm=)``."""
+    table = np.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]], np.float32)
+    ids = jnp.array([[0, 1], [2, -1], [0, 0]])
+    bags = embedding_bag(jnp.array(table), ids, combiner="sum", max_norm=1.0)
+    due = [[0.6 + 0.3, 0.8 + 0.4], [0.0, 0.0], [1.2, 1.6]]
+    np.testing.assert_allclose(bags, due, rtol=1e-6)
+    gradient = jax.grad(
+        lambda t: embedding_bag(t, ids, combiner="sum", max_norm=1.0).sum()
+    )(jnp.array(table))
+    assert np.isfinite(gradient).all()
+    np.testing.assert_allclose(gradient[1:], [[1, 1], [1, 1]], rtol=1e-6)
+
+
+def test_norm_that_no_row_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_norm is 0; it is a number above 0"):
+        embedding_bag(jnp.ones((2, 2)), jnp.array([[0]]), max_norm=0)
