@@ -107,6 +107,8 @@ def _named_shape(text: str, feed: Feed, scope: Any, title: str) -> tuple[Any, ..
         shape = tuple(jax.export.symbolic_shape(text, scope=scope, like=given))
     except ValueError as error:
         shape, reason = (), f": {str(error).splitlines()[0]}"
+    except IndexError:  # of _ where there is no such dimension
+        shape, reason = (), ": it has more dimensions"
     else:
         reason = ""
     fits = len(shape) == len(given) and all(

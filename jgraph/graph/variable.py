@@ -183,12 +183,18 @@ class Variable:
             return self.spec.sharding.part(self.init(), number)
 
     def __getitem__(self, index: Any) -> Any:
+        if _has_symbolic_size(index):
+            return self._ref()[...][index]
         return self._ref()[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         ref = self._ref()
         try:
-            ref[index] = self.typed(value, index)
+            value = self.typed(value, index)
+            if _has_symbolic_size(index):
+                ref[...] = _with_rows(ref[...], index, value)
+            else:
+                ref[index] = value
         except (TypeError, ValueError) as error:
             place = "..." if index is Ellipsis else index
             raise VariableMismatchError(
@@ -279,6 +285,23 @@ def colocate_with(variable: Variable) -> AbstractContextManager[None]:
     if variable.device.task_name is not None:
         return device_scope(variable.device)
     return device_scope(DeviceSpec(beside=quote(variable.name, safe="")))
+
+
+def _has_symbolic_size(index: Any) -> bool:
+    """Whether an index holds an array of a size that is a name.
+
+    JAX indexes arrays with those, and no Refs.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    sizes = (size for part in parts for size in getattr(part, "shape", ()))
+    return any(map(_compat.is_symbolic, sizes))
+
+
+def _with_rows(whole: jax.Array, index: Any, value: Any) -> jax.Array:
+    value = jnp.asarray(value)
+    if value.dtype != whole.dtype:
+        raise TypeError(f"{value.dtype} is not {whole.dtype}")
+    return whole.at[index].set(value)
 
 
 def _type_text(value: Any) -> str:
