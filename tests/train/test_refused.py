@@ -111,7 +111,7 @@ def test_wrong_argument_of_a_trainer_is_named(
         ({"batch_size": 0}, ConfigError, "batch_size is 0"),
         ({"batch_size": 8.0}, ConfigError, "batch_size is 8.0"),
         ({"batch_size": 41}, DataError, "batch_size is 41, but the data has only 40"),
-        ({"eval_data": "x"}, DataError, "eval_data is a str"),
+        ({"eval_data": "x"}, DataError, "eval_data is the text 'x'"),
         ({"checkpoint": "run"}, ConfigError, r"is 'run'; give jg\.Checkpoints\('runs"),
     ],
 )
