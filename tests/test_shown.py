@@ -25,6 +25,7 @@ from jgraph.errors import FeedError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.cost_model import CostModel, Link, TaskSpeed
 from jgraph.train.cell import CellView
+from jgraph.train.flax_checkpoints import Imported
 from jgraph.train.progress import Report
 from jgraph.train.standing import WorkerStanding
 from tests.test_public import PUBLIC
@@ -165,6 +166,7 @@ def made() -> Iterator[dict[str, Any]]:
         ),
         "Graph.show": graph.show(),
         "Pipeline.schedule": pipe.schedule,
+        "Trainer.imported": Imported(Path(EVIL), {EVIL: EVIL}, (EVIL,), (EVIL,)),
         "a run in a cell": CellView(
             Report(
                 *(30, 100, 1.0, 10.0, 320.0, {EVIL: 0.25}),
@@ -208,6 +210,7 @@ SHOWN = [
         "Cluster.runs",
         "Graph.show",
         "Pipeline.schedule",
+        "Trainer.imported",
         "auto.report",
         "a run in a cell",
     ),

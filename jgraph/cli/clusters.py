@@ -46,9 +46,12 @@ def doctor(
     if links:
         from jgraph.cluster.client import connect
         from jgraph.cluster.measuring import measure
+        from jgraph.cluster.visit import visiting
 
         where = target_of(target, name)
         files = {"tls": tls_dir, "token_file": token_file}
+        with visiting(where, timeout_s=timeout, **files) as visit:
+            visit.status()  # where nothing listens, connect would wait for it
         with connect(where, timeout_s=min(30, timeout), **files) as running:
             model = measure(running, timeout_s=timeout)
         say(model.to_dict(), str(model), as_json=as_json)

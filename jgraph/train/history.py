@@ -84,13 +84,11 @@ class History:
 
         These may be more than there are metrics of: a worker tells of its steps now and
         then, and may be lost before. Or fewer: it tells of what it has computed, and a
-        ps that is lost may not have applied that. The newest metrics then go.
+        ps that is lost may not have applied that. Which of the metrics these are nobody
+        knows; all stay.
         """
         with self._lock:
             stretch = self._stretches[-1]
-            if steps < stretch.first + self._count:
-                self._stretches[-1] = stretch = stretch.until(max(steps, stretch.first))
-                self._count = sum(map(len, stretch.chunks))
             self._untold = steps - stretch.first - self._count
 
     def add(self, chunk: Chunk) -> None:

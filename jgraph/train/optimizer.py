@@ -41,7 +41,9 @@ class CalledOptimizer:
 
     Example:
       >>> tx = CalledOptimizer(optax.sgd(0.5))
-      >>> updates, _ = tx.update(1.0, tx.init(0.0), 0.0, value=jnp.float32(2.0))
+      >>> params, gradient = jnp.array(0.0), jnp.array(1.0)
+      >>> state = tx.init(params)
+      >>> updates, _ = tx.update(gradient, state, params, value=jnp.array(2.0))
       >>> float(updates)
       -0.5
     """

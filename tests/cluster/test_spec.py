@@ -127,7 +127,8 @@ def test_address_takes_any_device_string_of_the_task() -> None:
         (lambda s: s.address("/job:ps/task:7"), "no task 7; its tasks are 0, 1"),
         (lambda s: s.address("/job:ps"), "does not name one task"),
         (lambda s: s.address(""), "does not name one task"),
-        (lambda s: s.address("ps:0"), "one task of this cluster, which has /job:"),
+        (lambda s: s.address("ps"), "one task of this cluster, which has /job:"),
+        (lambda s: s.address("ps:7"), "no task 7; its tasks are 0, 1"),
         (lambda s: s.address(3), "3 does not name one task"),
         (
             lambda s: ClusterSpec({"ps": [f"a:{n}" for n in range(1, 100)]}).address(

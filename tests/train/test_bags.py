@@ -137,7 +137,7 @@ def test_a_negative_id_of_a_lookup_is_an_error_whatever_its_dtype(
     ids = np.array([1, 2, -3, 0], dtype)
     variables = Table(rows=100).init(jax.random.key(0), ids)
     trainer = Trainer(Table(rows=100), lookup, optax.sgd(0.1), variables=variables)
-    with pytest.raises(RowIdError, match="the id -3 at step 0"):
+    with pytest.raises(RowIdError, match=r"the id -3 .*at step 0"):
         trainer.fit({"ids": ids, "y": DATA["y"]}, steps=1, batch_size=4, progress=False)
 
 
@@ -147,7 +147,7 @@ def test_other_ids_without_a_row_are_errors(bad: int) -> None:
     ids[3, 0] = bad
     variables = Table().init(jax.random.key(0), IDS)
     trainer = Trainer(Table(), loss, optax.sgd(0.1), variables=variables)
-    with pytest.raises(RowIdError, match=f"the id {bad} at step 0"):
+    with pytest.raises(RowIdError, match=rf"the id {bad} .*at step 0"):
         trainer.fit({**DATA, "ids": ids}, steps=1, batch_size=4, progress=False)
 
 

