@@ -191,7 +191,16 @@ def test_row_17_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
             yield encoded(HELLO)[n : n + 1]
             await asyncio.sleep(0.05)
 
-    error = talk(served.servers.server(WORKER).address, drip(), method)
+    def answer() -> JGError:
+        return talk(served.servers.server(WORKER).address, drip(), method)
+
+    try:
+        error = answer()
+    except grpc.aio.AioRpcError as lost:
+        # A write to a stream that has just ended: grpc.aio loses how it ended.
+        if lost.code() is not grpc.StatusCode.INTERNAL:
+            raise
+        error = answer()
     assert error.code == "JG-401"
     assert "did not arrive in time" in error.message
 

@@ -125,6 +125,10 @@ def test_grpc_server_of_somebody_else_is_said(
         other = HealthServer()
         address = f"127.0.0.1:{await other.start('127.0.0.1:0')}"
         error = await ask(address)
+        for _ in range(2):
+            # A write to a stream that has just ended: grpc.aio loses how it ended.
+            if "(internal)" in error.message:
+                error = await ask(address)
         await other.close()
         assert isinstance(error, ClusterUnreachableError)
         assert "not a jgraph server" in error.message
