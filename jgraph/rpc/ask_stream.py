@@ -12,7 +12,7 @@ from jgraph.errors import JGError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.codec import Buffer, encode, pack
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.dial import SHUTTING_DOWN, is_cancelled
+from jgraph.rpc.dial import SHUTTING_DOWN, is_cancelled, lost_its_end, unanswered
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.local_socket import LAST_WORDS_S, LocalSocket, connect, end_late
 from jgraph.rpc.outbox import Outbox
@@ -22,7 +22,6 @@ from jgraph.rpc.transport import Address, Frame
 ACK_FRAMES: Final = 64
 ACK_BYTES: Final = 64 << 10
 """After so many frames or bytes the other side is told that they arrived."""
-_BROKEN: Final = frozenset({grpc.StatusCode.UNAVAILABLE, None})
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
@@ -58,12 +57,10 @@ class Ended:
     """Why a stream of calls ended.
 
     Attributes:
-      code: what gRPC says, if that is it.
-      error: what was wrong with it, if it is that.
+      error: what was wrong with it, if it did not just break.
       may_resume: it broke, and both sides know where to go on.
     """
 
-    code: grpc.StatusCode | None = None
     error: JGError | None = None
     may_resume: bool = False
 
@@ -139,7 +136,7 @@ class AskStream:
             # gRPC raises it as well when the other side cancels, i.e. shuts down.
             if is_cancelled():
                 raise
-            return self._broke(None, "")
+            return self._broke(grpc.StatusCode.CANCELLED, "")
         finally:
             self._stream.cancel()
             sending.cancel()
@@ -157,13 +154,16 @@ class AskStream:
                 await self._stream.done_writing()
                 await self._stream.code()
 
-    def _broke(self, code: grpc.StatusCode | None, details: str) -> Ended:
+    def _broke(self, code: grpc.StatusCode, details: str) -> Ended:
         if isinstance(self._refused, JGError):
             return Ended(error=self._refused)
+        is_new = not (self.was_accepted or self._resumes)
+        is_known = is_new and not lost_its_end(code, details)
+        if is_known and (error := unanswered(code, self._address)) is not None:
+            return Ended(error=error)
         # Before the server has answered, nothing was sent that it could have taken.
-        broke = self.was_accepted or self._resumes or code in _BROKEN
-        known = broke and self._socket is None and details != SHUTTING_DOWN
-        return Ended(code=code, may_resume=known)
+        may_resume = self._socket is None and details != SHUTTING_DOWN
+        return Ended(may_resume=may_resume)
 
     def _end_failed(self, sending: "asyncio.Task[None]") -> None:
         """Ends the stream if sending failed; whoever reads the stream says so."""

@@ -20,7 +20,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.ask_stream import AskStream, Conversation, Ended, Stream
 from jgraph.rpc.codec import Prepared, encode, prepare
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.dial import call_error, deadline_error, lost_call
+from jgraph.rpc.dial import deadline_error, lost_call
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.resuming import RESUME_S, is_worth_a_try
 from jgraph.rpc.serving import ROOM_METHOD
@@ -169,8 +169,6 @@ class AskLine:
     def _error(self, method: str, ended: Ended) -> JGError:
         if ended.error is not None:
             return ended.error
-        if ended.code is not None:
-            return call_error(ended.code, method, self._address, 0.0)
         return lost_call(method, self._address, self._closing)
 
     def _forget(self, number: int, *, was_answered: bool) -> None:

@@ -270,32 +270,46 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def call_error(
-    code: grpc.StatusCode, method: str, address: Address, timeout_s: float
-) -> JGError:
-    """Returns what the gRPC status of a failed call means."""
-    where = {"method": method, "address": address}
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return deadline_error(method, address, timeout_s)
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return ClusterUnreachableError(
-            f"a gRPC server answers at {address}, but it is not a jgraph server; check "
-            f"the port",
-            **where,
-        )
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return ClusterUnreachableError(
-            f"the server at {address} has too many calls at once and refused "
-            f"'{method}'; try again later",
-            **where,
-        )
+def lost_its_end(code: grpc.StatusCode, details: str) -> bool:
+    """Whether a stream is over, and grpc.aio does not know why.
+
+    So it is if a write meets the end of the stream. What matters is known to whoever
+    asks again.
+
+    Example:
+      >>> lost_its_end(grpc.StatusCode.INTERNAL, "Internal error from Core")
+      True
+    """
+    return code is grpc.StatusCode.INTERNAL and details == "Internal error from Core"
+
+
+def unanswered(
+    code: grpc.StatusCode, address: Address, task: str = ""
+) -> ClusterUnreachableError | None:
+    """Returns why a stream ended before the other side said who it is.
+
+    Args:
+      code: how it ended.
+      address: where the other side is.
+      task: which task should be there.
+
+    Returns:
+      None if the connection broke, or the server is shutting down.
+    """
     if code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}:
-        return lost_call(method, address)
-    return ClusterUnreachableError(
-        f"{address} does not answer '{method}' as a jgraph server does ({code.name}); "
-        f"check the port",
-        **where,
-    )
+        return None
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        message = (
+            f"the server at {address} has too many calls at once and refused another; "
+            f"try again later"
+        )
+    else:
+        where = task and f" where {task} should be"
+        message = (
+            f"a gRPC server answers at {address}{where}, but it is not a jgraph server "
+            f"({code.name}); check the port"
+        )
+    return ClusterUnreachableError(message, address=address, task=task)
 
 
 def lost_call(

@@ -98,7 +98,7 @@ class ExchangeLink:
           JGError: why the other side ended the stream.
         """
         lost: JGError | None = None
-        until = 0.0
+        until = self._out.now() + RESUME_S
         try:
             while True:
                 try:
@@ -108,7 +108,8 @@ class ExchangeLink:
                         until = self._out.now() + RESUME_S
                     lost = interrupted.error
                 except (AddressError, ClusterUnreachableError):
-                    if lost is None:  # names may be unknown for a moment as well
+                    # Later a name may be unknown for a moment as well.
+                    if not self._out.incarnation:
                         raise
                 if not await is_worth_a_try(self.address, until, self._out.now):
                     raise lost

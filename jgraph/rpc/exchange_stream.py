@@ -20,7 +20,13 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.backlog import Backlog
 from jgraph.rpc.codec import Encoded, Packer, Prepared, encode, pack
 from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.dial import SHUTTING_DOWN, ended_link, is_cancelled
+from jgraph.rpc.dial import (
+    SHUTTING_DOWN,
+    ended_link,
+    is_cancelled,
+    lost_its_end,
+    unanswered,
+)
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.lending import SHARED_FRAME_BYTES, lend
 from jgraph.rpc.local_socket import LocalSocket, connect, end_late
@@ -58,7 +64,7 @@ def check_protocol(ours: pb.Hello, theirs: pb.Hello, who: str) -> None:
 
 
 class Interrupted(Exception):  # noqa: N818  # perhaps it goes on
-    """A stream broke that the other side had accepted; it may be resumed.
+    """A stream broke, and another may go on; nothing was lost on it.
 
     Attributes:
       error: what it is if it cannot be.
@@ -312,17 +318,17 @@ class ExchangeStream:
 
     def _lost(self, code: grpc.StatusCode, details: str) -> Exception:
         out = self._out
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return ClusterUnreachableError(
-                f"a gRPC server answers at {out.address} where {out.peer} should "
-                f"be, but it is not a jgraph server; check the port",
-                task=out.peer,
-                address=out.address,
-            )
-        error = ended_link(out.peer, out.address, code.name.lower())
-        if not (self._may_resume or self._resumes) or details == SHUTTING_DOWN:
+        was_accepted = self._theirs.done()
+        is_new = not (was_accepted or self._resumes)
+        error: JGError = ended_link(out.peer, out.address, code.name.lower())
+        if is_new and not lost_its_end(code, details):
+            return unanswered(code, out.address, out.peer) or error
+        # Nothing leaves before the other side has said who it is.
+        if not (self._may_resume or self._resumes or is_new):
             return error
-        return Interrupted(error, was_accepted=self._theirs.done())
+        if details == SHUTTING_DOWN:
+            return error
+        return Interrupted(error, was_accepted=was_accepted)
 
 
 def _refuse(data: memoryview) -> None:

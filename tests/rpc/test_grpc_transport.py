@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -125,13 +126,72 @@ def test_grpc_server_of_somebody_else_is_said(
         other = HealthServer()
         address = f"127.0.0.1:{await other.start('127.0.0.1:0')}"
         error = await ask(address)
-        for _ in range(2):
-            # A write to a stream that has just ended: grpc.aio loses how it ended.
-            if "(internal)" in error.message:
-                error = await ask(address)
         await other.close()
         assert isinstance(error, ClusterUnreachableError)
         assert "not a jgraph server" in error.message
+
+    run_async(main())
+
+
+@asynccontextmanager
+async def ends_every_stream(
+    *ends: tuple[grpc.StatusCode, str],
+) -> AsyncIterator[Address]:
+    """A gRPC server that ends each stream as told, the last way over and over."""
+    left = list(ends)
+
+    async def end(_: AsyncIterator[bytes], context: Any) -> None:
+        await context.abort(*(left.pop(0) if len(left) > 1 else left[0]))
+
+    handler = grpc.stream_stream_rpc_method_handler(end)
+    service, methods = "jgraph.v1.Task", dict.fromkeys(("Asks", "Exchange"), handler)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, methods),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+NOT_OURS = [
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+]
+
+
+@pytest.mark.parametrize("code", NOT_OURS, ids=lambda code: code.name)
+@pytest.mark.parametrize("ask", [call_error, post_error])
+def test_stream_that_ends_before_a_hello_is_not_of_a_jgraph_server(
+    ask: Callable[[Address], Awaitable[JGError]], code: grpc.StatusCode
+) -> None:
+    """As where a proxy or a web server answers instead of gRPC."""
+
+    async def main() -> None:
+        async with ends_every_stream((code, "somebody else")) as address:
+            error = await ask(address)
+        assert isinstance(error, ClusterUnreachableError)
+        assert f"not a jgraph server ({code.name}); check the port" in error.message
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("ask", [call_error, post_error])
+def test_stream_whose_end_grpc_lost_is_opened_again(
+    ask: Callable[[Address], Awaitable[JGError]],
+) -> None:
+    lost = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+    told = (grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+    async def main() -> None:
+        async with ends_every_stream(lost, told) as address:
+            error = await ask(address)
+        assert "not a jgraph server (UNIMPLEMENTED)" in error.message
 
     run_async(main())
 
