@@ -1,20 +1,24 @@
 """The doctor: can this machine run jgraph, and is a cluster there?"""
 
+import asyncio
 import contextlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import socket
 import sysconfig
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from jgraph.errors import JGError
 from jgraph.graph import markup
 from jgraph.runtime.cost import available_cores
+
+if TYPE_CHECKING:
+    from jgraph.rpc.tls import Identity
 
 State: TypeAlias = Literal["ok", "note", "problem"]
 _MARKS: dict[State, str] = {"ok": "✓", "note": "!", "problem": "✗"}
@@ -71,11 +75,16 @@ class Report:
         return markup.lines(str(self))
 
 
-def doctor(cluster: str | os.PathLike[str] | None = None) -> Report:
+def doctor(
+    cluster: str | os.PathLike[str] | None = None,
+    tls: str | os.PathLike[str] | None = None,
+) -> Report:
     """Checks this machine, and the cluster of a file if one is named.
 
     Args:
       cluster: path of a cluster file; each of its tasks is dialled once.
+      tls: directory that ``jgraph certs`` wrote; that of the file unless given. Each
+        task is then asked whether both sides take the other's certificate.
 
     Returns:
       A report that prints as one line per check. Nothing is changed on the machine.
@@ -87,7 +96,7 @@ def doctor(cluster: str | os.PathLike[str] | None = None) -> Report:
     """
     findings = [finding for check in _CHECKS for finding in _run(check)]
     if cluster is not None:
-        findings += _check_cluster(os.fspath(cluster))
+        findings += _check_cluster(Path(cluster), Path(tls) if tls else None)
     return Report(tuple(findings))
 
 
@@ -170,16 +179,15 @@ def _check_proxies() -> Iterator[Finding]:
 
 
 def _check_shared_memory() -> Iterator[Finding]:
-    if not os.path.isdir("/dev/shm"):
-        text = "no /dev/shm; tasks of one host will talk through sockets"
-        yield Finding("shared memory", "note", text)
-        return
-    free = shutil.disk_usage("/dev/shm").free
-    text = f"/dev/shm has {free / 2**20:.0f} MiB free"
-    if free < 64 * 2**20:
-        yield Finding("shared memory", "note", text, "docker run --shm-size=1g …")
+    from jgraph.rpc.memory_files import MemoryFile
+
+    try:
+        MemoryFile(1 << 20, b"").close()
+    except OSError as error:
+        text = "tasks of one host will talk through gRPC alone, which is slower"
+        yield Finding("shared memory", "note", f"{text} ({error.strerror or error})")
     else:
-        yield Finding("shared memory", "ok", text)
+        yield Finding("shared memory", "ok", "tasks of one host can share tensors")
 
 
 def _check_export() -> Iterator[Finding]:
@@ -209,8 +217,9 @@ _CHECKS: tuple[Check, ...] = (
 )
 
 
-def _check_cluster(path: str) -> list[Finding]:
+def _check_cluster(path: Path, tls: Path | None) -> list[Finding]:
     from jgraph.cluster.spec import ClusterSpec
+    from jgraph.cluster.transport_choice import tls_directory_in
 
     try:
         spec = ClusterSpec.from_toml(path)
@@ -222,23 +231,42 @@ def _check_cluster(path: str) -> list[Finding]:
         return [Finding("cluster", "problem", p, f"edit {path}") for p in problems]
     text = ", ".join(f"{spec.num_tasks(job)} {job}" for job in spec.jobs)
     found = [Finding("cluster", "ok", f"{path} lists {text}")]
+    identity = None
+    if directory := tls or tls_directory_in(path):
+        certificates, identity = _check_certificates(directory)
+        found.append(certificates)
     targets = [
         (job, index, spec.task_address(job, index))
         for job in spec.jobs
         for index in spec.task_indices(job)
     ]
     with ThreadPoolExecutor(max_workers=32) as pool:
-        found += pool.map(lambda target: _dial(*target, path=path), targets)
+        found += pool.map(
+            lambda target: _dial(*target, path=path, identity=identity), targets
+        )
     return found
 
 
-def _dial(job: str, index: int, address: str, *, path: str) -> Finding:
+def _check_certificates(directory: Path) -> "tuple[Finding, Identity | None]":
+    """Returns what the certificate of a client is worth, and the certificate."""
+    from jgraph.rpc.tls import TLS
+
+    try:
+        identity = TLS.of(directory, None).load(None)
+    except JGError as error:
+        return Finding("certificates", "problem", error.message), None
+    return Finding("certificates", "ok", f"{identity.files.cert} is valid"), identity
+
+
+def _dial(
+    job: str, index: int, address: str, *, path: Path, identity: "Identity | None"
+) -> Finding:
     name = f"/job:{job}/task:{index}"
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
     start = f"on {host}: jgraph server --job {job} --task {index} --cluster {path}"
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_DIAL_S):
-            return Finding(name, "ok", f"{address} accepts connections")
+        socket.create_connection((host, int(port)), timeout=_DIAL_S).close()
     except socket.gaierror:
         fix = f"edit {path}, or add {host} to your DNS"
         return Finding(name, "problem", f"cannot resolve '{host}'", fix)
@@ -250,3 +278,11 @@ def _dial(job: str, index: int, address: str, *, path: str) -> Finding:
     except OSError as error:
         reason = error.strerror or str(error)
         return Finding(name, "problem", f"{address}: {reason}", start)
+    if identity is None:
+        return Finding(name, "ok", f"{address} accepts connections")
+    from jgraph.rpc.tls_probe import encryption_problem
+
+    problem = asyncio.run(encryption_problem(host, int(port), identity, name))
+    if problem is not None:
+        return Finding(name, "problem", problem.message)
+    return Finding(name, "ok", f"{address} accepts connections with this certificate")

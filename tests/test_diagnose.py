@@ -4,7 +4,10 @@ from pathlib import Path
 import pytest
 
 from jgraph import diagnose
+from jgraph.cluster.server import Server
 from jgraph.diagnose import Finding, Report, doctor
+from jgraph.graph.ir import TaskName
+from jgraph.rpc.certificates import make_certificates
 
 
 def test_this_machine_passes_every_check() -> None:
@@ -96,6 +99,34 @@ def test_each_task_of_a_cluster_is_dialled(tmp_path: Path) -> None:
     assert worker.fix == (
         f"on 127.0.0.1: jgraph server --job worker --task 0 --cluster {path}"
     )
+
+
+def test_a_server_that_refuses_the_handshake_is_named(tmp_path: Path) -> None:
+    """Only the caller can tell: the server's log has no line of it."""
+    task = TaskName("/job:ps/task:0")
+    for name in ("theirs", "ours"):
+        make_certificates(tmp_path / name, [task])
+    server = Server({"ps": ["localhost:0"]}, tls=tmp_path / "theirs")
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        f'[cluster]\nps = ["{server.address}"]\n[tls]\ndir = "{tmp_path / "ours"}"\n'
+    )
+    try:
+        refused = doctor(path).findings[-1]
+        taken = doctor(path, tmp_path / "theirs").findings[-2:]
+    finally:
+        server.stop()
+    assert (refused.name, refused.state) == (task, "problem")
+    assert "was not signed by" in refused.text
+    assert [f.state for f in taken] == ["ok", "ok"]
+    assert str(tmp_path / "theirs" / "client.crt") in taken[0].text
+
+
+def test_shared_memory_needs_no_room_in_the_file_system() -> None:
+    """It has no name there: `docker run` needs no --shm-size."""
+    (finding,) = diagnose._run(diagnose._check_shared_memory)
+    assert (finding.state, finding.fix) == ("ok", "")
+    assert "/dev/shm" not in finding.text
 
 
 def test_a_host_that_does_not_resolve_is_named(tmp_path: Path) -> None:

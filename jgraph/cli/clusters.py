@@ -60,7 +60,7 @@ def doctor(
         raise typer.BadParameter("a running cluster is measured with --links")
     from jgraph.diagnose import doctor as examine
 
-    report = examine(cluster)
+    report = examine(cluster, tls_dir)
     say(report.to_dict(), str(report), as_json=as_json)
     if report.problems:
         raise typer.Exit(FAILURE)

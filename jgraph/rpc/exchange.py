@@ -109,7 +109,7 @@ class ExchangeLink:
                     lost = interrupted.error
                 except (AddressError, ClusterUnreachableError):
                     # Later a name may be unknown for a moment as well.
-                    if not self._out.incarnation:
+                    if lost is None or not self._out.incarnation:
                         raise
                 if not await is_worth_a_try(self.address, until, self._out.now):
                     raise lost

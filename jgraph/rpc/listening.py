@@ -1,6 +1,7 @@
 """A server of gRPC listens until it is stopped, or its event loop ends."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -27,6 +28,7 @@ async def listen(
       grace_s: how long calls may go on when it stops; None: they end at once.
       then: closes what belongs to it, once it has stopped.
     """
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_in_one_line)
     listening = asyncio.create_task(_until_cancelled(server, grace_s, then))
     _listening.add(listening)
     listening.add_done_callback(_listening.discard)
@@ -52,3 +54,15 @@ async def _until_cancelled(
         await server.stop(None)
         if then is not None:
             then()
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Says without a traceback that a stream was over when it was answered.
+
+    gRPC ends a stream by itself, for one, whose message is too large when unpacked.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError):
+        record.msg = f"A stream ended before its answer was sent: {record.msg}"
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True

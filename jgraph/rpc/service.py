@@ -135,6 +135,8 @@ class Service:
         except TimeoutError:
             late = MalformedMessageError("the first frames did not arrive in time")
             await write_frame(context, frame(status=to_status(late)))
+        except grpc.aio.InternalError:
+            raise  # it is over, and gRPC says so
         except Exception as error:
             _logger.exception("An incoming stream failed.")
             await write_frame(context, frame(status=to_status(error)))

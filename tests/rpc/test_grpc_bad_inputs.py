@@ -23,6 +23,7 @@ from jgraph.rpc.asking import ASKS_METHOD
 from jgraph.rpc.codec import encode, pack
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import CHANNEL_OPTIONS
+from jgraph.rpc.exchange import EXCHANGE_METHOD
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
 from jgraph.rpc.grpc_transport import GrpcTransport
 from jgraph.rpc.status import from_status
@@ -186,6 +187,32 @@ def test_chunk_over_the_limit_of_grpc_is_refused_by_grpc() -> None:
                     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run_async(main())
+
+
+@pytest.mark.parametrize("method", [ASKS_METHOD, EXCHANGE_METHOD])
+def test_row_16_a_chunk_too_large_when_unpacked_is_one_line_of_the_log_at_most(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC ends the stream, and what is answered meets its end or does not."""
+    bomb, streams = bytes(5 << 20), 12
+
+    async def main() -> None:
+        async with ps() as (_, address):
+            unlimited = [("grpc.max_send_message_length", -1)]
+            async with grpc.aio.insecure_channel(address, unlimited) as channel:
+                dial = channel.stream_stream(method, None, None)
+                for n in range(streams):
+                    first = [data(HELLO)] * (n % 2)
+                    stream = dial(
+                        iter([*first, bomb]), compression=grpc.Compression.Gzip
+                    )
+                    with suppress(grpc.aio.AioRpcError):
+                        async for _ in stream:
+                            pass
+
+    run_async(main())
+    assert len(caplog.records) <= streams
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def most_memory(process: SpawnProcess) -> int:
