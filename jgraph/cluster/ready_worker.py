@@ -67,13 +67,25 @@ class ReadyWorker:
                 TaskName(records.task), "KeepRecords", request, timeout_s=COMPILE_S
             )
         await self.give_data(task, loop.data)
-        for number_before, program in enumerate(self._before[task]):
-            once = f"{handle}.{number_before}"
-            await self._register(program, once)
-            step = frame(run_step=pb.RunStep(handle=once, timeout_s=COMPILE_S))
-            await self.door.call(task, "RunStep", step, timeout_s=COMPILE_S)
-            await self.drop(once)
+        await self.begin(task, handle)
         return handle
+
+    async def begin(self, task: TaskName, once: str) -> None:
+        """Gives a task the first values of what begins anew with its process.
+
+        Args:
+          task: a worker, or a ps.
+          once: names this time.
+
+        Raises:
+          JGError: it does not answer.
+        """
+        for number, program in enumerate(self._before[task]):
+            handle = f"{once}.{number}"
+            await self._register(program, handle)
+            step = frame(run_step=pb.RunStep(handle=handle, timeout_s=COMPILE_S))
+            await self.door.call(task, "RunStep", step, timeout_s=COMPILE_S)
+            await self.drop(handle)
 
     async def renew(self, handle: str, suffix: str) -> str:
         """Gives all tasks a program whose driver is another process; returns its name.

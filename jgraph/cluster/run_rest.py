@@ -119,6 +119,7 @@ class RunRest:
                 for task in new:
                     await self._give_programs(task, loops, number)
                     await self._give_variables(task, saved)
+                    await self.ready.begin(task, f"rest.{number}.{task}")
                     known[task] = ready[task]
                     self._leaving.discard(task)
                     self.let_go([task])  # the new process is held anew

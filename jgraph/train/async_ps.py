@@ -7,6 +7,7 @@ its own loop over its part of the data; workers never wait for each other.
 
 import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +29,7 @@ from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.async_strategy import AsyncPS
-from jgraph.train.compress import for_replica
+from jgraph.train.compress import begun, for_replica
 from jgraph.train.data import Dataset
 from jgraph.train.dealing import dealt_data, kept_programs, run_info
 from jgraph.train.handed import saves_order
@@ -368,14 +369,15 @@ class AsyncRunner:
             state = self._step, self.session, self._cluster
             saves, program = saves_order(*state, order.saves)
             programs = {**programs, saves.snapshot: program}
-        tasks = self.workers.tasks
-        begun = {task: self._residuals(graph, [n]) for n, task in enumerate(tasks)}
+        zeros = defaultdict[TaskName, list[Variable]](list)
+        for variable in self._zeros(graph, self._all):
+            zeros[TaskName(str(variable.device))].append(variable)
         return run_info(
             *(order, self.global_step(), self._step.container, names),
             sync=sync,
             saves=saves,
             records=[] if self.copies is None else self.copies.orders(0),
-            programs=[*kept_programs(self._cluster, programs, begun)],
+            programs=[*kept_programs(self._cluster, programs, zeros)],
             gate=gate,
         )
 
@@ -390,11 +392,15 @@ class AsyncRunner:
     ) -> None:
         """Forgets what rounding took from earlier gradients, of all replicas."""
         if self._step.compression is not None:
-            wanted = range(self.replicas) if replicas is None else replicas
-            self.session.initialize(self._residuals(graph, wanted), again=True)
+            wanted = self._all if replicas is None else replicas
+            self.session.initialize(self._zeros(graph, wanted), again=True)
 
-    def _residuals(self, graph: Graph, replicas: Sequence[int]) -> list[Variable]:
+    @property
+    def _all(self) -> Sequence[int | None]:
+        """All that have variables for this: the ps, and the workers."""
+        return None, *range(self.replicas)
+
+    def _zeros(self, graph: Graph, of: Sequence[int | None]) -> list[Variable]:
         if self._step.compression is None:
             return []
-        of = self._step.compression.residuals_of
-        return [v for replica in replicas for v in of(replica, graph)]
+        return [variable for each in of for variable in begun(graph, each)]

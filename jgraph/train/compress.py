@@ -1,7 +1,10 @@
 """Gradients in fewer bits between a worker and the ps, with error feedback.
 
 What rounding takes from a gradient stays on the worker and is added to its next one, so
-that nothing is lost for good and training converges as without.
+that nothing is lost for good and training converges as without. In synchronous training
+a contribution may come too late, and is dropped with what was added to it. So a ps
+counts the contributions that were summed, and a worker whose last one was not among
+them goes on with what was left over before it.
 
 Source: Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al.,
 "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019.
@@ -15,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
-from jgraph.graph.device import device
+from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.ir import Graph
 from jgraph.graph.variable import Variable
+from jgraph.plan.accumulate import MEAN
 from jgraph.plan.program import Program
 
 GradientDtype: TypeAlias = Literal["bfloat16", "int8"]
@@ -25,6 +29,8 @@ GRADIENT_DTYPES = ("bfloat16", "int8")
 
 _LARGEST = 127.0
 _PREFIX = "residual/"
+_BEFORE, _SEEN = "before/", "seen"
+_COUNTED = "counted"
 
 
 def check_gradient_dtype(dtype: object) -> None:
@@ -76,19 +82,24 @@ class Compression:
     """What is left over on a worker, and how gradients are sent.
 
     Left-overs are variables of each worker: ``residual/0/params/w`` on its first one.
-    They begin at zero in each ``fit`` and are not part of a checkpoint. Gradients of
-    rows travel as they are, and so do those that are not float32.
+    Where contributions may be dropped (see ``Counted``), ``residual/0/before/params/w``
+    is what was left over before its last step. They begin at zero in each ``fit`` and
+    are not part of a checkpoint. Gradients of rows travel as they are, and so do those
+    that are not float32.
 
     Args:
       parameters: the variables of the parameters, in the order of their leaves.
       dtype: of what travels.
+      container: of the variables.
     """
 
-    def __init__(self, parameters: Sequence[Variable], dtype: GradientDtype) -> None:
+    def __init__(
+        self, parameters: Sequence[Variable], dtype: GradientDtype, container: str
+    ) -> None:
         check_gradient_dtype(dtype)
         self._dtype: GradientDtype = dtype
         self._parameters = parameters
-        self.residuals = self._of(0)
+        self.residuals = self._made(container)
         """Those of the worker that the step is planned for."""
 
     @property
@@ -100,48 +111,127 @@ class Compression:
             "added to the worker's next one"
         )
 
-    def residuals_of(self, replica: int, graph: Graph) -> list[Variable]:
-        """Returns the left-overs of one worker that a graph uses, zeros at first."""
-        used = {variable.key for variable in graph.variables}
-        pairs = zip(self.residuals, self._of(replica), strict=True)
-        return [mine for planned, mine in pairs if planned.spec.key in used]
-
-    def _of(self, replica: int) -> tuple[Variable, ...]:
-        return tuple(
-            Variable(
-                f"{_PREFIX}{replica}/{variable.name}",
-                (variable.shape, jnp.float32, jnp.zeros),
-                device=f"/job:worker/task:{replica}",
-                container=variable.spec.container,
-            )
+    def _made(self, container: str) -> tuple[Variable, ...]:
+        rounded = [
+            variable
             for variable in self._parameters
             if variable.dtype == jnp.float32 and variable.spec.table is None
+        ]
+        types: list[tuple[str, tuple[int, ...], Any]] = [
+            (prefix + variable.name, variable.shape, jnp.float32)
+            for prefix in ("", _BEFORE)
+            for variable in rounded
+        ]
+        return tuple(
+            Variable(
+                f"{_PREFIX}0/{name}",
+                (shape, dtype, jnp.zeros),
+                device="/job:worker/task:0",
+                container=container,
+            )
+            for name, shape, dtype in [*types, (_SEEN, (), jnp.int32)]
         )
 
-    def sent(self, grads: Any, by_rows: Collection[str]) -> Any:
+    def sent(
+        self, grads: Any, by_rows: Collection[str], counted: jax.Array | None = None
+    ) -> Any:
         """Returns gradients as they arrive; called inside a graph.
 
         Args:
           grads: like the parameters.
           by_rows: names of parameters whose gradients are of rows.
+          counted: from ``last_counted``; None: what is sent always counts.
         """
         leaves, tree = jax.tree.flatten(grads)
         left = {v.name.split("/", 2)[2]: v for v in self.residuals}
-        found = [
-            grad
-            if variable.name in by_rows or variable.name not in left
-            else self._sent(grad, left[variable.name])
-            for variable, grad in zip(self._parameters, leaves, strict=True)
-        ]
+
+        def sent(grad: jax.Array, name: str) -> jax.Array:
+            if name in by_rows or name not in left:
+                return grad
+            with device("/job:worker"):
+                residual = left[name][...]
+                if counted is not None:
+                    before = left[_BEFORE + name]
+                    residual = jnp.where(counted, residual, before[...])
+                    before[...] = residual
+                wanted = grad + residual
+                packed = compressed(wanted, self._dtype)
+                left[name][...] = wanted - expanded(packed)
+            # Not placed: where the update is, so that what crosses is packed.
+            return expanded(packed)
+
+        names = [variable.name for variable in self._parameters]
+        found = [sent(g, name) for g, name in zip(leaves, names, strict=True)]
         return jax.tree.unflatten(tree, found)
 
-    def _sent(self, grad: jax.Array, residual: Variable) -> jax.Array:
+    def last_counted(self, times: jax.Array) -> jax.Array:
+        """Returns whether the worker's last contribution counted, a bool.
+
+        Called once in a step, inside a graph. A step begins only after it was decided
+        what became of the worker's contribution before.
+
+        Args:
+          times: int32: how many contributions of this worker have counted.
+        """
+        seen = self.residuals[-1]
         with device("/job:worker"):
-            wanted = grad + residual[...]
-            packed = compressed(wanted, self._dtype)
-            residual[...] = wanted - expanded(packed)
-        # Not placed: where the update is, so that what crosses is packed.
-        return expanded(packed)
+            counted: jax.Array = times != seen[...]
+            seen[...] = times
+        return counted
+
+
+@final
+class Counted:
+    """How many contributions of each worker have counted: ``counted``, int32[replicas].
+
+    It lies beside the number of updates. Each contribution names its worker in an array
+    that is averaged like gradients, so the mean says who is among those that count.
+
+    Args:
+      replicas: workers.
+      home: the task that counts updates.
+      container: of the variables.
+    """
+
+    def __init__(self, replicas: int, home: DeviceSpec, container: str) -> None:
+        where: Any = {"device": home, "container": container}
+        self.times = Variable(_COUNTED, ((replicas,), jnp.int32, jnp.zeros), **where)
+        self.who = Variable(MEAN + _COUNTED, ((replicas,), jnp.float32, None), **where)
+
+    def of(self, replica: Any) -> jax.Array:
+        """Returns how many of one worker have; called inside its graph."""
+        times = self.times[...]
+        with device("/job:worker"):
+            mine: jax.Array = times[replica]
+        return mine
+
+    def named(self, replica: Any) -> jax.Array:
+        """Returns what a contribution of a worker adds to the mean."""
+        return jax.nn.one_hot(replica, *self.who.shape, dtype=jnp.float32)
+
+    def count(self) -> None:
+        """Counts those of which the mean was made; called inside the graph of that."""
+        self.times[...] = self.times[...] + (self.who[...] > 0).astype(jnp.int32)
+
+
+def begun(graph: Graph, replica: int | None) -> list[Variable]:
+    """Returns the variables of a graph that are zeros when a run begins.
+
+    Args:
+      graph: planned for worker 0.
+      replica: those that this worker has; None: those of the ps.
+    """
+    old, new = f"{_PREFIX}0/", f"{_PREFIX}{replica}/"
+    return [
+        Variable(
+            spec.name.replace(old, new, 1),
+            (spec.shape, spec.dtype, jnp.zeros),
+            device=spec.device if replica is None else f"/job:worker/task:{replica}",
+            container=spec.container,
+        )
+        for spec in graph.variables
+        if (spec.name == _COUNTED if replica is None else spec.name.startswith(old))
+    ]
 
 
 def for_replica(program: Program, replica: int) -> Program:

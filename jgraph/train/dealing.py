@@ -96,11 +96,11 @@ def kept_programs(
     Args:
       cluster: of the run.
       programs: of the workers, and of ps, by handle.
-      begun: variables of a worker that begin anew with it.
+      begun: variables that begin anew with their task.
     """
     for handle, program in programs.items():
         yield _kept(handle, program)
-    for worker, variables in begun.items():
+    for task, variables in begun.items():
         for piece in in_pieces(variables):
             graph, _ = trace(
                 partial(assign_initial, piece), variables=piece, name="initialize"
@@ -108,8 +108,8 @@ def kept_programs(
             planned = plan(
                 graph,
                 tasks=cluster.tasks(),
-                driver=worker,
-                default=DeviceSpec.from_string(worker),
+                driver=task,
+                default=DeviceSpec.from_string(task),
                 platforms=cluster.platforms,
             )
             yield _kept("", planned.program)

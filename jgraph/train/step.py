@@ -112,7 +112,7 @@ class TrainStep:
         self.compression = None
         if gradient_dtype is not None:
             parameters = [v for v in self.variables if v.name.startswith("params/")]
-            self.compression = Compression(parameters, gradient_dtype)
+            self.compression = Compression(parameters, gradient_dtype, container)
 
     @property
     def plain(self) -> list[Variable]:

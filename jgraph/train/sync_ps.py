@@ -116,12 +116,13 @@ class SyncRunner:
         with self.state.lock:
             self.state.initialize()
             self._register(prepared)
+            # First: what counts contributions is copied with all that a ps holds.
+            self.state.clear_residuals(prepared.graph)
             if self.state.copies is not None:
                 *workers, apply = prepared.handles
                 self.state.copies.open([prepared.plan.program, prepared.apply])
                 self.state.copies.admit(0, workers)
                 self.state.copies.admit(1, [apply])
-            self.state.clear_residuals(prepared.graph)
             self._workers.upload(prepared.graph, order)
         self._present, self._back = set(range(self.replicas)), set()
         admit = None if order.detached else partial(self._admit, prepared, order)
@@ -269,6 +270,7 @@ class SyncRunner:
         self._workers.done = [self.global_step()] * self.replicas
         self._position = old.position()
         if self.state.copies is not None and self._last is not None:
+            self.state.clear_residuals(self._last.graph)
             programs = [self._last.plan.program, self._last.apply]
             self.state.copies.open(programs)
 
@@ -295,7 +297,7 @@ class SyncRunner:
         self.state.close()
 
     def _plan(self, batch: Any) -> _Prepared:
-        sync = SyncStep(self._step, batch, self._wanted)
+        sync = SyncStep(self._step, batch, self._wanted, self.replicas)
         gate = self._step.container
         apply_graph = sync.apply_graph()
         # Who counts the updates applies them, and decides what they are made of.

@@ -12,6 +12,7 @@ from jgraph.graph.ir import Graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import MEAN, SLOT
+from jgraph.train.compress import Counted
 from jgraph.train.draws import warn_of_same_draws
 from jgraph.train.metrics import WHOLE, needs_pieces, num_pieces, pieces
 from jgraph.train.row_mean import JoinedRows, RowMean
@@ -36,9 +37,16 @@ class SyncStep:
       step: the variables, the loss and the optimizer.
       batch: shapes and dtypes of one worker's batch.
       contributions: of how many a mean is, at most.
+      replicas: how many workers may contribute; as many if unset.
     """
 
-    def __init__(self, step: TrainStep, batch: Any, contributions: int) -> None:
+    def __init__(
+        self,
+        step: TrainStep,
+        batch: Any,
+        contributions: int,
+        replicas: int | None = None,
+    ) -> None:
         self._step = step
         self._batch = batch
         self._by_rows = step.row_step(batch)
@@ -62,6 +70,9 @@ class SyncStep:
             name: self._mean(_METRIC + name, *self._mean_type(name, value), home)
             for name, value in metrics.items()
         }
+        self._counted: Counted | None = None
+        if step.compression is not None:
+            self._counted = Counted(replicas or contributions, home, step.container)
 
     def apply_graph(self) -> Graph:
         """Returns the graph of an update from what is averaged.
@@ -84,6 +95,8 @@ class SyncStep:
             grads, state = (
                 jax.tree.map(read, tree) for tree in (self._grads, self._state)
             )
+            if self._counted is not None:
+                self._counted.count()
             checks = self._step.check(loss, grads)
             self._step.update(loss, grads, state, checks, kept, self._by_rows, rows)
             metrics = {
@@ -93,7 +106,8 @@ class SyncStep:
             return {"loss": loss, **metrics, **checks}
 
         means = [v for mean in self._means() for v in _averaged(mean)]
-        return trace(apply_mean, variables=[*self._step.variables, *means])[0]
+        variables = [*self._step.variables, *means, *self._times]
+        return trace(apply_mean, variables=variables)[0]
 
     def gradient_graph(self, used: Collection[str]) -> Graph:
         """Returns the graph of one worker's contribution.
@@ -116,9 +130,12 @@ class SyncStep:
             batch: Any, step: Any, replica: Any, slot: Any
         ) -> dict[str, Any]:
             result = self._step.computed(self._by_rows, batch, step, replica)
-            grads = result.grads
-            if compression is not None:
-                grads = compression.sent(grads, {*result.rows, *frozen})
+            grads, who = result.grads, {}
+            if compression is not None and self._counted is not None:
+                last = compression.last_counted(self._counted.of(replica))
+                grads = compression.sent(grads, {*result.rows, *frozen}, last)
+                with device("/job:worker"):
+                    who = {self._counted.who.name: self._counted.named(replica)}
             with device("/job:worker"):
                 metrics = {
                     name: pieces(value) if name in self._whole else value
@@ -129,6 +146,7 @@ class SyncStep:
                     **_pairs(self._state, result.state),
                     **_pairs(self._metrics, metrics),
                     LOSS: result.loss.astype(self._loss.dtype),
+                    **who,
                 }
                 slot = slot + 0  # a feed stays on the worker, what it computes travels
             for mean in means:
@@ -139,7 +157,7 @@ class SyncStep:
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         left = compression.residuals if compression else ()
-        variables = [*self._step.variables, *means, *slots, *left]
+        variables = [*self._step.variables, *means, *slots, *left, *self._times]
         feeds = self._batch, number, number, number
         graph, _ = trace(contribute, *feeds, variables=variables)
         warn_of_same_draws(graph)
@@ -153,7 +171,12 @@ class SyncStep:
 
     def _means(self) -> list[Variable | RowMean]:
         trees = (self._grads, self._state, self._metrics, self._loss)
-        return list(jax.tree.leaves(trees))
+        counted = [] if self._counted is None else [self._counted.who]
+        return [*jax.tree.leaves(trees), *counted]
+
+    @property
+    def _times(self) -> list[Variable]:
+        return [] if self._counted is None else [self._counted.times]
 
     def _beside(self, variable: Variable) -> Variable:
         """Returns the variable for the mean of one, cut as that one is."""

@@ -46,7 +46,8 @@ class SyncPS:
       partition_strategy: which rows a shard has, as for ``AsyncPS``.
       placement: chooses the ps of each parameter or shard, as for ``AsyncPS``.
       gradient_dtype: what gradients travel as, as for ``AsyncPS``. They are summed in
-        float32. With a late contribution the left-overs that it carried are dropped.
+        float32. A late contribution is dropped, but not the left-overs that it carried:
+        the worker's next one has them.
       durability: what a run is left with when a ps is lost, as for ``AsyncPS``.
 
     Raises:

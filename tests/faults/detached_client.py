@@ -21,6 +21,7 @@ STRATEGIES: dict[str, Strategy] = {
     "int8": AsyncPS(gradient_dtype="int8", max_staleness=8),
     "replica": AsyncPS(durability="replica"),
     "sync": SyncPS(),
+    "sync int8": SyncPS(gradient_dtype="int8"),
 }
 
 

@@ -63,7 +63,7 @@ def test_row_13_a_killed_ps_with_a_replica_costs_no_step_of_synchronous_training
     fault: Fault, ps: str
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
-    there = trainer(cluster, SyncPS(durability="replica"))
+    there = trainer(cluster, SyncPS(durability="replica", gradient_dtype="int8"))
     run = there.fit(
         IDS,
         steps=10**6,

@@ -35,7 +35,7 @@ PS, WORKERS = "/job:ps/task:0", ("/job:worker/task:0", "/job:worker/task:1")
         pytest.param("sync", True, marks=pytest.mark.chaos),
         pytest.param("int8", False, marks=pytest.mark.nightly),
         pytest.param("replica", False, marks=pytest.mark.nightly),
-        pytest.param("sync", False, marks=pytest.mark.nightly),
+        pytest.param("sync int8", False, marks=pytest.mark.nightly),
     ],
 )
 def test_rows_1_9_and_30_a_run_without_its_client_takes_lost_workers_back(
@@ -124,7 +124,7 @@ def test_rows_1_and_19_a_detached_run_whose_master_is_lost_has_another_for_its_w
 
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("strategy", ["async", "sync"])
+@pytest.mark.parametrize("strategy", ["async", "sync int8"])
 def test_rows_29_and_30_a_run_without_its_client_rests_while_each_ps_is_restarted(
     fault: Fault, strategy: str
 ) -> None:

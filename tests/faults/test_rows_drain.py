@@ -71,7 +71,7 @@ class RollingRestart:
         (AsyncPS(), True),
         (SyncPS(), True),
         (AsyncPS(durability="replica"), False),
-        (SyncPS(durability="log"), False),
+        (SyncPS(durability="log", gradient_dtype="int8"), False),
     ],
     ids=["async", "sync", "async-replica", "sync-log"],
 )
@@ -108,9 +108,13 @@ def test_row_29_all_tasks_are_restarted_in_turn_and_no_step_is_lost_or_repeated(
     np.testing.assert_array_equal(applied, examples_due(position))
     for count in counted(there):
         np.testing.assert_allclose(count, told, rtol=1e-6)
-    warned = [r.getMessage() for r in caplog.records if r.levelno > logging.INFO]
+    # Each is told of once when it is back, and nothing else is worth a warning.
+    told_of = [r.getMessage() for r in caplog.records if r.name == "jgraph.recover"]
     for task in cluster.tasks():
-        assert len([text for text in warned if task in text]) == 1, warned
-    assert len(warned) == 4
+        ends = "the run goes on from step", "takes part in the run"
+        back = [t for t in told_of if t.startswith(task) and any(e in t for e in ends)]
+        assert len(back) == 1, told_of
+    warned = [r for r in caplog.records if r.levelno > logging.INFO]
+    assert len(warned) == WORKERS, warned
     fault.names += [f"{task} was told to end" for task in cluster.tasks()]
     there.close()

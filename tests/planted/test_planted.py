@@ -411,6 +411,14 @@ BUGS: Final = {
         f"{BAGS}test_training_changes_the_rows_of_a_bag_and_not_those_of_its_padding"
         "[int8-lazy]",
     ),
+    "what is left over of gradients goes with a late contribution": Bug(
+        "train/compress.py",
+        "residual = jnp.where(counted, residual, before[...])",
+        "residual += 0 * before[...]",
+        "tests/train/test_compress.py::"
+        "test_rounding_of_contributions_that_are_dropped_is_made_good"
+        "[int8-True-200]",
+    ),
 }
 QUICK: Final = (
     "the batches of a lost worker are forgotten",
