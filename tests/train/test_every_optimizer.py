@@ -116,6 +116,19 @@ def plain(tx: Any, params: Any) -> tuple[Any, Any, list[float], bool] | None:
     return None
 
 
+def descending(tx: Any, params: Any) -> tuple[Any, Any]:
+    """Returns (what to train with, what plain optax gives); None as ``plain`` does.
+
+    What goes along the gradient is a part of an optimizer. Alone it leaves every
+    minimum, and rounding grows a thousandfold in five steps of plain optax, too.
+    """
+    expected = plain(tx, params)
+    if expected is not None and not expected[2][-1] < 2 * expected[2][0]:
+        tx = optax.chain(tx, optax.scale(-0.05))
+        expected = plain(tx, params)
+    return tx, expected
+
+
 def assert_same(found: Any, expected: Any, what: str = "") -> None:
     def numbers(leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -166,8 +179,8 @@ def initial() -> Any:
 def test_an_optimizer_of_optax_is_on_a_cluster_what_it_is_alone(
     name: str, cluster: Cluster
 ) -> None:
-    tx, params = VARIANTS[name](), initial()
-    expected = plain(tx, params)
+    params = initial()
+    tx, expected = descending(VARIANTS[name](), params)
     for strategy in STRATEGIES.values():
         check(tx, expected, params, cluster, strategy())
 
