@@ -141,6 +141,7 @@ def find_row_tables(
     batch: Any,
     seeds: tuple[Any, ...],
     names: Sequence[str],
+    small: bool = False,
 ) -> RowTables:
     """Returns the row tables of a loss.
 
@@ -151,6 +152,8 @@ def find_row_tables(
       batch: likewise.
       seeds: likewise.
       names: a name per leaf of ``params``.
+      small: also tables of at most 1 MiB with no more rows than a step has ids; they
+        would take less work whole.
     """
     args = (params, state, batch, seeds)
     leaves, tree = jax.tree.flatten(args)
@@ -167,6 +170,7 @@ def find_row_tables(
         names=tuple(names),
         feeds=tuple(_feed_name(path) for path, _ in feeds),
         first_feed=inputs,
+        small=small,
     )
     return traced.tables({})
 
@@ -193,6 +197,7 @@ class _Traced:
     names: tuple[str, ...]
     feeds: tuple[str, ...]
     first_feed: int
+    small: bool
 
     def tables(self, refused: Mapping[str, str]) -> RowTables:
         """Returns the row tables, without those refused by name."""
@@ -249,8 +254,8 @@ class _Traced:
 
     def _too_small(self, number: int, ids: list[Any]) -> str | None:
         aval = self.avals[number]
-        if not ids:
-            return None  # perhaps a scalar
+        if self.small or not ids:
+            return None  # no ids: perhaps a scalar
         count = sum(math.prod(_shape(v)) for v in ids)
         nbytes = math.prod(aval.shape) * aval.dtype.itemsize
         if count < aval.shape[0] or nbytes > _SMALL_BYTES:

@@ -187,6 +187,7 @@ class TrainStep:
             batch,
             (number, number),
             [name for name in self.names if name.startswith("params/")],
+            small=self._sparse == "lazy",  # its numbers hang on no size
         )
         if not self.tables:
             needs_ps(self.adapter.tables)

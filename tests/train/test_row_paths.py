@@ -351,6 +351,9 @@ KEPT: Final = [
     Case("bag", "int16", "adam", "lazy", "async", "whole", 300),
     # Accumulated gradients were lost.
     Case("index", "uint16", "multi_steps", "lazy", "async", "mod", 40),
+    # A small table travelled whole, and rows that no id named were updated.
+    Case("drop", "uint32", "momentum", "lazy", "sync", "div", 1),
+    Case("two", "int32", "lamb", "lazy", "async", "mod", 13),
     # Ids of two shards are put together on a ps.
     Case("drop", "int32", "momentum", "lazy", "sync", "mod", 40),
     Case("index", "uint32", "rmsprop", "auto", "sync", "div", 40),
