@@ -2,10 +2,10 @@
 
 import hashlib
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
@@ -22,9 +22,14 @@ from jgraph.runtime.tables import bits_of
 
 Executable: TypeAlias = Callable[..., Sequence[jax.Array]]
 
+MAX_EXECUTABLES: Final = 512
+"""Of a process, beside those in use; one takes about half a megabyte."""
+
 
 class CompileCache:
     """Compiles segments once per (digest, donated arguments); safe from threads.
+
+    The ``MAX_EXECUTABLES`` loaded last are kept: a task outlives many programs.
 
     The digest is checked before the bytes are parsed: an exported program is code, so
     bytes that are not what the sender signed for are never looked at.
@@ -35,11 +40,13 @@ class CompileCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._executables: dict[tuple[str, tuple[int, ...]], Future[Executable]] = {}
+        self._executables: OrderedDict[
+            tuple[str, tuple[int, ...]], Future[Executable]
+        ] = OrderedDict()
         self.compilations = 0
 
     def load(self, code: SegmentCode, donate: tuple[int, ...] = ()) -> Executable:
-        """Returns the executable of ``code``, compiling it at most once.
+        """Returns the executable of ``code``, compiling it if it is not kept.
 
         Args:
           code: the exported segment.
@@ -57,13 +64,16 @@ class CompileCache:
             mine = future is None
             if future is None:
                 future = self._executables[key] = Future()
+                if len(self._executables) > MAX_EXECUTABLES:
+                    self._executables.popitem(last=False)
+            self._executables.move_to_end(key)
         if mine:
             try:
                 with wide_types():
                     future.set_result(_compile(code, donate, self._count))
             except BaseException as error:  # noqa: BLE001  # handed to every waiter
                 with self._lock:
-                    del self._executables[key]
+                    self._executables.pop(key, None)
                 future.set_exception(error)
         return future.result()
 

@@ -11,14 +11,14 @@ import pytest
 from jgraph._compat import stable_custom_calls
 from jgraph.errors import ForbiddenProgramError, InvalidProgramError, PlatformError
 from jgraph.plan.program import SegmentCode
-from jgraph.runtime import sized
+from jgraph.runtime import compile_cache, sized
 from jgraph.runtime.compile_cache import CompileCache
 from jgraph.runtime.custom_calls import ALLOWED
 
 
-def code(platform: str = "cpu") -> SegmentCode:
+def code(platform: str = "cpu", rows: int = 3) -> SegmentCode:
     exported = jax.export.export(jax.jit(lambda a, b: [a + b]), platforms=[platform])
-    blob = bytes(exported(jnp.zeros(3), jnp.zeros(3)).serialize())
+    blob = bytes(exported(jnp.zeros(rows), jnp.zeros(rows)).serialize())
     return SegmentCode(hashlib.sha256(blob).hexdigest(), blob, (platform,), "add")
 
 
@@ -35,6 +35,20 @@ def test_same_digest_is_compiled_once_from_many_threads() -> None:
     assert cache.compilations == 1
     assert len(found) == 8
     assert len(set(map(id, found))) == 1
+
+
+def test_programs_that_come_and_go_leave_no_more_than_so_many_executables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compile_cache, "MAX_EXECUTABLES", 2)
+    cache = CompileCache()
+    first, second, third = (code(rows=rows) for rows in (1, 2, 3))
+    runs = {rows: cache.load(c) for rows, c in enumerate((first, second), start=1)}
+    assert cache.load(first) is runs[1]  # and is now the newest
+    cache.load(third)
+    assert (cache.load(first), cache.compilations) == (runs[1], 3)
+    assert cache.load(second) is not runs[2]
+    assert runs[2](jnp.ones(2), jnp.ones(2))[0].tolist() == [2.0] * 2  # still in use
 
 
 def test_executable_donates_what_it_was_told_to() -> None:
