@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias, final
 
-from jgraph.cluster.driver import as_error
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.table_calls import state_of
 from jgraph.errors import CopyLostError, JGError
@@ -18,6 +17,7 @@ from jgraph.plan.program import StoredVariable
 from jgraph.plan.replay import NodeRan, Record
 from jgraph.rpc.record_codec import record_from
 from jgraph.rpc.transport import Frame
+from jgraph.runtime.failed import as_error
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.node_work import repeat
 from jgraph.runtime.store import VariableStore

@@ -19,13 +19,14 @@ from jgraph.coordination.step import (
     PeerLost,
     StepTracker,
 )
-from jgraph.errors import CancelledStepError, InternalError, JGError
+from jgraph.errors import CancelledStepError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Transport
 from jgraph.runtime.executor import Outcome
+from jgraph.runtime.failed import as_error
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.task import TaskRuntime
@@ -281,13 +282,3 @@ class StepDriver:
         self._steps.pop(driven.step, None)
         if driven.timer is not None:
             driven.timer.cancel()
-
-
-def as_error(error: BaseException, task: TaskName) -> JGError:
-    """Returns ``error`` as one of ours: what XLA or Python raised in a segment."""
-    if isinstance(error, JGError):
-        return error
-    first = (str(error).splitlines() or [""])[0][:300]
-    return InternalError(
-        f"{task} failed while computing: {type(error).__name__}: {first}", task=task
-    )

@@ -11,7 +11,6 @@ from jgraph.cluster.calls import CONTROL_S, bounded_s
 from jgraph.cluster.data_feed import leases_of
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.door import LoopDoor, check_master
-from jgraph.cluster.driver import as_error
 from jgraph.cluster.farewell import holding
 from jgraph.cluster.run_crew import RunCrew
 from jgraph.cluster.run_link import answers_again
@@ -33,6 +32,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
+from jgraph.runtime.failed import as_error
 
 _LOG = logging.getLogger("jgraph.recover")
 _OF_THE_LOST_S: Final = 1.0

@@ -20,7 +20,6 @@ from jgraph.cluster.calls import (
     loop_timeout_s,
 )
 from jgraph.cluster.door import of_task
-from jgraph.cluster.driver import as_error
 from jgraph.cluster.events import RunsSeen
 from jgraph.cluster.gate_calls import GateCalls
 from jgraph.cluster.requests import reading
@@ -52,6 +51,7 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.program_codec import decode_program, encode_program
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame, Transport
+from jgraph.runtime.failed import as_error
 
 _ASK_AGAIN_S = 0.2
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.cluster.data_feed import DataFeed, NumberedBatch, rows_of
-from jgraph.cluster.driver import Fetches, StepDriver, as_error
+from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.loop_orders import finite_check_of
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.coordination.loop_ends import OF_A_BATCH
@@ -33,6 +33,7 @@ from jgraph.errors import JGError, RunOverError, StaleGradientError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
+from jgraph.runtime.failed import as_error
 from jgraph.runtime.step_times import StepTimes
 
 

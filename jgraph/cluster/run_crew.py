@@ -7,7 +7,6 @@ from typing import Any, Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.door import LoopDoor, check_master, reaches_every_ps, ready_tasks
-from jgraph.cluster.driver import as_error
 from jgraph.cluster.ready_worker import ReadyWorker
 from jgraph.cluster.run_link import account_of
 from jgraph.cluster.run_record import RunRecord, note_report
@@ -50,6 +49,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
+from jgraph.runtime.failed import as_error
 
 _LOG = logging.getLogger("jgraph.recover")
 _LOOK_S: Final = 0.5

@@ -18,7 +18,7 @@ import psutil
 from jgraph.clock import Clock
 from jgraph.cluster.allocator import give_back_memory
 from jgraph.cluster.dealer import Dealers
-from jgraph.cluster.driver import StepDriver, as_error
+from jgraph.cluster.driver import StepDriver
 from jgraph.cluster.events import EventLog
 from jgraph.cluster.farewell import SHARE, Farewell
 from jgraph.cluster.gates import Gates
@@ -48,6 +48,7 @@ from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame, Transport
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
 from jgraph.runtime.executor import Outcome
+from jgraph.runtime.failed import as_error
 from jgraph.runtime.feeds import by_name
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.step_times import StepTimes

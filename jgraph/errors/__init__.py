@@ -54,6 +54,7 @@
     │   ├── CancelledStepError        JG-135  the step was stopped from outside
     │   ├── RunOverError              JG-136  the training run needs no more steps
     │   ├── StaleGradientError        JG-137  a gradient older than it may be
+    │   ├── TaskMemoryError           JG-143  no memory for what it has to compute
     │   └── CopyLostError             JG-140  what is nowhere kept a second time
     ├── ProtocolError           the other side sent what it must not send
     │   ├── MalformedMessageError     JG-401  bytes that are not a message of ours
@@ -94,6 +95,7 @@ from jgraph.errors.cluster import (
     StartError,
     TaskLeavingError,
     TaskLostError,
+    TaskMemoryError,
     TaskMissingError,
     TokenError,
     VersionError,
@@ -197,6 +199,7 @@ __all__ = [
     "StartError",
     "TaskLeavingError",
     "TaskLostError",
+    "TaskMemoryError",
     "TaskMissingError",
     "TokenError",
     "TooLargeError",

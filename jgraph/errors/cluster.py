@@ -269,3 +269,17 @@ class VersionError(ClusterError):
     """
 
     code = "JG-141"
+
+
+class TaskMemoryError(ClusterError, MemoryError):
+    """A task has no memory for what it has to compute.
+
+    The device or the process gave no more. The step ends, and with it a `fit`; the task
+    goes on. A variable whose update it was has no value any more, and is named. Where
+    the kernel ends the process instead, it is a lost task (`JG-132`).
+
+    What to do: a smaller batch, more tasks, or fewer tasks on one machine;
+    ``trainer.plan()`` and ``session.plan(…)`` show what each task has to hold.
+    """
+
+    code = "JG-143"

@@ -25,7 +25,6 @@ from jax.sharding import Sharding
 
 from jgraph._compat import is_wide, wide_types
 from jgraph.errors import (
-    InternalError,
     UninitializedError,
     VariableMismatchError,
 )
@@ -36,6 +35,7 @@ from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
 from jgraph.plan.row_values import aligned_empty, nearly
 from jgraph.runtime.entry import Entry, HashEntry, RowsOf, held, padded_rows
+from jgraph.runtime.failed import as_error
 from jgraph.runtime.hash_shard import HashShard
 from jgraph.runtime.hash_tables import HashTables
 
@@ -369,11 +369,7 @@ class VariableStore:
                 del self._entries[_key(variable)]
         if lost:
             names = ", ".join(v.name for v in lost)
-            raise InternalError(
-                f"an update on {self.task} failed half-way and {names} lost their "
-                "values; restore a checkpoint",
-                task=self.task,
-            ) from cause
+            raise as_error(cause, self.task, names) from cause
 
 
 def _key(variable: StoredVariable) -> Key:

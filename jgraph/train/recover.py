@@ -43,7 +43,7 @@ _OF_A_LOSS: Final = (ClusterError, ProtocolError, InternalError, UninitializedEr
 
 None of these alone is a loss: a run goes back only if a task is another process by now,
 or a connection ended. ``InternalError`` is among them because what a survivor was doing
-with a lost task may end in any exception (see ``driver.as_error``); its message is in
+with a lost task may end in any exception (see ``failed.as_error``); its message is in
 the log, and ``Recoveries`` bounds how often.
 """
 

@@ -1,10 +1,13 @@
 """A wrong thing says so at once, by the names that the user knows; nothing hangs."""
 
 import asyncio
+import resource
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,16 +31,20 @@ from jgraph.errors import (
     JGError,
     NotExportableError,
     PortInUseError,
+    TaskMemoryError,
     TaskMissingError,
     UnknownMethodError,
     VersionError,
 )
 from jgraph.graph.device import device
+from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
+from jgraph.runtime.failed import as_error
 from tests.cluster.conftest import Servers
 
+PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
@@ -54,6 +61,51 @@ def pair() -> Iterator[Servers]:
     servers = Servers(ps=1, worker=1)
     yield servers
     servers.stop()
+
+
+@contextmanager
+def no_more_memory(nbytes: int) -> Iterator[None]:
+    """This process gets ``nbytes`` more and then none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + nbytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel keeps no such limit")
+@pytest.mark.parametrize("task", [PS, WORKER])
+def test_a_task_without_memory_says_so_and_goes_on(
+    pair: Servers, task: TaskName
+) -> None:
+    w = Variable("w", jnp.zeros(()), device=PS)
+
+    def sort(x: Any) -> Any:
+        w[...] = w[...] + 1
+        with device(task):
+            return jnp.sort(jnp.outer(x, x)).sum()
+
+    with connect(pair.servers[-1].target, timeout_s=20) as cluster:
+        session = cluster.session()
+        assert session.run(sort, np.ones(3, np.float32)) == 9
+        with (
+            no_more_memory(1 << 30),
+            pytest.raises(TaskMemoryError, match=f"{task} has no memory left") as told,
+        ):
+            session.run(sort, np.ones(1 << 16, np.float32), timeout_s=60)
+        assert "17179869184 bytes" in told.value.message
+        if lost := " w lost the value; restore" in told.value.message:
+            session.initialize([w])
+        assert lost == (task == PS)  # where it is updated by the same segment
+        assert session.run(sort, np.ones(3, np.float32)) == 9
+
+
+def test_what_python_says_of_memory_is_said_so_too() -> None:
+    assert type(as_error(MemoryError("no room for 3 rows"), PS)) is TaskMemoryError
+    assert "(nothing more was given)" in as_error(MemoryError(), PS).message
 
 
 def test_taken_port_is_named_and_the_first_server_goes_on() -> None:

@@ -139,6 +139,26 @@ def test_full_memory_falls_back_to_the_stream_and_recovers() -> None:
     run_async(main())
 
 
+def test_memory_that_cannot_grow_leaves_tensors_to_the_stream() -> None:
+    import resource
+
+    async def main() -> None:
+        worker = GrpcTransport(WORKER)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        async with pair(GrpcTransport(PS), worker) as at_ps:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+            try:
+                got = await post(at_ps, worker, LARGE)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            np.testing.assert_array_equal(got.tensors[0], LARGE)
+            assert worker.statistics().peers[PS].shared_bytes_sent == 0
+            await post(at_ps, worker, LARGE)
+            assert worker.statistics().peers[PS].shared_bytes_sent == LARGE.nbytes
+
+    run_async(main())
+
+
 def test_one_block_is_enough_for_one_tensor_at_a_time() -> None:
     """The transport itself holds nothing that it has delivered."""
 

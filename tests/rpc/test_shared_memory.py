@@ -213,17 +213,19 @@ def test_memory_file_cannot_be_resized() -> None:
     file.close()
 
 
-def test_sender_that_gets_no_file_lends_nothing() -> None:
-    """Out of file descriptors: the tensor goes through the stream."""
+@pytest.mark.parametrize(("limit", "value"), [("NOFILE", 3), ("FSIZE", 4096)])
+def test_sender_that_gets_no_file_lends_nothing(limit: str, value: int) -> None:
+    """Out of file descriptors, or of room: the tensor goes through the stream."""
     import resource
 
+    kind = getattr(resource, f"RLIMIT_{limit}")
     sender = SendMemory(Budget(1 << 20))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, hard))
     try:
         assert sender.lend(N) is None
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(kind, (soft, hard))
     assert sender.lend(N) is not None
     sender.close()
 

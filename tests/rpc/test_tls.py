@@ -3,11 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
 
 from jgraph.errors import (
     CertificateError,
@@ -17,6 +24,7 @@ from jgraph.errors import (
     RoleError,
 )
 from jgraph.graph.ir import TaskName
+from jgraph.rpc import certificates
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.certificates import make_certificates
 from jgraph.rpc.codec import encode, pack
@@ -58,6 +66,23 @@ def other_certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expired(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tls") / "expired"
     make_certificates(directory, [PS, WORKER], days=-1)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The client's certificate has expired, and that of the authority has not."""
+    directory = tmp_path_factory.mktemp("late")
+    key = ec.generate_private_key(ec.SECP256R1())
+    authority = certificates._authority(key, days=1.0)
+    (directory / "ca.crt").write_bytes(authority.public_bytes(Encoding.PEM))
+    for task, days in ((PS, 1.0), (None, -1.0)):
+        own = ec.generate_private_key(ec.SECP256R1())
+        leaf = certificates._leaf(own, task, authority, key, days)
+        pem = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+        files = TLS.of(directory, task)
+        files.cert.write_bytes(leaf.public_bytes(Encoding.PEM))
+        files.key.write_bytes(own.private_bytes(*pem))
     return directory
 
 
@@ -179,21 +204,22 @@ def test_certificate_that_expires_while_a_server_runs_is_told(expired: Path) -> 
 
 
 def test_server_that_refuses_our_certificate_is_told(
-    certs: Path, expired: Path
+    certs: Path, other_certs: Path, late: Path
 ) -> None:
-    mine = TLS.of(expired, None)
-    ours = Identity(
-        mine,
-        mine.cert.read_bytes(),
-        mine.key.read_bytes(),
-        (certs / "ca.crt").read_bytes(),
-    )
+    """Of a foreign authority, or expired by the clock of the server alone."""
+    foreign = read(TLS.of(other_certs, None))
+    foreign = replace(foreign, ca=(certs / "ca.crt").read_bytes())
 
     async def main() -> None:
-        async with serving(certs) as (address, _):
-            error = await diagnose(address, identity=ours)
-            assert isinstance(error, CertificateError)
-            assert f"refused the certificate {mine.cert}" in error.message
+        for directory, ours in ((certs, foreign), (late, read(TLS.of(late, None)))):
+            async with serving(directory) as (address, _):
+                error = await diagnose(address, identity=ours)
+                assert isinstance(error, CertificateError)
+                assert (
+                    f"the server at {address} refused the certificate "
+                    f"{ours.files.cert}; it may be of another run of `jgraph certs`, "
+                    f"or expired by the clock of that host" == error.message
+                )
 
     run_async(main())
 
@@ -203,19 +229,20 @@ def test_expired_files_are_refused_before_anything_is_dialled(expired: Path) -> 
         GrpcTransport(WORKER, tls=TLS.of(expired, WORKER))
 
 
-def test_caller_without_or_with_an_expired_certificate_gets_no_connection(
-    certs: Path, expired: Path
+def test_caller_without_a_certificate_or_with_a_bad_one_gets_no_connection(
+    other_certs: Path, late: Path
 ) -> None:
-    ca = (certs / "ca.crt").read_bytes()
-    pair = [(expired / f"client.{end}").read_bytes() for end in ("key", "crt")]
+    ca = (late / "ca.crt").read_bytes()
+    pairs = [
+        [(directory / f"client.{end}").read_bytes() for end in ("key", "crt")]
+        for directory in (late, other_certs)
+    ]
     options = [("grpc.ssl_target_name_override", "ps-0.jgraph")]
 
     async def main() -> None:
-        async with serving(certs) as (address, _):
-            for credentials in (
-                grpc.ssl_channel_credentials(ca),
-                grpc.ssl_channel_credentials(ca, *pair),
-            ):
+        async with serving(late) as (address, _):
+            for pair in ([], *pairs):
+                credentials = grpc.ssl_channel_credentials(ca, *pair)
                 async with grpc.aio.secure_channel(
                     address, credentials, options=options
                 ) as channel:

@@ -75,7 +75,7 @@ def test_update_that_fails_after_taking_the_buffers_says_what_was_lost(
         values[0].delete()
         raise FloatingPointError
 
-    with pytest.raises(InternalError, match="a lost their values"):
+    with pytest.raises(InternalError, match="a lost the value"):
         store.update([A], [], fail)
     with pytest.raises(UninitializedError):
         store.read([A])
