@@ -118,6 +118,30 @@ def a_variable_read_outside(cluster: Any, tmp_path: Path) -> None:
     jg.Variable("outside", jnp.zeros(3))[...]
 
 
+w = jg.Variable("w", jnp.zeros(3))
+
+
+def a_variable_read_backward(cluster: Any, tmp_path: Path) -> None:
+    cluster.session().run(jg.function(lambda: w[::-1]))
+
+
+def a_variable_written_backward(cluster: Any, tmp_path: Path) -> None:
+    def step(x: Any) -> None:
+        w[::-1] = x
+
+    cluster.session().run(jg.function(step), np.ones(3, np.float32))
+
+
+def a_target_that_is_a_number(cluster: Any, tmp_path: Path) -> None:
+    targets: Any = [3]
+    cluster.session().run(jg.function(lambda x: x), 1.0, targets=targets)
+
+
+def targets_that_are_no_list(cluster: Any, tmp_path: Path) -> None:
+    targets: Any = 3
+    cluster.session().run(jg.function(lambda x: x), 1.0, targets=targets)
+
+
 def no_ps_for_a_strategy(cluster: Any, tmp_path: Path) -> None:
     jg.Trainer(network(), loss, optax.adam(1e-3), cluster=cluster).fit(
         (X, Y), steps=1, batch_size=8, progress=False
@@ -186,6 +210,10 @@ def a_feed_of_five_gigabytes(cluster: Any, tmp_path: Path) -> None:
         ),
         (a_missing_argument, "JG-211", ["missing", "'b'"]),
         (a_variable_read_outside, "JG-231", ["'outside'", "wrap the code"]),
+        (a_variable_read_backward, "JG-223", ["'w' is float32[3]", "w[...][index]"]),
+        (a_variable_written_backward, "JG-223", ["w[...].at[index].set(value)"]),
+        (a_target_that_is_a_number, "JG-124", ["targets has 3", "targets=['w']"]),
+        (targets_that_are_no_list, "JG-124", ["targets has 3", "targets=['w']"]),
         (no_ps_for_a_strategy, "JG-124", ["'ps'", "jg.LocalCluster(ps=1"]),
         pytest.param(
             a_server_with_an_older_jax,

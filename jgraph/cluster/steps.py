@@ -382,15 +382,21 @@ def _chosen(
     return graph if targets is None else select_targets(graph, targets)
 
 
-def _targets(
-    targets: Iterable[Variable | str] | str | Variable, container: str
-) -> frozenset[str | VariableKey]:
+def _targets(targets: object, container: str) -> frozenset[str | VariableKey]:
     if isinstance(targets, str | Variable):
         raise ConfigError(f"targets is a list; write targets=[{targets!r:.60}]")
-    return frozenset(
-        t if isinstance(t, str) else in_container([t], container)[0].spec.key
-        for t in targets
-    )
+    chosen: list[str | VariableKey] = []
+    for target in targets if isinstance(targets, Iterable) else [targets]:
+        if isinstance(target, str):
+            chosen.append(target)
+        elif isinstance(target, Variable):
+            chosen.append(in_container([target], container)[0].spec.key)
+        else:
+            raise ConfigError(
+                f"targets has {target!r:.60}, which is no variable and no name of one; "
+                "write for example targets=[w] or targets=['w']"
+            )
+    return frozenset(chosen)
 
 
 def _kind(leaf: Any) -> Any:

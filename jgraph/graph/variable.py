@@ -185,7 +185,11 @@ class Variable:
     def __getitem__(self, index: Any) -> Any:
         if _has_symbolic_size(index):
             return self._ref()[...][index]
-        return self._ref()[index]
+        ref = self._ref()
+        try:
+            return ref[index]
+        except (TypeError, ValueError, IndexError) as error:
+            raise self._no_place(index, error) from error
 
     def __setitem__(self, index: Any, value: Any) -> None:
         ref = self._ref()
@@ -195,7 +199,9 @@ class Variable:
                 ref[...] = _with_rows(ref[...], index, value)
             else:
                 ref[index] = value
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, IndexError) as error:
+            if _goes_backward(index):
+                raise self._no_place(index, error) from error
             place = "..." if index is Ellipsis else index
             raise VariableMismatchError(
                 f"variable '{self.name}' is {_type_text(self)}, and "
@@ -204,6 +210,15 @@ class Variable:
                 ".reshape(…) and .astype(…)",
                 variable=self.name,
             ) from error
+
+    def _no_place(self, index: Any, error: Exception) -> GraphError:
+        why = (str(error).splitlines() or [""])[0]
+        return GraphError(
+            f"variable '{self.name}' is {_type_text(self)}, and {index!r:.60} is no "
+            f"place in it ({why}); index its value, {self.name}[...][index], and write "
+            f"{self.name}[...] = {self.name}[...].at[index].set(value)",
+            variable=self.name,
+        )
 
     def _ref(self) -> Any:
         binding = _BINDING.get()
@@ -285,6 +300,13 @@ def colocate_with(variable: Variable) -> AbstractContextManager[None]:
     if variable.device.task_name is not None:
         return device_scope(variable.device)
     return device_scope(DeviceSpec(beside=quote(variable.name, safe="")))
+
+
+def _goes_backward(index: Any) -> bool:
+    """Whether an index has a slice that JAX's Refs do not take, and arrays do."""
+    parts = index if isinstance(index, tuple) else (index,)
+    steps = [part.step for part in parts if isinstance(part, slice)]
+    return any(isinstance(step, int) and step < 1 for step in steps)
 
 
 def _has_symbolic_size(index: Any) -> bool:

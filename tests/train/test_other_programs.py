@@ -261,7 +261,7 @@ def everything(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_nothing_renames_or_deletes_steps_of_another_program(
+def test_row_26_nothing_renames_or_deletes_steps_of_another_program(
     others: Path, run: Any
 ) -> None:
     (others / f"5{TEMPORARY}-7").mkdir()
