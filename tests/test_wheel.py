@@ -5,7 +5,6 @@ import dis
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from types import CodeType
 from typing import Final
 
+import jax
 import pytest
 
 ROOT: Final = Path(__file__).parent.parent
@@ -77,7 +77,8 @@ def test_a_users_script_is_checked_with_our_types(
     (site,) = environment.glob("lib/python*/site-packages")
     with zipfile.ZipFile(built(source, kind)) as opened:
         opened.extractall(site)
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    # Where packages are, wherever: a path file there is not read.
+    (site / "others.pth").write_text(str(Path(jax.__file__).parents[1]))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache")]
