@@ -45,7 +45,8 @@ class Evaluations:
       >>> evaluations.begin()
       >>> evaluations.take()
       [Evaluation(step=10, values={'loss': 0.5})]
-      >>> evaluations.finish(10)  # what came out was evaluated
+      >>> evaluations.begin()  # the same copy, which is told once
+      >>> evaluations.finish(10)
       []
     """
 
@@ -128,6 +129,8 @@ class Evaluations:
             self._note(self._here())
 
     def _note(self, evaluation: Evaluation) -> None:
+        if evaluation.step == self._newest:
+            return  # the same copy again: a fast run was over before it was evaluated
         self._over.append(evaluation)
         self._newest = evaluation.step
 
