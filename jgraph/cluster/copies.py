@@ -8,13 +8,14 @@ from typing import TypeAlias, final
 
 from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.table_calls import state_of
+from jgraph.coordination.same_version import HeldBack
 from jgraph.errors import CopyLostError, JGError
 from jgraph.failpoints import failpoint
 from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
-from jgraph.plan.replay import NodeRan, Record
+from jgraph.plan.replay import NodeRan, Record, changing
 from jgraph.rpc.record_codec import record_from
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.failed import as_error
@@ -27,7 +28,7 @@ OnApplied: TypeAlias = Callable[[int, JGError | None], None]
 
 @final
 class Copier:
-    """Does what records say.
+    """Does what records say; the newest update when it is known to be everywhere.
 
     Args:
       container: of the copies.
@@ -47,11 +48,17 @@ class Copier:
         self._loaded = loaded
         self._store = store
         self._due = first
+        self._held_back = HeldBack[Record]()
         self.number = 0
-        """Of the last record that was applied."""
+        """Of the last record that came."""
+
+    @property
+    def versions(self) -> range:
+        """Those that ``end`` can make; see ``same_version``."""
+        return self._held_back.versions
 
     def apply(self, frame: Frame) -> None:
-        """Applies the next record.
+        """Takes the next record, and applies it or those before it.
 
         Raises:
           CopyLostError: it is not the next one.
@@ -63,8 +70,28 @@ class Copier:
                 f"record {record.number} of '{self._container[:80]}' came after "
                 f"{self.number}: those between are lost"
             )
-        self._do(record)
+        for ready in self._came(record):
+            self._do(ready)
         self.number, self._due = record.number, record.number + 1
+
+    def end(self, version: int) -> None:
+        """Applies what is missing of a version.
+
+        Raises:
+          CopyLostError: it is none of ``versions``.
+        """
+        for ready in self._held_back.end(version):
+            self._do(ready)
+
+    def _came(self, record: Record) -> list[Record]:
+        match record.what:
+            case NodeRan(program, node) if record.version:
+                due = changing(self._of(program).partition)
+                return self._held_back.update(record, record.version, node, due)
+            case NodeRan():
+                return self._held_back.beside(record)
+            case _:
+                return self._held_back.begin(record, record.version)
 
     def _do(self, record: Record) -> None:
         match record.what:
@@ -78,13 +105,16 @@ class Copier:
                 with entry.lock:
                     entry.shard.restore(state_of(spec, record.arrays))
             case NodeRan(program, node):
-                known = self._loaded[program] if program < len(self._loaded) else None
-                if known is None:
-                    raise CopyLostError(
-                        f"a record of '{self._container[:80]}' is of program "
-                        f"{program}, which is not known here"
-                    )
-                repeat(known, node, record.arrays, self._store)
+                repeat(self._of(program), node, record.arrays, self._store)
+
+    def _of(self, program: int) -> LoadedPartition:
+        known = self._loaded[program] if program < len(self._loaded) else None
+        if known is None:
+            raise CopyLostError(
+                f"a record of '{self._container[:80]}' is of program {program}, which "
+                "is not known here"
+            )
+        return known
 
 
 @final
@@ -92,28 +122,28 @@ class Copy:
     """Applies records as they come, off the event loop, one after the other.
 
     Args:
+      copier: applies them.
       container: of the copy.
       src: whose records.
-      loaded: see ``Copier``.
-      store: see ``Copier``.
+      task: who has the copy.
       shell: runs what is long.
-      told: called with the number of the last record that is applied, or with why no
+      told: called with the number of the last record that is here, or with why no
         more will be.
     """
 
     def __init__(
         self,
+        copier: Copier,
         container: str,
         src: TaskName,
-        loaded: Sequence[LoadedPartition | None],
-        store: VariableStore,
+        task: TaskName,
         shell: TaskShell,
         told: OnApplied,
     ) -> None:
         self.src = src
         self._container = container
-        self._copier = Copier(container, loaded, store)
-        self._task = store.task
+        self._copier = copier
+        self._task = task
         self._shell = shell
         self._told = told
         self._came: deque[Frame] = deque()
@@ -130,18 +160,26 @@ class Copy:
         if self._work is None:
             self._work = asyncio.get_running_loop().create_task(self._apply())
 
-    async def end(self) -> int:
-        """Applies what came, and then nothing more; returns how many records.
+    async def end(self, version: int | None = None) -> tuple[int, range]:
+        """Applies what came, and then nothing more.
+
+        Args:
+          version: that it is to have; None: the newest update is not applied yet.
+
+        Returns:
+          How many records came, and which versions can still be had.
 
         Raises:
-          CopyLostError: the copy is not what its records say.
+          CopyLostError: the copy is not what its records say, or of other versions.
         """
         self._is_over = True
         if self._work is not None:
             await asyncio.shield(self._work)
         if self._error is not None:
             raise self._error
-        return self._copier.number
+        if version is not None:
+            await self._shell.run(partial(self._copier.end, version))
+        return self._copier.number, self._copier.versions
 
     def _replaced(self) -> JGError:
         return CopyLostError(

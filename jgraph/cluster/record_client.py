@@ -50,6 +50,8 @@ def keep_records(
     *,
     container: str,
     nbytes: int,
+    updates: bool = False,
+    undoes: bool = False,
 ) -> None:
     """Makes ``src`` record, first of all what it holds; again, of more programs.
 
@@ -61,6 +63,8 @@ def keep_records(
       programs: the number of each, by handle.
       container: of the variables.
       nbytes: of these, or more.
+      updates: each step of these programs is a synchronous update.
+      undoes: ``src`` can undo the newest update.
     """
     order = pb.KeepRecords(
         stream=stream,
@@ -68,6 +72,8 @@ def keep_records(
         handles=list(programs),
         programs=list(programs.values()),
         backup=dst or "",
+        updates=updates,
+        undoes=undoes,
     )
     cluster.call(
         "KeepRecords",
@@ -77,16 +83,48 @@ def keep_records(
     )
 
 
-def end_records(cluster: "Cluster", stream: str, dst: TaskName) -> int:
-    """Makes a copy final; returns the number of records in it.
+def end_records(
+    cluster: "Cluster", stream: str, dst: TaskName, version: int | None = None
+) -> range:
+    """Makes a copy final; returns the versions that it can have.
+
+    Args:
+      cluster: of it.
+      stream: see ``take_records``.
+      dst: who has it.
+      version: that it is to have from now on; None: that is not known yet.
 
     Raises:
-      CopyLostError: there is none, or it is not what its records say.
+      CopyLostError: there is none, it is not what its records say, or of none of
+        these versions.
     """
+    return _end(cluster, dst, pb.EndRecords(stream=stream, version=version))
+
+
+def hold_records(
+    cluster: "Cluster", stream: str, src: TaskName, version: int | None = None
+) -> range:
+    """Lets no update change what a task holds; returns the versions that it can have.
+
+    Args:
+      cluster: of it.
+      stream: see ``take_records``.
+      src: who records.
+      version: that it is to have; None: that is not known yet.
+
+    Raises:
+      CopyLostError: it cannot have this one.
+    """
+    order = pb.EndRecords(stream=stream, source=True, version=version)
+    return _end(cluster, src, order)
+
+
+def _end(cluster: "Cluster", task: TaskName, order: pb.EndRecords) -> range:
     reply = cluster.call(
         "EndRecords",
-        frame(end_records=pb.EndRecords(stream=stream)),
+        frame(end_records=order),
         timeout_s=bulk_timeout_s(0),
-        to=cluster.spec.address(dst),
+        to=cluster.spec.address(task),
     )
-    return int(body_of(reply).number)
+    body = body_of(reply)
+    return range(body.first, body.end)

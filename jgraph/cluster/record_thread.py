@@ -2,14 +2,17 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any, final
+
+import numpy as np
 
 from jgraph.cluster.record_log import LogWriter, remove_logs
 from jgraph.errors import CopyLostError, JGError
 from jgraph.failpoints import failpoint
+from jgraph.graph.hash_spec import HashSpec
 from jgraph.rpc.record_codec import record_to
 from jgraph.runtime.recording import Recorder
 from jgraph.runtime.rendezvous import StepKey
@@ -62,6 +65,10 @@ class RecordThread:
         self._tell(self._base)
         self._thread.start()
 
+    def join(self) -> None:
+        """Waits until nothing more is written, after ``end``."""
+        self._thread.join()
+
     def end(self, *, remove: bool) -> None:
         """Writes nothing more; the files stay unless they are to be removed."""
         self._is_gone = remove
@@ -109,10 +116,16 @@ class RecordThread:
                 cut = self._tell(None)
 
     def _tell(self, step: StepKey | None) -> int:
-        """Records all that is there; returns the number of the first record of it."""
+        """Records all that is there; returns the number of the first record of it.
+
+        0 if there is nothing, or in the middle of an update: the log goes on then.
+        """
         numbers: list[int] = []
-        self._store.whole(
-            self._container,
-            lambda what, arrays: numbers.append(self.recorder.put(what, arrays, step)),
-        )
+
+        def tell(what: str | HashSpec, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+            # Nothing changes meanwhile: so it is for all of them, or for none.
+            if not self.recorder.is_torn:
+                numbers.append(self.recorder.put(what, arrays, step))
+
+        self._store.whole(self._container, tell)
         return numbers[0] if numbers else 0

@@ -15,12 +15,12 @@ from jgraph.cluster.shell import TaskShell
 from jgraph.cluster.task_loops import Method
 from jgraph.errors import ConfigError, CopyLostError, JGError
 from jgraph.graph.ir import TaskName
+from jgraph.plan.replay import changing
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.record_codec import record_to
 from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame, Transport
-from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.recording import Recorder, Recording
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.task import TaskRuntime
@@ -85,13 +85,17 @@ class Records:
             await self._all_kept(source.recorder)
         recorder = self._sources[order.stream].recorder
         for handle, program in zip(order.handles, order.programs, strict=False):
-            self._runtime.record(handle, Recording(recorder, program))
+            due = None
+            if order.updates:
+                due = changing(self._runtime.loaded(handle).partition)
+            self._runtime.record(handle, Recording(recorder, program, due))
         yield frame(empty=pb.Empty())
 
     def _source(self, order: pb.KeepRecords) -> _Source:
         stream, backup = order.stream, TaskName(order.backup)
         if backup:
-            return _Source(Recorder(partial(self._wake, stream)), backup, None)
+            wake = partial(self._wake, stream)
+            return _Source(Recorder(wake, undoes=order.undoes), backup, None)
         log = RecordThread(
             *(self._logs(), stream, order.container, self._runtime.store),
             soon=self._loop.call_soon_threadsafe,
@@ -154,8 +158,12 @@ class Records:
         order = body_of(request)
         src, stream = TaskName(order.src), order.stream
         loaded = [self._runtime.loaded(h) if h else None for h in order.handles]
+        here = self._runtime.task, self._shell
         if src == self._runtime.task:
-            await self._shell.run(partial(self._replay, stream, loaded))
+            copier = Copier(stream, loaded, self._runtime.store, first=None)
+            await self._shell.run(partial(self._replay, stream, copier))
+            unheard = lambda number, error: None  # nobody sends more
+            self._copies[stream] = Copy(copier, stream, src, *here, unheard)
             yield frame(empty=pb.Empty())
             return
 
@@ -165,13 +173,11 @@ class Records:
                 kept.status.CopyFrom(to_status(error))
             self._transport.post(src, frame(records_kept=kept))
 
-        self._copies[stream] = Copy(
-            stream, src, loaded, self._runtime.store, self._shell, told
-        )
+        copier = Copier(stream, loaded, self._runtime.store)
+        self._copies[stream] = Copy(copier, stream, src, *here, told)
         yield frame(empty=pb.Empty())
 
-    def _replay(self, stream: str, loaded: list[LoadedPartition | None]) -> None:
-        copier = Copier(stream, loaded, self._runtime.store, first=None)
+    def _replay(self, stream: str, copier: Copier) -> None:
         for record in read_log(self._logs(), stream):
             copier.apply(record)
         _LOG.info("applied the log '%s' up to record %d", stream, copier.number)
@@ -188,12 +194,32 @@ class Records:
         self._transport.post(src, frame(records_kept=kept))
 
     async def _end(self, request: Frame) -> AsyncIterator[Frame]:
-        stream = body_of(request).stream
-        copy = self._copies.get(stream)
-        if copy is None:
+        order = body_of(request)
+        stream, copy = order.stream, self._copies.get(order.stream)
+        version = order.version if order.HasField("version") else None
+        if order.source:
+            number, versions = 0, await self._hold(stream, version)
+        elif copy is None:
             raise self._no_copy(stream)
-        number = await copy.end()
-        yield frame(end_records=pb.EndRecords(stream=stream, number=number))
+        else:
+            number, versions = await copy.end(version)
+        first, last = versions.start, versions.stop
+        ended = pb.EndRecords(stream=stream, number=number, first=first, end=last)
+        yield frame(end_records=ended)
+
+    async def _hold(self, stream: str, version: int | None) -> range:
+        """Changes nothing more; returns the versions that what is here can have."""
+        source = self._sources.get(stream)
+        if source is None:
+            return range(0)
+        versions = await self._shell.run(source.recorder.hold)
+        source.recorder.fail(CopyLostError(f"'{stream[:80]}' is held: its run goes on"))
+        if source.log is not None:
+            source.log.end(remove=False)
+            await self._shell.run(source.log.join)  # it may be read next
+        if version is not None:
+            await self._shell.run(partial(source.recorder.end, version))
+        return versions
 
     def _no_copy(self, stream: str) -> JGError:
         task = self._runtime.task

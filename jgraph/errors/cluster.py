@@ -247,9 +247,10 @@ class CopyLostError(ClusterError):
     """What a lost task held is nowhere kept a second time.
 
     With ``durability="replica"`` a ps and the one with its copy were lost, one soon
-    after the other; with ``"log"`` its log cannot be written, or was damaged. Or the
-    master of a detached run was lost while a ps that had been started again still read
-    from it what the run had done.
+    after the other; with ``"log"`` its log cannot be written, or was damaged, or has
+    begun anew within a synchronous update that another ps does not have. Or the master
+    of a detached run was lost while a ps that had been started again still read from it
+    what the run had done.
 
     What to do: go on from a checkpoint with ``trainer.restore(…)``; a `fit` with
     ``checkpoint=`` does so by itself.

@@ -8,8 +8,15 @@ import numpy as np
 
 from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
-from jgraph.plan.nodes import Node, RecvNode, SendNode
-from jgraph.plan.program import Program
+from jgraph.plan.nodes import (
+    LookupNode,
+    Node,
+    RecvNode,
+    SegmentNode,
+    SendNode,
+    WriteNode,
+)
+from jgraph.plan.program import Partition, Program
 
 
 @final
@@ -39,11 +46,33 @@ class Record:
       number: of the record, from 1, without gaps.
       what: see ``What``.
       arrays: the value, the rows (``HashShard.state``), or what the node took.
+      version: of a value; or the update that a node had a part in, 0 for none.
     """
 
     number: int
     what: What
     arrays: Sequence[np.ndarray[Any, Any]]
+    version: int = 0
+
+
+def changes_state(partition: Partition, node: Node) -> bool:
+    """Whether a node changes variables; what is averaged is not among these."""
+    match node:
+        case WriteNode():
+            return True
+        case SegmentNode():
+            return bool(node.updates or node.row_updates)
+        case LookupNode():  # keys come into a table, and others go
+            variables = partition.variables
+            return any(variables[rows.variable].table is not None for rows in node.rows)
+        case _:
+            return False
+
+
+def changing(partition: Partition) -> frozenset[int]:
+    """Returns the nodes that change variables, by index."""
+    nodes = enumerate(partition.nodes)
+    return frozenset(n for n, node in nodes if changes_state(partition, node))
 
 
 def replayed(

@@ -2,7 +2,7 @@
 
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.hash_spec import HashSpec
-from jgraph.plan.replay import NodeRan, Record
+from jgraph.plan.replay import NodeRan, Record, What
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.table_codec import table_from, table_to
@@ -18,7 +18,7 @@ def record_to(stream: str, record: Record) -> Frame:
       >>> record_from(there).what
       NodeRan(program=0, node=3)
     """
-    body = pb.Record(stream=stream, number=record.number)
+    body = pb.Record(stream=stream, number=record.number, version=record.version)
     match record.what:
         case str(name):
             body.variable = name
@@ -39,16 +39,17 @@ def record_from(received: Frame) -> Record:
     body = body_of(received)
     if not isinstance(body, pb.Record):
         raise MalformedMessageError("a frame that is no record came among records")
+    what: What
     match body.WhichOneof("what"):
         case "variable" if len(received.tensors) == 1:
-            return Record(body.number, body.variable, received.tensors)
+            what = str(body.variable)
         case "table":
-            return Record(body.number, table_from(body.table), received.tensors)
+            what = table_from(body.table)
         case "node":
             what = NodeRan(body.node.program, body.node.node)
-            return Record(body.number, what, received.tensors)
         case kind:
             raise MalformedMessageError(
                 f"a record of {kind or 'nothing'} came with {len(received.tensors)} "
                 "arrays"
             )
+    return Record(body.number, what, received.tensors, body.version)

@@ -140,6 +140,8 @@ class StepRun:
     def start(self) -> None:
         """Runs every node that waits for nothing."""
         self.times.started = self._shell.now()
+        if self._recording is not None:
+            self._recording.begins()
         for index in [i for i, n in enumerate(self._needs) if n == 0]:
             self._note(index, READY)
             self._ready.append(index)
@@ -193,9 +195,12 @@ class StepRun:
                 note = self._recording and partial(
                     self._recording.note, self.step, index
                 )
+                undo = self._recording and self._recording.undo
                 work = work_of(
-                    self._loaded, index, taken, self._store, self._gate, note
+                    self._loaded, index, taken, self._store, self._gate, note, undo
                 )
+                if self._recording is not None:
+                    work = self._recording.work(index, work)
                 self.working.add(index)
                 self._shell.submit(
                     work if self.times.nodes is None else self._timed(index, work),

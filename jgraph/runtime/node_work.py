@@ -26,8 +26,10 @@ from jgraph.plan.nodes import (
     WriteNode,
 )
 from jgraph.plan.program import StoredVariable, row_type
+from jgraph.plan.replay import changes_state
 from jgraph.plan.row_counts import at_level, level_of
 from jgraph.plan.row_values import moved, padded
+from jgraph.runtime.before import Undo
 from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.gate import Gate, averages
 from jgraph.runtime.loaded import LoadedPartition
@@ -58,6 +60,7 @@ def work_of(
     store: VariableStore,
     gate: Gate | None = None,
     note: Note | None = None,
+    undo: Undo | None = None,
 ) -> Callable[[], list[Any]]:
     """Returns what a node does, to be called once, in any thread.
 
@@ -68,6 +71,7 @@ def work_of(
       store: the variables of the task.
       gate: of the partition.
       note: is told what the node took, if it changes state.
+      undo: is told what puts back what the node changed.
     """
     node = cast(Work, loaded.partition.nodes[index])
     told = None
@@ -83,7 +87,7 @@ def work_of(
                 mine = [n for n, v in enumerate(node.values) if v in loaded.owned]
                 named = _named(loaded, node.variables)
                 # What is told is read later: it must stay as it is.
-                store.write(named, given, () if told else mine, told)
+                store.write(named, given, () if told else mine, told, undo)
                 return []
 
             return write
@@ -102,7 +106,7 @@ def work_of(
             wanted = _rows_of(loaded, node.rows, values)
             return lambda: list(store.lookup(wanted, told))
         case SegmentNode():
-            return lambda: _compute(loaded, index, node, values, store, told)
+            return lambda: _compute(loaded, index, node, values, store, told, undo)
         case _:
             types = loaded.partition.values
             return lambda: list(moved(node, values.__getitem__, types))
@@ -144,27 +148,17 @@ def _told(
     note: Note,
 ) -> Told | None:
     """Returns what tells that a node changed state; None: it changes none."""
-    match node:
-        case WriteNode():
-            lent = frozenset[ValueId]()
-        case SegmentNode() if node.updates or node.row_updates:
-            # Their memory is the executable's once it runs.
-            lent = frozenset(node.inputs[i] for i in node.donate)
-        case LookupNode() if _sees_keys(loaded, node):
-            lent = frozenset[ValueId]()
-        case _:
-            return None
+    if not changes_state(loaded.partition, node):
+        return None
+    lent = frozenset[ValueId]()
+    if isinstance(node, SegmentNode):
+        # Their memory is the executable's once it runs.
+        lent = frozenset(node.inputs[i] for i in node.donate)
     taken = [
         np.array(values[v]) if v in lent else np.asarray(values[v])
         for v in loaded.inputs[index]
     ]
     return partial(note, taken)
-
-
-def _sees_keys(loaded: LoadedPartition, node: LookupNode) -> bool:
-    """Whether a lookup lets keys come into a table, and others go."""
-    variables = loaded.partition.variables
-    return any(variables[rows.variable].table is not None for rows in node.rows)
 
 
 def _compute(
@@ -174,6 +168,7 @@ def _compute(
     values: dict[ValueId, Any],
     store: VariableStore,
     told: Told | None,
+    undo: Undo | None,
 ) -> list[Any]:
     partition = loaded.partition
     run = loaded.executables[index]
@@ -192,6 +187,7 @@ def _compute(
         _rows_of(loaded, node.row_reads, values, level),
         spread.layouts if spread else (),
         told,
+        undo,
     )
     if spread:
         results = [whole(result) for result in results]

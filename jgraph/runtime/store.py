@@ -34,6 +34,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType
 from jgraph.plan.program import StoredVariable
 from jgraph.plan.row_values import aligned_empty, nearly
+from jgraph.runtime.before import Undo, keep_rows, keep_values
 from jgraph.runtime.entry import Entry, HashEntry, RowsOf, held, padded_rows
 from jgraph.runtime.failed import as_error
 from jgraph.runtime.hash_shard import HashShard
@@ -130,6 +131,7 @@ class VariableStore:
         values: Sequence[Any],
         owned: Container[int] = (),
         told: Told | None = None,
+        undo: Undo | None = None,
     ) -> None:
         """Replaces whole variables at one moment; creates those that are absent.
 
@@ -138,6 +140,7 @@ class VariableStore:
           values: arrays of the variables' types; they are copied.
           owned: positions of values that nobody else has: these are taken as they are.
           told: called before anybody else can look at these variables.
+          undo: is given what puts back the values of those that were there before.
 
         Raises:
           VariableMismatchError: a stored variable has another shape or dtype.
@@ -154,6 +157,8 @@ class VariableStore:
         with held(list(known.values())):
             for key, array in pairs:
                 if key in known:
+                    if undo is not None:
+                        keep_values(undo, [known[key]])
                     known[key].put(array)
                     known[key].version += 1
             with self._lock:
@@ -171,6 +176,7 @@ class VariableStore:
         row_reads: Sequence[RowsOf] = (),
         layouts: Sequence[Sharding] = (),
         told: Told | None = None,
+        undo: Undo | None = None,
     ) -> list[jax.Array]:
         """Runs ``run`` atomically and stores the new ``updates`` and ``row_updates``.
 
@@ -187,6 +193,8 @@ class VariableStore:
           layouts: how the arguments of ``run`` lie on several devices, if they do; the
             variables then stay as they lie there.
           told: called when it is done, before anybody else can look at them.
+          undo: is given what puts back the values of before; these are kept for that,
+            but for which keys a hash table has.
 
         Returns:
           The other results. Nothing is changed when ``run`` raises before it starts.
@@ -202,6 +210,9 @@ class VariableStore:
             old = [entry.argument(layout) for entry, layout in lie]
             both = zip([*changed, *looked_at], [*row_updates, *row_reads], strict=True)
             taken = [padded_rows(entry, rows) for entry, rows in both]
+            if undo is not None:
+                old[:first] = keep_values(undo, entries, old[:first])
+                keep_rows(undo, changed, row_updates, taken)
             try:
                 # Done when this returns: what is acknowledged has been applied.
                 results = list(run(*old, *taken))
@@ -217,10 +228,7 @@ class VariableStore:
                 entry.put(value, entry.layout if layouts else None)
                 entry.version += 1
             new = [np.asarray(r) for r in results[first : first + len(changed)]]
-            for table, rows, values in zip(changed, row_updates, new, strict=True):
-                table.rows(write=True).update(rows.ids, values[: len(rows.ids)])
-            for table, rows in zip(changed, row_updates, strict=True):
-                table.changed(rows.ids)
+            _put_rows(changed, row_updates, new)
             if changes:
                 failpoint("update.applied")
             if told is not None:
@@ -370,6 +378,17 @@ class VariableStore:
         if lost:
             names = ", ".join(v.name for v in lost)
             raise as_error(cause, self.task, names) from cause
+
+
+def _put_rows(
+    tables: Sequence[Entry | HashEntry],
+    updates: Sequence[RowsOf],
+    new: Sequence[np.ndarray[Any, Any]],
+) -> None:
+    for table, rows, values in zip(tables, updates, new, strict=True):
+        table.rows(write=True).update(rows.ids, values[: len(rows.ids)])
+    for table, rows in zip(tables, updates, strict=True):
+        table.changed(rows.ids)
 
 
 def _key(variable: StoredVariable) -> Key:

@@ -5,16 +5,22 @@ from contextlib import suppress
 from typing import Final, Literal, TypeAlias, final, get_args
 
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.record_client import end_records, keep_records, take_records
+from jgraph.cluster.record_client import (
+    end_records,
+    hold_records,
+    keep_records,
+    take_records,
+)
 from jgraph.cluster.session import Session
 from jgraph.cluster.table_calls import load_shard, state_of_shard
 from jgraph.cluster.variables import shards_of
 from jgraph.cluster.waiting import incarnations_of
-from jgraph.errors import ClusterError, ConfigError
+from jgraph.coordination.same_version import Ask, Differ, meet
+from jgraph.errors import ClusterError, ConfigError, CopyLostError
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.plan.program import Program
-from jgraph.plan.replay import replayed
+from jgraph.plan.replay import changing, replayed
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.large import total_nbytes
 from jgraph.train.step import TrainStep
@@ -84,6 +90,7 @@ class Copies:
         self._known: Mapping[TaskName, str] = {}
         self._programs: list[Program] = []
         self._is_open = False
+        self._updates: int | None = None
         self._handles: list[str] = []
         self._times = 0
 
@@ -93,14 +100,16 @@ class Copies:
         name = f"{self._step.container}-{self._times}"
         return [f"{name}.ps{n}" for n in range(len(self._ps))]
 
-    def open(self, programs: Sequence[Program]) -> None:
+    def open(self, programs: Sequence[Program], *, updates: int | None = None) -> None:
         """Copies what is there, unless that is done, and what changes from now on.
 
         Args:
           programs: what will change it, see ``admit``.
+          updates: which of them makes synchronous updates; None: none does.
         """
         if self._is_open:
             return
+        self._updates = updates
         self.end()
         self._times += 1
         self._programs = list(programs)
@@ -122,7 +131,11 @@ class Copies:
         tasks = [partition.task for partition in self._programs[program].partitions]
         for src in self._ps:
             if src in tasks:
-                self._keep(src, dict.fromkeys(handles, program))
+                self._keep(
+                    src,
+                    dict.fromkeys(handles, program),
+                    updates=program == self._updates,
+                )
         self._is_open = False  # from the first step on they are of this run
 
     def orders(self, program: int) -> list[pb.TaskRecords]:
@@ -154,21 +167,54 @@ class Copies:
     def homes(self) -> dict[TaskName, Home]:
         """Returns where all is that the ps held; copies that take part are final.
 
+        Of synchronous training all is of one version.
+
         Raises:
-          CopyLostError: it is nowhere.
+          CopyLostError: it is nowhere, or in different versions.
         """
-        now = incarnations_of(self._cluster)
-        found: dict[TaskName, Home] = {}
-        for src, dst in self._pairs():
-            if src in now and now[src] == self._known.get(src):
-                found[src] = src, self._step.container
-                continue
-            if src == dst:
-                self._take(src, dst)  # it has its log
+        now, counted = incarnations_of(self._cluster), self._counted()
+        lost = {s for s in self._ps if s not in now or now[s] != self._known.get(s)}
+        for src in lost - counted:
+            self._kept(src)
+        held = {s: range(0) if s in lost else self._held(s) for s in sorted(counted)}
+        kept: dict[TaskName, range] = {}
+        while isinstance(met := meet(held, kept), Ask):
+            kept |= {src: self._kept(src) for src in met.tasks}
+        if isinstance(met, Differ):
+            each = [f"{t} has {list(v)}" for t, v in sorted(met.versions.items())]
+            raise CopyLostError(
+                "what the ps hold, and what is kept of it, is of different synchronous "
+                f"updates: {', '.join(each)}"
+            )
+        for src in held:
+            stream = self._stream(src)
+            if src in met.again:
+                dst = dict(self._pairs())[src]
+                end_records(self._cluster, stream, dst, met.version)
             else:
-                end_records(self._cluster, self._stream(src), dst)
-            found[src] = dst, self._stream(src)
-        return found
+                hold_records(self._cluster, stream, src, met.version)
+        return {
+            src: (dst, self._stream(src))
+            if src in met.again | (lost - counted)
+            else (src, self._step.container)
+            for src, dst in self._pairs()
+        }
+
+    def _counted(self) -> set[TaskName]:
+        """Returns the ps whose synchronous updates are counted: who makes some."""
+        if self._updates is None:
+            return set()
+        partitions = self._programs[self._updates].partitions
+        return {p.task for p in partitions if p.task in self._ps and changing(p)}
+
+    def _held(self, src: TaskName) -> range:
+        return hold_records(self._cluster, self._stream(src), src)
+
+    def _kept(self, src: TaskName) -> range:
+        dst = dict(self._pairs())[src]
+        if src == dst:
+            self._take(src, dst)  # it has its log
+        return end_records(self._cluster, self._stream(src), dst)
 
     def move(self, step: TrainStep) -> None:
         """Gives the variables of a step anew the values that its model has last.
@@ -222,7 +268,9 @@ class Copies:
     def _backup(self, src: TaskName) -> TaskName | None:
         return None if self._in_logs else dict(self._pairs())[src]
 
-    def _keep(self, src: TaskName, programs: Mapping[str, int]) -> None:
+    def _keep(
+        self, src: TaskName, programs: Mapping[str, int], *, updates: bool = False
+    ) -> None:
         shards = [spec for table in self._step.tables for _, spec in table.shards]
         tables = sum(spec.capacity_bytes for spec in shards)
         keep_records(
@@ -233,6 +281,8 @@ class Copies:
             programs,
             container=self._step.container,
             nbytes=total_nbytes(self._step.plain) + tables,
+            updates=updates,
+            undoes=self._updates is not None and not self._in_logs,
         )
 
 

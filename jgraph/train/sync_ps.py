@@ -120,7 +120,8 @@ class SyncRunner:
             self.state.clear_residuals(prepared.graph)
             if self.state.copies is not None:
                 *workers, apply = prepared.handles
-                self.state.copies.open([prepared.plan.program, prepared.apply])
+                programs = [prepared.plan.program, prepared.apply]
+                self.state.copies.open(programs, updates=1)
                 self.state.copies.admit(0, workers)
                 self.state.copies.admit(1, [apply])
             self._workers.upload(prepared.graph, order)
@@ -272,7 +273,7 @@ class SyncRunner:
         if self.state.copies is not None and self._last is not None:
             self.state.clear_residuals(self._last.graph)
             programs = [self._last.plan.program, self._last.apply]
-            self.state.copies.open(programs)
+            self.state.copies.open(programs, updates=1)
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""

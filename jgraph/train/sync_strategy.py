@@ -48,7 +48,9 @@ class SyncPS:
       gradient_dtype: what gradients travel as, as for ``AsyncPS``. They are summed in
         float32. A late contribution is dropped, but not the left-overs that it carried:
         the worker's next one has them.
-      durability: what a run is left with when a ps is lost, as for ``AsyncPS``.
+      durability: what a run is left with when a ps is lost, as for ``AsyncPS``. All ps
+        go on from the same update; with ``"replica"`` each keeps for that what its
+        variables were before the newest one.
 
     Raises:
       ConfigError: a number outside what is possible.

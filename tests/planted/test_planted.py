@@ -106,6 +106,27 @@ BUGS: Final = {
         "tests/cluster/test_record_log.py::"
         "test_row_17_process_that_was_replaced_writes_nothing_to_its_log",
     ),
+    "a log is applied to its end, whatever the other ps have": Bug(
+        "coordination/same_version.py",
+        "return range(self._applied, self._progress.version + 1)",
+        "return range(self._progress.version, self._progress.version + 1)",
+        "tests/coordination/test_same_version.py::"
+        "test_no_update_that_all_had_is_lost_whoever_dies_and_whenever",
+    ),
+    "a ps that lives stays at an update that the others lack": Bug(
+        "coordination/same_version.py",
+        "for task, there in held.items() if version not in there)",
+        "for task, there in held.items() if not there)",
+        "tests/simulation/test_sync.py::"
+        "test_rows_13_and_14_all_ps_go_on_from_one_update_after_two_losses",
+    ),
+    "a ps goes on to change what another has taken the place of": Bug(
+        "runtime/recording.py",
+        "            self._is_held = True\n",
+        "            self._is_held = False\n",
+        "tests/runtime/test_recording.py::"
+        "test_nothing_of_an_update_changes_once_a_task_has_told_its_version",
+    ),
     "a frame that is missing is not noticed": Bug(
         "rpc/inbound.py",
         "if sequence != sender.last + 1 and not stream.may_jump:",

@@ -121,3 +121,79 @@ def test_table_made_of_what_is_told_behaves_as_the_first_one(eviction: Any) -> N
     assert first.counts.evicted > 0
     for name, value in first.state().items():
         np.testing.assert_array_equal(shard.state()[name], value, err_msg=name)
+
+
+def test_nothing_of_an_update_changes_once_a_task_has_told_its_version() -> None:
+    """Others take its place from there; an update under way is waited for."""
+    recorder = Recorder(lambda: None)
+    recording = Recording(recorder, 1, due=frozenset({2, 3}))
+    begun, may_end, done = threading.Event(), threading.Event(), list[int]()
+
+    def work(node: int) -> list[Any]:
+        begun.set()
+        assert may_end.wait(10)
+        recording.note(STEP, node, [])
+        done.append(node)
+        return []
+
+    recording.begins()
+    last = recording.work(3, partial(work, 3))
+    first = threading.Thread(target=recording.work(2, partial(work, 2)))
+    first.start()
+    assert begun.wait(10)
+    threading.Timer(0.05, may_end.set).start()
+    assert not recorder.hold()  # made in part
+    assert done == [2]
+    with pytest.raises(CopyLostError, match="has taken the place"):
+        last()
+    assert done == [2]
+    first.join()
+
+
+def test_records_have_the_number_of_their_update() -> None:
+    recorder = Recorder(lambda: None)
+    recording = Recording(recorder, 1, due=frozenset({2}))
+    for _ in range(2):
+        recording.begins()
+        for node in (0, 2):  # the first is what is averaged
+            recording.note(STEP, node, [])
+    Recording(recorder, 0).note(STEP, 5, [])
+    recorder.put("w", [np.zeros(2)])
+    assert [r.version for r in recorder.take()] == [1, 1, 2, 2, 0, 2]
+    assert recorder.hold() == range(2, 3)
+
+
+def test_newest_update_is_undone_bit_by_bit_also_if_it_is_made_in_part() -> None:
+    """Whole variables, those that are written, and rows of tables."""
+    store = VariableStore(TaskName("/job:ps/task:0"))
+    w, b, t = (
+        StoredVariable(name, ValueType(shape, "float32"))
+        for name, shape in [("w", (3,)), ("b", (2,)), ("t", (9, 2))]
+    )
+    rng = np.random.default_rng(0)
+    store.write([w, b, t], [rng.normal(size=v.type.shape) for v in (w, b, t)])
+    recorder = Recorder(lambda: None, undoes=True)
+    ids = ValueType((4, 2), "float32", ragged=True)
+
+    def change(due: frozenset[int]) -> None:
+        recorder.begins(frozenset({1, 2}))
+        for node in sorted(due):
+            told = partial(recorder.put, NodeRan(0, node), [], STEP, update=True)
+            if node == 1:
+                rows = RowsOf(t, np.array([2, 7], np.int32), ids)
+                run = jax.jit(lambda w, r: [w * 3, r + 1], donate_argnums=0)
+                store.update([w], [], run, [rows], told=told, undo=recorder.undo)
+            else:
+                store.write([b], [np.zeros(2)], told=told, undo=recorder.undo)
+
+    def values() -> list[Any]:
+        return [np.array(value) for value in store.read([w, b, t])]
+
+    change(frozenset({1, 2}))
+    before = values()
+    for due in (frozenset({1, 2}), frozenset({1})):
+        change(due)
+        assert recorder.hold() == range(1, 2 + (len(due) == 2))
+        recorder.end(1)
+        for value, due_value in zip(values(), before, strict=True):
+            np.testing.assert_array_equal(value, due_value)

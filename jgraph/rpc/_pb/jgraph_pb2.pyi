@@ -813,11 +813,16 @@ class Record(_message.Message):
     VARIABLE_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """also the container in which the receiver makes the same state"""
     number: _builtins.int
     """dense per stream, from 1"""
     variable: _builtins.str
+    version: _builtins.int
+    """Of synchronous training, in updates since the stream began: that of a value, or the
+    number of the update that a node had a part in; 0 for a node of none.
+    """
     @_builtins.property
     def table(self) -> Global___HashSpec: ...
     @_builtins.property
@@ -830,10 +835,11 @@ class Record(_message.Message):
         variable: _builtins.str = ...,
         table: Global___HashSpec | None = ...,
         node: Global___NodeRan | None = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "table", b"table", "variable", b"variable", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "number", b"number", "stream", b"stream", "table", b"table", "variable", b"variable", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "number", b"number", "stream", b"stream", "table", b"table", "variable", b"variable", "version", b"version", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["variable", "table", "node"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
@@ -2124,11 +2130,17 @@ class KeepRecords(_message.Message):
     HANDLES_FIELD_NUMBER: _builtins.int
     PROGRAMS_FIELD_NUMBER: _builtins.int
     BACKUP_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    UNDOES_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     container: _builtins.str
     """of the variables"""
     backup: _builtins.str
     """a task"""
+    updates: _builtins.bool
+    """each step of these programs is an update, on all ps"""
+    undoes: _builtins.bool
+    """keep what the newest update changed as it was before"""
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -2143,10 +2155,12 @@ class KeepRecords(_message.Message):
         handles: _abc.Iterable[_builtins.str] | None = ...,
         programs: _abc.Iterable[_builtins.int] | None = ...,
         backup: _builtins.str = ...,
+        updates: _builtins.bool = ...,
+        undoes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "container", b"container", "handles", b"handles", "programs", b"programs", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "container", b"container", "handles", b"handles", "programs", b"programs", "stream", b"stream", "undoes", b"undoes", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2184,26 +2198,47 @@ Global___TakeRecords: _TypeAlias = TakeRecords  # noqa: Y015
 
 @_typing.final
 class EndRecords(_message.Message):
-    """"EndRecords" -> EndRecords with `number`: apply what came, and then nothing more."""
+    """"EndRecords" -> EndRecords with `number`, `first` and `end`: apply what came, but for the
+    newest update, and then nothing more. To who records: change nothing more, or undo the
+    newest update to be of `version`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STREAM_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     number: _builtins.int
     """of the last record"""
+    version: _builtins.int
+    """apply the newest update too if it is this one"""
+    source: _builtins.bool
+    """to who records"""
+    first: _builtins.int
+    """of the versions that this can have"""
+    end: _builtins.int
+    """after the last one"""
     def __init__(
         self,
         *,
         stream: _builtins.str = ...,
         number: _builtins.int = ...,
+        version: _builtins.int | None = ...,
+        source: _builtins.bool = ...,
+        first: _builtins.int = ...,
+        end: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "end", b"end", "first", b"first", "number", b"number", "source", b"source", "stream", b"stream", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___EndRecords: _TypeAlias = EndRecords  # noqa: Y015
 
