@@ -18,6 +18,8 @@ from jgraph.train.trainer import Trainer
 from tests.train.ledger import examples_counted, examples_due
 
 EXAMPLES, BATCH = 64, 4
+_ROUNDED = 0.01
+"""A mean over three workers is no sum of powers of two."""
 IDS = np.arange(EXAMPLES)
 
 
@@ -138,7 +140,7 @@ def check_recovered(
         left_out = due - share * count
         assert (left_out <= 0).all(), f"left out: {left_out}"
         more = _more_updates(count, run.steps) - had[name]
-        assert abs(more) <= torn, f"{more} updates too many or few of {name}"
+        assert abs(more) <= torn + _ROUNDED, f"{more} updates too many or few of {name}"
 
 
 def gone_back_to(directory: Path, run: Run) -> Path | None:

@@ -3,12 +3,23 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from jgraph.coordination import sync_gate
 from jgraph.coordination.aggregation import Step
 from jgraph.coordination.epochs import Epochs
 from jgraph.coordination.sync_gate import SyncGate
-from jgraph.errors import FencedError, RunOverError, TaskLostError
+from jgraph.errors import (
+    CopyLostError,
+    FencedError,
+    JGError,
+    RunOverError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
+from jgraph.plan.replay import NodeRan
+from jgraph.runtime.recording import Recorder
+from tests.simulation.kept import DUE, History, Kept, as_arrays
 from tests.simulation.leader import NEVER, Leader
 from tests.simulation.network import Message
 from tests.simulation.tasks import RUN
@@ -17,6 +28,8 @@ if TYPE_CHECKING:
     from tests.simulation.sync_world import SyncWorld
 
 _APPLY_S: Final = 0.01
+_CUTS: Final = 0.02
+"""How often a log begins anew when something was written."""
 _IDS: Final = 10**6
 """More than a loop has steps."""
 
@@ -56,6 +69,7 @@ class GatedShard:
         self.epochs = Epochs()
         self.leaders: dict[str, Leader] = {}
         self.dropped: set[str] = set()
+        self.copies: dict[TaskName, Kept] = {}
 
     def forget(self) -> None:
         """Loses what it holds."""
@@ -69,6 +83,10 @@ class GatedShard:
         self.leaders = {}
         self.dropped = set()
         self.settled: list[tuple[TaskName, Message]] = []
+        undoes = self.world.durability == "replica"
+        self.recorder = Recorder(self.wake, undoes=undoes)
+        self.cut = 0  # number of the record with which a log begins anew
+        self.copies = {}
         self.open(0, len(history))
 
     def open(self, number: int, version: int) -> None:
@@ -135,8 +153,11 @@ class GatedShard:
                 self.leaders[loop].heard()
             return
         life, *rest = rest
-        if life != self.life or loop.partition("/")[0] in self.dropped:
-            return
+        if life == self.life and loop.partition("/")[0] not in self.dropped:
+            self.of_life(src, kind, loop, rest)
+
+    def of_life(self, src: TaskName, kind: str, loop: str, rest: list[Any]) -> None:
+        """Takes what is of the variables that there are."""
         match kind:
             case "read":
                 step = step_of(loop, rest[0])
@@ -144,12 +165,25 @@ class GatedShard:
                 self.take(sync_gate.StepAsked(step))
             case "push":
                 self.contribute(src, step_of(loop, rest[0]), rest[1], rest[2])
+            case "record" | "kept" | "unkept":
+                self.of_copy(src, kind, rest[0])
             case "gone" if loop in self.leaders:
                 self.leaders[loop].lost(rest[0])
-            case "applied" if self.leader is not None:
-                self.leader.applied(rest[0])
+            case "applied":
+                if self.leader is not None:
+                    self.leader.applied(rest[0])
             case _:
                 self.of_gate(src, kind, rest)
+
+    def of_copy(self, src: TaskName, kind: str, said: Any) -> None:
+        """Takes what is said of copies."""
+        if kind == "record" and src in self.copies:
+            self.copies[src].came(said)
+            self.send(src, ("kept", "", self.life, said.number))
+        elif kind == "kept":
+            self.recorder.kept(said)
+        elif kind == "unkept" and self.leader is not None:
+            self.leader.lost(said)
 
     def of_gate(self, src: TaskName, kind: str, said: list[Any]) -> None:
         """Takes what another gate says to this one, or who decides."""
@@ -235,10 +269,88 @@ class GatedShard:
             assert read == {version}, f"{batch} of {step} was read at {read}"
         replicas = [step[0] for step, _, _ in chosen]
         assert len(set(replicas)) == len(replicas), f"twice of one: {replicas}"
-        self.history.append(tuple(batch for _, batch, _ in chosen))
-        self.settle()
-        self.take(sync_gate.UpdateApplied())
-        self.tell(self.world.deciding, ("applied", "", self.life, version))
+        made = tuple(batch for _, batch, _ in chosen)
+        if self.world.durability == "checkpoint":
+            self.history.append(made)
+            self.applied(life, version, None)
+        else:
+            self.recorder.begins(DUE)
+            self.run_nodes(life, version, made, sorted(DUE))
+
+    def applied(self, life: int, version: int, lost: JGError | None) -> None:
+        """An update is applied, and kept a second time."""
+        if life != self.life or not self.process.alive:
+            return
+        if lost is not None:
+            backup = self.world.backup_of(self.task)
+            self.tell(self.world.deciding, ("unkept", "", life, backup))
+        else:
+            self.settle()
+            self.take(sync_gate.UpdateApplied())
+            self.tell(self.world.deciding, ("applied", "", self.life, version))
+
+    # ------------------------------------------------------------ what is kept
+
+    def run_nodes(
+        self, life: int, version: int, made: tuple[int, ...], nodes: list[int]
+    ) -> None:
+        """Runs the nodes of an update, one some time after the other."""
+        if life != self.life or not self.process.alive:
+            return
+        step, node = ("apply", version), nodes[0]
+
+        def work() -> list[Any]:
+            if node == max(DUE):
+                self.history.append(made)
+                if self.recorder.undo is not None:
+                    self.recorder.undo(self.unmake)
+            arrays = [np.array(made)]
+            self.recorder.put(NodeRan(0, node), arrays, step, update=True)
+            return []
+
+        try:
+            self.recorder.holding(work)()
+        except CopyLostError:
+            return  # the run goes on elsewhere
+        if left := nodes[1:]:
+            again = partial(self.run_nodes, life, version, made, left)
+            self.world.sim.later(self.world.sim.chance.random() * _APPLY_S, again)
+        else:
+            self.recorder.when_kept(step, partial(self.applied, life, version))
+
+    def end(self, version: int) -> History:
+        """Returns the updates that it has when it ends at a version."""
+        self.recorder.end(version)
+        return self.history
+
+    def unmake(self) -> None:
+        """Undoes the newest update."""
+        self.history.pop()
+
+    def wake(self) -> None:
+        seconds = self.world.sim.chance.random() * _APPLY_S
+        self.world.sim.later(seconds, partial(self.keep, self.life))
+
+    def keep(self, life: int) -> None:
+        """Keeps what was recorded by now."""
+        if life != self.life or not self.process.alive:
+            return
+        if not (records := self.recorder.take()):
+            return
+        if self.world.durability == "replica":
+            for record in records:
+                backup = self.world.backup_of(self.task)
+                self.send(backup, ("record", "", life, record))
+            return
+        log = self.world.disks[self.task]
+        for record in records:
+            if record.number == self.cut:
+                log.clear()
+            log.append(record)
+        on_disk = partial(self.recorder.kept, records[-1].number)
+        self.world.sim.later(self.world.sim.chance.random() * _APPLY_S, on_disk)
+        if self.world.sim.chance.random() < _CUTS and not self.recorder.is_torn:
+            self.cut = self.recorder.put("history", as_arrays(self.history))
 
     def said(self, kind: str, *what: Any) -> Message:
         """Returns what this gate says to another."""
@@ -262,6 +374,8 @@ class GatedShard:
     def lost(self, task: TaskName) -> None:
         for leader in self.leaders.values():
             leader.lost(task)
+        if self.life == self.world.life and task == self.world.backup_of(self.task):
+            self.recorder.fail(CopyLostError(f"{task} was lost", task=task))
         if task == self.world.deciding and self.life == self.world.life:
             self.settle()
             self.take(sync_gate.Closed(TaskLostError(f"{task} was lost", task=task)))

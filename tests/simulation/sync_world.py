@@ -8,17 +8,22 @@ one before told, with the workers that are there.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from jgraph.coordination.batch_order import BatchOrder
 from jgraph.coordination.recovery import GoBack, Recoveries
+from jgraph.coordination.same_version import Ask, Differ, meet
 from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.coordination.supervision import END_S, LEASE_S
 from jgraph.coordination.sync_data import SyncData
 from jgraph.graph.ir import TaskName
+from jgraph.plan.replay import Record
+from jgraph.train.kept_copies import Durability
 from tests.simulation.faulty_run import REJOIN_S, FaultyRun
+from tests.simulation.kept import History, Kept, as_arrays
 from tests.simulation.leader import NEVER, Leader, Order, Told
 from tests.simulation.master import Master
 from tests.simulation.network import Network, Simulation
@@ -51,9 +56,12 @@ class SyncWorld(FaultyRun[GatedShard]):
       backups: how many of them an update does not wait for.
       steps: updates of the run.
       delay_s: the longest that a message takes.
+      durability: what is kept of each ps; see ``AsyncPS``.
 
     Attributes:
       pauses: how often a loop that decides did not hear of its master for too long.
+      kept_on: how often it went on from what was kept of a lost ps.
+      differed: how often there was no version that all ps could have.
     """
 
     def __init__(
@@ -65,7 +73,11 @@ class SyncWorld(FaultyRun[GatedShard]):
         backups: int,
         steps: int,
         delay_s: float,
+        durability: Durability = "checkpoint",
     ) -> None:
+        self.durability = durability
+        self.disks: dict[TaskName, list[Record]] = {}
+        self.kept_on = self.differed = self.copies_lost = 0
         self.sim = Simulation(seed)
         self.net = Network(self.sim, delay_s)
         self.plan = SlotPlan([Part("a", BATCHES)], 1, seed, slot_batches=5)
@@ -92,7 +104,7 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.master = Master(self, epoch=0)
         start = SyncData(self.plan, []).state()
         self.checkpoint = Checkpoint(start, [])
-        self.begin()
+        self.begin(self.checkpoint.position, {task: [] for task in self.shards})
         self.keep_looking()
 
     def dealer_of(self, master: TaskName) -> TaskName:
@@ -109,18 +121,26 @@ class SyncWorld(FaultyRun[GatedShard]):
 
     # ------------------------------------------------------------ the run
 
-    def begin(self) -> None:
-        """Makes all variables, and lets all workers take part."""
+    def begin(
+        self, position: dict[str, Any], histories: Mapping[TaskName, History]
+    ) -> None:
+        """Makes all variables, and lets all workers take part.
+
+        Args:
+          position: where in the data.
+          histories: the updates that each ps has.
+        """
         self.life += 1
         self.going_back = False
         self.loops, self.accounts = {}, None
         if not self.is_led:
             self.master = Master(self, self.master.epoch + 1)
-        for shard in self.shards.values():
-            shard.begin(self.life, self.checkpoint.history)
+        for task, shard in self.shards.items():
+            shard.begin(self.life, histories[task])
+        self.begin_copies()
         self.leaders = []
-        self.position = self.checkpoint.position
-        self.version = len(self.checkpoint.history)
+        self.position = position
+        self.version = len(histories[self.deciding])
         self.unopened: set[TaskName] = set()
         self.present: dict[TaskName, str] = {}
         self.back: dict[TaskName, float] = {}
@@ -199,7 +219,8 @@ class SyncWorld(FaultyRun[GatedShard]):
     def decided(self, loop: str, told: Told) -> None:
         """Who decides has told how far it is."""
         self.told = told
-        self.position, self.version = told.position, told.version
+        if told.state != "failed":  # it may be within an update
+            self.position, self.version = told.position, told.version
         if told.lost in self.shards:
             self.go_back()
         elif told.state == "failed":
@@ -309,19 +330,107 @@ class SyncWorld(FaultyRun[GatedShard]):
     def go_back(self) -> None:
         if self.state != "running" or self.going_back:
             return
+        if self.durability != "checkpoint":
+            self.going_back = True
+            self.wait_for_all()
+            return
+        self.go_back_to_checkpoint()
+
+    def go_back_to_checkpoint(self) -> None:
         match self.recoveries.lost(len(self.checkpoint.history)):
             case GoBack():
                 self.going_back = True
-                self.wait_for_all()
+                self.wait_for_all(from_checkpoint=True)
             case instruction:
                 self.state = f"gave up: {instruction.why}"
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self, *, from_checkpoint: bool = False) -> None:
         if not all(map(self.net.is_up, [*self.shards, *self.workers])):
-            self.sim.later(REJOIN_S, self.wait_for_all)
+            again = partial(self.wait_for_all, from_checkpoint=from_checkpoint)
+            self.sim.later(REJOIN_S, again)
+        elif self.durability == "checkpoint" or from_checkpoint:
+            self.restored += 1
+            history = self.checkpoint.history
+            self.version = len(history)
+            histories = dict.fromkeys(self.shards, history)
+            self.begin(self.checkpoint.position, histories)
+        else:
+            self.meet()
+
+    # ------------------------------------------------------------ what is kept
+
+    def backup_of(self, task: TaskName) -> TaskName:
+        """Returns who has the copy of a ps: the next one."""
+        tasks = list(self.shards)
+        return tasks[(tasks.index(task) + 1) % len(tasks)]
+
+    def begin_copies(self) -> None:
+        """Keeps what there is; nothing changes until that is done."""
+        for task, shard in self.shards.items():
+            self.disks[task] = []
+            if self.durability == "log":
+                number = shard.recorder.put("history", as_arrays(shard.history))
+                self.disks[task] = shard.recorder.take()
+                shard.recorder.kept(number)
+            elif self.durability == "replica":
+                copies = self.shards[self.backup_of(task)].copies
+                copies[task] = Kept(self.life, list(shard.history))
+
+    def meet(self) -> None:
+        """Lets no ps change anything more, and asks a moment later what there is."""
+        held = {
+            task: shard.recorder.hold() if shard.life == self.life else range(0)
+            for task, shard in self.shards.items()
+        }
+        incarnations = self.incarnations()
+        wait = self.sim.chance.random()
+        self.sim.later(wait, partial(self.met, held, incarnations))
+
+    def incarnations(self) -> list[int]:
+        processes = [shard.process for shard in self.shards.values()]
+        return [process.incarnation * process.alive for process in processes]
+
+    def met(self, held: Mapping[TaskName, range], incarnations: list[int]) -> None:
+        """Goes on from a version that all ps can have."""
+        if self.incarnations() != incarnations:
+            self.wait_for_all()  # another was lost meanwhile
             return
-        self.restored += 1
-        self.begin()
+        kept: dict[TaskName, Kept] = {}
+        can: dict[TaskName, range] = {}
+        while isinstance(found := meet(held, can), Ask):
+            for task in found.tasks:
+                copy = self.kept_of(task)
+                if copy is None:
+                    self.copies_lost += 1
+                    self.go_back_to_checkpoint()
+                    return
+                kept[task], can[task] = copy, copy.held_back.versions
+        if isinstance(found, Differ):
+            self.differed += 1
+            self.go_back_to_checkpoint()
+            return
+        histories = {
+            task: kept[task].end(found.version)
+            if task in found.again
+            else shard.end(found.version)
+            for task, shard in self.shards.items()
+        }
+        for history in histories.values():
+            assert history == histories[self.deciding], "of different updates"
+        made = len(histories[self.deciding])
+        assert made >= self.version, f"told of {self.version}, and {made} are there"
+        self.kept_on += 1
+        self.begin(self.position, histories)
+
+    def kept_of(self, task: TaskName) -> Kept | None:
+        """Returns the second copy of what a ps held; None: it is lost, too."""
+        if self.durability == "replica":
+            copies = self.shards[self.backup_of(task)].copies
+            return copies.get(task)
+        log = Kept(self.life, [])
+        for record in self.disks[task]:
+            log.came(record)
+        return log
 
     def save(self) -> None:
         """Between two updates; what replicas hold then counts as not done."""
@@ -366,9 +475,11 @@ class SyncWorld(FaultyRun[GatedShard]):
         assert all(1 <= len(batches) <= self.wanted for batches in made)
         counted = [batch for batches in made for batch in batches]
         twice = [batch for batch, times in Counter(counted).items() if times > 1]
-        assert not twice, f"counted twice: {twice}"
+        # Where a run goes on is told with a report: later updates are trained on again.
+        assert self.kept_on or not twice, f"counted twice: {twice}"
         order = BatchOrder(self.plan)
         end, unfinished = order.restored(self.position)
         due = set(map(order.number, set(range(end)) - set(unfinished)))
-        assert due == set(counted), f"left out: {due ^ set(counted)}"
+        assert due <= set(counted), f"left out: {due - set(counted)}"
+        assert self.kept_on or due == set(counted)
         assert len(unfinished) <= 12 * len(self.workers), f"kept back: {unfinished}"

@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 
+from jgraph.train.kept_copies import Durability
 from tests.simulation.faulty_run import FIRST, REJOIN_S, RUNS, check_each
+from tests.simulation.leader import Leader
 from tests.simulation.sync_world import SyncWorld
 
 
@@ -111,3 +113,76 @@ def test_same_seed_is_the_same_synchronous_run(seed: int) -> None:
     assert first.sim.trace == second.sim.trace
     assert len(first.sim.trace) > 100
     assert simulated(seed + 84).sim.trace != first.sim.trace
+
+
+class Lossy(SyncWorld):
+    """Loses two tasks at once, while an update is made, time and again."""
+
+    def __init__(self, seed: int, durability: Durability) -> None:
+        self.left = 1 + seed % 3  # pairs of losses
+        self.wait = seed % 10  # updates until the next
+        super().__init__(
+            *(seed,),
+            shards=2 + seed % 2,
+            workers=1 + seed % 3,
+            backups=0,
+            steps=40,
+            delay_s=0.02,
+            durability=durability,
+        )
+
+    def decides(self, leader: Leader) -> None:
+        super().decides(leader)
+        self.wait -= 1
+        if self.left and self.wait <= 0:
+            self.left -= 1
+            chance = self.sim.chance
+            self.wait = chance.randrange(10)
+            self.lose_two(chance.random() * 0.05, chance.choice([0.01, 3.0]))
+
+    def lose_two(self, first_s: float, second_s: float) -> None:
+        chance, ps = self.sim.chance, list(self.shards)
+        one, other = chance.sample([*ps, *self.workers], 2)
+        losses = [
+            partial(self.kill, self.deciding),
+            partial(self.kill, chance.choice(ps[1:])),
+            partial(self.kill, chance.choice(list(self.workers))),
+            partial(self.lose_master, kill=True),
+            partial(self.net.cut, *chance.sample(ps, 2)),
+            partial(self.net.silence, one, other, 20.0),
+        ]
+        first, second = chance.sample(losses, 2)
+        self.sim.later(first_s, first)
+        self.sim.later(first_s + chance.random() * second_s, second)
+
+
+def lossy(seed: int, durability: Durability) -> Lossy:
+    """Runs such a cluster, with checkpoints beside what is kept, to its end."""
+    world = Lossy(seed, durability)
+    for i in range(6):
+        world.sim.later(world.sim.chance.random() * (i + 1) * 0.5, world.save)
+    world.sim.run(lambda: world.state != "running", until=600.0)
+    return world
+
+
+@pytest.mark.parametrize("durability", ["log", "replica"])
+def test_rows_13_and_14_all_ps_go_on_from_one_update_after_two_losses(
+    durability: Durability,
+) -> None:
+    """Where one of them made, logged or copied an update that another never heard of.
+
+    The updates of every ps are the same at the end, and as many as the run says.
+    """
+    kept_on = refused = 0
+    for seed in range(FIRST, FIRST + RUNS // 20):
+        run = lossy(seed, durability)
+        try:
+            run.check()
+            assert run.state != "done" or run.version == run.steps
+        except AssertionError as error:
+            error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
+            raise
+        kept_on += run.kept_on
+        refused += run.differed
+    assert kept_on >= RUNS // 20
+    assert refused <= kept_on / 20  # logs that began anew right then
