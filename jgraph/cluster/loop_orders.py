@@ -58,6 +58,10 @@ class DealtData:
       wait_s: where all workers are lost, how long to wait until one takes part again.
       stop: set from another thread: wait no longer.
       detached: set: the run goes on when its client is gone.
+      first: updates before the run.
+      halt_every: halt all loops when a multiple of so many updates is passed, and let
+        them go on with ``LoopHandle.go_on``; 0: never.
+      halt_s: or after so long.
     """
 
     plan: SlotPlan
@@ -69,6 +73,9 @@ class DealtData:
     wait_s: float = 0.0
     stop: threading.Event = field(default_factory=threading.Event)
     detached: Detached | None = None
+    first: int = 0
+    halt_every: int = 0
+    halt_s: float = 0.0
 
 
 @final
@@ -87,6 +94,9 @@ class SyncRequest:
       run: which run it is part of, and under which epoch of masters; empty: its own.
       epoch: likewise.
       detached: as in ``DealtData``.
+      halt_every: stand still at multiples of so many updates until told to go on; 0:
+        never.
+      halt_s: or until so long.
     """
 
     gate: str
@@ -99,6 +109,8 @@ class SyncRequest:
     run: str = ""
     epoch: int = 1
     detached: Detached | None = None
+    halt_every: int = 0
+    halt_s: float = 0.0
 
 
 @final
@@ -127,6 +139,7 @@ class LoopRequest:
         is not shuffled by ``seed``.
       finite: says which results of a step are finite: one that is not ends the loop,
         and that fetch is not reported.
+      tell_every: say how many batches are done after so many steps; 0: with reports.
     """
 
     task: TaskName
@@ -147,6 +160,7 @@ class LoopRequest:
     data_feeds: tuple[str, ...] = ()
     plan: SlotPlan | None = None
     finite: FiniteCheck | None = None
+    tell_every: int = 0
 
 
 @final
@@ -161,7 +175,7 @@ class LoopReport:
         handed over, or "lost": its worker is gone; others go on with its data. Of who
         decides in synchronous training also "paused", where it was asked to, "alone":
         no worker is left, and "silent": the master does not reach it, and it is waited
-        for.
+        for. "halted": all loops stand still until ``LoopHandle.go_on``.
       steps: numbers of the steps, int64[n].
       seconds: when each was computed, since the loop began, float64[n].
       fetches: per fetch of the program, its values stacked over the n steps.
@@ -177,6 +191,9 @@ class LoopReport:
       sent_s: when it was sent, since the loop began, by the clock of its task.
       began_s: how much later than its order the loop began, as far as is known: the
         times of its steps are since the order.
+      data_done: batches done since the loop began.
+      halted: of a loop that stands still: the number of the order, or of updates.
+      in_flight: then, steps that may still be applied.
     """
 
     replica: int
@@ -195,6 +212,9 @@ class LoopReport:
     handle: str = ""
     sent_s: float = 0.0
     began_s: float = 0.0
+    data_done: int = 0
+    halted: int = 0
+    in_flight: int = 0
 
 
 def report_of(request: LoopRequest, message: Frame) -> LoopReport:
@@ -217,6 +237,9 @@ def report_of(request: LoopRequest, message: Frame) -> LoopReport:
         loop=body.loop,
         handle=body.handle,
         sent_s=body.seconds,
+        data_done=body.data_done,
+        halted=body.halted,
+        in_flight=body.in_flight,
     )
 
 
@@ -248,6 +271,7 @@ def order_of(request: LoopRequest) -> pb.RunLoop:
         data_feeds=request.data_feeds,
         finite_leaves=() if request.finite is None else request.finite.leaves,
         finite_fetch=0 if request.finite is None else request.finite.fetch,
+        tell_every=request.tell_every,
     )
 
 
@@ -273,6 +297,17 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         tasks=list(request.replicas.values()),
         shards=request.shards,
         data_position=json.dumps(request.position),
+        halt_every=request.halt_every,
+        halt_s=request.halt_s,
+    )
+
+
+def halted_report(request: LoopRequest, in_flight: int) -> LoopReport:
+    """Returns what to tell when all loops of a run stand still."""
+    none = np.empty(0)
+    return LoopReport(
+        *(request.replica, request.task, "halted", none, none, (), {}),
+        in_flight=in_flight,
     )
 
 

@@ -56,6 +56,10 @@ class LoopReports:
         self._sent.append((header, rows))
         self._reports.put_nowait(_report(header, rows))
 
+    def tell(self, header: pb.LoopReport) -> None:
+        """Reports nothing but ``header``, which nobody asks for again."""
+        self._reports.put_nowait(_report(header, ()))
+
     async def account(self, after: int, timeout_s: float) -> Frame:
         """Waits for the end and returns the reports after number ``after`` as one.
 

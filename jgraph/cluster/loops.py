@@ -30,6 +30,7 @@ from jgraph.cluster.failover import (
 )
 from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.following import Following
+from jgraph.cluster.loop_halts import LoopHalts
 from jgraph.cluster.loop_items import Ended, Item, Loop, TaskLeaves
 from jgraph.cluster.loop_orders import (
     DealtData,
@@ -86,6 +87,7 @@ class LoopHandle:
         self._arbiter = next((r for r in requests if r.sync is not None), None)
         self._plan = ""
         sync = None if self._arbiter is None else self._arbiter.sync
+        self._halts = LoopHalts(cluster, None if self._detached else data)
         self._ledger: Ledger | None = None
         if data is not None:
             self._plan = plain(data.plan)
@@ -145,7 +147,18 @@ class LoopHandle:
             case (loop, None):
                 self._loops.discard(loop)
             case (loop, report):
-                yield self._noted(loop, report)
+                yield from self._halted(loop, self._noted(loop, report))
+
+    def go_on(self) -> bool:
+        """Lets loops go on that stand still; returns whether they did until now."""
+        return self._halts.go_on()
+
+    def _halted(self, one: Loop, report: LoopReport) -> Iterator[LoopReport]:
+        """Yields a report, and before it that all loops stand still, if they do.
+
+        What makes the master of a detached run look after it is not for this client.
+        """
+        return iter([report]) if self._detached else self._halts.take(one, report)
 
     def add(self, request: LoopRequest) -> None:
         """Sets a loop going in place of one that was lost; from any thread.
@@ -164,6 +177,7 @@ class LoopHandle:
         name = f"{self._name}-{request.replica}" + (f"-{times}" if times else "")
         one = Loop(request, name, began_s, request.first_step)
         self._loops.add(one)
+        self._halts.began(one)
         self._following.begin(one, self._order(one))
 
     def _came(self, one: Loop, report: LoopReport) -> LoopReport:
@@ -268,6 +282,7 @@ class LoopHandle:
             self._farewells.hold([self._cluster.master])
         yield from self._come_so_far(error)
         loops, self._loops = list(self._loops), set()
+        self._halts.all_over()
         orders = [one.stop_order(self._run, self.epoch, account=True) for one in loops]
         leaves = isinstance(error, TaskLeavingError)  # it still answers
         accounts = accounts_of(self._cluster, orders, None if leaves else old)
@@ -370,7 +385,8 @@ class LoopHandle:
             if is_cut_off(named, self._began_with.result(), ready):
                 drop_programs(self._cluster, [one.request.handle])
                 self._tell_lost(one.request, error)
-                yield self._noted(one, lost_report(one.request, error))
+                lost = lost_report(one.request, error)
+                yield from self._halted(one, self._noted(one, lost))
                 return
         if named != end.master:
             raise error

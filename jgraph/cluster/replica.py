@@ -10,12 +10,16 @@ import numpy as np
 from jgraph.clock import Clock
 from jgraph.cluster.data_feed import DataFeed, NumberedBatch, rows_of
 from jgraph.cluster.driver import Fetches, StepDriver
+from jgraph.cluster.halt_timer import HaltTimer
 from jgraph.cluster.loop_orders import finite_check_of
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.coordination.loop_ends import OF_A_BATCH
 from jgraph.coordination.replica_loop import (
     End,
     Event,
+    GoOnAsked,
+    HaltAsked,
+    Halted,
     LoopStarted,
     ReplicaLoop,
     Report,
@@ -28,6 +32,7 @@ from jgraph.coordination.replica_loop import (
     StepUnwanted,
     StepUnwell,
     StopAsked,
+    Tell,
 )
 from jgraph.errors import JGError, RunOverError, StaleGradientError
 from jgraph.graph.ir import TaskName
@@ -73,10 +78,12 @@ class LoopRun:
             first_step=order.first_step,
             steps=order.steps,
             report_every_s=order.report_every_s,
+            tell_every=order.tell_every,
         )
         self._events: deque[Event] = deque()
         self._turn_used = False
         self.told = LoopReports(clock)
+        self._halts = HaltTimer(order.loop, self.go_on)
         # Where the time goes: seconds by part since the last report.
         self._wanted_at = self._started_at = self._computed_at = clock.now()
         self._times: dict[str, float] = defaultdict(float)
@@ -98,6 +105,18 @@ class LoopRun:
             self._waiting_step = None
             self._take(StepNotStarted(over=False))
         self._feed.close()
+
+    def halt(self, number: int, limit_s: float) -> None:
+        """Asks the loop to start no more steps, for so long at most."""
+        self._halts.begin(number, limit_s)
+        self._take(HaltAsked(number))
+
+    def go_on(self, number: int) -> bool:
+        """Ends a halt; returns whether the loop stood still until now."""
+        stood = self._machine.halted == number
+        self._halts.end()
+        self._take(GoOnAsked(number))
+        return stood
 
     async def reports(self) -> AsyncIterator[Frame]:
         """Runs the loop to its end; yields reports, the last with its final state.
@@ -131,6 +150,11 @@ class LoopRun:
                         self._start(step)
                     case Report():
                         self._report("running")
+                    case Tell():
+                        done = self._feed.done
+                        self.told.tell(pb.LoopReport(state="running", data_done=done))
+                    case Halted(number, in_flight):
+                        self._report("running", number, in_flight)
                     case End(state, error):
                         self._end(state, error)
 
@@ -228,12 +252,13 @@ class LoopRun:
                 self._take(StepFailed(step, error))
 
     def _end(self, state: str, error: JGError | None) -> None:
+        self._halts.end()
         self._feed.close()
         if error is None:
             self._report("left" if self._leaving and state == "stopped" else state)
         self.told.end(error)
 
-    def _report(self, state: str) -> None:
+    def _report(self, state: str, halted: int = 0, in_flight: int = 0) -> None:
         times, self._times = self._times, defaultdict(float)
         dropped = {self._order.task: self._refused} if self._refused else {}
         self.told.send(
@@ -243,5 +268,7 @@ class LoopRun:
                 data_done=self._feed.done,
                 dropped=dropped,
                 done=rows_of(self._feed.take_done()),
+                halted=halted,
+                in_flight=in_flight,
             )
         )

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 from jgraph.clock import Clock
 from jgraph.cluster.door import LoopDoor, check_master, reaches_every_ps, ready_tasks
 from jgraph.cluster.ready_worker import ReadyWorker
+from jgraph.cluster.run_halts import RunHalts
 from jgraph.cluster.run_link import account_of
 from jgraph.cluster.run_record import RunRecord, note_report
 from jgraph.cluster.run_rest import RunRest
@@ -86,6 +87,7 @@ class RunCrew:
         self._learning: asyncio.Future[dict[TaskName, str]] | None = None
         self._number = 0
         self._rest: RunRest | None = None
+        self._halts: RunHalts | None = None
         self.stopping = False
         self._looking = False
         self._working: set[asyncio.Task[None]] = set()
@@ -104,8 +106,9 @@ class RunCrew:
             )
         return self.record.of(order.replica)
 
-    def take_leave(self, saver: RunSaver) -> None:
-        """Lets the run rest before a ps ends; ``saver`` saves it then."""
+    def be_saved(self, saver: RunSaver) -> None:
+        """Lets ``saver`` save the run now and then, and before a ps ends."""
+        self._halts = RunHalts(self._order, saver, self._ask, self._do)
         self._rest = RunRest(
             *(self._order, self._door, self.ready, saver, self._clock),
             tell=lambda: self._handle(RestAsked()),
@@ -158,6 +161,8 @@ class RunCrew:
         else:
             self._orders[order.replica] = order
         self._under_way[order.loop] = order
+        if self._halts is not None:
+            self._halts.began(order)
         self.record.begins(order)
         self._do(self._follow(order, self.record.seconds))
 
@@ -167,17 +172,28 @@ class RunCrew:
         try:
             await self._learn()
             async for report in self._door.loop(asked):
-                last = self._keep(order, report, began_s)
+                body = body_of(report)
+                if body.number:  # else it tells how far it is, and no more
+                    last = self._keep(order, report, began_s)
+                await self._note_halt(order, body)
                 if self.stopping:  # it may have begun after the others were told
                     self._tell(order, pb.StopLoop())
             event = _ended(order, last.state)
         except JGError as error:
             event = await self._event_of(error, order, last.number, began_s)
         del self._under_way[order.loop]
+        if self._halts is not None:
+            self._halts.over(order)
         sync = order.HasField("sync")
         newest = self._deciding if sync else self._orders.get(order.replica)
         if order is newest:  # else a client has begun others
             self._handle(event)
+
+    async def _note_halt(self, order: pb.RunLoop, body: pb.LoopReport) -> None:
+        if self._halts is not None:
+            self._halts.note(order, body)
+        elif body.halted:  # it cannot be saved
+            await self._ask(order.loop, pb.StopLoop(go_on=body.halted))
 
     async def _event_of(
         self, error: JGError, order: pb.RunLoop, after: int, began_s: float
@@ -242,6 +258,21 @@ class RunCrew:
         told.loop, told.task = order.loop, order.task
         told.run, told.epoch = order.run, order.epoch
         self._do(self._tell_loop(told))
+
+    async def _ask(self, loop: str, told: pb.StopLoop) -> int:
+        """Tells a loop something once; returns the halt that it has ended, if any."""
+        order = self._under_way.get(loop)
+        if order is None:
+            return 0
+        told.loop, told.task = order.loop, order.task
+        told.run, told.epoch = order.run, order.epoch
+        try:
+            request = frame(stop_loop=told)
+            reply = await self._door.call(TaskName(told.task), "StopLoop", request)
+        except JGError as error:
+            _LOG.info("%s is not told: %s", told.loop, error.message)
+            return 0
+        return int(body_of(reply).halted) if told.go_on else 0
 
     async def _tell_loop(self, told: pb.StopLoop) -> None:
         """Tells a loop something, unless it ends before it can be told."""

@@ -5,7 +5,7 @@ write it. The master makes the files before that, and gives the step its name af
 """
 
 import asyncio
-import json
+import logging
 import os
 import shutil
 from collections import defaultdict
@@ -21,6 +21,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.calls import COMPILE_S, bulk_timeout_s
 from jgraph.cluster.run_record import RunRecord
 from jgraph.cluster.shard_calls import shard_from, sums_in
+from jgraph.coordination.cuts import patience_s
 from jgraph.errors import CheckpointError, CheckpointWriterError
 from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
@@ -34,6 +35,7 @@ from jgraph.runtime.shard_files import Slice, make_proof, proven, read_slice
 from jgraph.runtime.step_files import begin_step, commit_step, our_steps, prune
 from jgraph.runtime.writer_lease import LEASE_S, WriterLease
 
+_LOG = logging.getLogger("jgraph.checkpoint")
 _AGAIN_S: Final = 1.0
 """Between two tries: that a lease on a disk is free shows only by asking for it."""
 STEP: Final = "global_step"
@@ -78,10 +80,9 @@ class RunSaver:
     _failed: FailedSaves = field(init=False)
     _working: asyncio.Task[None] | None = field(init=False, default=None)
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _took_s: float | None = field(init=False, default=None)
     _saved: int = field(init=False, default=0)
     """Updates that were told of when it was saved last."""
-    _tried: int = field(init=False, default=0)
-    """Likewise, or when that failed."""
 
     def __post_init__(self) -> None:
         self._failed = FailedSaves(Path(self.order.directory))
@@ -106,8 +107,40 @@ class RunSaver:
         async with self._turn:
             steps = self.record.row().steps
             saved = await self._save(at_rest=True)
-            self._tried = self._saved = steps
+            self._saved = steps
         return saved
+
+    async def save_halted(
+        self, in_flight: int, go_on: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """Saves a run whose loops stand still, unless a slow save is under way.
+
+        Args:
+          in_flight: batches that may be in the state and not in the position.
+          go_on: lets the loops go on; returns whether they stood still until then:
+            else what was copied is of no one moment.
+        """
+        went_on = False
+
+        async def let_go() -> bool:
+            nonlocal went_on
+            went_on = True
+            return await go_on()
+
+        try:
+            async with asyncio.timeout(patience_s(self._took_s)):
+                await self._turn.acquire()
+            try:
+                if not self.record.is_over:
+                    steps = self.record.row().steps
+                    await self._tried(steps, let_go, in_flight)
+            finally:
+                self._turn.release()
+        except TimeoutError:
+            _LOG.info("not saved now: the save before is not done")
+        finally:
+            if not went_on:
+                await go_on()
 
     async def rest(self) -> None:
         """Waits until the run is over, and nothing of it is left to save."""
@@ -120,38 +153,39 @@ class RunSaver:
             self._working.cancel()
 
     async def _work(self) -> None:
-        info = json.loads(self.record.row().info)
-        first, every = info["first_step"], self.order.every
-        wanted = info["steps"] - first
         try:
-            while True:
-                news = self.record.news  # also of what happens while this saves
-                row = self.record.row()
-                # The last step is saved when all its batches are known to be done.
-                passed = (first + row.steps) // every > (first + self._tried) // every
-                due = passed and row.steps < wanted
-                is_over = row.state in {"done", "stopped"}
-                if due or (is_over and row.steps > self._saved):
-                    await self._try(row.steps)
-                if row.state != "running":
-                    return
+            news = self.record.news
+            while not self.record.is_over:
                 await news
+                news = self.record.news
+            # The last step is saved when all its batches are known to be done.
+            row = self.record.row()
+            if row.state in {"done", "stopped"}:
+                async with self._turn:
+                    if row.steps > self._saved:
+                        await self._tried(row.steps)
         finally:
             async with self._turn:
                 await asyncio.to_thread(self._lease.release)
 
-    async def _try(self, steps: int) -> None:
-        async with self._turn:
-            if steps <= self._saved:
-                return  # it came to rest meanwhile
-            self._tried = steps
-            try:
-                await self._save(at_rest=self.record.is_over)
-            except Exception as error:  # noqa: BLE001  # the run goes on, whatever it is
-                self._failed.tell(error)
-            else:
-                self._saved = steps
-                self._failed.forget()
+    async def _tried(
+        self,
+        steps: int,
+        go_on: Callable[[], Awaitable[bool]] | None = None,
+        in_flight: int = 0,
+    ) -> None:
+        clock = SystemClock()
+        began = clock.now()
+        try:
+            await self._save(
+                at_rest=self.record.is_over, go_on=go_on, in_flight=in_flight
+            )
+        except Exception as error:  # noqa: BLE001  # the run goes on, whatever it is
+            self._failed.tell(error)
+        else:
+            self._took_s = clock.now() - began
+            self._saved = self._saved if in_flight else steps
+            self._failed.forget()
 
     async def _become_writer(self, wait_s: float) -> None:
         """Takes the lease; a master that was replaced may have it a little longer."""
@@ -165,7 +199,13 @@ class RunSaver:
                     raise
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _save(self, *, at_rest: bool) -> Saved:
+    async def _save(
+        self,
+        *,
+        at_rest: bool,
+        go_on: Callable[[], Awaitable[bool]] | None = None,
+        in_flight: int = 0,
+    ) -> Saved:
         order, directory = self.order, Path(self.order.directory)
         run = pb.RunStep(handle=order.snapshot, timeout_s=COMPILE_S)
         driver = TaskName(order.driver)
@@ -173,8 +213,12 @@ class RunSaver:
             await self._become_writer(LEASE_S if at_rest else 0.0)
             made, like = await asyncio.to_thread(begin_step, directory)
         try:
-            position = self.position()  # first: what is trained meanwhile comes again
+            position = dict(self.position())  # first: what is under way comes again
+            if in_flight:
+                position["again"] += in_flight
             await self.call(driver, "RunStep", frame(run_step=run), timeout_s=COMPILE_S)
+            if go_on is not None and not await go_on():
+                raise CheckpointError("the run went on while it was to be saved")
             failpoint("handed.snapshot_taken")
             leaves, sums = await self._write(made, like)
             step = await asyncio.to_thread(_step_in, made, leaves)

@@ -184,7 +184,7 @@ class Runs:
         saver = RunSaver(door.task, order.saves, record, door.call, where)
         saver.start()
         self._savers[order.run] = saver
-        crew.take_leave(saver)
+        crew.be_saved(saver)
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
         rows = [crew.record.row() for crew in self._crews.values()]

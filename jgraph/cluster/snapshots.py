@@ -6,7 +6,7 @@ piece, or written to files by their tasks, and dropped.
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -18,6 +18,7 @@ from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import plan
 from jgraph.plan.program import Program
+from jgraph.plan.spread import nbytes_of
 
 if TYPE_CHECKING:
     from jgraph.cluster.client import Cluster
@@ -93,6 +94,18 @@ class Snapshots:
         by_key = dict(zip(keys, copies, strict=True))
         held = Held(self._values, by_key, tasks, lambda: self._cluster.reset(container))
         return planned.program, held
+
+    def prepared(self, variables: Sequence[Variable]) -> Callable[[], Held]:
+        """Returns what takes a snapshot at once; each in place of the one before."""
+        program, held = self.repeatable(variables, self._cluster.master)
+        nbytes = sum(nbytes_of(variable.spec) for variable in variables)
+        copy = self._values.prepared(program, nbytes)
+
+        def take() -> Held:
+            copy()
+            return held
+
+        return take
 
     def copy(
         self, pairs: Sequence[tuple[Variable, Variable]], *, at_once: bool = False

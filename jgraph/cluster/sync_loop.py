@@ -12,6 +12,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.data_feed import deal_of
 from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.gates import Decides, Gates
+from jgraph.cluster.halt_timer import HaltTimer
 from jgraph.cluster.loop_orders import finite_check_of
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.cluster.master_lease import AskMaster, MasterLease
@@ -23,6 +24,8 @@ from jgraph.coordination.aggregation import (
     Decide,
     End,
     Event,
+    GoOnAsked,
+    Halt,
     Instruction,
     NotApplied,
     ReplicaLost,
@@ -84,7 +87,9 @@ class SyncLoop:
             wanted=sync.wanted,
             version=sync.version,
             steps=order.steps,
+            halt_every=sync.halt_every,
         )
+        self._halts = HaltTimer(order.loop, self.go_on)
         self._events: deque[Event] = deque()
         self._handling = False
         self._progress_at = clock.now()
@@ -99,6 +104,15 @@ class SyncLoop:
     def stop(self, *, pause: bool = False) -> None:
         """Asks the loop to end after the update under way; see ``StopAsked``."""
         self._take(StopAsked(pause))
+
+    def go_on(self, version: int) -> bool:
+        """Ends a halt; returns whether no update was decided since it began."""
+        stood = self._machine.halted == version
+        if stood:
+            self._halts.end()
+            self._progress_at = self._clock.now()  # nobody was late meanwhile
+        self._take(GoOnAsked(version))
+        return stood
 
     def peer_lost(self, peer: TaskName) -> None:
         """Learns that a task went away: one that has contributions, or makes them."""
@@ -139,7 +153,8 @@ class SyncLoop:
         self._end("failed", error)
 
     def _watch_time(self) -> None:
-        if self._lease is not None and self._lease.has_ended:
+        ended = self._lease is not None and self._lease.has_ended
+        if ended or self._machine.halted is not None:
             self._progress_at = self._clock.now()  # it is not this update's fault
         limit = self._order.step_timeout_s
         left = self._progress_at + limit - self._clock.now()
@@ -171,6 +186,9 @@ class SyncLoop:
                 self._gates.void(self._gate, step)
             case DealData(_, leases):
                 self._answer = leases
+            case Halt(version):
+                self._halts.begin(version, self._order.sync.halt_s)
+                self._report("running", version)
             case End(state, error):
                 self._end(state, error)
 
@@ -210,6 +228,7 @@ class SyncLoop:
             self._end("failed", error)
 
     def _end(self, state: str, error: JGError | None) -> None:
+        self._halts.end()
         over = RunOverError("the training run has all its updates, or was stopped")
         in_order = error is None or isinstance(error, NonFiniteError)
         self._gates.close(self._gate, over if in_order else error or over)
@@ -217,12 +236,14 @@ class SyncLoop:
             self._report("running" if error else state)
         self.told.end(error)
 
-    def _report(self, state: str) -> None:
+    def _report(self, state: str, halted: int = 0) -> None:
         dropped: dict[str, int] = {
             self._replicas[handle]: count
             for handle, count in self._machine.dropped.items()
         }
         position = json.dumps(self._data.state())
         self.told.send(
-            pb.LoopReport(state=state, dropped=dropped, data_position=position)
+            pb.LoopReport(
+                state=state, dropped=dropped, data_position=position, halted=halted
+            )
         )

@@ -305,6 +305,12 @@ class TaskLoops:
         if body.account:
             yield await self._account(body)
             return
+        if body.go_on:
+            loop = self._loops.get(body.loop)
+            stood = loop is not None and loop.go_on(body.go_on)
+            halted = body.go_on if stood else 0
+            yield frame(loop_report=pb.LoopReport(halted=halted))
+            return
         if body.loop in self._loops:
             self._tell(body)
         elif body.loop and body.loop not in self._ended:
@@ -322,6 +328,8 @@ class TaskLoops:
         loop = self._loops.get(told.loop)
         if isinstance(loop, SyncLoop) and told.lost:
             loop.peer_lost(TaskName(told.lost))
+        elif isinstance(loop, LoopRun) and told.halt:
+            loop.halt(told.halt, bounded_s(told.timeout_s))
         elif loop is not None:
             self._stop(loop, pause=told.pause)
 

@@ -16,6 +16,7 @@ from jgraph.errors import ConfigError, UninitializedError, VariableMismatchError
 from jgraph.graph.ir import VariableKey
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
+from jgraph.plan.program import Program
 from jgraph.plan.row_blocks import initial_value
 from jgraph.plan.spread import nbytes_of
 from jgraph.plan.types import value_type
@@ -117,6 +118,16 @@ class VariableValues:
             return as_result(graph, self._programs.run(handle, arrays, timeout_s))
         finally:
             self._programs.unregister(handle)
+
+    def prepared(self, program: Program, nbytes: int) -> Callable[[], None]:
+        """Compiles a step that moves ``nbytes``; returns what runs it, each time."""
+        handle = self._programs.register(program)
+        timeout_s = STEP_S + nbytes / _SLOW_BYTES_PER_S
+
+        def run() -> None:
+            self._programs.run(handle, (), timeout_s)
+
+        return run
 
 
 def types_of(variables: Iterable[Variable]) -> AbstractContextManager[Any]:

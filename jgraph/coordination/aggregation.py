@@ -93,6 +93,14 @@ class StopAsked:
 
 @final
 @dataclass(frozen=True, slots=True)
+class GoOnAsked:
+    """What was to be done while the machine stood still, after ``version``, is done."""
+
+    version: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class MasterSilent:
     """The master of the run has not been heard of for too long; see ``supervision``."""
 
@@ -111,6 +119,7 @@ Event: TypeAlias = (
     | NotApplied
     | TimeIsUp
     | StopAsked
+    | GoOnAsked
     | MasterSilent
     | MasterHeard
 )
@@ -144,6 +153,14 @@ class DealData:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Halt:
+    """So many updates are applied on every ps, and none begins before ``GoOnAsked``."""
+
+    version: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class End:
     """No more updates from here.
 
@@ -157,7 +174,7 @@ class End:
     error: JGError | None = None
 
 
-Instruction: TypeAlias = Decide | Void | DealData | End
+Instruction: TypeAlias = Decide | Void | DealData | Halt | End
 
 
 @final
@@ -172,6 +189,8 @@ class Arbiter:
       wanted: contributions of an update. When fewer replicas are left, as many.
       version: updates applied so far.
       steps: how many updates to decide.
+      halt_every: stand still at multiples of so many updates, so that they can be
+        saved; 0: never. Not at the end: there nothing goes on anyway.
 
     Example:
       >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
@@ -195,6 +214,7 @@ class Arbiter:
         wanted: int,
         version: int,
         steps: int,
+        halt_every: int = 0,
     ) -> None:
         self._shards = frozenset(shards)
         self._replicas = dict(replicas)
@@ -203,6 +223,8 @@ class Arbiter:
         self._wanted = wanted
         self._version = version
         self._end = version + steps
+        self._halt_every = halt_every
+        self._halted = False
         self._applying = False
         self._unsupervised = False
         self._stopping = ""
@@ -213,6 +235,11 @@ class Arbiter:
         self._chosen: list[int] = []  # places of the batches of the newest update
         self.dropped: Counter[str] = Counter()
         """Contributions that came too late, by replica."""
+
+    @property
+    def halted(self) -> int | None:
+        """After how many updates it stands still; None: it does not."""
+        return self._version if self._halted and not self._over else None
 
     @property
     def needed(self) -> int:
@@ -231,18 +258,31 @@ class Arbiter:
             case ReplicaLost(replica):
                 return self._lose(replica) or self._go_on()
             case Applied():
-                self._applying = False
-                self._version += 1
-            case StopAsked(pause):
-                self._stopping = self._stopping or ("paused" if pause else "stopped")
-            case MasterSilent() | MasterHeard():
-                self._unsupervised = isinstance(event, MasterSilent)
+                return self._applied()
+            case GoOnAsked(version):
+                self._halted = self._halted and version != self._version
+            case StopAsked() | MasterSilent() | MasterHeard():
+                self._note(event)
             case NotApplied(error):
                 self._data.take_back(self._chosen)
                 return self._finish("failed", error)
             case TimeIsUp(timeout_s):
                 return self._finish("failed", self._late(timeout_s))
         return self._go_on()
+
+    def _note(self, event: StopAsked | MasterSilent | MasterHeard) -> None:
+        match event:
+            case StopAsked(pause):
+                self._stopping = self._stopping or ("paused" if pause else "stopped")
+            case _:
+                self._unsupervised = isinstance(event, MasterSilent)
+
+    def _applied(self) -> list[Instruction]:
+        self._applying = False
+        self._version += 1
+        if self._halt_every and not self._version % self._halt_every:
+            self._halted = self._version < self._end and not self._stopping
+        return [Halt(self._version)] if self._halted else self._go_on()
 
     def _deal(self, asked: DataAsked) -> tuple[Lease, ...] | None:
         if self._over or asked.replica not in self._alive:
@@ -296,6 +336,8 @@ class Arbiter:
             return self._finish("done")
         if self._stopping:
             return self._finish(self._stopping)
+        if self._halted:
+            return []
         there = list(self._whole[self._version].items())
         if not there and not self._alive:
             return self._finish("alone")

@@ -82,6 +82,22 @@ class StepNotStarted:
 
 @final
 @dataclass(frozen=True, slots=True)
+class HaltAsked:
+    """Somebody asked to start no more steps for a while, in an order of this number."""
+
+    number: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GoOnAsked:
+    """What was to be done meanwhile is done."""
+
+    number: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """Somebody asked the loop to stop after the steps in flight."""
 
@@ -95,6 +111,8 @@ Event: TypeAlias = (
     | StepUnwanted
     | StepUnwell
     | StepNotStarted
+    | HaltAsked
+    | GoOnAsked
     | StopAsked
 )
 
@@ -115,6 +133,21 @@ class Report:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell the watcher how many batches are done, and no more."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Halted:
+    """Report, and say that no step starts: so many may still be applied."""
+
+    number: int
+    in_flight: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class End:
     """The loop is over: ``state`` is "done", "stopped" or "failed"."""
 
@@ -122,7 +155,7 @@ class End:
     error: JGError | None = None
 
 
-Instruction: TypeAlias = StartStep | Report | End
+Instruction: TypeAlias = StartStep | Report | Tell | Halted | End
 
 
 @final
@@ -134,6 +167,7 @@ class ReplicaLoop:
       steps: how many steps to run at most.
       report_every_s: least time between reports, in seconds.
       max_outstanding: most steps started and not acknowledged.
+      tell_every: say how many are done after so many steps, if no report does; 0: no.
 
     Example:
       >>> loop = ReplicaLoop(first_step=0, steps=1)
@@ -152,17 +186,26 @@ class ReplicaLoop:
         steps: int,
         report_every_s: float = 0.25,
         max_outstanding: int = 2,
+        tell_every: int = 0,
     ) -> None:
         self._next = first_step
         self._end = first_step + steps
         self._report_every_s = report_every_s
         self._max_outstanding = max_outstanding
         self._outstanding = 0
+        self._tell_every = tell_every
+        self._untold = 0  # acknowledged
+        self._halted = 0
         self._computing = False
         self._stopping = False
         self._over = False
         self._unwell: JGError | None = None
         self._reported_at: float | None = None
+
+    @property
+    def halted(self) -> int:
+        """The number of the order by which it stands still; 0: it does not."""
+        return 0 if self._over else self._halted
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Takes an event at time ``now`` (seconds); returns what to do."""
@@ -178,21 +221,33 @@ class ReplicaLoop:
                 return [*self._maybe_report(now), *self._go_on()]
             case StepAcknowledged():
                 self._outstanding -= 1
-                return self._go_on()
+                self._untold += 1
+                return [*self._maybe_tell(), *self._go_on()]
+            case HaltAsked() | GoOnAsked():
+                return self._halt(event)
             case StepFailed(_, error):
                 self._over = True
                 return [Report(), End("failed", self._unwell or error)]
-            case StepRefused(step) if self._unwell is None:
-                return [StartStep(step)]
             case StepRefused() | StepUnwanted() | StepNotStarted():
                 return self._take_back(event)
             case StopAsked() | StepUnwell():
                 return self._stop(event)
 
+    def _halt(self, event: HaltAsked | GoOnAsked) -> list[Instruction]:
+        match event:
+            case HaltAsked(number):
+                self._halted = number
+                return [Halted(number, self._outstanding)]
+            case GoOnAsked(number) if number == self._halted:
+                self._halted = 0
+        return self._go_on()
+
     def _take_back(
         self, event: StepRefused | StepUnwanted | StepNotStarted
     ) -> list[Instruction]:
-        """Counts a step as not under way."""
+        """Counts a step as not under way, unless it is to be computed anew."""
+        if isinstance(event, StepRefused) and self._unwell is None:
+            return [StartStep(event.step)]
         self._computing = False
         self._outstanding -= 1
         match event:
@@ -214,13 +269,23 @@ class ReplicaLoop:
     def _maybe_report(self, now: float) -> list[Instruction]:
         if self._reported_at is None or now - self._reported_at < self._report_every_s:
             return []
-        self._reported_at = now
+        self._reported_at, self._untold = now, 0
         return [Report()]
+
+    def _maybe_tell(self) -> list[Instruction]:
+        if not self._tell_every or self._untold < self._tell_every:
+            return []
+        self._untold = 0
+        return [Tell()]
 
     def _go_on(self) -> list[Instruction]:
         wanted = not self._stopping and self._next < self._end
         if wanted:
-            if self._computing or self._outstanding >= self._max_outstanding:
+            if (
+                self._halted
+                or self._computing
+                or self._outstanding >= self._max_outstanding
+            ):
                 return []
             self._computing = True
             self._outstanding += 1

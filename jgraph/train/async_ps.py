@@ -8,15 +8,17 @@ its own loop over its part of the data; workers never wait for each other.
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
+from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.failover import part_with
 from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.gate_client import open_gate, staleness_of
+from jgraph.cluster.held import Held
 from jgraph.cluster.loop_orders import Detached, LoopRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
@@ -46,7 +48,14 @@ from jgraph.train.on_tasks import (
 from jgraph.train.rejoin import Rejoin
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness
 from jgraph.train.step import TrainStep
-from jgraph.train.workers import Workers, chunk_of, end_loops, rest, shares
+from jgraph.train.workers import (
+    Workers,
+    chunk_of,
+    end_loops,
+    halted_chunk,
+    rest,
+    shares,
+)
 
 __all__ = ["AsyncPS", "AsyncRunner"]
 
@@ -93,6 +102,13 @@ class AsyncRunner:
         self.is_training = False
         self._farewells: Farewells | None = None
         self._replaced = False  # programs of workers, after one was lost
+        self._copy_at_once: Callable[[], Held] | None = None
+        self._in_flight = 0  # steps that may be applied though the loops stand still
+
+    @property
+    def halt_s(self) -> float:
+        """How long loops stand still at most while the run is saved."""
+        return bulk_timeout_s(total_nbytes(self._step.variables))
 
     @property
     def replicas(self) -> int:
@@ -126,6 +142,8 @@ class AsyncRunner:
         with self.lock:
             self.initialize()
             self._register(prepared)
+            if order.save_every and not order.detached:
+                self.prepare_to_keep()
             if self.copies is not None:
                 self.copies.open([prepared.plan.program])
                 self.copies.admit(0, prepared.handles)
@@ -149,6 +167,7 @@ class AsyncRunner:
                     self.workers.done,
                     self.global_step,
                     detached,
+                    self.halt_s,
                 ),
             )
         self.is_training = True
@@ -161,6 +180,11 @@ class AsyncRunner:
             for report in loops:
                 if order.stop.is_set():
                     loops.stop()
+                if report.state == "halted":
+                    self._in_flight = report.in_flight
+                    yield halted_chunk(loops)
+                    self._in_flight = 0
+                    continue
                 self.workers.note(report)
                 if report.state in {"lost", "left"}:
                     self._replaced = True
@@ -222,7 +246,10 @@ class AsyncRunner:
     def position(self) -> Position:
         """See ``Runner.position``."""
         with self.lock:
-            return self._position if self._loops is None else self._loops.position()
+            if self._loops is None:
+                return self._position
+            position = self._loops.position()
+            return {**position, "again": position["again"] + self._in_flight}
 
     def global_step(self) -> int:
         """See ``Runner.global_step``."""
@@ -248,20 +275,43 @@ class AsyncRunner:
                 values |= self._tables.read(table)
         return [values.get(name) for name in self._step.names]
 
-    def keep(self) -> Kept:
+    def prepare_to_keep(self) -> None:
+        """Compiles what copies the state while loops stand still, before they do."""
+        plain = [v for v in self._step.variables if v.spec.table is None]
+        if total_nbytes(plain) <= KEPT_BYTES:
+            self._copy_at_once = self.session.snapshots.prepared(plain)
+
+    def keep(self, taken: Callable[[], None] | None = None) -> Kept:
         """See ``Runner.keep``; rows of tables come, they are sorted by key."""
         plain = [v for v in self._step.variables if v.spec.table is None]
         with self.lock:
             self.initialize()
             # A large model has no room for another of itself.
             at_once = self.is_training and total_nbytes(plain) <= KEPT_BYTES
-            snapshots = self.session.snapshots
-            held = snapshots.take(plain) if at_once else snapshots.live(plain)
+            held = self._hold(plain, at_once=at_once, halted=taken is not None)
             with releasing_after_an_error(held):
-                found = arrays_of(self._cluster, held, plain)
+                found: dict[str, Any] = {}
                 for table in self._step.tables:
                     found |= self._tables.read(table)
-        return Kept([found.get(name) for name in self._step.names], held.release)
+                if taken is not None and at_once:
+                    taken()
+                found |= arrays_of(self._cluster, held, plain)
+        values = [found.get(name) for name in self._step.names]
+        return Kept(values, held.release, is_live=not at_once)
+
+    def _hold(self, plain: Sequence[Variable], *, at_once: bool, halted: bool) -> Held:
+        snapshots = self.session.snapshots
+        if not at_once:
+            return snapshots.live(plain)
+        if not halted:
+            return snapshots.take(plain)
+        if self._copy_at_once is None:
+            self.prepare_to_keep()
+        copy, self._copy_at_once = self._copy_at_once, None
+        assert copy is not None  # prepared
+        held = copy()  # what another master knows nothing of is prepared anew
+        self._copy_at_once = copy
+        return held
 
     def places(self) -> Sequence[Any]:
         """See ``Runner.places``."""

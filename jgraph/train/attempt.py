@@ -201,13 +201,14 @@ class Attempts:
             check_handable(wanted.checkpoint, step)
         first = runner.global_step()
 
-        def take() -> Snapshot:
+        def take(taken: Callable[[], None] | None = None) -> Snapshot:
             # The position first: what is trained meanwhile comes again, none is left
             # out.
             position = runner.position()
-            kept = runner.keep()
+            kept = runner.keep(taken)
             tree = step.unflatten(kept.values)
-            return Snapshot(int(tree["global_step"]), tree, position, kept.release)
+            step_now = int(tree["global_step"])
+            return Snapshot(step_now, tree, position, kept.release, kept.is_live)
 
         return Attempt(
             runner=runner,

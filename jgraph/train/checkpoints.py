@@ -66,15 +66,19 @@ Keep: TypeAlias = int | Policy
 class Checkpoints:
     """Where and how often ``Trainer.fit`` saves.
 
-    A run saves when it has passed a multiple of so many updates, and at its end, in a
-    thread of its own: training goes on. In one process that is at each multiple; on a
-    cluster at the first report after it. The directory has one writer at a time. A save
-    that fails for want of room is told in the log, and training goes on too.
+    A run saves at multiples of so many updates, and at its end, in a thread of its own:
+    training goes on as soon as the state is copied. The directory has one writer at a
+    time. A save that fails for want of room is told in the log, and training goes on.
+
+    In one process and in synchronous training a checkpoint is of exactly one update, in
+    the data too. In asynchronous training workers have up to two steps each under way:
+    ``Run.repeated`` of a run that is restored counts what it may train on twice.
 
     Args:
       directory: made if it is not there.
-      every: save at the multiples of so many updates. In one process a save waits for
-        the one before; on a cluster there are fewer while one takes longer.
+      every: save at the multiples of so many updates; asynchronously soon after. On a
+        cluster those that pass while a slow save is under way are left out; in one
+        process a save waits for the one before.
       keep: how many to keep, the newest ones; or a policy of Orbax, such as
         ``orbax.checkpoint.checkpoint_managers.EveryNSteps(1000)``. The newest stays.
 
@@ -155,8 +159,20 @@ class CheckpointWriter:
     def __exit__(self, *exc: object) -> None:
         self._lease.release()
 
-    def save(self, step: int, tree: Tree, position: Position = None) -> Path:
+    def save(
+        self,
+        step: int,
+        tree: Tree,
+        position: Position = None,
+        before_commit: Callable[[], None] | None = None,
+    ) -> Path:
         """Writes a step, or writes it anew; then deletes those that need not be kept.
+
+        Args:
+          step: updates of it.
+          tree: see ``checkpoint.save``.
+          position: likewise.
+          before_commit: called when all is on disk; what it raises stops the save.
 
         Raises:
           CheckpointError: the step cannot be written.
@@ -164,13 +180,19 @@ class CheckpointWriter:
           CheckpointWriterError: another process has taken over.
         """
         self._lease.check()
+
+        def check() -> None:
+            self._lease.check()
+            if before_commit is not None:
+                before_commit()
+
         path = checkpoint.save(
             self.directory / str(step),
             tree,
             position,
             overwrite=True,
             generation=self._lease.generation,
-            before_commit=self._lease.check,
+            before_commit=check,
         )
         self.prune()
         return path

@@ -26,6 +26,7 @@ def dealt_data(
     done: Sequence[int],
     updates: Callable[[], int],
     detached: Detached | None,
+    halt_s: float,
 ) -> DealtData:
     """Returns what is dealt out.
 
@@ -35,6 +36,7 @@ def dealt_data(
       done: steps so far, by worker.
       updates: says how many updates are applied to the model.
       detached: what the master is told of a run that outlives its client.
+      halt_s: how long workers stand still at most while the run is saved.
     """
     plan = order.dataset.plan(order.batch_size, order.seed)
     return DealtData(
@@ -46,6 +48,9 @@ def dealt_data(
         wait_s=WAIT_S,
         stop=order.stop,
         detached=detached,
+        first=updates(),
+        halt_every=order.save_every or 0,
+        halt_s=halt_s,
     )
 
 

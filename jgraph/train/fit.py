@@ -220,6 +220,10 @@ class Fit:
                 if chunk.at_rest:
                     self._save_at_rest()
                     continue
+                if chunk.go_on is not None:
+                    if self.saving is not None:
+                        self.saving.save_halted(chunk.go_on)
+                    continue
                 self._tell(watch.take(chunk))
                 if self.saving is not None:
                     self.saving.note(self.history.steps)

@@ -6,10 +6,12 @@ their files like that one's, and no task needs Orbax or the model for it.
 
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 
+from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.run_info import wait_saved
 from jgraph.cluster.session import Session
@@ -24,6 +26,7 @@ from jgraph.runtime.shard_files import Slice, make_proof
 from jgraph.runtime.step_files import our_steps
 from jgraph.train.checkpoint import absolute, stored_as
 from jgraph.train.checkpoints import Checkpoints
+from jgraph.train.large import total_nbytes
 from jgraph.train.saving import Saving, Take
 from jgraph.train.step import TrainStep
 
@@ -68,6 +71,10 @@ class Handed:
     def note(self, step: int) -> None:
         """Learns how far the run is."""
         self._due = step
+
+    def save_halted(self, go_on: Callable[[], bool]) -> None:
+        """Lets loops go on: it is the master that saves."""
+        go_on()
 
     def wait(self) -> None:
         """Waits for nothing: see ``Saving.wait``."""
@@ -136,6 +143,7 @@ def saves_order(
         directory=str(directory),
         proof=make_proof(directory),
         every=given.every,
+        halt_s=bulk_timeout_s(total_nbytes(step.variables)),
         keep=given.keep,
         snapshot=handle,
         driver=driver,
@@ -155,4 +163,4 @@ def make_saving(
     if wanted.detached:
         assert cluster is not None  # checked
         return Handed(given, attempt.take, attempt.first, cluster)
-    return Saving(given, attempt.take, attempt.first, waits=cluster is None)
+    return Saving(given, attempt.take, attempt.first, in_process=cluster is None)

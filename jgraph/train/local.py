@@ -205,7 +205,7 @@ class LocalRunner:
                 for name, value in zip(self._step.names, self._values, strict=True)
             ]
 
-    def keep(self) -> Kept:
+    def keep(self, taken: Callable[[], None] | None = None) -> Kept:
         """See ``Runner.keep``; here are no tasks."""
         return Kept(self.values())
 

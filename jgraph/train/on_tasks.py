@@ -54,10 +54,12 @@ class Kept:
     Attributes:
       values: one per variable, in the order of the step's.
       release: lets go of what tasks hold for it.
+      is_live: tasks hold no copy of it: what is read is as it is then.
     """
 
     values: Sequence[Any]
     release: Callable[[], None] = lambda: None
+    is_live: bool = False
 
 
 def kept_arrays(

@@ -131,7 +131,9 @@ class Run:
     def repeated(self) -> int:
         """Returns how many batches were dealt again, after a worker was lost.
 
-        Each may have been trained on twice. Over all runs of the Trainer, and those
+        And how many were under way when the checkpoint was saved that the training goes
+        on from: two of each worker at most, in synchronous training none. Each may have
+        been trained on twice. Over all runs of the Trainer, and those
         before its checkpoint.
         """
         ended = self._done.is_set()

@@ -1,7 +1,7 @@
 """The seam between a Trainer and the place where its steps run."""
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, final
 
@@ -63,7 +63,9 @@ class Chunk:
     how much later than others the loop began, in seconds, as far as is known.
     ``dropped`` counts gradients that came too late so far, by worker. With ``at_rest``
     nothing was done, and nothing is under way: a task with a part of the state ends
-    when the next chunk is asked for.
+    when the next chunk is asked for. With ``go_on`` nothing was done either: all loops
+    stand still so that the run can be saved, until that is called, or the next chunk is
+    asked for. It returns whether they did until then.
     """
 
     replica: int
@@ -76,6 +78,7 @@ class Chunk:
     at_rest: bool = False
     batches: int | None = None
     began: float = 0.0
+    go_on: Callable[[], bool] | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -124,10 +127,14 @@ class Runner(Protocol):
           TooLargeError: with ``model_only``: a variable is too large to come here.
         """
 
-    def keep(self) -> Kept:
+    def keep(self, taken: Callable[[], None] | None = None) -> Kept:
         """Returns the state as it is now; what tasks have stays there meanwhile.
 
         Of a run that goes on, what one task has is of one moment, up to a limit.
+
+        Args:
+          taken: set while loops stand still: called as soon as they may go on, unless
+            what is returned is live.
         """
 
     def places(self) -> Sequence[Any]:

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeAlias, final
+from typing import Final, Self, TypeAlias, final
 
+from jgraph.clock import SystemClock
+from jgraph.coordination.cuts import patience_s
 from jgraph.errors import (
     CheckpointError,
     CheckpointForeignError,
@@ -23,20 +25,28 @@ from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
 
 _LOG = logging.getLogger("jgraph.checkpoint")
+_CLOCK: Final = SystemClock()
+_WENT_ON: Final = "the run went on while it was to be saved"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a run at one moment; ``release`` when it is written."""
+    """The state of a run at one moment; ``release`` when it is written.
+
+    One that ``is_live`` is of the moment only until the run goes on.
+    """
 
     step: int
     tree: Tree
     position: Position
     release: Callable[[], None] = lambda: None
+    is_live: bool = False
 
 
-Take: TypeAlias = Callable[[], Snapshot]
+Take: TypeAlias = Callable[[Callable[[], None] | None], Snapshot]
+"""Takes a snapshot. While loops stand still it is given what says that they did: called
+as soon as they may go on, unless the snapshot is live."""
 
 
 @final
@@ -47,7 +57,8 @@ class Saving:
       given: where and how often.
       take: takes a snapshot of the run.
       step: updates applied before the run.
-      waits: a save that is due waits for the one before: who calls does the steps.
+      in_process: who calls does the steps: a save that is due is taken between two of
+        them, and waits for the one before. Else loops are halted for it.
 
     Raises:
       CheckpointError: the directory has steps that are not before this run's.
@@ -55,14 +66,15 @@ class Saving:
     """
 
     def __init__(
-        self, given: Checkpoints, take: Take, step: int, *, waits: bool = False
+        self, given: Checkpoints, take: Take, step: int, *, in_process: bool = False
     ) -> None:
         self._given = given
-        self._waits = waits
+        self._in_process = in_process
         self._take = take
         self._last = step
         self._written: int | None = None
         self._under_way: Future[None] | None = None
+        self._took_s: float | None = None
         self._stack = ExitStack()
         with ExitStack() as stack:
             self._writer = stack.enter_context(
@@ -83,7 +95,7 @@ class Saving:
         self._stack.close()
 
     def note(self, step: int) -> None:
-        """Saves at ``step`` if a multiple was passed; not while a save is under way.
+        """Saves at ``step`` if a multiple was passed, in one process.
 
         Raises:
           CheckpointWriterError: another process has taken over the directory.
@@ -91,15 +103,36 @@ class Saving:
         if self._under_way is not None and self._under_way.done():
             self._settle(self._under_way)
         every = self._given.every
-        if step // every == self._last // every:
-            return
-        if self._waits:
+        if self._in_process and step // every != self._last // every:
             self.wait()
-        if self._under_way is None:
-            try:
-                self._begin()
-            except ClusterError as error:  # the run finds out by itself what was lost
-                _LOG.info("not saved at step %d, but soon: %s", step, error)
+            self._begin()
+
+    def save_halted(self, go_on: Callable[[], bool]) -> None:
+        """Saves a run whose loops stand still, unless a slow save is under way.
+
+        Args:
+          go_on: lets them go on, as soon as that is possible; returns whether they
+            stood still until then: else what was taken is of no one moment.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+        """
+        if self._under_way is not None:
+            wait([self._under_way], patience_s(self._took_s))
+            if not self._under_way.done():
+                _LOG.info("not saved now: the save before is not done")
+                return
+            self._settle(self._under_way)
+
+        def check() -> None:
+            if not go_on():
+                raise CheckpointError(_WENT_ON, path=str(self.directory))
+
+        try:
+            self._begin(check=check)
+        except (CheckpointError, ClusterError) as error:
+            # The run finds out by itself what was lost.
+            _LOG.info("not saved now: %s", error)
 
     @property
     def directory(self) -> Path:
@@ -144,24 +177,33 @@ class Saving:
         if self._under_way is not None:
             self._under_way.result()
 
-    def _begin(self, *, at_rest: bool = False) -> None:
-        snapshot = self._take()
+    def _begin(
+        self, *, at_rest: bool = False, check: Callable[[], None] | None = None
+    ) -> None:
+        snapshot = self._take(check)
+        before_commit = check if snapshot.is_live else None
         due = snapshot.step not in our_steps(self._writer.directory)
         # What was saved under way may be of a moment before, on another ps.
         due |= at_rest and snapshot.step == self._written
         self._last = snapshot.step
         if due:
-            self._under_way = self._thread.submit(self._save, snapshot)
+            saving = self._thread.submit(self._save, snapshot, before_commit)
+            self._under_way = saving
+            if before_commit is not None:
+                self.wait()
         else:
             self._under_way = None
             snapshot.release()
 
-    def _save(self, snapshot: Snapshot) -> None:
-        step, position = snapshot.step, snapshot.position
+    def _save(
+        self, snapshot: Snapshot, before_commit: Callable[[], None] | None
+    ) -> None:
+        step, position, began = snapshot.step, snapshot.position, _CLOCK.now()
         try:
-            self._writer.save(step, snapshot.tree, position)
+            self._writer.save(step, snapshot.tree, position, before_commit)
             self._written = step
         finally:
+            self._took_s = _CLOCK.now() - began
             with suppress(ClusterError):  # a task that is gone holds nothing
                 snapshot.release()
 

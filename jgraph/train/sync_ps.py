@@ -9,7 +9,7 @@ tensorflow/python/training/sync_replicas_optimizer.py.
 """
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
@@ -38,7 +38,7 @@ from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, posit
 from jgraph.train.step import TrainStep
 from jgraph.train.sync_step import SyncStep
 from jgraph.train.sync_strategy import SyncPS
-from jgraph.train.workers import chunk_of, end_loops, rest
+from jgraph.train.workers import chunk_of, end_loops, halted_chunk, rest
 
 __all__ = ["SyncPS", "SyncRunner"]
 
@@ -118,6 +118,8 @@ class SyncRunner:
             self._register(prepared)
             # First: what counts contributions is copied with all that a ps holds.
             self.state.clear_residuals(prepared.graph)
+            if order.save_every and not order.detached:
+                self.state.prepare_to_keep()
             if self.state.copies is not None:
                 *workers, apply = prepared.handles
                 programs = [prepared.plan.program, prepared.apply]
@@ -167,6 +169,10 @@ class SyncRunner:
             began = began or now
             for report in loops:
                 self._stop_if_due(order, report, loops)
+                if report.state == "halted":
+                    self._position = report.position
+                    yield halted_chunk(loops)
+                    continue
                 if report.replica < self.replicas:
                     self._note(prepared, report, rejoin)
                     if len(report.steps):
@@ -232,9 +238,9 @@ class SyncRunner:
         """See ``Runner.values``."""
         return self.state.values(model_only=model_only)
 
-    def keep(self) -> Kept:
+    def keep(self, taken: Callable[[], None] | None = None) -> Kept:
         """See ``Runner.keep``."""
-        return self.state.keep()
+        return self.state.keep(taken)
 
     def places(self) -> Sequence[Any]:
         """See ``Runner.places``."""
@@ -352,6 +358,8 @@ class SyncRunner:
             detached=self.state.detached(
                 *(order, prepared.graph, prepared.names, programs), sync=True
             ),
+            halt_every=order.save_every or 0,
+            halt_s=self.state.halt_s,
         )
 
     def _begin(
@@ -374,6 +382,7 @@ class SyncRunner:
             order,
             # The ps see better who is missing, and say so first.
             step_timeout_s=2 * limit + 5,
+            together=True,
         )
         workers = [
             replace(one, compute_wait_s=self.compute_wait_s.get(one.replica, 0.0))

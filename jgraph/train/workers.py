@@ -12,6 +12,7 @@ from jgraph.cluster.loop_orders import LoopReport, LoopRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.cluster.sources import open_source_on
+from jgraph.coordination.cuts import tell_every
 from jgraph.coordination.finite import FiniteCheck
 from jgraph.graph.ir import Graph, TaskName
 from jgraph.train.data import Dataset
@@ -112,6 +113,7 @@ class Workers:
         *,
         step_timeout_s: float,
         finite: FiniteCheck | None = None,
+        together: bool = False,
     ) -> list[LoopRequest]:
         """Returns one request per worker.
 
@@ -121,9 +123,11 @@ class Workers:
           order: what to train.
           step_timeout_s: limit for one step.
           finite: which fetch says what is finite; None: it is not checked here.
+          together: training is synchronous.
         """
         feeds = {feed.name for feed in graph.feeds}
         dataset = order.dataset
+        halts = 0 if together else order.save_every or 0
         return [
             LoopRequest(
                 task=worker,
@@ -141,6 +145,7 @@ class Workers:
                 step_timeout_s=step_timeout_s,
                 report_every_s=order.report_every_s,
                 finite=finite,
+                tell_every=tell_every(halts, len(self.tasks)) if halts else 0,
             )
             for replica, worker in enumerate(self.tasks)
         ]
@@ -188,6 +193,12 @@ def shares(steps: int, count: int) -> list[int]:
       [3, 2, 2]
     """
     return [steps // count + (i < steps % count) for i in range(count)]
+
+
+def halted_chunk(loops: LoopHandle) -> Chunk:
+    """Returns what says that the loops stand still."""
+    none = np.empty(0)
+    return Chunk(0, none, none, {}, go_on=loops.go_on)
 
 
 def rest(loops: LoopHandle) -> Iterator[Chunk]:

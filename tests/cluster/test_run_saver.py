@@ -52,7 +52,7 @@ class Ps:
         self.store = VariableStore(PS)
         self.generations: list[int] = []
         self.directory = Path()
-        self.saved: asyncio.Queue[None] = asyncio.Queue()
+        self.stands_still = True
         self.done = 0
         self.train()
 
@@ -70,10 +70,11 @@ class Ps:
             self.generations.append(newest(self.directory).generation)
         elif method == "SaveShards":
             reply = save_shards(task, self.store, request, lambda: None)
-        else:  # "Reset": the copies are needed no more
-            self.saved.put_nowait(None)
         self.train()
         return reply
+
+    async def go_on(self) -> bool:
+        return self.stands_still
 
 
 def order(directory: Path, keep: int = 2) -> pb.RunSaves:
@@ -103,7 +104,7 @@ def saved(directory: Path, ps: Ps, keep: int = 2, *, goes_on: bool = True) -> No
     """Lets a master save a run twice, and, if it ``goes_on`` then, at its end."""
 
     async def run() -> None:
-        ps.directory, ps.saved = directory, asyncio.Queue()
+        ps.directory = directory
         info = json.dumps({"steps": 100, "first_step": 0})
         record = RunRecord(MASTER, pb.OpenRun(run="r", info=info), SystemClock())
         where = lambda: {"done": ps.done}
@@ -114,7 +115,7 @@ def saved(directory: Path, ps: Ps, keep: int = 2, *, goes_on: bool = True) -> No
         async with asyncio.timeout(20):
             for _ in range(2):
                 record.keep(loop, report(), 0.0)
-                await ps.saved.get()
+                await saver.save_halted(0, ps.go_on)
             resting = asyncio.ensure_future(saver.rest())
             await asyncio.sleep(0)
             assert not resting.done(), "the run goes on"
@@ -137,6 +138,16 @@ def test_a_position_is_never_after_the_updates_that_it_is_saved_with(
         position = read_manifest(tmp_path / str(step)).position
         assert position is not None
         assert position["done"] <= step
+
+
+def test_a_run_that_went_on_while_it_was_copied_is_saved_at_its_end(
+    tmp_path: Path,
+) -> None:
+    ps = Ps()
+    ps.stands_still = False
+    saved(tmp_path, ps)
+    assert len(ps.generations) == 3
+    assert steps_in(tmp_path)[:-1] == [0]
 
 
 def test_the_last_save_says_where_a_run_ended_also_of_a_step_that_is_there(

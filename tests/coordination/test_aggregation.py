@@ -14,6 +14,8 @@ from jgraph.coordination.aggregation import (
     DealData,
     Decide,
     End,
+    GoOnAsked,
+    Halt,
     Instruction,
     MasterHeard,
     MasterSilent,
@@ -48,13 +50,23 @@ PLAN = SlotPlan([Part("data", 100)], batch_size=1, seed=0)
 
 
 def arbiter(
-    replicas: str = "abc", wanted: int = 2, steps: int = 9, shards: int = 1
+    replicas: str = "abc",
+    wanted: int = 2,
+    steps: int = 9,
+    shards: int = 1,
+    halt_every: int = 0,
 ) -> Arbiter:
     names = {r: TaskName(f"/job:worker/task:{i}") for i, r in enumerate(replicas)}
     data = SyncData(PLAN, replicas)
     for replica in replicas:  # the first one has the number of its letter
         data.deal(replica, 1, together=True)
-    return Arbiter(PS[:shards], names, data, wanted=wanted, version=5, steps=steps)
+    return Arbiter(
+        *(PS[:shards], names, data),
+        wanted=wanted,
+        version=5,
+        steps=steps,
+        halt_every=halt_every,
+    )
 
 
 def deal(machine: Arbiter, replica: str) -> int:
@@ -73,6 +85,31 @@ def give(machine: Arbiter, *steps: tuple[str, int], version: int = 5) -> Any:
         slot = "abc".index(step[0]) if first else deal(machine, step[0])
         told += machine.handle(Contributed(PS[0], step, version, slot))
     return told
+
+
+def test_nothing_is_decided_at_a_multiple_until_it_may_go_on() -> None:
+    machine = arbiter("a", wanted=1, halt_every=3)
+    assert give(machine, A) == [Decide(5, (A,))]
+    assert machine.handle(Applied()) == [Halt(6)]
+    assert give(machine, ("a", 2), version=6) == []
+    assert machine.handle(GoOnAsked(3)) == [], "that of an earlier halt"
+    assert machine.handle(GoOnAsked(6)) == [Decide(6, (("a", 2),))]
+    assert machine.handle(Applied()) == []
+
+
+@pytest.mark.parametrize("pause", [False, True])
+def test_a_halt_does_not_keep_anybody_from_stopping(pause: bool) -> None:
+    machine = arbiter("a", wanted=1, halt_every=3)
+    give(machine, A)
+    machine.handle(Applied())
+    assert machine.handle(StopAsked(pause)) == [End("paused" if pause else "stopped")]
+    assert machine.halted is None
+
+
+def test_the_last_update_ends_the_run_also_at_a_multiple() -> None:
+    machine = arbiter("a", wanted=1, steps=1, halt_every=3)
+    give(machine, A)
+    assert machine.handle(Applied()) == [End("done")]
 
 
 def test_first_contributions_count_and_are_summed_in_slot_order() -> None:

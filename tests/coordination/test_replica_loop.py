@@ -2,6 +2,9 @@ from hypothesis import given, strategies as st
 
 from jgraph.coordination.replica_loop import (
     End,
+    GoOnAsked,
+    HaltAsked,
+    Halted,
     Instruction,
     LoopStarted,
     ReplicaLoop,
@@ -14,6 +17,7 @@ from jgraph.coordination.replica_loop import (
     StepRefused,
     StepUnwell,
     StopAsked,
+    Tell,
 )
 from jgraph.errors import NonFiniteError, TaskLostError
 
@@ -40,6 +44,39 @@ def test_stop_waits_for_the_steps_in_flight() -> None:
     assert loop.handle(StopAsked(), 0.0) == []
     assert loop.handle(StepComputed(0), 0.0) == []
     assert loop.handle(StepAcknowledged(0), 0.0) == [Report(), End("stopped")]
+
+
+def test_a_loop_that_halts_says_what_is_in_flight_and_starts_nothing() -> None:
+    loop = ReplicaLoop(first_step=0, steps=9)
+    loop.handle(LoopStarted(), 0.0)
+    assert loop.handle(StepComputed(0), 0.0) == [StartStep(1)]
+    assert loop.handle(HaltAsked(4), 0.0) == [Halted(4, in_flight=2)]
+    for event in (StepAcknowledged(0), StepComputed(1), StepAcknowledged(1)):
+        assert loop.handle(event, 0.0) == []
+    assert loop.handle(GoOnAsked(3), 0.0) == [], "that of an earlier halt"
+    assert loop.halted == 4
+    assert loop.handle(GoOnAsked(4), 0.0) == [StartStep(2)]
+    assert loop.halted == 0
+
+
+def test_a_loop_that_halts_can_be_told_to_stop() -> None:
+    loop = ReplicaLoop(first_step=0, steps=9)
+    loop.handle(LoopStarted(), 0.0)
+    loop.handle(HaltAsked(1), 0.0)
+    loop.handle(StepComputed(0), 0.0)
+    loop.handle(StepAcknowledged(0), 0.0)
+    assert loop.handle(StopAsked(), 0.0) == [Report(), End("stopped")]
+    assert loop.halted == 0
+
+
+def test_what_is_done_is_told_between_reports() -> None:
+    loop = ReplicaLoop(first_step=0, steps=9, tell_every=2)
+    loop.handle(LoopStarted(), 0.0)
+    told = []
+    for step in range(4):
+        loop.handle(StepComputed(step), 0.0)
+        told.append(Tell() in loop.handle(StepAcknowledged(step), 0.0))
+    assert told == [False, True, False, True]
 
 
 def test_failure_ends_the_loop_once_and_reports_what_was_done() -> None:

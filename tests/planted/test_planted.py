@@ -325,6 +325,26 @@ BUGS: Final = {
         "position=self.position(),",
         f"{SAVER}test_a_position_is_never_after_the_updates_that_it_is_saved_with",
     ),
+    "what went on while it was copied is saved": Bug(
+        "cluster/run_saver.py",
+        "if go_on is not None and not await go_on():",
+        "if go_on is not None and await go_on() is None:",
+        f"{SAVER}test_a_run_that_went_on_while_it_was_copied_is_saved_at_its_end",
+    ),
+    "updates go on while a run is saved": Bug(
+        "coordination/aggregation.py",
+        "        if self._halted:\n            return []\n",
+        "",
+        "tests/coordination/test_aggregation.py::"
+        "test_nothing_is_decided_at_a_multiple_until_it_may_go_on",
+    ),
+    "workers go on while a run is saved": Bug(
+        "coordination/replica_loop.py",
+        "if self._halted or self._computing",
+        "if self._computing",
+        "tests/coordination/test_replica_loop.py::"
+        "test_a_loop_that_halts_says_what_is_in_flight_and_starts_nothing",
+    ),
     "retention removes the newest": Bug(
         "runtime/step_files.py",
         "in beyond(directory, keep, is_whole):",

@@ -240,7 +240,7 @@ class Source:
         self.step = 0
         self.huge = False
 
-    def __call__(self) -> Snapshot:
+    def __call__(self, _: object = None) -> Snapshot:
         state = tree(self.step)
         if self.huge:
             state["params"]["w"] = np.broadcast_to(np.float32(0), (1 << 25, 1 << 25))
@@ -251,7 +251,7 @@ def test_row_26_training_goes_on_when_a_save_fails_and_the_second_is_loud(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Source()
-    with Saving(Checkpoints(tmp_path, every=10), source, 0) as saving:
+    with Saving(Checkpoints(tmp_path, every=10), source, 0, in_process=True) as saving:
         for source.step in range(0, 60, 10):
             source.huge = source.step in (20, 30)
             saving.note(source.step)
@@ -274,14 +274,36 @@ def test_a_step_that_was_saved_under_way_says_at_rest_where_the_run_is(
 ) -> None:
     """Its position was asked for before its state: batches of it would come again."""
     done = iter([7, 10])
-    take = lambda: Snapshot(10, tree(10), {"done": next(done)})
+    take = lambda _: Snapshot(10, tree(10), {"done": next(done)})
     with Saving(Checkpoints(tmp_path, every=5), take, 0) as saving:
-        saving.note(5)
+        saving.save_halted(lambda: True)
         saving.wait()
         assert read_manifest(tmp_path / "10").position == {"done": 7}
         end(saving)
         assert checkpoint.verify(tmp_path / "10").position == {"done": 10}
     assert not [path for path in tmp_path.iterdir() if TEMPORARY in path.name]
+
+
+@pytest.mark.parametrize("is_live", [False, True], ids=["copied", "live"])
+@pytest.mark.parametrize("stood", [False, True])
+def test_what_went_on_while_it_was_copied_is_not_saved(
+    tmp_path: Path, *, stood: bool, is_live: bool
+) -> None:
+    there = list[list[str]]()
+
+    def go_on() -> bool:
+        there.append([p.name for p in tmp_path.iterdir() if "10" in p.name])
+        return stood
+
+    def take(taken: Callable[[], None] | None) -> Snapshot:
+        if taken is not None and not is_live:
+            taken()
+        return Snapshot(10, tree(10), None, is_live=is_live)
+
+    with Saving(Checkpoints(tmp_path, every=5), take, 0) as saving:
+        saving.save_halted(go_on)
+    assert steps_in(tmp_path) == ([10] if stood else [])
+    assert [bool(names) for names in there] == [is_live], "written before it went on"
 
 
 def test_what_comes_out_in_the_end_and_cannot_be_saved_is_an_error(

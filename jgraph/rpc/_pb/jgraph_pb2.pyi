@@ -1334,6 +1334,7 @@ class RunLoop(_message.Message):
     BEGAN_S_FIELD_NUMBER: _builtins.int
     FINITE_LEAVES_FIELD_NUMBER: _builtins.int
     FINITE_FETCH_FIELD_NUMBER: _builtins.int
+    TELL_EVERY_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -1379,6 +1380,10 @@ class RunLoop(_message.Message):
     began_s: _builtins.float
     """RunJournal: when that was, since the run began"""
     finite_fetch: _builtins.int
+    tell_every: _builtins.int
+    """Asynchronous training: tell `data_done` after so many steps, in reports without rows
+    and without a number between the others. 0: with the others only.
+    """
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
     @_builtins.property
@@ -1420,10 +1425,11 @@ class RunLoop(_message.Message):
         began_s: _builtins.float = ...,
         finite_leaves: _abc.Iterable[_builtins.str] | None = ...,
         finite_fetch: _builtins.int = ...,
+        tell_every: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1486,6 +1492,8 @@ class LoopReport(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
+    HALTED_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
     after its workers also "lost".
@@ -1503,6 +1511,12 @@ class LoopReport(_message.Message):
     replica: _builtins.int
     handle: _builtins.str
     """of the loop that begins here"""
+    halted: _builtins.int
+    """The loop stands still until it is told to go on: the number of the order to halt, or
+    in synchronous training of updates. 0: it does not.
+    """
+    in_flight: _builtins.int
+    """then: steps that may still be applied"""
     @_builtins.property
     def times(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Tensors: steps (int64[n]), seconds since the loop began (float64[n]), then each
@@ -1537,10 +1551,12 @@ class LoopReport(_message.Message):
         replica: _builtins.int = ...,
         error: Global___Status | None = ...,
         handle: _builtins.str = ...,
+        halted: _builtins.int = ...,
+        in_flight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "handle", b"handle", "loop", b"loop", "number", b"number", "replica", b"replica", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "replica", b"replica", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1562,6 +1578,8 @@ class SyncOrder(_message.Message):
     TASKS_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     DATA_POSITION_FIELD_NUMBER: _builtins.int
+    HALT_EVERY_FIELD_NUMBER: _builtins.int
+    HALT_S_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     version: _builtins.int
     """updates applied so far"""
@@ -1569,6 +1587,10 @@ class SyncOrder(_message.Message):
     """contributions of an update"""
     data_position: _builtins.str
     """JSON: where in the data to begin"""
+    halt_every: _builtins.int
+    """halt at multiples of so many updates; 0: never"""
+    halt_s: _builtins.float
+    """and go on untold after so long"""
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of the replicas' programs"""
@@ -1589,10 +1611,12 @@ class SyncOrder(_message.Message):
         tasks: _abc.Iterable[_builtins.str] | None = ...,
         shards: _abc.Iterable[_builtins.str] | None = ...,
         data_position: _builtins.str = ...,
+        halt_every: _builtins.int = ...,
+        halt_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_position", b"data_position", "gate", b"gate", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_position", b"data_position", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1741,6 +1765,8 @@ class StopLoop(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    HALT_FIELD_NUMBER: _builtins.int
+    GO_ON_FIELD_NUMBER: _builtins.int
     loop: _builtins.str
     task: _builtins.str
     lost: _builtins.str
@@ -1754,6 +1780,14 @@ class StopLoop(_message.Message):
     epoch: _builtins.int
     pause: _builtins.bool
     """synchronous training: the run goes on with another loop"""
+    halt: _builtins.int
+    """Not to end: begin no more steps until told to go on, or for `timeout_s`. The number
+    of this order, from 1. A report tells when that is so.
+    """
+    go_on: _builtins.int
+    """Not to end: go on. The answer is a LoopReport that has the number if until then the
+    loop stood still.
+    """
     def __init__(
         self,
         *,
@@ -1766,10 +1800,12 @@ class StopLoop(_message.Message):
         run: _builtins.str = ...,
         epoch: _builtins.int = ...,
         pause: _builtins.bool = ...,
+        halt: _builtins.int = ...,
+        go_on: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "epoch", b"epoch", "loop", b"loop", "lost", b"lost", "pause", b"pause", "run", b"run", "task", b"task", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "epoch", b"epoch", "go_on", b"go_on", "halt", b"halt", "loop", b"loop", "lost", b"lost", "pause", b"pause", "run", b"run", "task", b"task", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2516,6 +2552,7 @@ class RunSaves(_message.Message):
     DRIVER_FIELD_NUMBER: _builtins.int
     CONTAINER_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
+    HALT_S_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """absolute"""
     proof: _builtins.bytes
@@ -2530,6 +2567,8 @@ class RunSaves(_message.Message):
     """of that program"""
     container: _builtins.str
     """of the copies"""
+    halt_s: _builtins.float
+    """loops stand still so long at most while it is saved"""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskShards]: ...
     def __init__(
@@ -2543,10 +2582,11 @@ class RunSaves(_message.Message):
         driver: _builtins.str = ...,
         container: _builtins.str = ...,
         tasks: _abc.Iterable[Global___TaskShards] | None = ...,
+        halt_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "directory", b"directory", "driver", b"driver", "every", b"every", "keep", b"keep", "proof", b"proof", "snapshot", b"snapshot", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "directory", b"directory", "driver", b"driver", "every", b"every", "halt_s", b"halt_s", "keep", b"keep", "proof", b"proof", "snapshot", b"snapshot", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

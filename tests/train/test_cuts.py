@@ -1,0 +1,157 @@
+"""Checkpoints in the middle of a run on a cluster: when they come, and of which moment.
+
+Each update adds 1 to every number of the model, so that a checkpoint shows how many
+updates each ps had, beside the position of the data.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgraph.cluster.client import Cluster
+from jgraph.cluster.local import LocalCluster
+from jgraph.runtime.manifest import read_manifest
+from jgraph.runtime.step_files import steps_in
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.checkpoints import Checkpoints
+from jgraph.train.local import Local
+from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
+from jgraph.train.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+WORKERS = 2
+X = np.zeros((600, 1), np.float32)
+
+
+class Counts(nnx.Module):
+    """Two parameters that count updates; each is on a ps of its own."""
+
+    def __init__(self) -> None:
+        self.first = nnx.Param(jnp.zeros(4))
+        self.second = nnx.Param(jnp.zeros(4))
+
+
+def one_more(model: Any, batch: Any) -> Any:
+    return -(model.first[...].sum() + model.second[...].sum()) + 0.0 * batch.sum()
+
+
+def counting(cluster: Cluster | None, strategy: Strategy | None = None) -> Trainer:
+    strategy = strategy or Local()
+    tx = optax.sgd(1.0)
+    return Trainer(Counts(), one_more, tx, cluster=cluster, strategy=strategy)
+
+
+class Cut(NamedTuple):
+    """What a checkpoint says of how far the run was."""
+
+    step: int
+    on_ps: tuple[int, ...]
+    done: int
+    again: int
+
+
+def cuts_in(directory: Path) -> list[Cut]:
+    """Returns what all steps of a directory say."""
+    found = []
+    for step in steps_in(directory):
+        here = counting(None).restore(directory / str(step))
+        values = dict(zip(here.names, here.current_values(), strict=True))
+        position = read_manifest(directory / str(step)).position
+        position = position or {"done": 0, "again": 0}  # of the beginning
+        assert values["global_step"] == step
+        counts = [np.unique(v) for n, v in values.items() if n.startswith("params/")]
+        on_ps = tuple(int(count.item()) for count in counts)
+        found.append(Cut(step, on_ps, position["done"], position["again"]))
+    return found
+
+
+def train(cluster: Cluster, strategy: Strategy, where: Checkpoints, **how: Any) -> Any:
+    there = counting(cluster, strategy)
+    run = there.fit(X, batch_size=2, progress=False, checkpoint=where, **how)
+    there.close()
+    return run
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["fit", "detached"])
+@pytest.mark.parametrize("backups", [0, 1])
+def test_a_synchronous_checkpoint_is_of_one_update_on_all_ps_and_in_the_data(
+    cluster: Cluster, tmp_path: Path, backups: int, *, detached: bool
+) -> None:
+    where = Checkpoints(tmp_path, every=25, keep=100)
+    strategy = SyncPS(backup_workers=backups, step_timeout_s=20)
+    train(cluster, strategy, where, steps=110, detached=detached).wait()
+    cuts = cuts_in(tmp_path)
+    assert [cut.step for cut in cuts if cut.step] == [25, 50, 75, 100, 110]
+    for cut in cuts:
+        assert set(cut.on_ps) == {cut.step}
+        assert cut.done == cut.step * (WORKERS - backups)
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["fit", "detached"])
+def test_an_asynchronous_checkpoint_is_ahead_of_its_data_by_two_steps_per_worker(
+    cluster: Cluster, tmp_path: Path, *, detached: bool
+) -> None:
+    where = Checkpoints(tmp_path, every=100, keep=100)
+    train(cluster, AsyncPS(), where, steps=850, detached=detached).wait()
+    cuts = cuts_in(tmp_path)
+    assert cuts[-1].step == 850
+    assert [cut.step // 100 for cut in cuts if cut.step] == [*range(1, 9), 8]
+    for cut in cuts:
+        assert max(cut.on_ps) - min(cut.on_ps) <= 2 * WORKERS
+        assert min(*cut.on_ps, cut.step) - cut.done >= 0
+        assert max(*cut.on_ps, cut.step) - cut.done <= cut.again <= 2 * WORKERS
+    for cut in cuts[:-1]:
+        assert cut.step % 100 <= 100 // 4 + 4 * WORKERS, cuts
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[LocalCluster]:
+    with LocalCluster(ps=2, workers=2, restarts=50) as cluster:
+        yield cluster
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
+@pytest.mark.parametrize("lost", ["/job:worker/task:1", "/job:ps/task:1"])
+@pytest.mark.parametrize("detached", [False, True], ids=["fit", "detached"])
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_checkpoints_after_the_loss_of_a_task_are_of_one_moment(
+    processes: LocalCluster,
+    tmp_path: Path,
+    strategy: AsyncPS | SyncPS,
+    lost: str,
+    *,
+    detached: bool,
+) -> None:
+    if detached and "ps" in lost:
+        pytest.skip("without a client such a run ends")
+    killed = list[int]()
+
+    def kill(run: Any, report: Any) -> None:
+        if not killed and len(steps_in(tmp_path)) > 2:
+            processes.kill(lost)
+            killed.append(report.step)
+
+    where, steps = Checkpoints(tmp_path, every=50, keep=100), 3000
+    how: Any = {"steps": steps, "detached": detached, "callbacks": [kill]}
+    train(processes, strategy, where, **how).wait()
+    assert processes.wait_for_tasks(30)
+    cuts = cuts_in(tmp_path)
+    assert killed
+    assert cuts[-1].step == steps
+    assert [cut for cut in cuts[:-1] if cut.step > killed[0] + 100]
+    for cut in cuts:
+        if isinstance(strategy, SyncPS):
+            assert set(cut.on_ps) == {cut.step}
+        else:
+            assert max(cut.on_ps) - min(cut.on_ps) <= 2 * WORKERS
+            assert min(*cut.on_ps, cut.step) - cut.done >= 0
+            assert max(*cut.on_ps, cut.step) - cut.done <= cut.again
