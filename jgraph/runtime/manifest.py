@@ -91,6 +91,8 @@ class Manifest:
       generation: of the writer's lease; 0 without one.
       saved: when, as ISO 8601.
       jgraph: version that wrote it.
+      evaluation: metrics of the copy that is saved, ``eval_loss``, if it was kept as
+        the best one.
     """
 
     step: int
@@ -99,6 +101,7 @@ class Manifest:
     generation: int = 0
     saved: str = ""
     jgraph: str = __version__
+    evaluation: Mapping[str, float] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +127,8 @@ class Manifest:
                 for name, leaf in self.leaves.items()
             },
         }
+        if self.evaluation is not None:
+            body["evaluation"] = dict(self.evaluation)
         return json.dumps({**body, "crc32": checksum(body)}, indent=1, sort_keys=True)
 
     @classmethod

@@ -33,6 +33,8 @@ from jgraph.runtime.shard_files import Slice, make_array
 
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
 """Ends the name of what Orbax writes; of others without ``.new-``."""
+BEST: Final = "best"
+"""Links to the step that was evaluated as the best one."""
 ITEM: Final = "default"
 """Where ``CheckpointManager`` of Orbax looks for the only tree of a checkpoint."""
 UNFINISHED: Final = re.compile(r"\d+\.(new|old)-[0-9a-f]{8}(\..*)?|\d+\.going")
@@ -235,11 +237,30 @@ def remove(path: Path) -> None:
 
 
 def beyond(directory: Path, keep: int, is_good: Callable[[Path], bool]) -> list[int]:
-    """Returns the steps of jgraph before its newest good ones, oldest first."""
-    steps = our_steps(directory)
+    """Returns the steps of jgraph before its newest good ones, oldest first.
+
+    Without the best one; see ``best_in``.
+    """
+    steps, best = our_steps(directory), best_in(directory)
     while steps and keep:
         keep -= is_good(directory / str(steps.pop()))
-    return steps
+    return [step for step in steps if step != best]
+
+
+def best_in(directory: Path) -> int | None:
+    """Returns the step that was evaluated as the best one; None: there is none."""
+    try:
+        name = os.readlink(directory / BEST)
+    except OSError:
+        return None
+    return int(name) if name.isdecimal() else None
+
+
+def mark_best(directory: Path, step: int) -> None:
+    """Makes a step of the directory the best one: a link to it."""
+    link = directory / f"{step}.new-{secrets.token_hex(4)}"
+    link.symlink_to(str(step))
+    link.replace(directory / BEST)
 
 
 def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:

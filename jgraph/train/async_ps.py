@@ -141,9 +141,9 @@ class AsyncRunner:
         assert prepared is not None  # prepare sets it
         with self.lock:
             self.initialize()
-            self._register(prepared)
             if order.save_every and not order.detached:
-                self.prepare_to_keep()
+                self.prepare_to_keep(anew=self._replaced)
+            self._register(prepared)
             if self.copies is not None:
                 self.copies.open([prepared.plan.program])
                 self.copies.admit(0, prepared.handles)
@@ -275,10 +275,14 @@ class AsyncRunner:
                 values |= self._tables.read(table)
         return [values.get(name) for name in self._step.names]
 
-    def prepare_to_keep(self) -> None:
-        """Compiles what copies the state while loops stand still, before they do."""
+    def prepare_to_keep(self, *, anew: bool = False) -> None:
+        """Compiles what copies the state while loops stand still, before they do.
+
+        With ``anew`` also if that was done: a task may have been started again.
+        """
         plain = [v for v in self._step.variables if v.spec.table is None]
-        if total_nbytes(plain) <= KEPT_BYTES:
+        needed = anew or self._copy_at_once is None
+        if needed and total_nbytes(plain) <= KEPT_BYTES:
             self._copy_at_once = self.session.snapshots.prepared(plain)
 
     def keep(self, taken: Callable[[], None] | None = None) -> Kept:

@@ -43,11 +43,19 @@ class Wanted:
     batch_size: int | None
     eval_data: Data | Source | None
     eval_every: int | None
-    evaluate: Callable[[Any], Evaluation]
+    evaluate: Callable[..., Evaluation]
     detached: bool = False
     checkpoint: Checkpoints | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     epochs: int | None = None
+    keeps_evaluated: bool = False
+    """A callback wants what is evaluated."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that is evaluated is kept, until another is better."""
+        given = self.checkpoint
+        return self.keeps_evaluated or (given is not None and given.best is not None)
 
     def __post_init__(self) -> None:
         given = self.checkpoint
@@ -55,6 +63,11 @@ class Wanted:
             raise ConfigError(
                 f"checkpoint is {given!r:.60}; give jg.Checkpoints('runs/mlp', "
                 "every=1000)"
+            )
+        if self.whole and self.eval_data is None:
+            raise ConfigError(
+                "the best copy is to be kept, and nothing is evaluated; give "
+                "fit(eval_data=(x, y), eval_every=100)"
             )
 
 
@@ -225,7 +238,9 @@ class Attempts:
             ),
             first=first,
             evaluations=make_evaluations(
-                self._parts.side_car, wanted.evaluate, wanted.eval_data, evaluated
+                *(self._parts.side_car, wanted.evaluate),
+                *(wanted.eval_data, evaluated),
+                whole=wanted.whole,
             ),
             take=take,
         )

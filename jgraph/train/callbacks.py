@@ -10,6 +10,7 @@ from typing import Any, final
 
 from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.graph import markup
+from jgraph.train.evaluations import Copy
 from jgraph.train.progress import Report
 from jgraph.train.run import Run
 
@@ -102,13 +103,17 @@ class EarlyStopping:
       patience: evaluations, or reports, without a better value before the end.
       min_delta: what counts as better, at least.
       higher_is_better: for accuracy and the like.
+      restore_best: when the run has ended, go back to the copy that had the best value,
+        as it was evaluated: model, optimizer state, number of updates, position in the
+        data. It is kept in this process, which evaluates then.
 
     Attributes:
       best: the best value so far; None before the first.
       best_step: updates of the model that had it.
 
     Raises:
-      ConfigError: when it is called: the run has no such metric.
+      ConfigError: ``restore_best`` with a metric of the training; when it is called:
+        the run has no such metric.
 
     Source: keras/src/callbacks/early_stopping.py.
 
@@ -124,7 +129,15 @@ class EarlyStopping:
         patience: int = 3,
         min_delta: float = 0.0,
         higher_is_better: bool = False,
+        restore_best: bool = False,
     ) -> None:
+        if restore_best and not metric.startswith("eval_"):
+            raise ConfigError(
+                f"restore_best goes back to a copy that was evaluated, and '{metric}' "
+                "is a metric of the training; give 'eval_loss'"
+            )
+        self.restore_best = restore_best
+        self._copy: Copy | None = None
         self.best: float | None = None
         self.best_step = 0
         self._metric = metric
@@ -147,18 +160,25 @@ class EarlyStopping:
         if self.best is None or self._sign * (self.best - value) > self._min_delta:
             evaluated = self._metric.startswith("eval_")
             self.best, self._waited = value, 0
+            self._copy = report.copy
             self.best_step = report.evaluation_step if evaluated else report.step
             return
         self._waited += 1
         if self._waited >= self._patience:
             run.stop()
 
+    def end(self, run: Run) -> None:
+        """Goes back to the best copy, if it is to."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            run.go_back(copy.values, copy.position)
+
     def _values(self, report: Report) -> dict[str, float] | None:
         if not self._metric.startswith("eval_"):
             return dict(report.metrics)
         if report.evaluation is None:
             return None
-        return {f"eval_{name}": value for name, value in report.evaluation.items()}
+        return report.evaluated()
 
     def __repr__(self) -> str:
         told = f"'{self._metric}', patience={self._patience}, best={self.best}"

@@ -47,6 +47,7 @@ def save(
     overwrite: bool = False,
     generation: int = 0,
     before_commit: Callable[[], None] = lambda: None,
+    evaluation: Mapping[str, float] | None = None,
 ) -> Path:
     """Writes a state tree to a new directory, and returns its absolute path.
 
@@ -58,6 +59,7 @@ def save(
       overwrite: replace a checkpoint of jgraph, once the new one is complete.
       generation: of the writer's lease; 0 without one.
       before_commit: called when everything is on disk; what it raises stops the save.
+      evaluation: metrics of the copy that is saved.
 
     Raises:
       CheckpointError: the directory exists, or cannot be written.
@@ -84,6 +86,7 @@ def save(
         position=position,
         generation=generation,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
+        evaluation=evaluation,
     )
     commit.write(target, layout, manifest, before_commit=before_commit)
     return target

@@ -6,10 +6,11 @@ other programs saved there are never renamed, replaced or deleted.
 """
 
 import logging
+import math
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,9 +28,12 @@ from jgraph.failpoints import failpoint
 from jgraph.graph import markup
 from jgraph.runtime.manifest import is_ours, read_manifest
 from jgraph.runtime.step_files import (
+    BEST,
     UNFINISHED,
+    best_in,
     beyond,
     is_whole,
+    mark_best,
     our_steps,
     remove,
     steps_in,
@@ -81,9 +85,14 @@ class Checkpoints:
         process a save waits for the one before.
       keep: how many to keep, the newest ones; or a policy of Orbax, such as
         ``orbax.checkpoint.checkpoint_managers.EveryNSteps(1000)``. The newest stays.
+      best: a metric of ``eval_data``, such as ``eval_loss``: the copy of the model that
+        had the best one is saved as it was evaluated, and stays beside the others;
+        ``trainer.restore("runs/mlp/best")``. This process evaluates then.
+      higher_is_better: for accuracy and the like.
 
     Raises:
-      ConfigError: ``every`` or ``keep`` is less than 1.
+      ConfigError: ``every`` or ``keep`` is less than 1; ``best`` is no metric of an
+        evaluation.
 
     Example:
       >>> Checkpoints("runs/mlp", every=500).keep
@@ -93,6 +102,8 @@ class Checkpoints:
     directory: str | Path
     every: int = 1000
     keep: Keep = 3
+    best: str | None = None
+    higher_is_better: bool = False
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
@@ -106,6 +117,22 @@ class Checkpoints:
                 )
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.best is not None and not str(self.best).startswith("eval_"):
+            raise ConfigError(
+                f"best is {self.best!r:.60}; give a metric of eval_data, such as "
+                "best='eval_loss'"
+            )
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether a value of the metric ``best`` is better than the best so far.
+
+        Example:
+          >>> Checkpoints("runs/mlp", best="eval_loss").is_better(0.1, 0.2)
+          True
+        """
+        if best is None or math.isnan(value):
+            return not math.isnan(value)
+        return value > best if self.higher_is_better else value < best
 
     def _repr_html_(self) -> str:
         return markup.data(self)
@@ -165,6 +192,7 @@ class CheckpointWriter:
         tree: Tree,
         position: Position = None,
         before_commit: Callable[[], None] | None = None,
+        evaluation: Mapping[str, float] | None = None,
     ) -> Path:
         """Writes a step, or writes it anew; then deletes those that need not be kept.
 
@@ -173,6 +201,7 @@ class CheckpointWriter:
           tree: see ``checkpoint.save``.
           position: likewise.
           before_commit: called when all is on disk; what it raises stops the save.
+          evaluation: of the best copy so far, which this is; it stays.
 
         Raises:
           CheckpointError: the step cannot be written.
@@ -193,9 +222,27 @@ class CheckpointWriter:
             overwrite=True,
             generation=self._lease.generation,
             before_commit=check,
+            evaluation=evaluation,
         )
+        if evaluation is not None:
+            try:
+                mark_best(self.directory, step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot make {self.directory / BEST} a link to step {step}: "
+                    f"{error.strerror}; the best step is not kept",
+                    path=str(self.directory),
+                ) from error
         self.prune()
         return path
+
+    def best(self, metric: str) -> float | None:
+        """Returns the metric of the best step there is; None: there is none."""
+        step = best_in(self.directory)
+        if step is None or not is_whole(self.directory / str(step)):
+            return None
+        found = read_manifest(self.directory / str(step)).evaluation
+        return None if found is None else found.get(metric)
 
     def prune(self, is_good: Callable[[Path], bool] = is_whole) -> list[int]:
         """Deletes the steps that need not be kept, and returns them."""
@@ -249,8 +296,8 @@ def to_prune(
     good = [step for step in our_steps(directory) if is_good(directory / str(step))]
     saved = [_saved(directory, step) for step in good]
     stays = keep.should_preserve(saved, context=orbax.PreservationContext())
-    chosen = zip(saved[:-1], stays[:-1], strict=True)
-    return [one.step for one, stay in chosen if not stay]
+    chosen, best = zip(saved[:-1], stays[:-1], strict=True), best_in(directory)
+    return [one.step for one, stay in chosen if not (stay or one.step == best)]
 
 
 def newest_good(

@@ -3,10 +3,10 @@
 import contextvars
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 from jgraph.errors import JGError
 
@@ -15,11 +15,22 @@ _LOG = logging.getLogger("jgraph.evaluate")
 
 @final
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """The state that was evaluated: values of all variables, the tree, the position."""
+
+    values: Sequence[Any]
+    tree: Any
+    position: Mapping[str, Any] | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics of a copy of the model that had ``step`` updates."""
+    """Metrics of a copy of the model with ``step`` updates, and the copy if kept."""
 
     step: int
     values: Mapping[str, float]
+    copy: Copy | None = None
 
 
 T = TypeVar("T")

@@ -242,7 +242,9 @@ class Fit:
             self.saving.save()
 
     def _tell(self, report: Report) -> None:
-        self.run.report(report)
+        if report.copy is not None and isinstance(self.saving, Saving):
+            self.saving.save_best(report)
+        self.run.report(replace(report, copy=None))
         self.display(report)
         for callback in self.callbacks:
             if callable(callback):

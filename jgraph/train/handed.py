@@ -105,7 +105,9 @@ def check_handable(given: Checkpoints, step: TrainStep) -> None:
       ConfigError: says why.
     """
     why = ""
-    if not isinstance(given.keep, int):
+    if given.best is not None:
+        why = f"best={given.best!r:.60} needs a client that evaluates; leave it out"
+    elif not isinstance(given.keep, int):
         why = f"keep={given.keep!r:.60} is a policy; give the number of steps to keep"
     elif step.tables:
         why = "the rows of hash tables are sorted by the client; save with run.save(…)"

@@ -23,6 +23,7 @@ from jgraph.cluster.events import Once, from_log
 from jgraph.cluster.logs import LogTail
 from jgraph.cluster.patience import Telling
 from jgraph.graph.ir import TaskName
+from jgraph.train.evaluations import Copy
 from jgraph.train.standing import WorkerStanding, bars
 
 # Where nothing can be redrawn, a line every few seconds is enough.
@@ -39,7 +40,7 @@ class Report:
     Rates are over the same time. ``dropped`` counts the gradients of workers that came
     too late so far; see ``Run.dropped``. ``curve``
     has the losses from the beginning, in at most 60 points, and ``workers`` how each
-    stands that has reported.
+    stands that has reported. ``copy`` is what was evaluated, where it is kept.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Report:
     dropped: Mapping[TaskName, int] = field(default_factory=dict)
     curve: Sequence[float] = ()
     workers: Sequence[WorkerStanding] = ()
+    copy: Copy | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         parts = [f"step {self.step}/{self.steps}", *self.facts()]
@@ -66,10 +68,13 @@ class Report:
         """Returns steps and examples per second, as text."""
         return [f"{self.steps_per_s:.1f} steps/s", f"{self.examples_per_s:.0f} ex/s"]
 
+    def evaluated(self) -> dict[str, float]:
+        """Returns the metrics of the evaluation, under the names ``eval_…``."""
+        return {f"eval_{k}": v for k, v in (self.evaluation or {}).items()}
+
     def values(self) -> list[str]:
         """Returns the metrics, as text."""
-        evaluation = {f"eval_{k}": v for k, v in (self.evaluation or {}).items()}
-        values = {**self.metrics, **evaluation}
+        values = {**self.metrics, **self.evaluated()}
         late = [f"{task} late {n}" for task, n in sorted(self.dropped.items())]
         return [*(f"{name} {value:.4f}" for name, value in values.items()), *late]
 

@@ -38,6 +38,9 @@ class Result(Protocol):
     ) -> Path:
         """Writes a checkpoint of these variable values; None: those of now."""
 
+    def load_values(self, values: Sequence[Any], position: Position) -> None:
+        """Gives all variables, and the position in the data, these values."""
+
     def current_staleness(self) -> Staleness:
         """Returns how old the gradients of the run have been."""
 
@@ -275,6 +278,10 @@ class Run:
     def recovered(self, recovery: Recovery) -> None:
         """Takes note that the run went back. Called by the Trainer."""
         self._recoveries.append(recovery)
+
+    def go_back(self, values: Sequence[Any], position: Position) -> None:
+        """Makes a state that it had what came out; called after the last step."""
+        self._result.load_values(values, position)
 
     def finish(
         self,

@@ -1,7 +1,7 @@
 """Checkpoints of one run: taken between reports, written in a thread of their own."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -15,12 +15,14 @@ from jgraph.errors import (
     CheckpointForeignError,
     CheckpointWriterError,
     ClusterError,
+    ConfigError,
     JGError,
 )
 from jgraph.runtime.failed_saves import FailedSaves
 from jgraph.runtime.manifest import is_ours
 from jgraph.runtime.step_files import our_steps, steps_in
 from jgraph.train.checkpoints import Checkpoints, CheckpointWriter
+from jgraph.train.progress import Report
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
 
@@ -75,6 +77,7 @@ class Saving:
         self._written: int | None = None
         self._under_way: Future[None] | None = None
         self._took_s: float | None = None
+        self._best: float | None = None
         self._stack = ExitStack()
         with ExitStack() as stack:
             self._writer = stack.enter_context(
@@ -82,6 +85,8 @@ class Saving:
             )
             self._failed = FailedSaves(self._writer.directory)
             _check_order(self._writer, step)
+            if given.best is not None:
+                self._best = self._writer.best(given.best)
             self._thread = stack.enter_context(
                 ThreadPoolExecutor(1, thread_name_prefix="jgraph-checkpoint")
             )
@@ -130,14 +135,40 @@ class Saving:
 
         try:
             self._begin(check=check)
-        except (CheckpointError, ClusterError) as error:
-            # The run finds out by itself what was lost.
+        except CheckpointWriterError:
+            raise
+        except JGError as error:
+            # The run finds out by itself what was lost. What was made for one master
+            # another does not know; it is made anew for the next save.
             _LOG.info("not saved now: %s", error)
 
     @property
     def directory(self) -> Path:
         """Where the steps are."""
         return self._writer.directory
+
+    def save_best(self, report: Report) -> None:
+        """Saves the copy that was evaluated, if it is the best so far.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+          ConfigError: the evaluation has no such metric.
+        """
+        given, copy, found = self._given, report.copy, report.evaluated()
+        if given.best is None or copy is None:
+            return
+        if given.best not in found:
+            raise ConfigError(
+                f"Checkpoints(best='{given.best}') finds no such metric; the run has "
+                f"{', '.join(found)}"
+            )
+        if given.is_better(found[given.best], self._best):
+            self.wait()
+            self._best = found[given.best]
+            step = report.evaluation_step
+            snapshot = Snapshot(step, copy.tree, copy.position)
+            saving = self._thread.submit(self._save, snapshot, None, found)
+            self._under_way = saving
 
     def wait(self) -> None:
         """Waits for a save that is under way.
@@ -196,11 +227,15 @@ class Saving:
             snapshot.release()
 
     def _save(
-        self, snapshot: Snapshot, before_commit: Callable[[], None] | None
+        self,
+        snapshot: Snapshot,
+        before_commit: Callable[[], None] | None,
+        evaluation: Mapping[str, float] | None = None,
     ) -> None:
         step, position, began = snapshot.step, snapshot.position, _CLOCK.now()
         try:
-            self._writer.save(step, snapshot.tree, position, before_commit)
+            tree = snapshot.tree
+            self._writer.save(step, tree, position, before_commit, evaluation)
             self._written = step
         finally:
             self._took_s = _CLOCK.now() - began

@@ -324,9 +324,11 @@ def make_side_car(
 
 def make_evaluations(
     side_car: SideCar | None,
-    evaluate: Callable[[Any], Evaluation],
+    evaluate: Callable[..., Evaluation],
     given: Data | Source | None,
     opened: Dataset | None,
+    *,
+    whole: bool = False,
 ) -> Evaluations | None:
     """Returns what evaluates in a run: beside it if there is a side car, or here.
 
@@ -337,11 +339,14 @@ def make_evaluations(
       evaluate: evaluates here.
       given: by the user.
       opened: from ``as_evaluated``.
+      whole: what is evaluated is kept, so it comes here, and is evaluated here.
     """
     if given is None or opened is None:
         return None
     # What only the evaluator has opened is opened here when that is needed.
     here = partial(evaluate, opened if opened.is_here else given)
+    if whole:
+        return Evaluations(partial(here, whole=True))
     return Evaluations(here, None if side_car is None else side_car.prepare(opened))
 
 

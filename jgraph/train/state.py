@@ -7,7 +7,7 @@ from typing import Any, final
 from jgraph.cluster.patience import saying
 from jgraph.train.attempt import save_to
 from jgraph.train.data import Data, Dataset
-from jgraph.train.evaluations import Evaluation
+from jgraph.train.evaluations import Copy, Evaluation
 from jgraph.train.parts import Parts
 from jgraph.train.runner import Events, Position, Staleness
 from jgraph.train.source import Source, as_source_or_dataset
@@ -80,14 +80,25 @@ class TrainingState:
         data: Data | Source | Dataset,
         batch_size: int = 256,
         values: Sequence[Any] | None = None,
+        *,
+        whole: bool = False,
     ) -> Evaluation:
-        """Evaluates a copy of the model: of these values; None: of those of now."""
+        """Evaluates a copy of the model: of these values; None: of those of now.
+
+        With ``whole`` the copy has all that a checkpoint has, and is returned as well.
+        """
         dataset = as_source_or_dataset(data)
         self._parts.check_alike(dataset)
         step, runner, evaluator = self._parts.made(dataset)
         with saying("evaluating"):
+            position = runner.position() if whole else None
             if values is None:
-                values = runner.values(model_only=True)
+                values = runner.values(model_only=not whole)
             tree = step.unflatten(values)
             found = evaluator.evaluate(tree, dataset, batch_size)
-            return Evaluation(int(tree["global_step"]), found)
+            copy = Copy(values, tree, position) if whole else None
+            return Evaluation(int(tree["global_step"]), found, copy)
+
+    def load_values(self, values: Sequence[Any], position: Position) -> None:
+        """See ``Result.load_values``."""
+        self._parts.made()[1].load(values, position)

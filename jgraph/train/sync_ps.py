@@ -115,11 +115,11 @@ class SyncRunner:
         assert prepared is not None  # prepare sets it
         with self.state.lock:
             self.state.initialize()
+            if order.save_every and not order.detached:
+                self.state.prepare_to_keep(anew=self._replaced)
             self._register(prepared)
             # First: what counts contributions is copied with all that a ps holds.
             self.state.clear_residuals(prepared.graph)
-            if order.save_every and not order.detached:
-                self.state.prepare_to_keep()
             if self.state.copies is not None:
                 *workers, apply = prepared.handles
                 programs = [prepared.plan.program, prepared.apply]

@@ -227,6 +227,7 @@ class Trainer:
             *(data, steps, batch_size, eval_data, eval_every, evaluate, detached),
             checkpoint=checkpoint,
             epochs=epochs,
+            keeps_evaluated=any(getattr(c, "restore_best", False) for c in called),
         )
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(

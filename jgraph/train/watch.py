@@ -111,6 +111,7 @@ class Watch:
                 seconds=self.seconds,
                 evaluation=each.values,
                 evaluation_step=each.step,
+                copy=each.copy,
             )
         return report
 

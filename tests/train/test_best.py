@@ -1,0 +1,111 @@
+"""The copy of a model that was evaluated as the best: saved, and gone back to.
+
+Each update adds 1 to every number of the model, and the evaluation is how far they are
+from 60: so its best copy is known, and all that is kept shows of which updates it is.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jgraph.cluster.client import Cluster
+from jgraph.errors import ConfigError
+from jgraph.runtime.manifest import read_manifest
+from jgraph.runtime.step_files import best_in, steps_in
+from jgraph.train.async_ps import AsyncPS
+from jgraph.train.callbacks import EarlyStopping
+from jgraph.train.checkpoints import Checkpoints
+from jgraph.train.local import Local
+from jgraph.train.strategies import Strategy
+from jgraph.train.sync_ps import SyncPS
+from jgraph.train.trainer import Trainer
+from tests.train.test_cuts import Counts, X, counting, one_more
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+def far(model: Any, batch: Any) -> Any:
+    wrong = (
+        jnp.abs(model.first[...] - 60).mean() + jnp.abs(model.second[...] - 60).mean()
+    )
+    return wrong + 0.0 * batch.mean()
+
+
+def trainer(cluster: Cluster | None, strategy: Strategy) -> Trainer:
+    return Trainer(
+        *(Counts(), one_more, optax.sgd(1.0)),
+        metrics={"far": far},
+        cluster=cluster,
+        strategy=strategy,
+    )
+
+
+def values_of(one: Trainer) -> dict[str, Any]:
+    return dict(zip(one.names, map(np.asarray, one.current_values()), strict=True))
+
+
+STRATEGIES = pytest.mark.parametrize(
+    "strategy",
+    [Local(), AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=["local", "async", "sync"],
+)
+
+
+@STRATEGIES
+def test_the_best_copy_is_saved_as_it_was_evaluated_and_stays(
+    cluster: Cluster, tmp_path: Path, strategy: Strategy
+) -> None:
+    there = trainer(None if isinstance(strategy, Local) else cluster, strategy)
+    where = Checkpoints(tmp_path, every=100, keep=1, best="eval_far")
+    options: Any = {"batch_size": 2, "progress": False, "checkpoint": where}
+    run = there.fit(X, steps=400, eval_data=X[:4], eval_every=20, **options)
+    told = run.metrics("eval_far")
+    best = int(told["step"][np.argmin(told["value"])])
+    assert best_in(tmp_path) == best
+    assert steps_in(tmp_path) == sorted({best, 400})
+    here = counting(None).restore(tmp_path / "best")
+    found = values_of(here)
+    wrong = [np.abs(found[f"params/{n}"] - 60).mean() for n in ("first", "second")]
+    assert sum(wrong) == told["value"].min()
+    evaluation = read_manifest(tmp_path / str(best)).evaluation
+    assert evaluation is not None
+    assert evaluation["eval_far"] == told["value"].min()
+    there.fit(X, steps=20, eval_data=X[:4], **options)
+    assert best_in(tmp_path) == best, "another run knows how good it was"
+    there.close()
+
+
+@STRATEGIES
+def test_early_stopping_goes_back_to_the_copy_that_was_evaluated(
+    cluster: Cluster, strategy: Strategy
+) -> None:
+    there = trainer(None if isinstance(strategy, Local) else cluster, strategy)
+    early = EarlyStopping("eval_far", patience=2, restore_best=True)
+    how: Any = {"batch_size": 2, "progress": False, "callbacks": early}
+    run = there.fit(X, steps=20_000, eval_data=X[:4], eval_every=20, **how)
+    assert run.state == "stopped"
+    found = values_of(there)
+    assert run.steps == found["global_step"] == early.best_step
+    wrong = [np.abs(found[f"params/{n}"] - 60).mean() for n in ("first", "second")]
+    assert sum(wrong) == early.best == run.metrics("eval_far")["value"].min()
+    there.fit(X, steps=5, batch_size=2, progress=False)  # the Trainer trains on
+    assert values_of(there)["global_step"] == early.best_step + 5
+    there.close()
+
+
+def test_what_is_to_be_the_best_must_be_evaluated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="such as best='eval_loss'"):
+        Checkpoints(tmp_path, best="loss")
+    with pytest.raises(ConfigError, match="was evaluated"):
+        EarlyStopping("loss", restore_best=True)
+    there = trainer(None, Local())
+    options: Any = {"steps": 1, "batch_size": 2, "progress": False}
+    with pytest.raises(ConfigError, match="nothing is evaluated"):
+        there.fit(X, checkpoint=Checkpoints(tmp_path, best="eval_far"), **options)
+    where = Checkpoints(tmp_path, best="eval_farr")
+    with pytest.raises(ConfigError, match="finds no such metric"):
+        there.fit(X, eval_data=X, checkpoint=where, **options)
