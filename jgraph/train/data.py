@@ -25,8 +25,8 @@ from jgraph.train.forms import (
     Stream,
     first_element,
     is_indexed,
-    length_of,
     may_be_batches,
+    whole_batches,
 )
 
 
@@ -154,7 +154,7 @@ class Dataset:
         """
         if not isinstance(self.fed, Stream):
             return self.plan(batch_size, 0).batches_per_epoch
-        count = length_of(self.fed.given)
+        count = whole_batches(self.fed.given)
         if not count:
             raise DataError(
                 f"the data, a {type(self.fed.given).__name__}, does not tell how many "

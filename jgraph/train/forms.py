@@ -168,6 +168,18 @@ def length_of(given: Any) -> int | None:
     return length if 0 <= length < _MOST else None
 
 
+def whole_batches(given: Any) -> int | None:
+    """Returns how many batches of one size there are, if that is known.
+
+    A torch ``DataLoader`` also counts a last one that is smaller, which is left out.
+    """
+    length, size = length_of(given), getattr(given, "batch_size", None)
+    examples = length_of(getattr(given, "sampler", None))
+    if length and isinstance(size, int) and size > 0 and examples:
+        return min(length, max(1, examples // size))
+    return length
+
+
 def is_indexed(given: Any) -> bool:
     """Whether an object gives its elements by number."""
     if not hasattr(given, "__getitem__") or not length_of(given):

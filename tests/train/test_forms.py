@@ -1,6 +1,7 @@
 """Data as other libraries give it: what is an example, what a batch, and what comes."""
 
 import threading
+import math
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from jgraph.errors import DataError
 from jgraph.train.data import Dataset, as_dataset
-from jgraph.train.forms import Stream
+from jgraph.train.forms import Stream, whole_batches
 from jgraph.train.source import as_source_or_dataset
 
 grain = pytest.importorskip("grain", reason="needs jgraph[data]")
@@ -289,3 +290,22 @@ def test_list_of_batches_is_not_printed() -> None:
     with pytest.raises(DataError) as caught:
         as_dataset([(X, Y), (X[:, :1], Y)] * 500)
     assert len(str(caught.value)) < 300
+
+
+class Sampled:
+    """As a torch ``DataLoader``: its length counts a last partial batch."""
+
+    batch_size = 4
+
+    def __init__(self, examples: int) -> None:
+        self.sampler = range(examples)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.sampler) / self.batch_size)
+
+
+def test_a_last_partial_batch_of_a_loader_is_not_counted() -> None:
+    found = [whole_batches(Sampled(examples)) for examples in (8, 9, 11, 12, 3)]
+    assert found == [2, 2, 2, 3, 1]
+    assert whole_batches([1, 2, 3]) == 3
+    assert whole_batches(iter(())) is None
