@@ -370,3 +370,9 @@ def wide_types() -> AbstractContextManager[Any]:
     """Keeps 64-bit types as they are inside, for this thread alone."""
     manager: AbstractContextManager[Any] = jax.enable_x64(True)
     return manager
+
+
+def narrow_types() -> AbstractContextManager[Any]:
+    """Has no 64-bit types inside, for this thread alone."""
+    manager: AbstractContextManager[Any] = jax.enable_x64(False)
+    return manager

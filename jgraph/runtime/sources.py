@@ -9,6 +9,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from jgraph._compat import narrow_types, wide_types
 from jgraph.coordination.slots import Part, Rows, Shuffle
 from jgraph.errors import ForbiddenSourceError, JGError, SourceError
 from jgraph.runtime.batches import ArrayReader, Field, Reader
@@ -25,7 +26,8 @@ def open_source(spec: Mapping[str, Any], allowed: Sequence[str]) -> Reader:
     """Opens a source.
 
     Args:
-      spec: ``kind`` and what that needs; see ``jgraph.train.source``.
+      spec: ``kind`` and what that needs; see ``jgraph.train.source``. ``wide``: the
+        program has 64-bit types, whatever this task has by itself.
       allowed: patterns of import paths that may be called.
 
     Raises:
@@ -34,11 +36,12 @@ def open_source(spec: Mapping[str, Any], allowed: Sequence[str]) -> Reader:
     """
     if missing := [field for field in _fields(spec) if field not in spec]:
         raise SourceError(f"a data source comes without its '{missing[0]}'")
+    wide = bool(spec.get("wide"))
     match spec["kind"]:
         case "npz":
-            return ArrayReader(_npz(str(spec["path"])))
+            return ArrayReader(_npz(str(spec["path"]), wide))
         case "parquet":
-            return ParquetReader(_files(spec["path"]), spec["columns"])
+            return ParquetReader(_files(spec["path"]), spec["columns"], wide)
         case "tfrecord" | "array_record" as kind:
             files = _files(spec["path"])
             open_file = TFRecordFile if kind == "tfrecord" else ArrayRecordFile
@@ -49,7 +52,8 @@ def open_source(spec: Mapping[str, Any], allowed: Sequence[str]) -> Reader:
             return RecordReader(files, [open_file(file) for file in files], features)
         case "grain":
             path = str(spec["function"])
-            return IndexedReader(_call(path, spec["arguments"], allowed), path)
+            made = _call(path, spec["arguments"], allowed)
+            return IndexedReader(made, path, wide)
         case kind:
             raise SourceError(f"'{kind}' is no kind of data source that this task has")
 
@@ -72,6 +76,7 @@ class ParquetReader:
     Args:
       files: path of each.
       columns: those to read; None: all.
+      wide: keep 64-bit types.
 
     Raises:
       SourceError: a column that is missing or not of numbers, or another schema.
@@ -79,7 +84,9 @@ class ParquetReader:
 
     shuffle: Shuffle = "slots"
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str] | None) -> None:
+    def __init__(
+        self, files: Sequence[Path], columns: Sequence[str] | None, wide: bool
+    ) -> None:
         parquet = needs("pyarrow.parquet", "Parquet")
         try:
             self._opened = [parquet.ParquetFile(file) for file in files]
@@ -100,6 +107,7 @@ class ParquetReader:
                 f"{', '.join(first.names)}",
             )
         self._files = files
+        self._wide = wide
         self.parts = tuple(
             Part(str(file), opened.metadata.num_rows)
             for file, opened in zip(files, self._opened, strict=True)
@@ -144,7 +152,7 @@ class ParquetReader:
             raise SourceError(f"{where} has lists of different lengths") from error
         if len(lengths) > 1:
             raise SourceError(f"{where} has lists of different lengths; pad them")
-        array = as_jax_type(array, where)
+        array = as_jax_type(array, where, self._wide)
         known = self.fields.get(name)
         if known is not None and array.shape[1:] != known.shape:
             raise SourceError(
@@ -163,6 +171,7 @@ class IndexedReader:
     Args:
       source: the data source.
       name: what to call it in messages.
+      wide: keep 64-bit types.
 
     Raises:
       SourceError: no length, no example, or an example of something else.
@@ -170,8 +179,8 @@ class IndexedReader:
 
     shuffle: Shuffle = "examples"
 
-    def __init__(self, source: Any, name: str) -> None:
-        self._source, self._name = source, name
+    def __init__(self, source: Any, name: str, wide: bool) -> None:
+        self._source, self._name, self._wide = source, name, wide
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise SourceError(
                 f"{name} returned a {type(source).__name__}; return something with a "
@@ -206,18 +215,26 @@ class IndexedReader:
         else:
             items = {"": example}
         where = f"example {row} of {self._name}"
-        return {n: as_jax_type(np.asarray(v), where) for n, v in items.items()}
+        return {
+            n: as_jax_type(np.asarray(v), where, self._wide) for n, v in items.items()
+        }
 
 
-def as_jax_type(array: Array, where: str) -> Array:
+def as_jax_type(array: Array, where: str, wide: bool) -> Array:
     """Returns an array in the type that JAX makes of its own.
+
+    Args:
+      array: as it was read.
+      where: for messages.
+      wide: 64-bit types are switched on in the program that it is for.
 
     Raises:
       SourceError: not numbers, or whole numbers too large for JAX's type.
     """
     if array.dtype.kind not in "biufcV":
         raise SourceError(f"{where} is {array.dtype}, not numbers; store ids for text")
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    with wide_types() if wide else narrow_types():
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype != array.dtype and array.dtype.kind in "iu" and array.size:
         limits, low, high = np.iinfo(dtype), int(array.min()), int(array.max())
         if low < limits.min or high > limits.max:
@@ -228,12 +245,12 @@ def as_jax_type(array: Array, where: str) -> Array:
     return array.astype(dtype, copy=False)
 
 
-def _npz(path: str) -> dict[str, Array]:
+def _npz(path: str, wide: bool) -> dict[str, Array]:
     (file,) = _files(path)
     try:
         with np.load(file, allow_pickle=False) as archive:
             return {
-                name: as_jax_type(archive[name], f"'{name}' of {file}")
+                name: as_jax_type(archive[name], f"'{name}' of {file}", wide)
                 for name in sorted(archive.files)
             }
     except (OSError, ValueError, AttributeError, TypeError) as error:

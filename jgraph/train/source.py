@@ -98,9 +98,12 @@ class Source:
         Raises:
           SourceError: see the class; also what differs between two workers.
         """
-        plain = json.dumps(self.spec, sort_keys=True)
+        # What 64-bit types become is the program's to say, and not the reader's.
+        wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+        spec = {**self.spec, **({"wide": True} if wide else {})}
+        plain = json.dumps(spec, sort_keys=True)
         if cluster is None:
-            reader = open_source(self.spec, ("*",))
+            reader = open_source(spec, ("*",))
             facts = SourceFacts(dict(reader.fields), reader.parts, reader.shuffle)
             return Dataset(*_shown(facts), facts=facts, local=reader, source=plain)
         workers = list(tasks) or cluster.tasks("worker")

@@ -59,6 +59,19 @@ def test_every_example_of_every_file_comes_once_per_epoch(
     assert found == sorted(2 * list(range(12)))
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_types_of_64_bits_are_those_of_the_program_and_not_of_the_workers(
+    cluster: Cluster, tmp_path: Path, wide: bool
+) -> None:
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.ones((4, 2)), y=np.arange(4))
+    with jax.enable_x64(wide):
+        found = Source.npz(str(path)).open(cluster)
+    assert found.facts is not None
+    x, y = (str(found.facts.fields[name].dtype) for name in "xy")
+    assert (x, y) == (("float64", "int64") if wide else ("float32", "int32"))
+
+
 def test_grain_source_is_read_by_the_workers(cluster: Cluster) -> None:
     source = Source.grain(f"{FUNCTIONS}:squares", count=12)
     assert fit(source, cluster) == list(range(12))
