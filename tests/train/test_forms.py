@@ -1,7 +1,7 @@
 """Data as other libraries give it: what is an example, what a batch, and what comes."""
 
-import threading
 import math
+import threading
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
