@@ -340,8 +340,8 @@ BUGS: Final = {
     ),
     "workers go on while a run is saved": Bug(
         "coordination/replica_loop.py",
-        "if self._halted or self._computing",
-        "if self._computing",
+        "                self._halted\n                or self._computing",
+        "                self._computing",
         "tests/coordination/test_replica_loop.py::"
         "test_a_loop_that_halts_says_what_is_in_flight_and_starts_nothing",
     ),
