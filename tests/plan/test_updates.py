@@ -138,6 +138,7 @@ FORMS: dict[str, Form] = {
 PARTS = ["whole", "first", "rows", "twice"]
 
 
+@pytest.mark.timeout(120 + CASES)
 @settings(
     max_examples=CASES,
     suppress_health_check=list(HealthCheck),
