@@ -32,6 +32,9 @@ Array = jax.Array
 NO_ID = -(2**31)
 """Stands for no id among int32 ids: it has no row, and is no error."""
 
+LEAST_ID = NO_ID + 1
+"""The least int32 id, and what a wrong id is that would be no id."""
+
 PAST_THE_END = 2**31 - 1
 """Follows int32 ids of rows: no table has such a row."""
 
@@ -45,7 +48,12 @@ def id_text(number: int) -> str:
     Example:
       >>> id_text(7), id_text(-3), id_text(2**31 - 1)
       ('7', '-3 (4294967293 if unsigned)', '2147483647 (or more)')
+      >>> id_text(LEAST_ID)
+      '-2147483647 or -2147483648 (2147483649 or 2147483648 if unsigned)'
     """
+    if number == LEAST_ID:
+        most = 2**32 + LEAST_ID
+        return f"{number} or {NO_ID} ({most} or {most - 1} if unsigned)"
     if number < 0:
         return f"{number} ({number + 2**32} if unsigned)"
     return f"{number} (or more)" if number == 2**31 - 1 else str(number)

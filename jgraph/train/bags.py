@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
 from jgraph.graph.rows import NO_ID
-from jgraph.train.ids import wide_ids
+from jgraph.train.ids import OF_BAGS, wide_ids, without_no_id
 
 _COMBINERS = ("sum", "mean", "sqrtn")
 
@@ -67,9 +67,10 @@ def embedding_bag(
         )
     weights = weights.astype(table.dtype)
     # First: narrow and unsigned ids have no -1 or NO_ID to be compared with.
-    ids = wide_ids(ids)
+    ids = without_no_id(wide_ids(ids))
     there = (ids != -1) & (weights != 0 if combiner == "sum" else weights > 0)
-    rows = jnp.take(table, jnp.where(there, ids, NO_ID), axis=0)
+    with jax.named_scope(OF_BAGS):  # only here NO_ID is no error
+        rows = jnp.take(table, jnp.where(there, ids, NO_ID), axis=0)
     wide = (..., *[None] * (table.ndim - 1))
     rows = jnp.where(there[wide], rows, 0)
     if max_norm is not None:

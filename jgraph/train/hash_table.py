@@ -40,8 +40,12 @@ class HashTable(nnx.Module):
       capacity_bytes: memory over all shards, for rows, optimizer state and index.
       initializer: values of a new row; a number is that number.
       admission: which ids get a row; all of them if unset.
-      eviction: which ids go when the memory is spent: ``"lru"``, ``"lfu"``, or
-        ``"ttl"``, those not seen for ``ttl`` updates.
+      eviction: which ids go when the memory is spent: ``"lru"``, those not seen for
+        longest, ``"lfu"``, those seen in the fewest steps, or ``"ttl"``, those not seen
+        for ``ttl`` updates, spent or not. None goes that was looked up since the last
+        update of its shard; new ids for which there is no room are not trained. With
+        several asynchronous workers an id may go between a worker's lookup and its
+        gradient, which is then dropped. ``run.events()`` counts both.
       ttl: with ``"ttl"`` only.
       dtype: of the rows.
 
@@ -107,8 +111,10 @@ class HashTable(nnx.Module):
           GraphError: ids that are not whole numbers.
         """
         places = find_keys(self.known[...], as_pairs(ids), options=self.options)
+        # Of a single id JAX would write another gather, also under vmap.
         rows: jax.Array = self.rows[...]
-        return rows.at[places].get(mode="promise_in_bounds")
+        found = rows.at[jnp.atleast_1d(places)].get(mode="promise_in_bounds")
+        return found.reshape(*places.shape, -1)
 
     def with_rows(self, keys: Keys, rows: Any) -> "HashTable":
         """Returns a table of these rows; ids without one read zeros.

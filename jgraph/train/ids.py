@@ -11,11 +11,22 @@ import numpy as np
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Var
 from jgraph.graph.find_keys import find_keys_p
-from jgraph.graph.rows import NO_ID
+from jgraph.graph.rows import LEAST_ID, NO_ID
+
+OF_BAGS = "jgraph_bags"
+"""Name of the scope of lookups in which places may have no id."""
 
 
-def usable_ids(ids: jax.Array, rows: int, mode: str) -> jax.Array:
+def usable_ids(
+    ids: jax.Array, rows: int, mode: str, *, of_bags: bool = False
+) -> jax.Array:
     """Returns ids as int32[n] for ``unique_rows``.
+
+    Args:
+      ids: as the loss has them.
+      rows: of the table.
+      mode: of the lookup.
+      of_bags: ``NO_ID`` is none. Elsewhere it is an id like others, out of range.
 
     Example:
       >>> usable_ids(jnp.array([[3, 9]]), 5, "clip").tolist()
@@ -32,7 +43,18 @@ def usable_ids(ids: jax.Array, rows: int, mode: str) -> jax.Array:
     if ids.dtype.itemsize > 4:
         # Beyond int32 an id would come back as a small one.
         ids = jnp.where((ids > rows) | (ids < NO_ID), rows, ids)
-    return ids.astype(jnp.int32)
+    ids = ids.astype(jnp.int32)
+    return ids if of_bags else without_no_id(ids)
+
+
+def without_no_id(ids: jax.Array) -> jax.Array:
+    """Returns ids of which none is taken for no id: ``LEAST_ID`` is as wrong.
+
+    Example:
+      >>> without_no_id(jnp.array([3, -(2**31)])).tolist()
+      [3, -2147483647]
+    """
+    return jnp.where(ids == NO_ID, LEAST_ID, ids)
 
 
 def wide_ids(ids: jax.Array) -> jax.Array:
@@ -85,22 +107,24 @@ class Ids:
           mode: of the lookup. Where ids out of range are errors, negative ones are:
             they are those before negative ones were counted from the end.
         """
-        atom = index
-        while True:
-            equation = self._maker(atom)
-            if equation is None or not _is_reshape(equation):
-                break
-            atom = equation.invars[0]
+        atom = self._before_reshape(index)
         return (self._before_wrap(atom) if mode == "error" else None) or atom
 
     def keys(self, ids: Atom) -> "Atom | None":
         """Returns the keys, uint32[…, 2], that ids are the rows of in a hash table."""
-        equation = self._maker(ids)
+        equation = self._maker(self._before_reshape(ids))
         is_hashed = equation is not None and equation.primitive is find_keys_p
         return equation.invars[1] if equation is not None and is_hashed else None
 
     def _maker(self, atom: Atom) -> Equation | None:
         return self._made.get(atom) if isinstance(atom, Var) else None
+
+    def _before_reshape(self, atom: Atom) -> Atom:
+        equation = self._maker(atom)
+        while equation is not None and _is_reshape(equation):
+            atom = equation.invars[0]
+            equation = self._maker(atom)
+        return atom
 
     def _before_wrap(self, atom: Atom) -> "Atom | None":
         """Returns x of ``select_n(x < 0, x, x + rows)``, as JAX's indexing writes."""

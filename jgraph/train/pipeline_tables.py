@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jgraph.errors import PipelineError
 from jgraph.graph.device import device
 from jgraph.graph.rows import unique_rows
+from jgraph.train.ids import without_no_id
 from jgraph.train.trees import Tree
 
 Places: TypeAlias = Mapping[str, tuple[Any, Any]]
@@ -43,7 +44,9 @@ class PipelineTables:
                     "a dict with the ids of each table by its name"
                 )
         return {
-            name: unique_rows(x[name].reshape(-1), rows=count, feature=f"x['{name}']")
+            name: unique_rows(
+                without_no_id(x[name].reshape(-1)), rows=count, feature=f"x['{name}']"
+            )
             for name, count in self.rows.items()
         }
 

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, Literal, TypeAlias, final
 
 import jax
@@ -101,7 +102,7 @@ def _rows(table: RowTable, given: Sequence[jax.Array]) -> Rows:
     parts = [
         keys_or_ids.reshape(-1, 2)
         if table.hashed
-        else usable_ids(keys_or_ids, table.rows, lookup.mode)
+        else usable_ids(keys_or_ids, table.rows, lookup.mode, of_bags=lookup.of_bags)
         for keys_or_ids, lookup in zip(given, table.lookups, strict=True)
     ]
     ids = jnp.concatenate(parts)
@@ -134,17 +135,20 @@ def decide(
     """
     leaves = jax.tree.leaves(params)
     shapes = {t.name: tuple(leaves[t.number].shape) for t in tables.tables}
-    tables = tables.without(other_shapes(slots, shapes))
+    given, tables = tables, tables.without(other_shapes(slots, shapes))
     update = RowUpdate()
     numbers = frozenset(t.number for t in tables.tables)
     if numbers:
         try:
             update = probe(tx, params, numbers, owners)
         except Exception as error:  # noqa: BLE001  # of the user's optimizer
-            why = f"the optimizer fails on rows of it: {error!s:.80}"
+            told = shorten(str(error), 100, placeholder=" …")
+            why = f"the optimizer fails on rows of it: {told}"
             tables = tables.without({t.name: why for t in tables.tables})
             numbers = frozenset()
-    for table in tables.tables:
+    for table in given.tables:
+        if table.hashed and table.name in tables.dense:
+            raise _not_by_rows(table.name, tables.dense[table.name])
         if table.hashed and table.number in update.held_back:
             raise _loses_gradients(table.name)
     hashed = frozenset(t.number for t in tables.tables if t.hashed)
@@ -170,6 +174,14 @@ def decide(
     ]
     notes += [f"{name} travels whole: {why}" for name, why in tables.dense.items()]
     return RowStep(tables, update, whole, tuple(notes))
+
+
+def _not_by_rows(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is a hash table, and this optimizer cannot update some of its rows "
+        f"alone: {why.rstrip('.')}; use one that can, such as optax.adagrad or "
+        "optax.adam, for the table with optax.multi_transform"
+    )
 
 
 def _loses_gradients(name: str) -> ConfigError:

@@ -19,7 +19,7 @@ from jax.lax import GatherScatterMode
 from jgraph import _compat
 from jgraph._compat import Atom, Equation
 from jgraph.graph.inline import inline_calls
-from jgraph.train.ids import Ids
+from jgraph.train.ids import OF_BAGS, Ids
 from jgraph.train.walk import Table, is_lookup, walk
 
 # A small table of which a step looks up more ids than it has rows travels whole.
@@ -40,11 +40,13 @@ class Lookup:
       shape: of the ids.
       mode: what becomes of ids out of range: ``"error"``, ``"drop"`` (no row), or
         ``"clip"`` (the nearest row).
+      of_bags: ``NO_ID`` among the ids is none.
     """
 
     feature: str
     shape: tuple[int, ...]
     mode: str
+    of_bags: bool = False
 
     @property
     def count(self) -> int:
@@ -243,6 +245,7 @@ class _Traced:
                         ids.feature(v, self.feeds),
                         _shape(v)[:-1] if hashed else _shape(v),
                         _mode(equation),
+                        OF_BAGS in _compat.name_stack_of(equation),
                     )
                     for equation, v in asked
                 )

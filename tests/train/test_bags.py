@@ -124,30 +124,40 @@ def test_training_changes_the_rows_of_a_bag_and_not_those_of_its_padding(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "take"), [("int8", "index"), ("int16", "take"), ("int32", "index")]
+    ("dtype", "bad", "told", "take"),
+    [
+        ("int8", -3, "-3 ", "index"),
+        ("int16", -3, "-3 ", "take"),
+        ("int32", -3, "-3 ", "index"),
+        # Padding of a bag is that number where rows are looked up.
+        ("int32", -(2**31), "-2147483647 or -2147483648 ", "take"),
+        ("uint32", 2**31, r".*or 2147483648 if unsigned\) ", "index"),
+        ("uint32", 2**31, r"2147483647 \(or more\) ", "take"),
+    ],
 )
-def test_a_negative_id_of_a_lookup_is_an_error_whatever_its_dtype(
-    dtype: str, take: str
+def test_an_id_of_a_lookup_that_is_no_row_is_an_error_whatever_its_dtype(
+    dtype: str, bad: int, told: str, take: str
 ) -> None:
     def lookup(params: Any, batch: Any) -> Any:
         t, ids = params["t"], batch["ids"]
         rows = t[ids] if take == "index" else jnp.take(t, ids, axis=0)
         return jnp.mean((rows @ params["w"] - batch["y"]) ** 2)
 
-    ids = np.array([1, 2, -3, 0], dtype)
+    ids = np.array([1, 2, bad, 0], dtype)
     variables = Table(rows=100).init(jax.random.key(0), ids)
     trainer = Trainer(Table(rows=100), lookup, optax.sgd(0.1), variables=variables)
-    with pytest.raises(RowIdError, match=r"the id -3 .*at step 0"):
+    with pytest.raises(RowIdError, match=rf"the id {told}.*at step 0"):
         trainer.fit({"ids": ids, "y": DATA["y"]}, steps=1, batch_size=4, progress=False)
 
 
-@pytest.mark.parametrize("bad", [-2, ROWS])
+@pytest.mark.parametrize("bad", [-2, ROWS, 1 - 2**31, -(2**31)])
 def test_other_ids_without_a_row_are_errors(bad: int) -> None:
     ids = IDS.copy()
     ids[3, 0] = bad
     variables = Table().init(jax.random.key(0), IDS)
     trainer = Trainer(Table(), loss, optax.sgd(0.1), variables=variables)
-    with pytest.raises(RowIdError, match=rf"the id {bad} .*at step 0"):
+    told = max(bad, 1 - 2**31)  # the least is told with its neighbour
+    with pytest.raises(RowIdError, match=rf"the id {told} .*at step 0"):
         trainer.fit({**DATA, "ids": ids}, steps=1, batch_size=4, progress=False)
 
 

@@ -280,6 +280,34 @@ def test_an_optimizer_with_other_state_is_refused() -> None:
         step_of(Model(), tx=optax.adafactor(0.1, min_dim_size_to_factor=1))
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+    ],
+    ids=["line search", "sam"],
+)
+def test_an_optimizer_that_evaluates_the_loss_is_refused_in_words(tx: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ads/rows is a hash table, and this opt"):
+        step_of(Model(), tx=tx).graph(types(data(0)))
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_a_table_may_be_called_with_one_id_also_under_vmap(case: int) -> None:
+    def each(model: Model, batch: Any) -> Any:
+        one: Any = nnx.vmap(lambda table, key: table(key), in_axes=(None, 0))
+        found = one(model.ads, batch["ids"].reshape(-1, 2)).sum(1)
+        return jnp.mean((found.reshape(BATCH, BAG).sum(1) - batch["y"]) ** 2)
+
+    def first(model: Model, batch: Any) -> Any:
+        return model.ads(batch["ids"][0, 0]).sum()
+
+    loss_of, count = [(each, BATCH * BAG), (first, 1)][case]
+    (note,) = step_of(Model(), loss_of).graph(types(data(0))).notes
+    assert f"at most {count} rows travel" in note
+
+
 def test_a_budget_below_a_row_with_its_slots_is_refused() -> None:
     with pytest.raises(ConfigError, match="one row with its optimizer state takes"):
         step_of(Model(capacity_bytes=300), tx=optax.adam(0.1))

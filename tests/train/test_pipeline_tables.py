@@ -143,6 +143,9 @@ def test_wrong_ids_are_refused(session: Session) -> None:
         session.run(step.train, {"other": x["other"]}, t)
     with pytest.raises(RowIdError, match=r"x\['words'\].* has the id 1000"):
         session.run(step.train, {**x, "words": x["words"] + 1}, t)
+    least = np.full_like(x["words"], -(2**31))
+    with pytest.raises(RowIdError, match=r"x\['words'\].* has the id -2147483647 or"):
+        session.run(step.train, {**x, "words": least}, t)
 
 
 def test_refused_ids_leave_parameters_counters_and_optimizer_as_they_were(
