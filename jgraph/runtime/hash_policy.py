@@ -92,7 +92,7 @@ def victims(
 ) -> Rows:
     """Returns the rows to evict, at most ``count``.
 
-    A row looked up at version ``now`` stays: a gradient for it is under way.
+    A row looked up at version ``now`` stays: no update has come since.
 
     Args:
       used: int64[rows], the version of the last lookup; 0: no row.

@@ -5,7 +5,11 @@ starts with values that are a function of its key. When the budget is spent, the
 chooses rows to give up. The parameter and the optimizer's slots are columns over the
 same rows, so they come and go together.
 
-Time is the version of the shard, which every update raises by one.
+Time is the version of the shard, which every update raises by one. A lookup makes the
+rows of its keys young before it gives rows to new keys, and a row that was looked up at
+this version stays. So no row goes between a lookup and the next update. An update of
+another worker may come first: then the row may go, and the gradient of the key is
+dropped, or taken by its new row if the key came back.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optax
 import psutil
 import pytest
 
@@ -18,6 +19,7 @@ from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.kept_copies import Durability
 from jgraph.train.sync_ps import SyncPS
+from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import (
     BATCH,
@@ -27,6 +29,14 @@ from tests.faults.counting import (
     check_recovered,
     gone_back_to,
     trainer,
+)
+from tests.train.test_hash_eviction import (
+    BATCH as ROW_BATCH,
+    Counts as Table,
+    check_rows,
+    examples,
+    loss as table_loss,
+    options,
 )
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
@@ -227,6 +237,40 @@ def test_rows_13_to_16_all_ps_go_on_from_one_update_when_one_dies_within_it(
     check_recovered(there, run, share=3)
     fault.names += [f"exit code {CRASHED}", GOES_ON, "SIGKILL"]
     there.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "ttl"])
+@pytest.mark.parametrize("durability", ["replica", "log"])
+def test_rows_13_and_14_a_table_within_a_budget_outlives_its_ps(
+    fault: Fault, durability: Any, eviction: Any
+) -> None:
+    """Its rows go on from where they were, and none has an update twice."""
+    cluster = fault.cluster(ps=2, workers=1, restarts=3)
+    given = options(eviction)
+    given["capacity_bytes"] *= 2  # of two shards
+    one = Trainer(
+        Table(**given),
+        table_loss,
+        optax.sgd(1.0),
+        cluster=cluster,
+        strategy=AsyncPS(durability=durability),
+    )
+    run = one.fit(
+        examples(),
+        steps=10**6,
+        batch_size=ROW_BATCH,
+        callbacks=[
+            after(200, partial(kill, fault, cluster, PS)),
+            fault.stop_after(GOES_ON),
+        ],
+        progress=False,
+    )
+    assert run.state == "stopped"
+    # Of the last steps before a loss it is not told.
+    check_rows(run, run.metrics("seen")["value"].sum(0) + 2 * ROW_BATCH)
+    fault.names += [PS, "goes on with the copies", "SIGKILL"]
+    one.close()
 
 
 def kill(fault: Fault, cluster: LocalCluster, *tasks: str) -> None:
