@@ -19,6 +19,8 @@ from jgraph.runtime.entry import RowsOf
 from jgraph.runtime.recording import Recorder, Recording
 from jgraph.runtime.store import VariableStore
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 STEP = ("train", 1)
 
 
