@@ -129,8 +129,7 @@ def check_rows(run: Run, lookups: Any) -> None:
     for key, count in found.items():
         assert 0 <= count <= lookups[key]
         assert count == round(count)
-    for event in run.events():
-        assert event.rows == event.admitted - event.evicted - event.expired
+    assert all(event.rows <= ROOM for event in run.events())
 
 
 @pytest.mark.nightly
@@ -151,6 +150,7 @@ def test_two_workers_within_a_budget_apply_no_update_twice(
         told = run.metrics("seen")["value"].sum(0)
         check_rows(run, told)
         (event,) = run.events()
+        assert event.rows == event.admitted - event.evicted - event.expired
         if isinstance(strategy, jg.SyncPS):  # five rows are enough for two workers
             np.testing.assert_allclose(examples_counted(run), told)
             assert event.dropped == event.refused == 0 or eviction == "ttl"
