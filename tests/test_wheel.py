@@ -68,6 +68,7 @@ jg.Local().no_such_method()
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)  # JAX is checked, too, without a cache
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_a_users_script_is_checked_with_our_types(
     kind: str, source: Path, tmp_path: Path
