@@ -2,9 +2,10 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
+from jgraph.cluster.connection import Connection
 from jgraph.cluster.measuring import MEASURE_S, measure
 from jgraph.cluster.patience import saying
 from jgraph.errors import ConfigError, UnknownDeviceError
@@ -14,12 +15,9 @@ from jgraph.plan.auto import AutoPlanner, Prediction
 from jgraph.plan.cost_model import CostModel
 from jgraph.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
-
 Times: TypeAlias = Sequence[float]
 
-_measured: "WeakKeyDictionary[Cluster, CostModel]" = WeakKeyDictionary()
+_measured: "WeakKeyDictionary[Connection, CostModel]" = WeakKeyDictionary()
 
 
 @final
@@ -105,7 +103,7 @@ def _row(
 
 
 def auto(
-    cluster: "Cluster",
+    cluster: Connection,
     cost_model: CostModel | None = None,
     *,
     tasks: Sequence[str] | None = None,
@@ -168,7 +166,7 @@ def auto(
     return AutoPlacement(AutoPlanner(cost_model, chosen, limits))
 
 
-def _tasks(cluster: "Cluster", asked: Sequence[str] | None) -> tuple[TaskName, ...]:
+def _tasks(cluster: Connection, asked: Sequence[str] | None) -> tuple[TaskName, ...]:
     known = cluster.tasks()
     if asked is None:
         return tuple(cluster.tasks("worker") or known)
@@ -185,7 +183,7 @@ def _tasks(cluster: "Cluster", asked: Sequence[str] | None) -> tuple[TaskName, .
 
 
 def _limits(
-    cluster: "Cluster",
+    cluster: Connection,
     asked: int | Mapping[str, int] | None,
     tasks: Sequence[TaskName],
 ) -> dict[TaskName, int]:

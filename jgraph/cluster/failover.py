@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S
+from jgraph.cluster.connection import Connection
 from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.loop_orders import DealtData, Detached, SyncRequest, plain
 from jgraph.cluster.run_info import RunInfo, runs_of
@@ -34,9 +35,6 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import is_refused
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
-
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
 
 _LOG = logging.getLogger("jgraph.loops")
 _OF_THE_LOST_S: Final = 1.0
@@ -85,7 +83,7 @@ class Ledger:
         return replace(self._data, batches=left, position=self.position())
 
 
-def open_data(cluster: "Cluster", run: str, name: str, data: DealtData) -> None:
+def open_data(cluster: Connection, run: str, name: str, data: DealtData) -> None:
     """Makes the master of a client deal out the data of a run.
 
     Args:
@@ -108,7 +106,7 @@ def open_data(cluster: "Cluster", run: str, name: str, data: DealtData) -> None:
 
 
 def ask_position(
-    cluster: "Cluster", method: str, name: str, ledger: Ledger | None
+    cluster: Connection, method: str, name: str, ledger: Ledger | None
 ) -> dict[str, Any]:
     """Asks the master where in the data a run is.
 
@@ -129,7 +127,7 @@ def ask_position(
     return position
 
 
-def open_run(cluster: "Cluster", run: str, detached: Detached) -> None:
+def open_run(cluster: Connection, run: str, detached: Detached) -> None:
     """Makes the master of a client look after a run also when the client is gone."""
     order = pb.OpenRun(
         run=run,
@@ -145,7 +143,7 @@ def open_run(cluster: "Cluster", run: str, detached: Detached) -> None:
         cluster.call("Master.KeepProgram", program, timeout_s=COMPILE_S)
 
 
-def take_over(cluster: "Cluster", error: JGError) -> None:
+def take_over(cluster: Connection, error: JGError) -> None:
     """Makes another server the master of a client.
 
     A ps rather than a worker: a run needs all of them anyway.
@@ -173,7 +171,7 @@ def take_over(cluster: "Cluster", error: JGError) -> None:
     raise lost_master(error, old)
 
 
-def part_with(cluster: "Cluster", farewells: Farewells) -> None:
+def part_with(cluster: Connection, farewells: Farewells) -> None:
     """Lets go of all that a run held, when nothing more is asked of it.
 
     A master that was told to end as the last steps were done is the client's no longer.
@@ -185,7 +183,7 @@ def part_with(cluster: "Cluster", farewells: Farewells) -> None:
 
 
 def heir_in(
-    cluster: "Cluster", run: str, epoch: int, error: JGError, old: TaskName
+    cluster: Connection, run: str, epoch: int, error: JGError, old: TaskName
 ) -> RunInfo:
     """Waits until a detached run has another master, which the client has from then on.
 
@@ -212,7 +210,7 @@ def heir_in(
     raise lost_master(error, old)
 
 
-def asked_anyhow(cluster: "Cluster", ask: Callable[[], T]) -> T:
+def asked_anyhow(cluster: Connection, ask: Callable[[], T]) -> T:
     """Asks what may be asked twice, with another master if that is lost meanwhile.
 
     Raises:
@@ -226,7 +224,7 @@ def asked_anyhow(cluster: "Cluster", ask: Callable[[], T]) -> T:
     return ask()
 
 
-def _do_without(cluster: "Cluster", master: TaskName, error: JGError) -> None:
+def _do_without(cluster: Connection, master: TaskName, error: JGError) -> None:
     """Makes another server the master, if an error is of the loss of that one."""
     if error.details.get("task", master) != master:
         raise error
@@ -234,7 +232,7 @@ def _do_without(cluster: "Cluster", master: TaskName, error: JGError) -> None:
 
 
 def begun_anyhow(
-    cluster: "Cluster",
+    cluster: Connection,
     sync: SyncRequest,
     begin: Callable[[SyncRequest], T],
 ) -> tuple[T, SyncRequest]:
@@ -274,7 +272,7 @@ def told_to_end(*tasks: TaskName) -> TaskLeavingError:
     return TaskLeavingError(f"{who} told to end", task=tasks[0], tasks=list(tasks))
 
 
-def _may_be_master(cluster: "Cluster", task: TaskName) -> bool:
+def _may_be_master(cluster: Connection, task: TaskName) -> bool:
     """Whether it answers, knows the same cluster, and does not end."""
     view = loop.run(view_of(cluster, cluster.spec.address(task)))
     if view is None:
@@ -286,7 +284,7 @@ def _may_be_master(cluster: "Cluster", task: TaskName) -> bool:
 
 
 def accounts_of(
-    cluster: "Cluster", orders: Sequence[pb.StopLoop], lost: TaskName | None = None
+    cluster: Connection, orders: Sequence[pb.StopLoop], lost: TaskName | None = None
 ) -> list[Frame | JGError]:
     """Ends loops, and returns what they did; an error of one that does not say.
 
@@ -316,7 +314,7 @@ def accounts_of(
 
 
 def until_reached(
-    cluster: "Cluster", task: TaskName, began: Mapping[TaskName, str], error: JGError
+    cluster: Connection, task: TaskName, began: Mapping[TaskName, str], error: JGError
 ) -> Iterator[None]:
     """Yields, every few seconds at least, until the master reaches a task again.
 
@@ -351,7 +349,7 @@ def lost_master(error: JGError, master: TaskName) -> JGError:
     )
 
 
-async def tell_lost(cluster: "Cluster", order: pb.StopLoop) -> None:
+async def tell_lost(cluster: Connection, order: pb.StopLoop) -> None:
     """Tells who decides in synchronous training that a worker is gone."""
     with suppress(JGError):
         await cluster.transport.ask(
@@ -362,7 +360,7 @@ async def tell_lost(cluster: "Cluster", order: pb.StopLoop) -> None:
         )
 
 
-def drop_programs(cluster: "Cluster", handles: Iterable[str]) -> None:
+def drop_programs(cluster: Connection, handles: Iterable[str]) -> None:
     """Makes all tasks refuse steps of these programs."""
     for handle in handles:
         order = frame(program_handle=pb.ProgramHandle(handle=handle))

@@ -9,18 +9,16 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S, bounded_s
+from jgraph.cluster.connection import Connection
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
-
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
 
 SHARE: Final = 2 / 3
 """Of the grace; the rest is for what runs on the task."""
@@ -92,7 +90,7 @@ class Farewells:
       cluster: theirs.
     """
 
-    def __init__(self, cluster: "Cluster") -> None:
+    def __init__(self, cluster: Connection) -> None:
         self._cluster = cluster
         self._calls: dict[TaskName, Future[None]] = {}
         self._told: set[TaskName] = set()

@@ -5,10 +5,11 @@ import concurrent.futures
 import queue
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 from jgraph.cluster import loop
 from jgraph.cluster.calls import loop_timeout_s
+from jgraph.cluster.connection import Connection
 from jgraph.cluster.loop_items import Item, Loop
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest, report_of
 from jgraph.cluster.run_info import RunInfo
@@ -19,10 +20,6 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
-
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
-
 
 T = TypeVar("T")
 Judge: TypeAlias = Callable[[Loop, JGError, TaskName, int], Item]
@@ -43,7 +40,7 @@ class Following:
 
     def __init__(
         self,
-        cluster: "Cluster",
+        cluster: Connection,
         judge: Judge,
         requests: Sequence[LoopRequest],
         came: Callable[[Loop, LoopReport], LoopReport],

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.connection import Connection
 from jgraph.cluster.loop_items import Loop
 from jgraph.cluster.loop_orders import DealtData, LoopReport, halted_report
 from jgraph.coordination.cuts import (
@@ -26,9 +27,6 @@ from jgraph.errors import JGError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
-
 
 @final
 class LoopHalts:
@@ -39,7 +37,7 @@ class LoopHalts:
       data: what is dealt out; None: training is synchronous.
     """
 
-    def __init__(self, cluster: "Cluster", data: DealtData | None) -> None:
+    def __init__(self, cluster: Connection, data: DealtData | None) -> None:
         self._cluster = cluster
         self._limit_s = 0.0 if data is None else data.halt_s
         self._cuts: Cuts | None = None

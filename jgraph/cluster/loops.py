@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S
-from jgraph.cluster.client import unique
+from jgraph.cluster.connection import Connection, unique
 from jgraph.cluster.failover import (
     Ledger,
     accounts_of,
@@ -49,9 +49,6 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
-
 _LOG = logging.getLogger("jgraph.loops")
 _LOOK_S: Final = 0.2
 
@@ -71,7 +68,7 @@ class LoopHandle:
 
     def __init__(
         self,
-        cluster: "Cluster",
+        cluster: Connection,
         requests: Sequence[LoopRequest],
         data: DealtData | None = None,
     ) -> None:

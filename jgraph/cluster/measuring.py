@@ -3,11 +3,12 @@
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
 from jgraph.clock import Clock, SystemClock
+from jgraph.cluster.connection import Connection
 from jgraph.cluster.programs import Programs
 from jgraph.coordination.probes import (
     LinkProbe,
@@ -27,9 +28,6 @@ from jgraph.plan.cost_model import CostModel, Link
 from jgraph.plan.plan import plan
 from jgraph.plan.program import Program
 
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
-
 MEASURE_S = 120.0
 _WARM, _ROUNDS, _IN_A_ROW = 1, 5, 5
 _NUMBER = np.asarray(0.5, np.float32)
@@ -37,7 +35,7 @@ _CALLS = np.ones(1, np.float32), np.ones(1 << 20, np.float32)
 
 
 def measure(
-    cluster: "Cluster", *, timeout_s: float = MEASURE_S, clock: Clock | None = None
+    cluster: Connection, *, timeout_s: float = MEASURE_S, clock: Clock | None = None
 ) -> CostModel:
     """Returns how fast the tasks of a cluster are, and the links between them.
 
@@ -72,7 +70,7 @@ class _Probe:
 class _Measuring:
     """One measurement: all probes in turns, so that a slow moment hits all of them."""
 
-    def __init__(self, cluster: "Cluster", timeout_s: float, clock: Clock) -> None:
+    def __init__(self, cluster: Connection, timeout_s: float, clock: Clock) -> None:
         self._cluster = cluster
         self._tasks = cluster.tasks()
         self._clock = clock

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
-from jgraph.cluster.client import unique
+from jgraph.cluster.connection import Connection, unique
 from jgraph.cluster.here import run_here
 from jgraph.coordination.run_metadata import PartTimes
 from jgraph.errors import ClusterError
@@ -18,9 +18,6 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.program_codec import encode_program
 from jgraph.rpc.transport import Frame
 
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
-
 STEP_S = 60.0
 
 
@@ -28,7 +25,7 @@ STEP_S = 60.0
 class Programs:
     """Registers programs with the master, runs them, and takes them back."""
 
-    def __init__(self, cluster: "Cluster") -> None:
+    def __init__(self, cluster: Connection) -> None:
         self._cluster = cluster
         self._handles: list[str] = []
         self._given_up: deque[str] = deque()

@@ -3,17 +3,15 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from jgraph.cluster import loop
+from jgraph.cluster.connection import Connection
 from jgraph.graph.ir import TaskName
 from jgraph.graph.markup import data
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
-
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
 
 
 @final
@@ -82,12 +80,12 @@ def run_infos(reply: Frame) -> list[RunInfo]:
     ]
 
 
-def runs_of(cluster: "Cluster") -> list[RunInfo]:
+def runs_of(cluster: Connection) -> list[RunInfo]:
     """Returns the runs of a cluster that outlive their clients; see ``RunInfo``."""
     return run_infos(cluster.call("Master.Runs", frame(empty=pb.Empty())))
 
 
-def reports_of(cluster: "Cluster", run: RunInfo, timeout_s: float) -> Iterator[Any]:
+def reports_of(cluster: Connection, run: RunInfo, timeout_s: float) -> Iterator[Any]:
     """Yields the frames of all reports of a run so far, and those to come.
 
     Raises:
@@ -108,7 +106,7 @@ def reports_of(cluster: "Cluster", run: RunInfo, timeout_s: float) -> Iterator[A
         yield reply
 
 
-def position_of(cluster: "Cluster", run: RunInfo) -> dict[str, Any]:
+def position_of(cluster: Connection, run: RunInfo) -> dict[str, Any]:
     """Returns where in its data a run is, as its master knows."""
     name = run.name if run.synchronous else run.data_run
     query = frame(data_run=pb.DataRun(run=name))
@@ -118,7 +116,7 @@ def position_of(cluster: "Cluster", run: RunInfo) -> dict[str, Any]:
     return position
 
 
-def wait_saved(cluster: "Cluster", directory: str, timeout_s: float) -> None:
+def wait_saved(cluster: Connection, directory: str, timeout_s: float) -> None:
     """Waits until the newest run that is saved to a directory is over and saved.
 
     Raises:
@@ -133,7 +131,7 @@ def wait_saved(cluster: "Cluster", directory: str, timeout_s: float) -> None:
             return
 
 
-def stop_run(cluster: "Cluster", run: RunInfo) -> None:
+def stop_run(cluster: Connection, run: RunInfo) -> None:
     """Asks the loops of a run to stop after their steps in flight."""
     query = frame(run_query=pb.RunQuery(run=run.name))
     address = cluster.spec.address(run.master)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import numpy as np
 
 from jgraph.cluster.calls import bulk_timeout_s
+from jgraph.cluster.connection import Connection
 from jgraph.cluster.loop_orders import DealtData, LoopRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.options import check_options, check_platforms
@@ -28,7 +29,6 @@ from jgraph.rpc.frames import frame
 
 if TYPE_CHECKING:
     from jgraph.cluster.auto import AutoPlacement
-    from jgraph.cluster.client import Cluster
 
 
 @final
@@ -70,7 +70,7 @@ class Session:
 
     def __init__(
         self,
-        cluster: "Cluster",
+        cluster: Connection,
         *,
         container: str = "",
         soft_placement: bool = False,

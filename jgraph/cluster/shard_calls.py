@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
 from jgraph.cluster.calls import bulk_timeout_s
+from jgraph.cluster.connection import Connection
 from jgraph.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -25,9 +26,6 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.blocks import Blocks, Sums
 from jgraph.runtime.shard_files import FULL, Slice, proven, read_slice, write_slice
 from jgraph.runtime.store import VariableStore
-
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
 
 _THREADS = 4
 T = TypeVar("T")
@@ -164,7 +162,7 @@ def shard_from(task: TaskName, message: pb.ShardFile) -> Shard:
 
 
 def ask_to_save(
-    cluster: "Cluster", directory: Path, proof: bytes, shards: Sequence[Shard]
+    cluster: Connection, directory: Path, proof: bytes, shards: Sequence[Shard]
 ) -> Told:
     """Lets each task write its shards; those that it cannot are not in the answer.
 
@@ -176,7 +174,7 @@ def ask_to_save(
 
 
 def ask_to_load(
-    cluster: "Cluster",
+    cluster: Connection,
     directory: Path,
     proof: bytes,
     shards: Sequence[Shard],
@@ -202,7 +200,7 @@ def ask_to_load(
 
 
 def _ask_all(
-    cluster: "Cluster",
+    cluster: Connection,
     method: str,
     directory: Path,
     proof: bytes,

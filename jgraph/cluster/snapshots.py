@@ -8,8 +8,9 @@ piece, or written to files by their tasks, and dropped.
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import final
 
+from jgraph.cluster.connection import Connection
 from jgraph.cluster.held import Held
 from jgraph.cluster.values import VariableValues, in_pieces, types_of
 from jgraph.cluster.variables import VariableDirectory, shards_of
@@ -20,9 +21,6 @@ from jgraph.plan.plan import plan
 from jgraph.plan.program import Program
 from jgraph.plan.spread import nbytes_of
 
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
-
 
 @final
 class Snapshots:
@@ -30,7 +28,7 @@ class Snapshots:
 
     def __init__(
         self,
-        cluster: "Cluster",
+        cluster: Connection,
         variables: VariableDirectory,
         values: VariableValues,
     ) -> None:

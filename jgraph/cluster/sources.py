@@ -4,19 +4,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 
 from jgraph.cluster.calls import COMPILE_S
+from jgraph.cluster.connection import Connection
 from jgraph.coordination.slots import Part, Shuffle
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.runtime.batches import Field, Reader
-
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
 
 
 @final
@@ -39,7 +37,7 @@ def allowed_sources_in(path: Path) -> list[str]:
     return list(table["allow"]) if table else []
 
 
-def open_source_on(cluster: "Cluster", task: TaskName, source: str) -> SourceFacts:
+def open_source_on(cluster: Connection, task: TaskName, source: str) -> SourceFacts:
     """Lets a task open a source, under its own text as the name of the data.
 
     Args:

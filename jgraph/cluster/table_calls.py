@@ -1,11 +1,12 @@
 """Shards of hash tables as a whole: read and replaced by a client, call by call."""
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
 from jgraph.cluster.calls import CONTROL_S, bulk_timeout_s
+from jgraph.cluster.connection import Connection
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
@@ -16,9 +17,6 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.hash_rows import np_dtype, shape_of
 from jgraph.runtime.hash_shard import HashCounts, State
 from jgraph.runtime.store import VariableStore
-
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
 
 _FIELDS = ("keys", "age", "uses")
 
@@ -113,7 +111,7 @@ def state_of(spec: HashSpec, tensors: Any) -> State:
 
 
 def state_of_shard(
-    cluster: "Cluster", task: TaskName, container: str, spec: HashSpec
+    cluster: Connection, task: TaskName, container: str, spec: HashSpec
 ) -> State:
     """Returns all rows of a shard: ``keys``, ``age``, ``uses`` and each column."""
     reply = _call(cluster, "ReadTable", task, container, spec)
@@ -121,7 +119,7 @@ def state_of_shard(
 
 
 def load_shard(
-    cluster: "Cluster", task: TaskName, container: str, spec: HashSpec, state: State
+    cluster: Connection, task: TaskName, container: str, spec: HashSpec, state: State
 ) -> None:
     """Replaces all rows of a shard."""
     names = [*_FIELDS, *(column.name for column in spec.columns)]
@@ -130,7 +128,7 @@ def load_shard(
 
 
 def report_of_shard(
-    cluster: "Cluster", task: TaskName, container: str, spec: HashSpec
+    cluster: Connection, task: TaskName, container: str, spec: HashSpec
 ) -> TableReport:
     """Returns how a shard stands."""
     reply = body_of(
@@ -142,7 +140,7 @@ def report_of_shard(
 
 
 def _call(
-    cluster: "Cluster",
+    cluster: Connection,
     method: str,
     task: TaskName,
     container: str,

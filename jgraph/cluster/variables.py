@@ -1,8 +1,9 @@
 """Which variables a cluster holds and where, as one client knows it."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
+from jgraph.cluster.connection import Connection
 from jgraph.errors import ConfigError, VariableMismatchError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey, VariableSpec
@@ -15,9 +16,6 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.status import from_status
 
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
-
 
 @final
 class VariableDirectory:
@@ -29,7 +27,7 @@ class VariableDirectory:
 
     def __init__(
         self,
-        cluster: "Cluster",
+        cluster: Connection,
         *,
         soft_placement: bool = False,
         platforms: Sequence[str] = (),

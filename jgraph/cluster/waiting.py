@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import jax
 
 from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S
+from jgraph.cluster.connection import Connection
 from jgraph.cluster.options import check_seconds
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import (
@@ -26,9 +27,6 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version
 from jgraph.rpc.transport import Address, Frame
 
-if TYPE_CHECKING:
-    from jgraph.cluster.client import Cluster
-
 ASK_AGAIN_S: Final = 0.2
 _ROUND_S: Final = 2.0
 
@@ -44,7 +42,9 @@ def connect_request(timeout_s: float) -> Frame:
     )
 
 
-def wait_for_tasks(cluster: "Cluster", timeout_s: float, stop: threading.Event) -> bool:
+def wait_for_tasks(
+    cluster: Connection, timeout_s: float, stop: threading.Event
+) -> bool:
     """Waits; see ``Cluster.wait_for_tasks``."""
     check_seconds("timeout_s", timeout_s)
     clock, found = SystemClock(), None
@@ -68,14 +68,14 @@ def wait_for_tasks(cluster: "Cluster", timeout_s: float, stop: threading.Event) 
     )
 
 
-def incarnations_of(cluster: "Cluster") -> Mapping[TaskName, str]:
+def incarnations_of(cluster: Connection) -> Mapping[TaskName, str]:
     """Returns which start of each task answers now; none of one that does not."""
     with suppress(ClusterError):
         return {TaskName(t.task): t.incarnation for t in cluster.status().tasks}
     return {}
 
 
-async def view_of(cluster: "Cluster", address: Address) -> pb.ClusterStatus | None:
+async def view_of(cluster: Connection, address: Address) -> pb.ClusterStatus | None:
     """Asks a task whom it reaches, as any may be master; None if it cannot say."""
     ask, question = cluster.transport.ask, frame(empty=pb.Empty())
     with suppress(JGError):
@@ -85,7 +85,7 @@ async def view_of(cluster: "Cluster", address: Address) -> pb.ClusterStatus | No
     return None
 
 
-async def ready_tasks(cluster: "Cluster") -> Mapping[TaskName, str]:
+async def ready_tasks(cluster: Connection) -> Mapping[TaskName, str]:
     """Returns which start answers of each task that takes new work."""
     view = await view_of(cluster, cluster.address)
     return {
@@ -95,13 +95,13 @@ async def ready_tasks(cluster: "Cluster") -> Mapping[TaskName, str]:
     }
 
 
-def reaches_every_ps(cluster: "Cluster", worker: TaskName) -> bool:
+def reaches_every_ps(cluster: Connection, worker: TaskName) -> bool:
     """Whether a worker's links to the ps are whole; so they are if it cannot say."""
     view = loop.run(view_of(cluster, cluster.spec.address(worker)))
     return view is None or not set(cluster.tasks("ps")) & set(view.missing)
 
 
-def _all_answer(cluster: "Cluster", timeout_s: float) -> bool:
+def _all_answer(cluster: Connection, timeout_s: float) -> bool:
     reply = cluster.call(
         "Master.Connect",
         connect_request(timeout_s),

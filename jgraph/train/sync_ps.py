@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any, final
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.client import Cluster, unique
+from jgraph.cluster.client import Cluster
+from jgraph.cluster.connection import unique
 from jgraph.cluster.failover import begun_anyhow, part_with
 from jgraph.cluster.farewell import Farewells
 from jgraph.cluster.gate_client import open_gate

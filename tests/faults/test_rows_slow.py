@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from jgraph.cluster.client import connect, unique
+from jgraph.cluster.client import connect
+from jgraph.cluster.connection import unique
 from jgraph.cluster.local import LocalCluster
 from jgraph.errors import FencedError
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
