@@ -1,4 +1,4 @@
-"""Named points before and after what makes things last, at which tests break a process.
+"""Failpoints: named places, around durable effects, where tests break a process.
 
 ``failpoint("checkpoint.begun")`` does nothing unless that point is armed: by a test of
 the same process (``armed``), or for a whole process by the environment variable

@@ -1,4 +1,4 @@
-"""Importing modules without looking for garbage meanwhile."""
+"""Imports without garbage collection meanwhile, which makes them faster."""
 
 import atexit
 import gc

@@ -1,4 +1,4 @@
-"""Clusters: start, look at, check, end."""
+"""Commands about clusters: start, show, check, stop."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,11 +46,11 @@ def doctor(
     if links:
         from jgraph.cluster.client import connect
         from jgraph.cluster.measuring import measure
-        from jgraph.cluster.visit import visiting
+        from jgraph.cluster.visit import inspecting
 
         where = target_of(target, name)
         files = {"tls": tls_dir, "token_file": token_file}
-        with visiting(where, timeout_s=timeout, **files) as visit:
+        with inspecting(where, timeout_s=timeout, **files) as visit:
             visit.status()  # where nothing listens, connect would wait for it
         with connect(where, timeout_s=min(30, timeout), **files) as running:
             model = measure(running, timeout_s=timeout)

@@ -1,4 +1,4 @@
-"""What runs on each host: a server, and what lets others trust it."""
+"""Commands on a host: start one server there, make the certificates and tokens."""
 
 import os
 import sys
@@ -118,13 +118,13 @@ def server(
     job, task = task_here(spec, job, task, os.environ)
     if job == "ps":  # a ps must not take an accelerator from a worker; JAX reads it
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jgraph.cluster.own_process import settle_process
+    from jgraph.cluster.own_process import set_up_process
     from jgraph.cluster.server import Server
     from jgraph.cluster.serving import configure_logging, serve
     from jgraph.cluster.sources import allowed_sources_in
     from jgraph.cluster.transport_choice import tls_directory_in
 
-    settle_process()
+    set_up_process()
     configure_logging()
     if cluster is not None:
         tls_dir = tls_dir or tls_directory_in(cluster)

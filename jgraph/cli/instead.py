@@ -1,4 +1,4 @@
-"""What to type instead of commands that tools of this kind often have."""
+"""Hints for commands that similar tools have and ``jgraph`` does not."""
 
 from collections.abc import Mapping
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""What to give to Slurm and Kubernetes; nothing is submitted or applied."""
+"""Files for Slurm and Kubernetes, printed; nothing is submitted or applied."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Versions, pictures and the demonstration."""
+"""Commands that show something: versions, pictures, the demonstration."""
 
 import contextlib
 import importlib.metadata

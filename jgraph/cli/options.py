@@ -1,4 +1,4 @@
-"""What several commands take, and what all of them exit with."""
+"""Options that several commands share, and the exit codes of all."""
 
 import json
 import re
@@ -50,9 +50,9 @@ def task_of(typed: str) -> str:
 
 def target_of(target: str | None, name: str) -> str:
     """Returns the address of a cluster: as told, or that of one of this machine."""
-    from jgraph.cluster.keeper import kept_cluster
+    from jgraph.cluster.keeper import named_cluster
 
-    return kept_cluster(name).target if target is None else target
+    return named_cluster(name).target if target is None else target
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a cluster does and what became of it: its runs, its events."""
+"""Commands about the runs and events of a cluster."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,10 +38,10 @@ def runs(
 
     Another client takes one over with trainer.attach(NAME).
     """
-    from jgraph.cluster.visit import visiting
+    from jgraph.cluster.visit import inspecting
 
     where, files = target_of(target, name), {"tls": tls_dir, "token_file": token_file}
-    with visiting(where, timeout_s=timeout, **files) as visit:
+    with inspecting(where, timeout_s=timeout, **files) as visit:
         found = visit.runs()
     lines = [
         f"{run.name}  {run.state}  step {run.step}/{run.steps}  {run.seconds:.1f} s  "
@@ -96,11 +96,11 @@ def _news(
     """Opens what tells the events since it was asked last."""
     if target is None:
         from jgraph.cluster.events import LogFiles
-        from jgraph.cluster.keeper import kept_cluster
+        from jgraph.cluster.keeper import named_cluster
 
-        yield LogFiles(Path(kept_cluster(name).log_dir)).new
+        yield LogFiles(Path(named_cluster(name).log_dir)).new
         return
-    from jgraph.cluster.visit import visiting
+    from jgraph.cluster.visit import inspecting
 
-    with visiting(target, timeout_s=timeout_s, **files) as visit:
+    with inspecting(target, timeout_s=timeout_s, **files) as visit:
         yield visit.events().new

@@ -1,4 +1,4 @@
-"""Single tasks: their logs, and their end."""
+"""Commands about single tasks: show their logs, stop them."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ from jgraph.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from jgraph.cluster.visit import Visit
+    from jgraph.cluster.visit import ClusterInspector
 
 _LOOK_EVERY_S = 0.2
 
@@ -55,10 +55,10 @@ def logs(
     With --follow and --json, print one line of JSON for each line of the log.
     """
     if target is not None:
-        from jgraph.cluster.visit import visiting
+        from jgraph.cluster.visit import inspecting
 
         files = {"tls": tls_dir, "token_file": token_file}
-        with visiting(target, timeout_s=timeout, **files) as visit:
+        with inspecting(target, timeout_s=timeout, **files) as visit:
             _show(task, target, _told(visit, task, tail, follow), follow, as_json)
         return
     from jgraph.cluster.keeper import log_of
@@ -67,7 +67,9 @@ def logs(
     _show(task, str(path), _written(path, tail, follow), follow, as_json)
 
 
-def _told(visit: "Visit", task: str, tail: int, follow: bool) -> Iterator[str]:
+def _told(
+    visit: "ClusterInspector", task: str, tail: int, follow: bool
+) -> Iterator[str]:
     log, stop = visit.logs(task, tail), threading.Event()
     if not follow:
         stop.set()
@@ -120,11 +122,11 @@ def drain(
     use it save first; they go on when it is started again.
     """
     from jgraph.clock import SystemClock
-    from jgraph.cluster.visit import visiting
+    from jgraph.cluster.visit import inspecting
 
     where, clock, pause = target_of(target, name), SystemClock(), threading.Event()
     files = {"tls": tls_dir, "token_file": token_file}
-    with visiting(where, timeout_s=min(10.0, timeout), **files) as visit:
+    with inspecting(where, timeout_s=min(10.0, timeout), **files) as visit:
         began = clock.now()
         gone = visit.drain(task, grace)
         while not gone() and clock.now() - began < timeout:

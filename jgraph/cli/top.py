@@ -1,4 +1,4 @@
-"""``jgraph top``: what tasks do between two looks at them."""
+"""``jgraph top``: live CPU, memory, and use of time of each task."""
 
 import json
 import threading

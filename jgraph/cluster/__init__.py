@@ -1,1 +1,1 @@
-"""Shells: ClusterSpec, Server, master, Session, LocalCluster."""
+"""Sessions, servers, the master service and local clusters."""

@@ -1,4 +1,4 @@
-"""How the C library gives memory to a process that serves a task.
+"""Allocator settings (glibc malloc) of a server process.
 
 A step takes and returns the same large blocks. By default glibc gets each from the
 kernel and gives it back, and every page is cleared and mapped anew: measured, most of

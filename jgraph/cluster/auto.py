@@ -1,4 +1,4 @@
-"""``jg.auto``: a session's functions are placed by predicted time and memory."""
+"""``jg.auto``: automatic placement by predicted step time and memory."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from jgraph.cluster.connection import Connection
 from jgraph.cluster.measuring import MEASURE_S, measure
-from jgraph.cluster.patience import saying
+from jgraph.cluster.patience import show_wait
 from jgraph.errors import ConfigError, UnknownDeviceError
 from jgraph.graph import markup
 from jgraph.graph.ir import TaskName
@@ -155,7 +155,7 @@ def auto(
     limits = _limits(cluster, memory_limit, chosen)
     if cost_model is None:
         if cluster not in _measured:
-            with saying("measuring the tasks and the links between them"):
+            with show_wait("measuring the tasks and the links between them"):
                 _measured[cluster] = measure(cluster, timeout_s=timeout_s)
         cost_model = _measured[cluster]
     elif not isinstance(cost_model, CostModel):

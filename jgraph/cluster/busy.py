@@ -1,4 +1,4 @@
-"""What a busy task refused is asked again, with growing pauses."""
+"""Retries with exponential backoff of calls that a busy task refused."""
 
 import itertools
 import secrets
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Final
 
 from jgraph.clock import SystemClock
-from jgraph.coordination.backoff import pause_s
+from jgraph.coordination.backoff import backoff_s
 from jgraph.errors import ClusterBusyError
 from jgraph.rpc.transport import Frame
 
-_LUCK: Final = secrets.SystemRandom()
+_RANDOM: Final = secrets.SystemRandom()
 
 
-def until_taken(
+def retry_while_busy(
     ask: Callable[[float], Frame], method: str, timeout_s: float, begin_s: float
 ) -> Frame:
     """Calls a method until the task takes the call in.
@@ -36,7 +36,7 @@ def until_taken(
         try:
             return ask(timeout_s - (clock.now() - began))
         except ClusterBusyError as error:
-            seconds = pause_s(tries, _LUCK.random())
+            seconds = backoff_s(tries, _RANDOM.random())
             # Nothing of the call was done only where itself was refused.
             mine = error.details.get("refused") == method
             if not mine or clock.now() - began + seconds > begin_s:

@@ -1,4 +1,4 @@
-"""Time limits of calls."""
+"""Deadlines of calls."""
 
 CONTROL_S = 5.0
 """For calls that only look or set a flag."""

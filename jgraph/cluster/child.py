@@ -31,11 +31,11 @@ def main(
 ) -> int:
     """Serves one task on loopback; returns the exit code."""
     with uncollected():
-        from jgraph.cluster.own_process import settle_process
+        from jgraph.cluster.own_process import set_up_process
         from jgraph.cluster.server import Server
         from jgraph.cluster.serving import configure_logging, serve
     end_uncollected()
-    settle_process()
+    set_up_process()
     configure_logging()
     parent = hand_over_stdout()
     server = Server(

@@ -1,4 +1,4 @@
-"""The client's end: a cluster that servers elsewhere make up."""
+"""Cluster: a client's connection to a running cluster."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from jgraph.cluster.events import Event, in_order
 from jgraph.cluster.logs import EventTail
 from jgraph.cluster.no_handler import NoHandler
 from jgraph.cluster.options import shutdown_order
-from jgraph.cluster.patience import saying
+from jgraph.cluster.patience import show_wait
 from jgraph.cluster.transport_choice import (
     TLSFiles,
     address_of,
@@ -291,7 +291,7 @@ def connect(
         return f"connecting to {address} and all its tasks"
 
     opening = _open_in_time(address, timeout_s, token, files, refused)
-    with saying(waited_for):
+    with show_wait(waited_for):
         transport, reply = loop.run(opening)
     kept = token.path if named else None
     return ConnectedCluster(address, transport, reply, files, kept)

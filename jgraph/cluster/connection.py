@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jgraph.cluster import loop
-from jgraph.cluster.busy import until_taken
+from jgraph.cluster.busy import retry_while_busy
 from jgraph.cluster.calls import CONTROL_S
 from jgraph.cluster.options import reset_order
 from jgraph.cluster.spec import ClusterSpec
@@ -116,7 +116,7 @@ class Connection:
             return loop.run(asking)
 
         try:
-            return until_taken(ask, method, timeout_s, begin_s or timeout_s)
+            return retry_while_busy(ask, method, timeout_s, begin_s or timeout_s)
         except (ClusterUnreachableError, TaskLostError) as error:
             # The transport knows addresses; users know tasks.
             if str(error.details.get("task", "")).startswith("/job:"):

@@ -1,4 +1,4 @@
-"""A copy of what another task holds, made of its records in their order."""
+"""Follower: applies the change log of another task to a copy of its state."""
 
 import asyncio
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias, final
 
-from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.shell import TaskHost
 from jgraph.cluster.table_calls import state_of
 from jgraph.coordination.same_version import HeldBack
 from jgraph.errors import CopyLostError, JGError
@@ -27,7 +27,7 @@ OnApplied: TypeAlias = Callable[[int, JGError | None], None]
 
 
 @final
-class Copier:
+class ChangeApplier:
     """Does what records say; the newest update when it is known to be everywhere.
 
     Args:
@@ -118,7 +118,7 @@ class Copier:
 
 
 @final
-class Copy:
+class Follower:
     """Applies records as they come, off the event loop, one after the other.
 
     Args:
@@ -133,11 +133,11 @@ class Copy:
 
     def __init__(
         self,
-        copier: Copier,
+        copier: ChangeApplier,
         container: str,
         src: TaskName,
         task: TaskName,
-        shell: TaskShell,
+        shell: TaskHost,
         told: OnApplied,
     ) -> None:
         self.src = src

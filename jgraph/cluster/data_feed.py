@@ -1,4 +1,4 @@
-"""The data of one replica's loop: asks ahead of need, reads ahead, tells what is done.
+"""Input pipeline of a replica loop: requests leases, prefetches batches, reports.
 
 Nothing here is on the path of a step: the next batches are read, and the next leases
 held, while the step before is still computed.
@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.fed_data import FedReader
-from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.shell import TaskHost
 from jgraph.coordination import supervision
 from jgraph.coordination.dispatch import Asked, Deal, Dispatch
 from jgraph.coordination.slots import Lease, Piece, SlotPlan
@@ -25,8 +25,8 @@ from jgraph.coordination.supervision import (
     GiveUp,
     GoOn,
     Instruction,
+    LeaseTracker,
     Pause,
-    Supervision,
     TimePassed,
     Unanswered,
 )
@@ -79,7 +79,7 @@ class DataFeed:
         plan: SlotPlan,
         reader: Reader | FedReader,
         ask: Ask,
-        shell: TaskShell,
+        shell: TaskHost,
         clock: Clock,
         feeds: Mapping[str, str] | None = None,
         *,
@@ -108,7 +108,7 @@ class DataFeed:
         self._acknowledged: set[int] = set()  # later than the oldest that is not
         self._received = 0
         self._paused = False
-        self._supervision = Supervision(clock.now())
+        self._supervision = LeaseTracker(clock.now())
         self._timer = self._look_later() if supervised else None
         self._told = 0  # of those that are done
         self._dealt: deque[Lease] = deque()  # and not told as done

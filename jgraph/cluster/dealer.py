@@ -1,4 +1,4 @@
-"""The shell around ``coordination.dispatch``: the data of the runs of one master."""
+"""Data dealing for the runs of one master: the shell of ``coordination.dispatch``."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from jgraph.coordination.dispatch import (
     WorkerEnded,
     WorkerLost,
 )
-from jgraph.coordination.loop_ends import OF_A_BATCH
+from jgraph.coordination.loop_ends import BATCH_ERRORS
 from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import ConfigError, JGError
 from jgraph.failpoints import failpoint
@@ -115,7 +115,7 @@ class Dealer:
                     event = WorkerEnded(loop)
                 yield report
         except JGError as error:
-            if isinstance(error, OF_A_BATCH):
+            if isinstance(error, BATCH_ERRORS):
                 event = WorkerEnded(loop)  # it lives, and its batches ended nobody
             self._over(loop, end, event)
             if self._error is None or self._error is error:

@@ -1,4 +1,4 @@
-"""The door to all tasks of a cluster, which a master is for what goes on there."""
+"""Peers: calls from a run's supervisor, on the master, to all tasks of the cluster."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -15,7 +15,7 @@ from jgraph.rpc.transport import Address, Frame
 _NO_QUESTION: Final = frame(empty=pb.Empty())
 
 
-class Door(Protocol):
+class Peers(Protocol):
     """What a run asks of the master that it belongs to."""
 
     @property
@@ -42,14 +42,14 @@ class Door(Protocol):
         """Passes every task, or only one, its part of a program."""
 
 
-class LoopDoor(Door, Protocol):
-    """A ``Door`` through which loops are told and tell."""
+class LoopPeers(Peers, Protocol):
+    """A ``Peers`` through which loops are told and tell."""
 
     def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
         """Runs a loop on its task; yields its reports."""
 
 
-async def ready_tasks(door: Door) -> dict[TaskName, str]:
+async def ready_tasks(door: Peers) -> dict[TaskName, str]:
     """Returns which start answers of each task that takes new work."""
     found: dict[TaskName, str] = {}
 
@@ -64,7 +64,7 @@ async def ready_tasks(door: Door) -> dict[TaskName, str]:
     return found
 
 
-async def reaches_every_ps(door: Door, worker: TaskName) -> bool:
+async def reaches_every_ps(door: Peers, worker: TaskName) -> bool:
     """Whether a worker says so: what it lost may be no more than a link."""
     with suppress(JGError):
         reply = await door.call(
@@ -75,7 +75,7 @@ async def reaches_every_ps(door: Door, worker: TaskName) -> bool:
     return False
 
 
-async def check_master(door: Door, run: str, epoch: int) -> None:
+async def check_master(door: Peers, run: str, epoch: int) -> None:
     """Tells all tasks that answer who is the master of a run.
 
     Raises:

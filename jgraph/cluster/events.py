@@ -1,4 +1,4 @@
-"""What became of a cluster: who joined, was lost, died; which runs began and ended.
+"""Cluster events: tasks that joined, were lost or died; runs that began or ended.
 
 An event is noted where it is seen, as a line of that process's log, and kept for those
 who ask from elsewhere. Imports no JAX: those who start processes note events too.

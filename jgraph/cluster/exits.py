@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""Exit codes of processes in words."""
 
 import signal
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""A run goes on with another master when its own is lost."""
+"""Failover of a run to another master when its own is lost, done by the client."""
 
 import asyncio
 import json
@@ -13,15 +13,15 @@ from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S
 from jgraph.cluster.connection import Connection
-from jgraph.cluster.farewell import Farewells
+from jgraph.cluster.farewell import DrainHolds
 from jgraph.cluster.loop_orders import DealtData, Detached, SyncRequest, plain
 from jgraph.cluster.run_info import RunInfo, runs_of
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.waiting import ready_tasks, view_of
 from jgraph.coordination.batch_ledger import BatchLedger
-from jgraph.coordination.loop_ends import is_cut_off
+from jgraph.coordination.loop_ends import is_link_loss
 from jgraph.coordination.slots import Lease
-from jgraph.coordination.succession import heir_of
+from jgraph.coordination.succession import standby_of
 from jgraph.coordination.supervision import END_S
 from jgraph.errors import (
     ClusterError,
@@ -37,14 +37,14 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.loops")
-_OF_THE_LOST_S: Final = 1.0
-_LOOK_S: Final = 0.2
+_LOST_REPLY_S: Final = 1.0
+_POLL_S: Final = 0.2
 """Between two looks: that a run has another master shows only by asking for it."""
 T = TypeVar("T")
 
 
 @final
-class Ledger:
+class RunLedger:
     """What a client knows of the data of a run; from any thread.
 
     Args:
@@ -106,7 +106,7 @@ def open_data(cluster: Connection, run: str, name: str, data: DealtData) -> None
 
 
 def ask_position(
-    cluster: Connection, method: str, name: str, ledger: Ledger | None
+    cluster: Connection, method: str, name: str, ledger: RunLedger | None
 ) -> dict[str, Any]:
     """Asks the master where in the data a run is.
 
@@ -171,18 +171,18 @@ def take_over(cluster: Connection, error: JGError) -> None:
     raise lost_master(error, old)
 
 
-def part_with(cluster: Connection, farewells: Farewells) -> None:
+def release_run(cluster: Connection, drain_holds: DrainHolds) -> None:
     """Lets go of all that a run held, when nothing more is asked of it.
 
     A master that was told to end as the last steps were done is the client's no longer.
     """
-    if cluster.master in farewells.told:
+    if cluster.master in drain_holds.told:
         with suppress(JGError):  # there is none; who asks next is told
             take_over(cluster, told_to_end(cluster.master))
-    farewells.close()
+    drain_holds.close()
 
 
-def heir_in(
+def wait_for_new_master(
     cluster: Connection, run: str, epoch: int, error: JGError, old: TaskName
 ) -> RunInfo:
     """Waits until a detached run has another master, which the client has from then on.
@@ -199,18 +199,18 @@ def heir_in(
     """
     clock = SystemClock()
     deadline = clock.now() + 2 * END_S  # a silent master is waited for by the heir, too
-    while heir_of(cluster.tasks(), old) is not None and clock.now() < deadline:
+    while standby_of(cluster.tasks(), old) is not None and clock.now() < deadline:
         for found in runs_of(cluster):
             if found.name == run and found.epoch > epoch:
                 cluster.move_to(found.master)
                 return found
             if found.name == run and found.state == "failed":
                 raise error
-        loop.run(asyncio.sleep(_LOOK_S))
+        loop.run(asyncio.sleep(_POLL_S))
     raise lost_master(error, old)
 
 
-def asked_anyhow(cluster: Connection, ask: Callable[[], T]) -> T:
+def ask_with_failover(cluster: Connection, ask: Callable[[], T]) -> T:
     """Asks what may be asked twice, with another master if that is lost meanwhile.
 
     Raises:
@@ -231,7 +231,7 @@ def _do_without(cluster: Connection, master: TaskName, error: JGError) -> None:
     take_over(cluster, error)
 
 
-def begun_anyhow(
+def begin_with_failover(
     cluster: Connection,
     sync: SyncRequest,
     begin: Callable[[SyncRequest], T],
@@ -283,7 +283,7 @@ def _may_be_master(cluster: Connection, task: TaskName) -> bool:
     return ready and known.tasks() == cluster.spec.tasks()
 
 
-def accounts_of(
+def final_reports_of(
     cluster: Connection, orders: Sequence[pb.StopLoop], lost: TaskName | None = None
 ) -> list[Frame | JGError]:
     """Ends loops, and returns what they did; an error of one that does not say.
@@ -296,7 +296,7 @@ def accounts_of(
 
     async def account(order: pb.StopLoop) -> Frame | JGError:
         if order.task == lost:
-            order.timeout_s = _OF_THE_LOST_S
+            order.timeout_s = _LOST_REPLY_S
         try:
             return await cluster.transport.ask(
                 cluster.address,
@@ -313,7 +313,7 @@ def accounts_of(
     return loop.run(all_accounts())
 
 
-def until_reached(
+def poll_until_reached(
     cluster: Connection, task: TaskName, began: Mapping[TaskName, str], error: JGError
 ) -> Iterator[None]:
     """Yields, every few seconds at least, until the master reaches a task again.
@@ -332,7 +332,7 @@ def until_reached(
     _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
     while True:
         ready = loop.run(ready_tasks(cluster))
-        if is_cut_off(task, began, ready):
+        if is_link_loss(task, began, ready):
             return
         is_late = clock.now() >= deadline
         if is_late or task in ready or loop.run(is_refused(address)):

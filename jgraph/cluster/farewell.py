@@ -1,4 +1,4 @@
-"""A task that is told to end waits until those who use it have let it go.
+"""Graceful drain: a task that is told to stop waits until all its users let go.
 
 Whoever needs what a task has holds a call of ``Farewell`` there. The task answers, and
 again when it is told to end; it goes on as before until all have hung up. Who died has
@@ -22,7 +22,7 @@ from jgraph.rpc.transport import Frame
 
 SHARE: Final = 2 / 3
 """Of the grace; the rest is for what runs on the task."""
-HOLD_AGAIN_S: Final = 1.0
+HOLD_RETRY_S: Final = 1.0
 """Until a task is held again: that its link is back shows only by asking it."""
 
 
@@ -78,12 +78,12 @@ async def holding(
                 yield said
         if said == "told":
             return
-        await asyncio.sleep(HOLD_AGAIN_S)
+        await asyncio.sleep(HOLD_RETRY_S)
         yield "lost"
 
 
 @final
-class Farewells:
+class DrainHolds:
     """Holds the ps and the master for a client; used by one thread.
 
     Args:

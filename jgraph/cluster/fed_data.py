@@ -1,4 +1,4 @@
-"""Data that only its client can read: the worker says what it wants, and gets it."""
+"""Client-fed data: a worker requests batches that only the client can read."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Arguments to feeds and fetches to results, at the client."""
+"""Conversion of arguments to feeds, and of fetches to results, at the client."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence

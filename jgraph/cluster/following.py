@@ -1,4 +1,4 @@
-"""The calls in which loops run, followed; what comes of them waits in one queue."""
+"""Report streams of a run's replica loops, merged in one queue at the client."""
 
 import asyncio
 import concurrent.futures
@@ -13,7 +13,7 @@ from jgraph.cluster.connection import Connection
 from jgraph.cluster.loop_items import Item, Loop
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest, report_of
 from jgraph.cluster.run_info import RunInfo
-from jgraph.cluster.seen_reports import SeenReports
+from jgraph.cluster.seen_reports import ReportDeduplicator
 from jgraph.coordination.crew import WAIT_S
 from jgraph.errors import DeadlineError, JGError
 from jgraph.graph.ir import TaskName
@@ -27,7 +27,7 @@ Judge: TypeAlias = Callable[[Loop, JGError, TaskName, int], Item]
 
 
 @final
-class Following:
+class ReportStreams:
     """Follows the loops of one run.
 
     Args:
@@ -58,7 +58,9 @@ class Following:
         self._silence_s = 30.0 + longest_s + (WAIT_S if detached else 0.0)
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._calls: list[concurrent.futures.Future[None]] = []
-        self._seen: defaultdict[int, SeenReports] = defaultdict(SeenReports)
+        self._seen: defaultdict[int, ReportDeduplicator] = defaultdict(
+            ReportDeduplicator
+        )
         self._beside: set[concurrent.futures.Future[Any]] = set()
 
     def put(self, item: Item) -> None:

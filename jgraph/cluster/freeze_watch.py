@@ -1,4 +1,4 @@
-"""Kills frozen processes of tasks: the shell of ``coordination.freezes``.
+"""Watchdog that kills frozen task processes: the shell of ``coordination.freezes``.
 
 Imports no JAX, like ``processes``.
 """

@@ -1,4 +1,4 @@
-"""What clients ask of a master about gates, which ps have."""
+"""Master methods about gates: forwarded to every task that has the gate."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jgraph.cluster.calls import CONTROL_S, SILENCE_S
-from jgraph.cluster.door import Door
+from jgraph.cluster.door import Peers
 from jgraph.cluster.task_loops import Method
 from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
@@ -17,14 +17,14 @@ from jgraph.rpc.transport import Frame
 
 @final
 @dataclass(frozen=True, slots=True)
-class GateCalls:
+class GateMethods:
     """Passes calls about gates on to the tasks that have them.
 
     Args:
       door: to the tasks.
     """
 
-    door: Door
+    door: Peers
 
     @property
     def methods(self) -> Mapping[str, Method]:

@@ -1,4 +1,4 @@
-"""Gates as the client sees them: opened before a run, asked what they counted."""
+"""Gates at the client: open them before a run, read their staleness counts."""
 
 import uuid
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,11 @@
-"""The gates of one task, and what they say to those of other tasks."""
+"""All gates of one task, and their messages to the gates of other tasks."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias, final
 
-from jgraph.cluster.stale_shard import StaleShard
-from jgraph.cluster.sync_shard import SyncShard
+from jgraph.cluster.stale_shard import StaleGate
+from jgraph.cluster.sync_shard import SyncGateShell
 from jgraph.coordination.admission import Admission, LetIn, StepAsked, StepEnded
 from jgraph.coordination.aggregation import Contributed
 from jgraph.coordination.sync_gate import Tell
@@ -70,15 +70,15 @@ class Gates:
         self._openings[name] = order.opening
         if order.synchronous:
             tell = lambda told: self._contributed(name, told)
-            self._opened[name] = SyncShard(order.version, tell)
+            self._opened[name] = SyncGateShell(order.version, tell)
             return
         if not order.HasField("max_staleness"):
-            self._opened[name] = StaleShard()
+            self._opened[name] = StaleGate()
             return
         if self._task == shards[0]:
             bound = order.max_staleness
             self._admissions[name] = Admission(shards, bound=bound)
-        self._opened[name] = StaleShard(
+        self._opened[name] = StaleGate(
             ask=lambda step: self._asked(name, step),
             end=lambda step: self._ended(name, step, self._task),
         )
@@ -87,7 +87,7 @@ class Gates:
         """Forgets gates."""
         for name in names:
             gate = self._opened.pop(name, None)
-            if isinstance(gate, SyncShard):
+            if isinstance(gate, SyncGateShell):
                 gate.settle()
             self._admissions.pop(name, None)
             self._shards.pop(name, None)
@@ -97,7 +97,7 @@ class Gates:
     def staleness(self, name: str) -> list[pb.StalenessRow]:
         """Returns what a gate of this task has counted."""
         gate = self._opened.get(name)
-        if not isinstance(gate, StaleShard):
+        if not isinstance(gate, StaleGate):
             return []
         return [
             pb.StalenessRow(
@@ -117,10 +117,10 @@ class Gates:
         """Lets nobody wait for the steps of a task that went away."""
         for handle in self._drivers.pop(peer, ()):
             for gate in list(self._opened.values()):
-                if isinstance(gate, StaleShard):
+                if isinstance(gate, StaleGate):
                     gate.replica_lost(handle)
         for name, gate in list(self._opened.items()):
-            if not isinstance(gate, SyncShard) or self._shards[name][0] != peer:
+            if not isinstance(gate, SyncGateShell) or self._shards[name][0] != peer:
                 continue
             if not gate.is_closed:
                 # What it was told, or decided, may be lost: nobody waits for it.
@@ -144,16 +144,16 @@ class Gates:
                 self._hear(name, Contributed(src, step, body.version, body.slot))
             case "ended", _:
                 self._ended(name, _step(event.ended), src)
-            case "decided", SyncShard():
+            case "decided", SyncGateShell():
                 gate.decided(tuple(map(_step, event.decided.steps)))
-            case "voided", SyncShard():
+            case "voided", SyncGateShell():
                 gate.voided(_step(event.voided))
-            case "closed", SyncShard() if src == self._shards[name][0]:
+            case "closed", SyncGateShell() if src == self._shards[name][0]:
                 gate.closed(from_status(event.closed))
-            case "closed", SyncShard():
+            case "closed", SyncGateShell():
                 if name in self._arbiters:
                     self._arbiters[name].lost(src)
-            case "let_in", StaleShard():
+            case "let_in", StaleGate():
                 gate.let_in(_step(event.let_in))
 
     # ------------------------------------------------------------ synchronous
@@ -165,7 +165,7 @@ class Gates:
         end of a step needs no message of its own: it travels with the next values.
         """
         for gate in self._opened.values():
-            if isinstance(gate, SyncShard) and gate.keeps(step):
+            if isinstance(gate, SyncGateShell) and gate.keeps(step):
                 gate.when_settled(callback)
                 return
         callback()

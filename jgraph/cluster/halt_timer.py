@@ -1,4 +1,4 @@
-"""A loop that stands still goes on by itself when nobody tells it to."""
+"""Timer that lets a halted loop go on when nobody tells it to."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The heir of a run: it knows what the master knows, and goes on when that is lost."""
+"""Standby master: follows the journal of a run, takes over if its master is lost."""
 
 import asyncio
 import json
@@ -10,16 +10,16 @@ from jgraph.clock import Clock
 from jgraph.cluster.calls import CONTROL_S, bounded_s
 from jgraph.cluster.data_feed import leases_of
 from jgraph.cluster.dealer import Dealers
-from jgraph.cluster.door import LoopDoor, check_master
+from jgraph.cluster.door import LoopPeers, check_master
 from jgraph.cluster.farewell import holding
-from jgraph.cluster.run_crew import RunCrew
-from jgraph.cluster.run_link import answers_again
+from jgraph.cluster.run_crew import RunSupervisor
+from jgraph.cluster.run_link import wait_reconnected
 from jgraph.cluster.run_record import note_report
 from jgraph.cluster.run_rest import version_if_known
 from jgraph.coordination.batch_ledger import BatchLedger
 from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.slots import SlotPlan
-from jgraph.coordination.succession import begin_anew
+from jgraph.coordination.succession import resume_events
 from jgraph.errors import (
     ClusterUnreachableError,
     CopyLostError,
@@ -35,11 +35,11 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.failed import as_error
 
 _LOG = logging.getLogger("jgraph.recover")
-_OF_THE_LOST_S: Final = 1.0
+_LOST_REPLY_S: Final = 1.0
 
 
-class HeirDoor(LoopDoor, Protocol):
-    """A ``LoopDoor`` through which a run is inherited."""
+class StandbyPeers(LoopPeers, Protocol):
+    """A ``LoopPeers`` through which a run is inherited."""
 
     @property
     def incarnation(self) -> int:
@@ -51,7 +51,7 @@ class HeirDoor(LoopDoor, Protocol):
 
 
 @final
-class Heir:
+class Standby:
     """Keeps what another task knows as the master of a run.
 
     Args:
@@ -68,10 +68,10 @@ class Heir:
     def __init__(
         self,
         order: pb.OpenRun,
-        door: HeirDoor,
+        door: StandbyPeers,
         clock: Clock,
-        begins: Callable[[pb.OpenRun, RunCrew], None],
-        saves: Callable[[pb.OpenRun, RunCrew], None],
+        begins: Callable[[pb.OpenRun, RunSupervisor], None],
+        saves: Callable[[pb.OpenRun, RunSupervisor], None],
     ) -> None:
         self.master = TaskName(order.master)
         # It said so itself: one that is busy may not answer who asks.
@@ -80,13 +80,13 @@ class Heir:
         self._door = door
         self._clock = clock
         self._begins, self._saves = begins, saves
-        self._crew = RunCrew(order, door, clock)
+        self._supervisor = RunSupervisor(order, door, clock)
         self._frames, self._needed = 0, order.frames
         self._has_read = asyncio.Event()  # what there was when it was invited
         if not order.frames:
             self._has_read.set()
         self._orders: dict[int, pb.RunLoop] = {}
-        self._deciding: pb.RunLoop | None = None
+        self._arbiter: pb.RunLoop | None = None
         self._began_s: dict[str, float] = {}
         self._seen: dict[str, int] = {}
         """Number of the last report of a loop."""
@@ -113,7 +113,7 @@ class Heir:
         if isinstance(lost, TaskLeavingError):
             return False
         world = self._door, self._known, self._clock
-        return await answers_again(self.master, lost, *world)
+        return await wait_reconnected(self.master, lost, *world)
 
     async def _lost_or(self, leaves: asyncio.Future[JGError]) -> JGError | None:
         """Follows the master; returns why it is to be replaced, None at the end."""
@@ -158,21 +158,21 @@ class Heir:
     # ------------------------------------------------------------ the journal
 
     def _take(self, made: Frame) -> None:
-        body, record = body_of(made), self._crew.record
+        body, record = body_of(made), self._supervisor.record
         match kind_of(made):
             case "register_program":
-                self._crew.ready.keep(made)
+                self._supervisor.ready.keep(made)
             case "open_run":
                 self._rested(body)
             case "open_data_run":
                 self._open_ledger(body)
             case "stop_loop":
-                self._crew.stopping = True
+                self._supervisor.stopping = True
             case "run_loop":
                 order = pb.RunLoop()
                 order.CopyFrom(body)  # it changes with what is told
                 if order.HasField("sync"):
-                    self._deciding = order
+                    self._arbiter = order
                 else:
                     self._orders[order.replica] = order
                 self._began_s[order.loop] = order.began_s
@@ -210,13 +210,13 @@ class Heir:
 
     def _newest(self) -> list[pb.RunLoop]:
         """Returns the last order of each replica, and of who decides."""
-        deciding = [] if self._deciding is None else [self._deciding]
-        return [*deciding, *self._orders.values()]
+        arbiter = [] if self._arbiter is None else [self._arbiter]
+        return [*arbiter, *self._orders.values()]
 
     # ------------------------------------------------------------ the succession
 
     async def _take_over(self, error: JGError) -> None:
-        run, record = self._order.run, self._crew.record
+        run, record = self._order.run, self._supervisor.record
         epoch, loops = record.epoch + 1, self._newest()
         has_read = self._has_read.is_set()
         if not loops and has_read:
@@ -230,15 +230,15 @@ class Heir:
             _LOG.info("%s. %s is that of run '%s' from here on", why, here, run)
         if self._ledger is not None and has_read:  # until it is dealt out here
             record.position = json.dumps(self._ledger.position(self._order.version))
-        self._begins(self._order, self._crew)
+        self._begins(self._order, self._supervisor)
         try:
             await check_master(self._door, run, epoch)
             await self._go_on(loops, epoch, error)
         except FencedError as fenced:  # it goes on elsewhere
-            self._crew.fail(fenced)
+            self._supervisor.fail(fenced)
         except Exception as failed:  # noqa: BLE001  # who watches it would wait for ever
             record.epoch = epoch
-            self._crew.fail(as_error(failed, here))
+            self._supervisor.fail(as_error(failed, here))
 
     async def _go_on(self, loops: list[pb.RunLoop], epoch: int, why: JGError) -> None:
         """Ends the loops of the lost master, and begins the next ones."""
@@ -254,17 +254,17 @@ class Heir:
         names = [order.loop for order in loops]
         states = dict(zip(names, await asyncio.gather(*ends), strict=True))
         await self._deal(epoch)
-        self._crew.record.epoch = epoch
+        self._supervisor.record.epoch = epoch
         for order in loops:
             order.epoch = epoch
-        self._saves(self._order, self._crew)
-        deciding = self._deciding
-        events = begin_anew(
+        self._saves(self._order, self._supervisor)
+        arbiter = self._arbiter
+        events = resume_events(
             {replica: states[o.loop] for replica, o in self._orders.items()},
-            None if deciding is None else states[deciding.loop],
-            stopping=self._crew.stopping,
+            None if arbiter is None else states[arbiter.loop],
+            stopping=self._supervisor.stopping,
         )
-        self._crew.resume(self._orders, deciding, events)
+        self._supervisor.resume(self._orders, arbiter, events)
 
     async def _end_loop(
         self, order: pb.RunLoop, epoch: int, why: JGError
@@ -272,7 +272,7 @@ class Heir:
         """Ends a loop and takes what it has not told; returns how it ended."""
         task, limit_s = TaskName(order.task), bounded_s(order.step_timeout_s)
         if task == self.master and not isinstance(why, TaskLeavingError):
-            limit_s = _OF_THE_LOST_S
+            limit_s = _LOST_REPLY_S
         told = pb.StopLoop(
             loop=order.loop,
             task=task,
@@ -289,17 +289,17 @@ class Heir:
                 timeout_s=told.timeout_s + 2 * CONTROL_S,
             )
         except JGError as error:
-            if order is self._deciding and error.details.get("loop") == order.loop:
+            if order is self._arbiter and error.details.get("loop") == order.loop:
                 return "paused"  # it was never begun, and never will be
             _LOG.warning("%s was lost: %s", task, error.message)
-            self._crew.record.lost(order, error)
-            await self._crew.ready.drop(order.handle)
+            self._supervisor.record.lost(order, error)
+            await self._supervisor.ready.drop(order.handle)
             return error
         body = body_of(report)
         state, body.state = str(body.state), "running"
-        if state == "failed" and order is self._deciding:
+        if state == "failed" and order is self._arbiter:
             return TaskLostError("the loop that decides had failed", task=task)
-        self._crew.record.keep(order, report, self._began_s[order.loop])
+        self._supervisor.record.keep(order, report, self._began_s[order.loop])
         self._note(report)
         return state
 
@@ -314,6 +314,9 @@ class Heir:
         left.budget = self._end - self._ledger.done
         left.position = json.dumps(self._ledger.position(updates))
         self._door.dealers.open(left)
-        self._crew.record.data_run, self._crew.record.position = left.run, None
+        self._supervisor.record.data_run, self._supervisor.record.position = (
+            left.run,
+            None,
+        )
         for order in self._orders.values():
             order.data_run = left.run

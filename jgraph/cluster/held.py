@@ -1,4 +1,4 @@
-"""Variables as they are on their tasks at one moment, for as long as a client wants.
+"""Handle of a snapshot: copies of variables kept on their tasks until released.
 
 A checkpoint is written from there: each task writes what it has, and only what no task
 can write comes to the client.
@@ -22,7 +22,7 @@ from jgraph.runtime.shard_files import Slice
 
 @final
 @dataclass(frozen=True, slots=True)
-class Held:
+class SnapshotHandle:
     """What tasks hold, until ``release``.
 
     Attributes:

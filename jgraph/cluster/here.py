@@ -1,4 +1,4 @@
-"""The tasks whose servers run in this process, and their steps without a call."""
+"""Registry of the servers in this process: runs a one-task step without an RPC."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ def remove_service(address: Address) -> None:
     _services.pop(address, None)
 
 
-def run_here(
+def run_in_process(
     address: Address, handle: str, arrays: Sequence[np.ndarray[Any, Any]]
 ) -> list[np.ndarray[Any, Any]] | None:
     """Runs a step in this thread if the task at ``address`` is here and all it needs.

@@ -1,4 +1,4 @@
-"""Named clusters on this machine: started by ``jgraph up``, ended by ``jgraph down``.
+"""Daemon of a named local cluster: ``jgraph up`` starts it, ``jgraph down`` ends it.
 
 A keeper process starts the tasks' processes and writes what it is to a state file; the
 tasks end when it ends, however it ends. The file is in the user's own directory, which
@@ -21,7 +21,7 @@ from typing import Any, Final, final
 import psutil
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.patience import saying
+from jgraph.cluster.patience import show_wait
 from jgraph.cluster.processes import TaskProcesses, check_counts, hand_over_stdout
 from jgraph.cluster.restarting import check_restarts
 from jgraph.cluster.signals import wait_signalled
@@ -42,7 +42,7 @@ _END_S = 20.0
 
 @final
 @dataclass(frozen=True, slots=True)
-class KeptCluster:
+class NamedCluster:
     """What the state file says of a named cluster.
 
     Attributes:
@@ -62,7 +62,7 @@ class KeptCluster:
     @property
     def running(self) -> bool:
         """Whether the keeper lives."""
-        return _is_keeper(self.keeper)
+        return _is_daemon(self.keeper)
 
 
 def state_directory() -> Path:
@@ -75,7 +75,7 @@ def state_directory() -> Path:
     return directory
 
 
-def find(name: str) -> KeptCluster | None:
+def find(name: str) -> NamedCluster | None:
     """Returns a named cluster that runs; None if there is none.
 
     Raises:
@@ -83,12 +83,12 @@ def find(name: str) -> KeptCluster | None:
     """
     path = _state_file(name)
     with suppress(OSError, ValueError, TypeError):
-        kept = KeptCluster(**json.loads(path.read_text()))
+        kept = NamedCluster(**json.loads(path.read_text()))
         return kept if kept.running else None
     return None
 
 
-def kept_cluster(name: str) -> KeptCluster:
+def named_cluster(name: str) -> NamedCluster:
     """Returns a named cluster that runs.
 
     Raises:
@@ -106,7 +106,7 @@ def kept_cluster(name: str) -> KeptCluster:
 
 def up(
     name: str, ps: int, workers: int, restarts: int, timeout_s: float = _START_S
-) -> KeptCluster:
+) -> NamedCluster:
     """Starts a named cluster in the background and waits until it serves.
 
     A task that dies is started again, up to ``restarts`` times within a minute.
@@ -139,7 +139,7 @@ def up(
     assert keeper.stdout is not None  # a pipe
     timer = threading.Timer(timeout_s, keeper.kill)
     timer.start()
-    with saying(f"starting {ps + workers} tasks"):
+    with show_wait(f"starting {ps + workers} tasks"):
         told = keeper.stdout.readline()
     timer.cancel()
     keeper.stdout.close()
@@ -154,7 +154,7 @@ def up(
     return kept
 
 
-def down(name: str, timeout_s: float = _END_S) -> KeptCluster:
+def down(name: str, timeout_s: float = _END_S) -> NamedCluster:
     """Ends a named cluster and waits until nothing of it is left.
 
     What has not ended after ``timeout_s`` is killed.
@@ -163,7 +163,7 @@ def down(name: str, timeout_s: float = _END_S) -> KeptCluster:
       ClusterUnreachableError: no such cluster runs.
       StartError: a process did not end; it is named.
     """
-    kept = kept_cluster(name)
+    kept = named_cluster(name)
     pids = [kept.keeper, *kept.pids.values()]
     processes = []
     for pid in pids:
@@ -171,7 +171,7 @@ def down(name: str, timeout_s: float = _END_S) -> KeptCluster:
             processes.append(psutil.Process(pid))
     with suppress(ProcessLookupError):
         os.kill(kept.keeper, signal.SIGTERM)
-    with saying(f"ending {len(kept.pids)} tasks"):
+    with show_wait(f"ending {len(kept.pids)} tasks"):
         left = _wait_ended(processes, timeout_s)
     for process in left:
         process.kill()
@@ -190,7 +190,7 @@ def log_of(name: str, task: str) -> Path:
       ClusterUnreachableError: no such cluster runs.
       UnknownDeviceError: it has no such task.
     """
-    kept = kept_cluster(name)
+    kept = named_cluster(name)
     if task not in kept.pids:
         raise UnknownDeviceError(
             f"cluster '{name}' has no task '{task}'; it has {', '.join(kept.pids)}"
@@ -220,7 +220,7 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def describe(kept: KeptCluster) -> dict[str, Any]:
+def describe(kept: NamedCluster) -> dict[str, Any]:
     """Returns the facts of a named cluster as plain values."""
     return asdict(kept)
 
@@ -235,7 +235,7 @@ def _state_file(name: str) -> Path:
     return state_directory() / f"{name}.json"
 
 
-def _is_keeper(pid: int) -> bool:
+def _is_daemon(pid: int) -> bool:
     # A process id is given to others after its end: look at what it runs.
     try:
         command = psutil.Process(pid).cmdline()
@@ -257,7 +257,7 @@ def main(name: str, ps: int, workers: int, restarts: int, log_dir: str) -> None:
     def note() -> None:
         with writing:
             target = f"jgraph://{tasks.spec.address(tasks.master)}"
-            kept = KeptCluster(name, target, os.getpid(), tasks.pids, log_dir)
+            kept = NamedCluster(name, target, os.getpid(), tasks.pids, log_dir)
             path = _state_file(name)
             new = path.with_suffix(".new")
             new.write_text(json.dumps(asdict(kept)))

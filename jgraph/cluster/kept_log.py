@@ -1,4 +1,4 @@
-"""The newest lines of this process's log, kept for those who ask from elsewhere."""
+"""Log tail: the newest log lines of this process, kept in memory for remote readers."""
 
 import functools
 import logging
@@ -53,7 +53,7 @@ class NewestLines:
 
 
 @final
-class KeptLog(logging.Handler):
+class TailHandler(logging.Handler):
     """Keeps the newest lines of a log.
 
     Attributes:
@@ -73,6 +73,6 @@ class KeptLog(logging.Handler):
 @functools.cache
 def kept_log() -> NewestLines:
     """Returns the log of this process, kept from the first call on."""
-    kept = KeptLog()
+    kept = TailHandler()
     logging.getLogger().addHandler(kept)
     return kept.lines

@@ -14,7 +14,7 @@ from jgraph.cluster.calls import DRAIN_S
 from jgraph.cluster.client import Cluster, open_cluster
 from jgraph.cluster.events import Event
 from jgraph.cluster.freeze_watch import check_frozen_s
-from jgraph.cluster.patience import saying
+from jgraph.cluster.patience import show_wait
 from jgraph.cluster.processes import (
     START_S,
     TaskProcesses,
@@ -115,7 +115,7 @@ class LocalCluster(Cluster):
                 make_certificates(self._certificates, tasks_of(counts))
             token = Token.make(Path(self._secrets) / NAME)
             environment = {**(env or {}), TOKEN_FILE: str(token.path)}
-            with saying(f"starting {sum(counts.values())} tasks"):
+            with show_wait(f"starting {sum(counts.values())} tasks"):
                 self._processes = TaskProcesses(
                     *(counts, self._directory, environment, transport, timeout_s),
                     tls_directory=self._certificates,

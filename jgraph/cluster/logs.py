@@ -1,4 +1,4 @@
-"""Logs of tasks, asked for over the network."""
+"""Log and event readers: fetch new lines from all tasks over the network."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The event loop of this process: one thread that all servers and clients share.
+"""Event loop of the process: one asyncio thread for all its servers and clients.
 
 gRPC's asyncio objects belong to the loop they are made in, so a process has one loop;
 the blocking API (sessions, clusters) waits for coroutines that run there.
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from jgraph.cluster.patience import QUIET_S, saying
+from jgraph.cluster.patience import QUIET_S, show_wait
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         except TimeoutError:  # of this wait, or the coroutine's own
             if future.done():
                 return future.result()
-        with saying("waiting for the cluster"):
+        with show_wait("waiting for the cluster"):
             return future.result()
     except BaseException:
         if not future.done():

@@ -1,4 +1,4 @@
-"""Loops stand still while a client saves their run."""
+"""Halts of replica loops while their client saves the run."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What the client of loops hears of them."""
+"""Items of a run's report queue at the client: loops, errors, draining tasks."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from jgraph.cluster.loop_orders import (
     ended_report,
     report_of,
 )
-from jgraph.coordination.loop_ends import Verdict
+from jgraph.coordination.loop_ends import LoopOutcome
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -108,18 +108,18 @@ class Ended:
     error: JGError
     master: TaskName
     epoch: int
-    verdict: Verdict
+    verdict: LoopOutcome
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class TaskLeaves:
+class TaskDraining:
     """A task was told to end, and waits until it is let go."""
 
     task: TaskName
 
 
 Item: TypeAlias = (
-    tuple[Loop, LoopReport | None] | LoopRequest | JGError | Ended | TaskLeaves
+    tuple[Loop, LoopReport | None] | LoopRequest | JGError | Ended | TaskDraining
 )
 """None: the loops of a replica have ended, of a detached run."""

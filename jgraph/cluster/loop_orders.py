@@ -1,4 +1,4 @@
-"""What replica loops are told, and what they tell: plain data, and how it travels."""
+"""Messages of replica loops: requests and reports, as plain data and as protos."""
 
 import json
 import threading

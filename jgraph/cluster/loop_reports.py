@@ -1,4 +1,4 @@
-"""What a loop tells its watcher: rows of steps, gathered and sent as reports."""
+"""Report buffer of a replica loop: gathers steps and streams them as reports."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""Replica loops as the client sees them: orders out, reports in."""
+"""Handle of a run's replica loops at the client: sends requests, yields reports."""
 
 import logging
 import queue
@@ -14,24 +14,24 @@ from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S
 from jgraph.cluster.connection import Connection, unique
 from jgraph.cluster.failover import (
-    Ledger,
-    accounts_of,
+    RunLedger,
     ask_position,
     drop_programs,
-    heir_in,
+    final_reports_of,
     is_ps,
     lost_master,
     open_data,
     open_run,
+    poll_until_reached,
     take_over,
     tell_lost,
     told_to_end,
-    until_reached,
+    wait_for_new_master,
 )
-from jgraph.cluster.farewell import Farewells
-from jgraph.cluster.following import Following
+from jgraph.cluster.farewell import DrainHolds
+from jgraph.cluster.following import ReportStreams
 from jgraph.cluster.loop_halts import LoopHalts
-from jgraph.cluster.loop_items import Ended, Item, Loop, TaskLeaves
+from jgraph.cluster.loop_items import Ended, Item, Loop, TaskDraining
 from jgraph.cluster.loop_orders import (
     DealtData,
     LoopReport,
@@ -43,14 +43,14 @@ from jgraph.cluster.loop_orders import (
     silent_report,
 )
 from jgraph.cluster.waiting import ready_tasks
-from jgraph.coordination.loop_ends import Verdict, is_cut_off, judge
+from jgraph.coordination.loop_ends import LoopOutcome, is_link_loss, judge
 from jgraph.errors import ClusterError, FencedError, JGError, TaskLeavingError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 
 _LOG = logging.getLogger("jgraph.loops")
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 
 
 @final
@@ -73,7 +73,7 @@ class LoopHandle:
         data: DealtData | None = None,
     ) -> None:
         self._cluster = cluster
-        self._farewells: Farewells | None = None
+        self._drain_holds: DrainHolds | None = None
         self.leaving: list[TaskName] = []  # ps, held until all loops have ended
         self._clock = SystemClock()
         self._began = self._clock.now()
@@ -85,19 +85,19 @@ class LoopHandle:
         self._plan = ""
         sync = None if self._arbiter is None else self._arbiter.sync
         self._halts = LoopHalts(cluster, None if self._detached else data)
-        self._ledger: Ledger | None = None
+        self._ledger: RunLedger | None = None
         if data is not None:
             self._plan = plain(data.plan)
             open_data(cluster, self._run, self._name, data)
             if data.updates is not None:
-                self._ledger = Ledger(data, data.updates, self.position())
+                self._ledger = RunLedger(data, data.updates, self.position())
         elif sync is not None:
             self._plan = plain(sync.plan)
             self._run, self.epoch = sync.run or self._name, sync.epoch
             if sync.detached is not None:
                 self._detached = True
                 open_run(cluster, self._run, sync.detached)
-        self._following = Following(
+        self._following = ReportStreams(
             cluster, self._judged, requests, self._came, detached=self._detached
         )
         self._stopped = threading.Event()
@@ -109,10 +109,10 @@ class LoopHandle:
         for request in requests:
             self._start(request, began_s=0.0)
 
-    def take_leave(self, farewells: Farewells) -> None:
+    def take_leave(self, drain_holds: DrainHolds) -> None:
         """Goes on without held tasks that are told to end, or ends if one is a ps."""
-        self._farewells = farewells
-        farewells.listen(lambda task: self._following.put(TaskLeaves(task)))
+        self._drain_holds = drain_holds
+        drain_holds.listen(lambda task: self._following.put(TaskDraining(task)))
 
     def __iter__(self) -> Iterator[LoopReport]:
         try:
@@ -126,16 +126,16 @@ class LoopHandle:
 
     def _taken(self, item: Item) -> Iterator[LoopReport]:
         match item:
-            case Ended(verdict=Verdict.UNWELL):
+            case Ended(verdict=LoopOutcome.UNWELL):
                 # The others end in order, and tell what they have applied.
                 self._unwell = self._unwell or item.error
                 self._loops.discard(item.loop)
                 self.stop()
-            case Ended(verdict=Verdict.DECIDER_LOST) if not self._detached:
-                yield from self._await_decider(item.loop, item.error)
+            case Ended(verdict=LoopOutcome.ARBITER_LOST) if not self._detached:
+                yield from self._await_arbiter(item.loop, item.error)
             case Ended():
                 yield from self._over(item)
-            case TaskLeaves(task):
+            case TaskDraining(task):
                 yield from self._part_with(task)
             case JGError():
                 raise item
@@ -216,7 +216,7 @@ class LoopHandle:
         while data is not None and self._clock.now() < deadline:
             try:
                 self._cluster.check_startable()
-                item = self._following.next(_LOOK_S)
+                item = self._following.next(_POLL_S)
             except queue.Empty:
                 if self._stopped.is_set() or data.stop.is_set():
                     return False
@@ -226,7 +226,7 @@ class LoopHandle:
             if isinstance(item, LoopRequest):
                 self._begin(item)
                 return bool(self._loops)
-            if isinstance(item, TaskLeaves):
+            if isinstance(item, TaskDraining):
                 list(self._taken(item))  # no loop is there that could tell something
         raise lost
 
@@ -250,8 +250,8 @@ class LoopHandle:
             return
         if task == self._cluster.master and (self._ledger or self._arbiter):
             yield from self._fail_over(told_to_end(task))
-        if self._farewells is not None:
-            self._farewells.let_go([task])
+        if self._drain_holds is not None:
+            self._drain_holds.let_go([task])
 
     def _fail_over(self, error: JGError) -> Iterator[LoopReport]:
         """Goes on with another master.
@@ -264,7 +264,7 @@ class LoopHandle:
         if not self._detached:
             yield from self._begin_anew(error, old)
             return
-        run = heir_in(self._cluster, self._run, self.epoch, error, old)
+        run = wait_for_new_master(self._cluster, self._run, self.epoch, error, old)
         self.epoch, self._name = run.epoch, run.data_run
         yield from self._come_so_far(error)
         self._following.again(self._loops, run)
@@ -275,14 +275,14 @@ class LoopHandle:
     def _begin_anew(self, error: JGError, old: TaskName) -> Iterator[LoopReport]:
         """Goes on from what is known to be done."""
         self.epoch += 1
-        if self._farewells is not None:
-            self._farewells.hold([self._cluster.master])
+        if self._drain_holds is not None:
+            self._drain_holds.hold([self._cluster.master])
         yield from self._come_so_far(error)
         loops, self._loops = list(self._loops), set()
         self._halts.all_over()
         orders = [one.stop_order(self._run, self.epoch, account=True) for one in loops]
         leaves = isinstance(error, TaskLeavingError)  # it still answers
-        accounts = accounts_of(self._cluster, orders, None if leaves else old)
+        accounts = final_reports_of(self._cluster, orders, None if leaves else old)
         goes_on, left = list[Loop](), list[Loop]()
         for one, account in zip(loops, accounts, strict=True):
             report = one.accounted(account)
@@ -314,7 +314,7 @@ class LoopHandle:
         # Those of a master that leaves would not end.
         wait_s = 0.0 if isinstance(error, TaskLeavingError) else CONTROL_S
         for item in self._following.cut(wait_s):
-            if isinstance(item, LoopRequest | TaskLeaves):
+            if isinstance(item, LoopRequest | TaskDraining):
                 self._following.put(item)
             else:
                 yield from self._taken(item)
@@ -361,11 +361,11 @@ class LoopHandle:
         decides = request is self._arbiter
         verdict = judge(error, request.task, master, decides=decides)
         if self._detached and isinstance(error, FencedError):
-            verdict = Verdict.MASTER_LOST  # there is another one
-        if verdict is Verdict.WORKER_LOST and self._can_do_without:
+            verdict = LoopOutcome.MASTER_LOST  # there is another one
+        if verdict is LoopOutcome.WORKER_LOST and self._can_do_without:
             self._tell_lost(request, error)
             return one, lost_report(request, error)
-        if verdict in {Verdict.FAILED, Verdict.WORKER_LOST}:
+        if verdict in {LoopOutcome.FAILED, LoopOutcome.WORKER_LOST}:
             return error
         return Ended(one, error, master, epoch, verdict)
 
@@ -377,9 +377,9 @@ class LoopHandle:
         """
         one, error = end.loop, end.error
         named = TaskName(str(error.details.get("task", end.master)))
-        if end.verdict is Verdict.LINK_LOST and self._can_do_without:
+        if end.verdict is LoopOutcome.LINK_LOST and self._can_do_without:
             ready = loop.run(ready_tasks(self._cluster))
-            if is_cut_off(named, self._began_with.result(), ready):
+            if is_link_loss(named, self._began_with.result(), ready):
                 drop_programs(self._cluster, [one.request.handle])
                 self._tell_lost(one.request, error)
                 lost = lost_report(one.request, error)
@@ -392,21 +392,21 @@ class LoopHandle:
         if end.epoch == self.epoch:  # of each loop; the first one counts
             yield from self._fail_over(error)
 
-    def _await_decider(self, one: Loop, error: JGError) -> Iterator[LoopReport]:
+    def _await_arbiter(self, one: Loop, error: JGError) -> Iterator[LoopReport]:
         """Waits for the link to who decides, and takes from there how far that came.
 
         Raises:
           JGError: ``error``, as it is not the link alone that is lost.
         """
         began = self._began_with.result()
-        for _ in until_reached(self._cluster, one.request.task, began, error):
+        for _ in poll_until_reached(self._cluster, one.request.task, began, error):
             if self._stopped.is_set():
                 raise error
             yield silent_report(one.request)
             with suppress(queue.Empty):
-                yield from self._taken(self._following.next(_LOOK_S))
+                yield from self._taken(self._following.next(_POLL_S))
         order = one.stop_order(self._run, self.epoch, account=True)
-        (account,) = accounts_of(self._cluster, [order])
+        (account,) = final_reports_of(self._cluster, [order])
         if isinstance(account, JGError) or body_of(account).state == "failed":
             raise error
         yield self._noted(one, report_of(one.request, account))

@@ -1,4 +1,4 @@
-"""The master service: one door to the cluster, in any of its servers.
+"""Master service: one entry point to the whole cluster, offered by every server.
 
 Clients talk to a master only (uploads of training data excepted). It waits for tasks,
 passes partitions to them, runs steps as their driver, and relays loops and their
@@ -21,9 +21,9 @@ from jgraph.cluster.calls import (
 )
 from jgraph.cluster.door import of_task
 from jgraph.cluster.events import RunsSeen
-from jgraph.cluster.gate_calls import GateCalls
+from jgraph.cluster.gate_calls import GateMethods
 from jgraph.cluster.requests import reading
-from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.run_record import Journal
 from jgraph.cluster.runs import Runs
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_loops import Method
@@ -33,7 +33,7 @@ from jgraph.coordination.roll_call import (
     Complete,
     Event,
     GiveUp,
-    RollCall,
+    JoinBarrier,
     TaskAnswered,
     TaskRefused,
     TimeIsUp,
@@ -94,7 +94,7 @@ class Master:
         }
         service.methods.update(methods)
         service.methods.update(self.runs.methods)
-        service.methods.update(GateCalls(self).methods)
+        service.methods.update(GateMethods(self).methods)
 
     def set_cluster(self, spec: ClusterSpec) -> None:
         """Tells which tasks the cluster has."""
@@ -117,7 +117,7 @@ class Master:
 
     async def _connect(self, request: Frame) -> AsyncIterator[Frame]:
         timeout_s = body_of(request).timeout_s
-        call = RollCall(dict(self._addresses))
+        call = JoinBarrier(dict(self._addresses))
         events: asyncio.Queue[Event] = asyncio.Queue()
         statuses: dict[TaskName, pb.TaskStatus] = {}
         loop = asyncio.get_running_loop()
@@ -317,7 +317,7 @@ class Master:
         crew = self.runs.find(name)
         yield _position(self._position_in(name, crew and crew.record))
 
-    def _position_in(self, name: str, run: RunRecord | None) -> Mapping[str, Any]:
+    def _position_in(self, name: str, run: Journal | None) -> Mapping[str, Any]:
         """Returns where in its data a run is, dealt under this name."""
         if run is not None and run.position is not None:
             with reading("the position of a run"):

@@ -1,4 +1,4 @@
-"""Whether who decides in synchronous training hears from its master, performed."""
+"""Master lease of the arbiter: pauses synchronous training if the master is silent."""
 
 import asyncio
 import logging
@@ -14,8 +14,8 @@ from jgraph.coordination.supervision import (
     Event,
     GiveUp,
     GoOn,
+    LeaseTracker,
     Pause,
-    Supervision,
     TimePassed,
     Unanswered,
 )
@@ -46,7 +46,7 @@ class MasterLease:
     def __init__(
         self,
         ask: AskMaster,
-        supervision: Supervision,
+        supervision: LeaseTracker,
         clock: Clock,
         tell: Callable[[MasterSilent | MasterHeard], None],
         give_up: Callable[[JGError], None],

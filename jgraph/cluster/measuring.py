@@ -1,4 +1,4 @@
-"""Measuring a running cluster: how fast its tasks compute, and what its links take."""
+"""Cluster benchmark: compute speed of each task, latency and bandwidth of each link."""
 
 import statistics
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The handler of who only calls."""
+"""Transport handler of a client, which receives nothing."""
 
 from collections.abc import AsyncIterator
 from typing import final

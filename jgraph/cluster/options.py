@@ -1,4 +1,4 @@
-"""Options of clusters, of sessions, and of ``run`` beside what it passes on."""
+"""Options of clusters, of sessions and of ``run``, and their checks."""
 
 import inspect
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The end of a process in which a computation goes on long after its step is over.
+"""Watchdog that ends a process whose computation goes on long after its step.
 
 Nothing can interrupt what XLA computes: a loop whose condition stays true holds the
 lock of its variables, and a core, for ever. Where somebody starts a task again that
@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Final, final
 
-from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.shell import TaskHost
 from jgraph.coordination.restarts import OVERDUE
 from jgraph.runtime.task import TaskRuntime
 
@@ -32,7 +32,7 @@ class OverdueWatch:
       limit_s: how long they may go on after their step.
     """
 
-    def __init__(self, runtime: TaskRuntime, shell: TaskShell, limit_s: float) -> None:
+    def __init__(self, runtime: TaskRuntime, shell: TaskHost, limit_s: float) -> None:
         self._runtime = runtime
         self._shell = shell
         self._limit_s = limit_s
@@ -63,7 +63,7 @@ class OverdueWatch:
         if self._silent >= _SILENT_LOOKS:
             what = ", ".join(self._runtime.computing()) or "a computation"
             return f"{what} keeps the event loop for over {_SILENT_LOOKS} s"
-        left = self._runtime.left_behind()
+        left = self._runtime.overdue_computations()
         # Who interrupts a step says nothing of how long it would take.
         late_s = [one.seconds for one in left if one.is_late]
         if max(late_s, default=0.0) < self._limit_s:

@@ -1,4 +1,4 @@
-"""Which task of its cluster a server is, and where others reach it."""
+"""Identity of a server: its task in the cluster, and the address to announce."""
 
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import is_loopback

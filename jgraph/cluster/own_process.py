@@ -1,4 +1,4 @@
-"""What a process settles that serves a task and does nothing else."""
+"""Process setup of a dedicated server: allocator, JAX dispatch, compiler warm-up."""
 
 import jax
 import jax.export
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jgraph.cluster.allocator import keep_memory
 
 
-def settle_process() -> None:
+def set_up_process() -> None:
     """Makes this process fit to serve a task: its memory, and how it computes.
 
     JAX's CPU client gives what is not tiny to a thread of its own, so that Python may

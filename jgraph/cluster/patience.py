@@ -1,4 +1,4 @@
-"""What this process waits for, said once that takes longer than people wait quietly.
+"""Wait message: shows what a slow call waits for, and for how many seconds.
 
 Only in the main thread: in a cell of a notebook, in a line of a terminal that is
 redrawn, or else in lines on the standard error. Imports no JAX.
@@ -34,7 +34,7 @@ _is_said: ContextVar[bool] = ContextVar("jgraph_is_said", default=False)
 
 
 @final
-class Telling:
+class WaitMessage:
     """A thread that shows what is waited for and the seconds, until it is ended.
 
     Args:
@@ -77,7 +77,7 @@ class Telling:
 
 
 @contextmanager
-def saying(what: What, show: Show | None = None) -> Iterator[None]:
+def show_wait(what: What, show: Show | None = None) -> Iterator[None]:
     """Shows ``what`` and the seconds, every second from the first one on.
 
     Where nothing can be redrawn these are lines, of which the first comes after two
@@ -88,7 +88,7 @@ def saying(what: What, show: Show | None = None) -> Iterator[None]:
       show: where to; where the user looks if unset.
 
     Example:
-      >>> with saying("starting 2 tasks", print):
+      >>> with show_wait("starting 2 tasks", print):
       ...     pass  # nothing: it took no time
     """
     show = show or _place()
@@ -96,7 +96,7 @@ def saying(what: What, show: Show | None = None) -> Iterator[None]:
         yield
         return
     token = _is_said.set(True)
-    telling = Telling(what, show, lines=show is _line)
+    telling = WaitMessage(what, show, lines=show is _line)
     try:
         yield
     finally:
@@ -105,7 +105,7 @@ def saying(what: What, show: Show | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def unsaid() -> Iterator[None]:
+def hide_wait() -> Iterator[None]:
     """Says nothing inside: something else is shown, or nothing is wanted."""
     token = _is_said.set(True)
     try:

@@ -1,4 +1,4 @@
-"""Processes of tasks on this machine, as their parent sees them.
+"""Task processes on this machine, as their parent starts, watches and ends them.
 
 Imports no JAX: a parent need not have loaded what its tasks load at the same time.
 """

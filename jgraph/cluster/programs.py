@@ -1,4 +1,4 @@
-"""The programs that one client has registered on a cluster."""
+"""Program registry of one client: registers, runs and unregisters its programs."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any, final
 
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.connection import Connection, unique
-from jgraph.cluster.here import run_here
+from jgraph.cluster.here import run_in_process
 from jgraph.coordination.run_metadata import PartTimes
 from jgraph.errors import ClusterError
 from jgraph.graph.ir import TaskName
@@ -68,7 +68,7 @@ class Programs:
 
     def run(self, handle: str, arrays: Sequence[Any], timeout_s: float) -> list[Any]:
         """Runs one step and returns its fetches; ``arrays`` are its feeds in order."""
-        fetches = run_here(self._cluster.address, handle, arrays)
+        fetches = run_in_process(self._cluster.address, handle, arrays)
         if fetches is None:
             order = pb.RunStep(handle=handle, timeout_s=timeout_s)
             fetches = list(self._run(order, arrays).tensors)

@@ -1,4 +1,4 @@
-"""A task that was started again is given what the loops of a run need."""
+"""Worker setup: gives a restarted task the programs, data and values of a run."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from jgraph.cluster.calls import COMPILE_S
-from jgraph.cluster.door import Door
+from jgraph.cluster.door import Peers
 from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -21,7 +21,7 @@ _DATA_S: Final = 3600.0
 
 @final
 @dataclass(slots=True)
-class ReadyWorker:
+class WorkerSetup:
     """Gives workers of one run their programs, data and first values again.
 
     And its programs to a ps.
@@ -32,7 +32,7 @@ class ReadyWorker:
     """
 
     order: pb.OpenRun
-    door: Door
+    door: Peers
     _programs: dict[str, Frame] = field(default_factory=dict)
     _before: defaultdict[TaskName, list[Frame]] = field(
         default_factory=lambda: defaultdict(list)

@@ -1,4 +1,4 @@
-"""Streams of records as the client sets them up, task by task."""
+"""Change-log streams at the client: start, continue and end replication per task."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

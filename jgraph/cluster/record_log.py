@@ -1,4 +1,4 @@
-"""The log of one stream of records: a file per beginning, a checksum per record.
+"""Write-ahead log files of one change-log stream: a checksum for every record.
 
 ``<stream>.<n>.log`` begins with all that was there, and goes on with what changed. When
 it has grown to a multiple of its beginning, the next one begins, and this one goes. A

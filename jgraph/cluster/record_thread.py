@@ -1,4 +1,4 @@
-"""Writes what a task records to its log, in a thread of its own."""
+"""Write-ahead log thread: appends records and syncs them in groups."""
 
 import logging
 import threading
@@ -22,7 +22,7 @@ _LOG = logging.getLogger("jgraph.server")
 
 
 @final
-class RecordThread:
+class WalThread:
     """Keeps the records of a stream in files: all that wait, with one ``fsync``.
 
     Args:
@@ -32,7 +32,7 @@ class RecordThread:
       store: where these are.
       soon: calls a function on the task's event loop.
       base: what waits for the first values, as a step.
-      check_place: see ``TaskShell``.
+      check_place: see ``TaskHost``.
     """
 
     def __init__(

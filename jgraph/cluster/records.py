@@ -1,4 +1,4 @@
-"""What one task records of its changes for others, and what it keeps of theirs."""
+"""Change-log streams of one task: those it sends, and those it follows."""
 
 import asyncio
 import logging
@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final, final
 
-from jgraph.cluster.copies import Copier, Copy
+from jgraph.cluster.copies import ChangeApplier, Follower
 from jgraph.cluster.record_log import read_log, remove_logs
-from jgraph.cluster.record_thread import RecordThread
-from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.record_thread import WalThread
+from jgraph.cluster.shell import TaskHost
 from jgraph.cluster.task_loops import Method
 from jgraph.errors import ConfigError, CopyLostError, JGError
 from jgraph.graph.ir import TaskName
@@ -39,11 +39,11 @@ class _Source:
 
     recorder: Recorder
     backup: TaskName
-    log: RecordThread | None
+    log: WalThread | None
 
 
 @final
-class Records:
+class ChangeStreams:
     """The streams of records that begin or end at a task.
 
     Args:
@@ -57,7 +57,7 @@ class Records:
         self,
         transport: Transport,
         runtime: TaskRuntime,
-        shell: TaskShell,
+        shell: TaskHost,
         directory: Path | None,
     ) -> None:
         self._transport = transport
@@ -67,7 +67,7 @@ class Records:
         self._directory = None if directory is None else directory / _OWN
         self._loop = asyncio.get_running_loop()
         self._sources: dict[str, _Source] = {}
-        self._copies: dict[str, Copy] = {}
+        self._copies: dict[str, Follower] = {}
         self.methods: Mapping[str, Method] = {
             "KeepRecords": self._keep,
             "TakeRecords": self._take,
@@ -96,7 +96,7 @@ class Records:
         if backup:
             wake = partial(self._wake, stream)
             return _Source(Recorder(wake, undoes=order.undoes), backup, None)
-        log = RecordThread(
+        log = WalThread(
             *(self._logs(), stream, order.container, self._runtime.store),
             soon=self._loop.call_soon_threadsafe,
             base=_BASE,
@@ -160,10 +160,10 @@ class Records:
         loaded = [self._runtime.loaded(h) if h else None for h in order.handles]
         here = self._runtime.task, self._shell
         if src == self._runtime.task:
-            copier = Copier(stream, loaded, self._runtime.store, first=None)
+            copier = ChangeApplier(stream, loaded, self._runtime.store, first=None)
             await self._shell.run(partial(self._replay, stream, copier))
             unheard = lambda number, error: None  # nobody sends more
-            self._copies[stream] = Copy(copier, stream, src, *here, unheard)
+            self._copies[stream] = Follower(copier, stream, src, *here, unheard)
             yield frame(empty=pb.Empty())
             return
 
@@ -173,11 +173,11 @@ class Records:
                 kept.status.CopyFrom(to_status(error))
             self._transport.post(src, frame(records_kept=kept))
 
-        copier = Copier(stream, loaded, self._runtime.store)
-        self._copies[stream] = Copy(copier, stream, src, *here, told)
+        copier = ChangeApplier(stream, loaded, self._runtime.store)
+        self._copies[stream] = Follower(copier, stream, src, *here, told)
         yield frame(empty=pb.Empty())
 
-    def _replay(self, stream: str, copier: Copier) -> None:
+    def _replay(self, stream: str, copier: ChangeApplier) -> None:
         for record in read_log(self._logs(), stream):
             copier.apply(record)
         _LOG.info("applied the log '%s' up to record %d", stream, copier.number)

@@ -1,4 +1,4 @@
-"""The replica loop's shell: batches in, steps driven, reports out, on the worker."""
+"""Replica loop on a worker: takes batches, drives steps, streams reports."""
 
 import asyncio
 from collections import defaultdict, deque
@@ -13,7 +13,7 @@ from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.halt_timer import HaltTimer
 from jgraph.cluster.loop_orders import finite_check_of
 from jgraph.cluster.loop_reports import LoopReports
-from jgraph.coordination.loop_ends import OF_A_BATCH
+from jgraph.coordination.loop_ends import BATCH_ERRORS
 from jgraph.coordination.replica_loop import (
     End,
     Event,
@@ -245,7 +245,7 @@ class LoopRun:
                 self._take(StepAcknowledged(step))
             case RunOverError():
                 self._take(StepUnwanted(step))
-            case _ if isinstance(error, OF_A_BATCH):
+            case _ if isinstance(error, BATCH_ERRORS):
                 self._take(StepUnwell(step, error))
                 self._take(StepAcknowledged(step))
             case _:

@@ -1,4 +1,4 @@
-"""Which kind of frame each method takes; another kind is refused before it is read."""
+"""Frame kinds of methods; a frame of the wrong kind is refused before it is read."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

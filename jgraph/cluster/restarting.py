@@ -1,4 +1,4 @@
-"""Starts processes of tasks again: the shell of ``coordination.restarts``.
+"""Restarts of task processes: the shell of ``coordination.restarts``.
 
 Imports no JAX, like ``processes``.
 """

@@ -1,4 +1,4 @@
-"""Which role may call which method: the whole table; what is not in it, nobody may.
+"""Access control: the table of methods and the role that may call each.
 
 A task may be the master of others, so it may call what a master calls. With TLS a role
 is proved by a certificate; without, who has the token has both.

@@ -1,4 +1,4 @@
-"""The loops of a run that its master looks after, be its client there or not."""
+"""Run supervisor on the master: starts, watches and replaces a run's replica loops."""
 
 import asyncio
 import logging
@@ -6,17 +6,16 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.door import LoopDoor, check_master, reaches_every_ps, ready_tasks
-from jgraph.cluster.ready_worker import ReadyWorker
+from jgraph.cluster.door import LoopPeers, check_master, reaches_every_ps, ready_tasks
+from jgraph.cluster.ready_worker import WorkerSetup
 from jgraph.cluster.run_halts import RunHalts
-from jgraph.cluster.run_link import account_of
-from jgraph.cluster.run_record import RunRecord, note_report
-from jgraph.cluster.run_rest import RunRest
-from jgraph.cluster.run_row import open_row, order_after
-from jgraph.cluster.run_saver import RunSaver
+from jgraph.cluster.run_link import final_report_of
+from jgraph.cluster.run_record import Journal, note_report
+from jgraph.cluster.run_rest import RollingRestart
+from jgraph.cluster.run_row import next_order, open_round_gates
+from jgraph.cluster.run_saver import RunCheckpointer
 from jgraph.coordination.crew import (
     Begin,
-    Crew,
     Event,
     Failed,
     Instruction,
@@ -28,17 +27,18 @@ from jgraph.coordination.crew import (
     Pause,
     Prepare,
     Rest,
-    RestAsked,
-    Rested,
-    RowBegan,
-    RowEnded,
+    RestartAsked,
+    Restarted,
+    RoundBegan,
+    RoundEnded,
     StopAsked,
+    Supervisor,
     TimePassed,
     WorkerAnswered,
     WorkerNotReady,
     WorkerReady,
 )
-from jgraph.coordination.loop_ends import Verdict, is_cut_off, judge
+from jgraph.coordination.loop_ends import LoopOutcome, is_link_loss, judge
 from jgraph.errors import (
     ClusterUnreachableError,
     DataSlotError,
@@ -53,13 +53,13 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.failed import as_error
 
 _LOG = logging.getLogger("jgraph.recover")
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 """Between two looks: that a worker answers again shows only by asking it."""
 
 
 @final
-class RunCrew:
-    """Acts for the ``Crew`` of one run.
+class RunSupervisor:
+    """Acts for the ``Supervisor`` of one run.
 
     Args:
       order: what the client says of the run.
@@ -72,21 +72,21 @@ class RunCrew:
       stopping: its loops are asked to end.
     """
 
-    def __init__(self, order: pb.OpenRun, door: LoopDoor, clock: Clock) -> None:
-        self.record = RunRecord(door.task, order, clock)
+    def __init__(self, order: pb.OpenRun, door: LoopPeers, clock: Clock) -> None:
+        self.record = Journal(door.task, order, clock)
         self._order = order
-        self.ready = ReadyWorker(order, door)
+        self.ready = WorkerSetup(order, door)
         self._door = door
         self._clock = clock
-        self._crew: Crew | None = None
+        self._supervisor: Supervisor | None = None
         self._orders: dict[int, pb.RunLoop] = {}
         """What the loop of each replica does next, or does."""
-        self._deciding: pb.RunLoop | None = None
+        self._arbiter: pb.RunLoop | None = None
         self._under_way: dict[str, pb.RunLoop] = {}
         self._known: dict[TaskName, str] = {}
         self._learning: asyncio.Future[dict[TaskName, str]] | None = None
         self._number = 0
-        self._rest: RunRest | None = None
+        self._rest: RollingRestart | None = None
         self._halts: RunHalts | None = None
         self.stopping = False
         self._looking = False
@@ -97,21 +97,21 @@ class RunCrew:
     def follow(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
         """Begins a loop as a client asks; yields what its replica tells from now on."""
         together = order.HasField("sync") or bool(order.batch_feed)
-        if self._crew is None:
-            self._crew = Crew(together=together)
+        if self._supervisor is None:
+            self._supervisor = Supervisor(together=together)
         if not self.record.is_over:
             self._start(order)
             self._handle(
-                RowBegan() if order.HasField("sync") else LoopBegan(order.replica)
+                RoundBegan() if order.HasField("sync") else LoopBegan(order.replica)
             )
         return self.record.of(order.replica)
 
-    def be_saved(self, saver: RunSaver) -> None:
+    def be_saved(self, saver: RunCheckpointer) -> None:
         """Lets ``saver`` save the run now and then, and before a ps ends."""
         self._halts = RunHalts(self._order, saver, self._ask, self._do)
-        self._rest = RunRest(
+        self._rest = RollingRestart(
             *(self._order, self._door, self.ready, saver, self._clock),
-            tell=lambda: self._handle(RestAsked()),
+            tell=lambda: self._handle(RestartAsked()),
         )
 
     def stop(self) -> None:
@@ -125,24 +125,24 @@ class RunCrew:
     def resume(
         self,
         orders: Mapping[int, pb.RunLoop],
-        deciding: pb.RunLoop | None,
+        arbiter: pb.RunLoop | None,
         events: Iterable[Event],
     ) -> None:
         """Goes on with the run of a master that was lost.
 
         Args:
           orders: what the loop of each replica did last.
-          deciding: likewise the loop that decides; None: training is asynchronous.
+          arbiter: likewise the loop that decides; None: training is asynchronous.
           events: what became of them.
         """
-        self._orders, self._deciding = dict(orders), deciding
-        self._crew = Crew(together=deciding is not None)
+        self._orders, self._arbiter = dict(orders), arbiter
+        self._supervisor = Supervisor(together=arbiter is not None)
         for event in events:
             self._handle(event)
 
     def fail(self, error: JGError) -> None:
         """Ends the run."""
-        if self._crew is None:
+        if self._supervisor is None:
             self._end("failed", error)
         self._handle(Failed(error))
 
@@ -157,7 +157,7 @@ class RunCrew:
 
     def _start(self, order: pb.RunLoop) -> None:
         if order.HasField("sync"):
-            self._deciding = order
+            self._arbiter = order
         else:
             self._orders[order.replica] = order
         self._under_way[order.loop] = order
@@ -185,7 +185,7 @@ class RunCrew:
         if self._halts is not None:
             self._halts.over(order)
         sync = order.HasField("sync")
-        newest = self._deciding if sync else self._orders.get(order.replica)
+        newest = self._arbiter if sync else self._orders.get(order.replica)
         if order is newest:  # else a client has begun others
             self._handle(event)
 
@@ -204,17 +204,20 @@ class RunCrew:
             if not await self._is_lost(order, error):
                 return Failed(error)
             return await self._leave_out(order, error)
-        if judge(error, task, self._door.task, decides=True) != Verdict.DECIDER_LOST:
+        if (
+            judge(error, task, self._door.task, decides=True)
+            != LoopOutcome.ARBITER_LOST
+        ):
             return Failed(error)
         world = self._door, self._known, self._clock
         try:
-            account = await account_of(order, after, error, *world)
+            account = await final_report_of(order, after, error, *world)
         except JGError as another:
             return Failed(another)
         state = self._keep(order, account, began_s).state
         if state == "stopped" and not self.stopping:
             state = "paused"  # it was the loss of its master that ended it
-        return RowEnded(state)
+        return RoundEnded(state)
 
     def _keep(self, order: pb.RunLoop, report: Frame, began_s: float) -> pb.LoopReport:
         """Keeps a report, and learns from it where the next loop is to begin."""
@@ -251,7 +254,7 @@ class RunCrew:
         ready = await ready_tasks(self._door)
         if isinstance(error, TaskLostError | ClusterUnreachableError):
             # A ps that is where it was, or only the worker does not reach it.
-            return named == task or is_cut_off(named, self._known, ready)
+            return named == task or is_link_loss(named, self._known, ready)
         return ready.get(task) != self._known.get(task)
 
     def _tell(self, order: pb.RunLoop, told: pb.StopLoop) -> None:
@@ -284,46 +287,46 @@ class RunCrew:
                 return  # another master looks after it
             except JGError as error:
                 _LOG.info("%s is not told yet: %s", told.loop, error.message)
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
             else:
                 return
 
     # ------------------------------------------------------------ decisions
 
     def _handle(self, event: Event) -> None:
-        if self._crew is None:
+        if self._supervisor is None:
             return
-        for instruction in self._crew.handle(event, self._clock.now()):
+        for instruction in self._supervisor.handle(event, self._clock.now()):
             self._perform(instruction)
-        if self._crew.missing and not self._looking:
+        if self._supervisor.missing and not self._looking:
             self._looking = True
             self._do(self._look())
 
     def _perform(self, instruction: Instruction) -> None:
-        deciding = self._deciding
+        arbiter = self._arbiter
         match instruction:
             case Prepare(replica):
                 self._do(self._prepare(replica))
-            case Begin(replicas) if deciding is not None:
+            case Begin(replicas) if arbiter is not None:
                 # Known from here on, as it is told what comes while the gates open.
-                self._deciding = again = self._again(deciding)
+                self._arbiter = again = self._again(arbiter)
                 self._under_way[again.loop] = again
-                self._do(self._begin_row(again, replicas))
+                self._do(self._begin_round(again, replicas))
             case Begin(replicas):
                 for replica in replicas:
                     self._start(self._again(self._orders[replica]))
             case Pause():
                 self._pause()
             case Rest():
-                self._do(self._come_to_rest())
-            case LeaveOut(replica) if deciding is not None:
-                self._tell(deciding, pb.StopLoop(lost=self._orders[replica].task))
+                self._do(self._restart_ps())
+            case LeaveOut(replica) if arbiter is not None:
+                self._tell(arbiter, pb.StopLoop(lost=self._orders[replica].task))
             case Over(state, error):
                 self._end(state, error)
 
     def _pause(self) -> None:
-        if self._deciding is not None:
-            self._tell(self._deciding, pb.StopLoop(pause=True))
+        if self._arbiter is not None:
+            self._tell(self._arbiter, pb.StopLoop(pause=True))
             return
         for loop in list(self._under_way.values()):
             self._tell(loop, pb.StopLoop())
@@ -339,22 +342,22 @@ class RunCrew:
         if self._rest is not None:
             self._do(self._rest.close())
 
-    async def _come_to_rest(self) -> None:
+    async def _restart_ps(self) -> None:
         assert self._rest is not None  # who else would ask for it
-        loops = [*self._orders.values(), *filter(None, [self._deciding])]
+        loops = [*self._orders.values(), *filter(None, [self._arbiter])]
         self._number += 1
         await self._rest(self._known, loops, self._number)
-        self._handle(Rested(again=self._rest.is_asked))
+        self._handle(Restarted(again=self._rest.is_asked))
 
     async def _look(self) -> None:
         """Looks for workers that are missing, as long as there are any."""
-        assert self._crew is not None
+        assert self._supervisor is not None
         try:
-            while self._crew.missing:
-                await asyncio.sleep(_LOOK_S)
+            while self._supervisor.missing:
+                await asyncio.sleep(_POLL_S)
                 self._handle(TimePassed())
                 ready = await ready_tasks(self._door)
-                for replica in self._crew.missing:
+                for replica in self._supervisor.missing:
                     task = TaskName(self._orders[replica].task)
                     if task in ready and await reaches_every_ps(self._door, task):
                         self._known[task] = ready[task]
@@ -380,18 +383,20 @@ class RunCrew:
 
     def _again(self, order: pb.RunLoop) -> pb.RunLoop:
         self._number += 1
-        return order_after(order, self._number)
+        return next_order(order, self._number)
 
-    async def _begin_row(self, deciding: pb.RunLoop, replicas: tuple[int, ...]) -> None:
+    async def _begin_round(
+        self, arbiter: pb.RunLoop, replicas: tuple[int, ...]
+    ) -> None:
         """Begins the next row of loops of synchronous training."""
         orders = [self._again(self._orders[r]) for r in replicas]
         try:
-            await open_row(self._door, deciding, orders)
+            await open_round_gates(self._door, arbiter, orders)
         except JGError as error:
-            del self._under_way[deciding.loop]  # it never began: nobody is to be told
+            del self._under_way[arbiter.loop]  # it never began: nobody is to be told
             self._handle(Failed(error))
             return
-        for order in (deciding, *orders):
+        for order in (arbiter, *orders):
             self._start(order)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
@@ -408,5 +413,5 @@ class RunCrew:
 
 def _ended(order: pb.RunLoop, state: str) -> Event:
     if order.HasField("sync"):
-        return RowEnded(state)
+        return RoundEnded(state)
     return LoopEnded(order.replica, state)

@@ -1,11 +1,11 @@
-"""Loops stand still while their master saves the run."""
+"""Halts of replica loops while their master saves the run."""
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias, final
 
-from jgraph.cluster.run_saver import RunSaver
+from jgraph.cluster.run_saver import RunCheckpointer
 from jgraph.coordination.cuts import (
     Cuts,
     Event,
@@ -37,7 +37,7 @@ class RunHalts:
     def __init__(
         self,
         order: pb.OpenRun,
-        saver: RunSaver,
+        saver: RunCheckpointer,
         ask: Callable[[str, pb.StopLoop], Awaitable[int]],
         do: _Do,
     ) -> None:

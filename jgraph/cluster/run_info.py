@@ -1,4 +1,4 @@
-"""What a client sees of the runs of a cluster."""
+"""Runs of a cluster at the client: list, follow, stop, wait for checkpoints."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Links of a run that fell silent: who is behind one is waited for, and asked."""
+"""Silent links of a run: waits for a task to answer, then asks for its final report."""
 
 import asyncio
 import logging
@@ -7,8 +7,8 @@ from typing import Final
 
 from jgraph.clock import Clock
 from jgraph.cluster.calls import CONTROL_S, bounded_s
-from jgraph.cluster.door import Door, ready_tasks
-from jgraph.coordination.loop_ends import is_cut_off
+from jgraph.cluster.door import Peers, ready_tasks
+from jgraph.coordination.loop_ends import is_link_loss
 from jgraph.coordination.supervision import END_S
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
@@ -18,14 +18,14 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.recover")
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 """Between two looks: that a link is back shows only by asking over it."""
 
 
-async def answers_again(
+async def wait_reconnected(
     task: TaskName,
     error: JGError,
-    door: Door,
+    door: Peers,
     known: Mapping[TaskName, str],
     clock: Clock,
 ) -> bool:
@@ -40,19 +40,19 @@ async def answers_again(
     """
     deadline = clock.now() + END_S
     _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
-    while not is_cut_off(task, known, ready := await ready_tasks(door)):
+    while not is_link_loss(task, known, ready := await ready_tasks(door)):
         is_gone = task in ready or await is_refused(door.address(task))
         if is_gone or clock.now() >= deadline:
             return False
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
     return True
 
 
-async def account_of(
+async def final_report_of(
     order: pb.RunLoop,
     after: int,
     error: JGError,
-    door: Door,
+    door: Peers,
     known: Mapping[TaskName, str],
     clock: Clock,
 ) -> Frame:
@@ -71,7 +71,7 @@ async def account_of(
         of no such loop.
     """
     task = TaskName(order.task)
-    if not await answers_again(task, error, door, known, clock):
+    if not await wait_reconnected(task, error, door, known, clock):
         raise error
     told = pb.StopLoop(
         loop=order.loop,

@@ -1,4 +1,4 @@
-"""What a master keeps of a run, so that it outlives the client that began it.
+"""Run journal on the master: a run's request and all reports of its loops.
 
 It is the run's journal as well: all that made the run, and all that its loops told, one
 frame after the other. The heir of the master keeps a record of its own from that.
@@ -26,7 +26,7 @@ _NOTHING: Final = (np.empty(0, np.int64), np.empty(0))
 
 
 @final
-class RunRecord:
+class Journal:
     """The reports of one run, whether or not somebody watches.
 
     Args:

@@ -1,4 +1,4 @@
-"""A run that outlives its client rests while one of its ps is started again.
+"""Rolling restart of a ps: pauses the run, saves it, restores the new process.
 
 A ps that is told to end waits for those who hold it. The run is saved when its loops
 have ended; then the ps may go, and its next process gets what the last one had.
@@ -13,12 +13,12 @@ from typing import Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.calls import bulk_timeout_s
-from jgraph.cluster.door import Door, ready_tasks
+from jgraph.cluster.door import Peers, ready_tasks
 from jgraph.cluster.failover import told_to_end
 from jgraph.cluster.farewell import holding
-from jgraph.cluster.ready_worker import ReadyWorker
+from jgraph.cluster.ready_worker import WorkerSetup
 from jgraph.cluster.requests import reading
-from jgraph.cluster.run_saver import STEP, RunSaver, Saved
+from jgraph.cluster.run_saver import STEP, RunCheckpointer, Saved
 from jgraph.cluster.shard_calls import shard_from, sums_in
 from jgraph.coordination.crew import WAIT_S
 from jgraph.errors import (
@@ -33,13 +33,13 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.runtime.shard_files import read_proof
 
 _LOG = logging.getLogger("jgraph.recover")
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 """Between two looks: that a ps is there again shows only by asking it."""
 
 
 @final
 @dataclass(slots=True)
-class RunRest:
+class RollingRestart:
     """Holds the ps of a run that is saved; gives those back what they had.
 
     Args:
@@ -52,9 +52,9 @@ class RunRest:
     """
 
     order: pb.OpenRun
-    door: Door
-    ready: ReadyWorker
-    saver: RunSaver
+    door: Peers
+    ready: WorkerSetup
+    saver: RunCheckpointer
     clock: Clock
     tell: Callable[[], None]
     _held: dict[TaskName, asyncio.Task[None]] = field(init=False, default_factory=dict)
@@ -136,7 +136,7 @@ class RunRest:
                     f"from trainer.restore('{self.order.saves.directory}')",
                     task=who,
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         if self.saver.record.is_over:
             return  # it was told to stop, and holds nobody any more
         self.order.version += now - version
@@ -215,7 +215,7 @@ def container_of(order: pb.OpenRun) -> str:
         return str(json.loads(order.info)["container"])
 
 
-async def version_of(door: Door, order: pb.OpenRun) -> int:
+async def version_of(door: Peers, order: pb.OpenRun) -> int:
     """Returns how often the variable that counts the updates of a run was written.
 
     Raises:
@@ -232,7 +232,7 @@ async def version_of(door: Door, order: pb.OpenRun) -> int:
     return max((row.version for row in rows if row.name == STEP), default=0)
 
 
-async def version_if_known(door: Door, order: pb.OpenRun) -> int:
+async def version_if_known(door: Peers, order: pb.OpenRun) -> int:
     """Returns the same, or 0 if a ps does not say: the run goes on."""
     try:
         return await version_of(door, order)

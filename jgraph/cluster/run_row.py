@@ -1,15 +1,15 @@
-"""The next row of loops of a run: their orders, and the gates of synchronous ones."""
+"""The next round of a run's replica loops: their requests and synchronous gates."""
 
 from collections.abc import Sequence
 
 from jgraph.cluster.calls import DRAIN_S
-from jgraph.cluster.door import Door
+from jgraph.cluster.door import Peers
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 
 
-def order_after(order: pb.RunLoop, number: int) -> pb.RunLoop:
+def next_order(order: pb.RunLoop, number: int) -> pb.RunLoop:
     """Returns the order of the loop that comes after another one, the next of a run."""
     after = pb.RunLoop()
     after.CopyFrom(order)
@@ -18,8 +18,8 @@ def order_after(order: pb.RunLoop, number: int) -> pb.RunLoop:
     return after
 
 
-async def open_row(
-    door: Door, deciding: pb.RunLoop, orders: Sequence[pb.RunLoop]
+async def open_round_gates(
+    door: Peers, deciding: pb.RunLoop, orders: Sequence[pb.RunLoop]
 ) -> None:
     """Opens the gates for the next row of loops of synchronous training.
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that its client may have left, taken by its master.
+"""Checkpointer of a detached run, on its master: tasks write, the master commits.
 
 Nothing of them passes through the master: the ps copy what they hold at one moment, and
 write it. The master makes the files before that, and gives the step its name after.
@@ -19,7 +19,7 @@ import numpy as np
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.calls import COMPILE_S, bulk_timeout_s
-from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.run_record import Journal
 from jgraph.cluster.shard_calls import shard_from, sums_in
 from jgraph.coordination.cuts import patience_s
 from jgraph.errors import CheckpointError, CheckpointWriterError
@@ -60,7 +60,7 @@ class Saved:
 
 @final
 @dataclass(slots=True)
-class RunSaver:
+class RunCheckpointer:
     """Saves one run as long as it goes on, and when it is over.
 
     Args:
@@ -73,7 +73,7 @@ class RunSaver:
 
     task: TaskName
     order: pb.RunSaves
-    record: RunRecord
+    record: Journal
     call: Call
     position: Callable[[], Mapping[str, Any]]
     _lease: WriterLease = field(init=False)

@@ -1,4 +1,4 @@
-"""The runs of one master that outlive their clients: calls about them."""
+"""Master methods about detached runs: open, list, attach, stop, take over, save."""
 
 import asyncio
 import logging
@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.heir import Heir, HeirDoor
-from jgraph.cluster.run_crew import RunCrew
-from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.heir import Standby, StandbyPeers
+from jgraph.cluster.run_crew import RunSupervisor
+from jgraph.cluster.run_record import Journal
 from jgraph.cluster.run_rest import version_if_known
-from jgraph.cluster.run_saver import RunSaver
+from jgraph.cluster.run_saver import RunCheckpointer
 from jgraph.cluster.task_loops import Method
-from jgraph.coordination.succession import heir_of
+from jgraph.coordination.succession import standby_of
 from jgraph.errors import ConfigError, FencedError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -41,16 +41,16 @@ class Runs:
 
     def __init__(
         self,
-        door: HeirDoor,
+        door: StandbyPeers,
         clock: Clock,
-        position: Callable[[RunRecord], Mapping[str, Any]],
+        position: Callable[[Journal], Mapping[str, Any]],
     ) -> None:
         self._door = door
         self._clock = clock
         self._position = position
-        self._crews: dict[str, RunCrew] = {}
-        self._savers: dict[str, RunSaver] = {}
-        self._heirs: dict[str, Heir] = {}
+        self._supervisors: dict[str, RunSupervisor] = {}
+        self._savers: dict[str, RunCheckpointer] = {}
+        self._standbys: dict[str, Standby] = {}
         self._working: set[asyncio.Task[None]] = set()
         self.methods: Mapping[str, Method] = {
             "Runs": self._own,
@@ -64,9 +64,9 @@ class Runs:
             "Master.RunSaved": self._saved,
         }
 
-    def find(self, run: str) -> RunCrew | None:
+    def find(self, run: str) -> RunSupervisor | None:
         """Returns who looks after a run; None: it ends with its client."""
-        return self._crews.get(run)
+        return self._supervisors.get(run)
 
     def close(self) -> None:
         """Follows no run any more."""
@@ -74,32 +74,32 @@ class Runs:
             work.cancel()
         for saver in self._savers.values():
             saver.close()
-        for crew in self._crews.values():
+        for crew in self._supervisors.values():
             crew.close()
 
     async def _open(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        if order.run not in self._crews:
-            crew = RunCrew(order, self._door, self._clock)
+        if order.run not in self._supervisors:
+            crew = RunSupervisor(order, self._door, self._clock)
             self._save(order, crew)
-            self._crews[order.run] = crew
-            heir = heir_of(self._door.tasks(), self._door.task)
+            self._supervisors[order.run] = crew
+            heir = standby_of(self._door.tasks(), self._door.task)
             if heir is not None:
                 order.master = self._door.task
                 order.incarnation = self._door.incarnation
                 order.version = await version_if_known(self._door, order)
                 await self._invite(heir, order, crew)
-                self._do(self._have_heir(heir, order, crew))
-        over = [name for name, crew in self._crews.items() if crew.record.is_over]
-        for name in over[: max(0, len(self._crews) - _KEPT)]:
-            del self._crews[name]
+                self._do(self._keep_standby(heir, order, crew))
+        over = [name for name, crew in self._supervisors.items() if crew.record.is_over]
+        for name in over[: max(0, len(self._supervisors) - _KEPT)]:
+            del self._supervisors[name]
             self._savers.pop(name, None)
         yield frame(empty=pb.Empty())
 
     # ------------------------------------------------------------ heirs
 
-    async def _have_heir(
-        self, heir: TaskName, order: pb.OpenRun, crew: RunCrew
+    async def _keep_standby(
+        self, heir: TaskName, order: pb.OpenRun, crew: RunSupervisor
     ) -> None:
         """Sees to it that a run has one to its end, also if that is started again."""
         while True:
@@ -115,7 +115,9 @@ class Runs:
                 return
             await self._invite(heir, order, crew)
 
-    async def _invite(self, heir: TaskName, order: pb.OpenRun, crew: RunCrew) -> None:
+    async def _invite(
+        self, heir: TaskName, order: pb.OpenRun, crew: RunSupervisor
+    ) -> None:
         order.age_s, order.frames = crew.record.seconds, crew.record.frames
         try:
             await self._door.call(heir, "InheritRun", frame(open_run=order))
@@ -126,28 +128,30 @@ class Runs:
 
     async def _inherit(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        if order.run in self._crews:
+        if order.run in self._supervisors:
             raise FencedError(
                 f"{self._door.task} has taken over run '{order.run}' from "
                 f"{order.master}, which was thought to be lost",
                 run=order.run,
             )
-        if order.run not in self._heirs:
-            heir = Heir(*(order, self._door, self._clock), self._succeed, self._save_on)
-            self._heirs[order.run] = heir
+        if order.run not in self._standbys:
+            heir = Standby(
+                *(order, self._door, self._clock), self._succeed, self._save_on
+            )
+            self._standbys[order.run] = heir
             self._do(self._follow(order.run, heir))
         yield frame(empty=pb.Empty())
 
-    async def _follow(self, run: str, heir: Heir) -> None:
+    async def _follow(self, run: str, heir: Standby) -> None:
         try:
             await heir.work()
         finally:
-            del self._heirs[run]
+            del self._standbys[run]
 
-    def _succeed(self, order: pb.OpenRun, crew: RunCrew) -> None:
-        self._crews[order.run] = crew
+    def _succeed(self, order: pb.OpenRun, crew: RunSupervisor) -> None:
+        self._supervisors[order.run] = crew
 
-    def _save_on(self, order: pb.OpenRun, crew: RunCrew) -> None:
+    def _save_on(self, order: pb.OpenRun, crew: RunSupervisor) -> None:
         try:
             self._save(order, crew)
         except JGError as error:
@@ -175,19 +179,19 @@ class Runs:
         self.note(request)
         yield frame(empty=pb.Empty())
 
-    def _save(self, order: pb.OpenRun, crew: RunCrew) -> None:
+    def _save(self, order: pb.OpenRun, crew: RunSupervisor) -> None:
         if not order.HasField("saves"):
             return
         record = crew.record
         where = lambda: self._position(record)
         door = self._door
-        saver = RunSaver(door.task, order.saves, record, door.call, where)
+        saver = RunCheckpointer(door.task, order.saves, record, door.call, where)
         saver.start()
         self._savers[order.run] = saver
         crew.be_saved(saver)
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
-        rows = [crew.record.row() for crew in self._crews.values()]
+        rows = [crew.record.row() for crew in self._supervisors.values()]
         yield frame(run_table=pb.RunTable(runs=rows))
 
     async def _all(self, request: Frame) -> AsyncIterator[Frame]:
@@ -223,10 +227,10 @@ class Runs:
             await self._savers[run].rest()
         yield frame(empty=pb.Empty())
 
-    def _get(self, run: str) -> RunCrew:
-        if run not in self._crews:
+    def _get(self, run: str) -> RunSupervisor:
+        if run not in self._supervisors:
             raise ConfigError(
                 f"{self._door.task} is not the master of a run '{run[:80]}'; `jgraph "
                 "runs` shows which runs there are"
             )
-        return self._crews[run]
+        return self._supervisors[run]

@@ -1,4 +1,4 @@
-"""Which reports of a replica were taken: another master tells them all again."""
+"""Deduplication of the reports of a replica, which a new master sends once more."""
 
 from typing import final
 
@@ -7,7 +7,7 @@ from jgraph.rpc.transport import Frame
 
 
 @final
-class SeenReports:
+class ReportDeduplicator:
     """Of one replica of a run that outlives its client."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Server: one task of a cluster, serving until it is stopped."""
+"""Server: one task of a cluster, with its transport, service and master."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from jgraph.cluster.roles import ROLES
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.task_service import TaskService
-from jgraph.cluster.tenure_watch import TenureWatch
+from jgraph.cluster.tenure_watch import FencedHandler
 from jgraph.cluster.transport_choice import (
     TLSFiles,
     TransportChoice,
@@ -111,8 +111,8 @@ class TaskServer:
             Path(records_dir) if records_dir else None,
         )
         self.service.loops.allow_sources = tuple(allow_sources)
-        self._tenure = TenureWatch(task, self.service, BootClock(), self._transport)
-        self.service.shell.check_place = self._tenure.check
+        self._fence = FencedHandler(task, self.service, BootClock(), self._transport)
+        self.service.shell.check_place = self._fence.check
         self.master = Master(self.service, self._transport, clock)
         self._stopping: asyncio.Task[None] | None = None
 
@@ -125,8 +125,8 @@ class TaskServer:
         """
         kept_log()
         _open_devices(self.task)
-        self.address = await self._transport.start(self._tenure)
-        self._tenure.begin()
+        self.address = await self._transport.start(self._fence)
+        self._fence.begin()
         self.service.address = self.address
         self.service.incarnation = self._transport.incarnation
         self.service.health_port = await self._health.start(self._health_bind)
@@ -142,7 +142,7 @@ class TaskServer:
         self.master.set_cluster(spec)
         addresses = {task: spec.address(task) for task in spec.tasks()}
         self.service.loops.addresses = addresses
-        self._tenure.address = addresses[self.task]
+        self._fence.address = addresses[self.task]
         self._transport.set_peers(addresses)
 
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
@@ -164,7 +164,7 @@ class TaskServer:
         self.master.dealers.close_all()
         self.master.runs.close()
         await self._transport.close()
-        self._tenure.close()
+        self._fence.close()
         await self._health.close()
         self.service.records.close()
         self.service.shell.close()
@@ -279,7 +279,7 @@ class Server:
         if self._server is None:
             return False
         runtime = self._server.service.runtime
-        return bool(runtime.computing() or runtime.left_behind())
+        return bool(runtime.computing() or runtime.overdue_computations())
 
     def start(self) -> None:
         """Starts listening; does nothing if started."""

@@ -1,4 +1,4 @@
-"""A process that serves one task until it is told to end."""
+"""Main function of a server process: logging, signals, exit code."""
 
 import logging
 import signal

@@ -1,4 +1,4 @@
-"""Session: a client's handle on one cluster, to run functions on it."""
+"""Session: runs functions over a cluster's variables on behalf of a client."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy

@@ -1,4 +1,4 @@
-"""Variables of tasks to and from the files of a checkpoint, each task its own."""
+"""SaveShards and LoadShards: each task writes and reads its shards of a checkpoint."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,7 @@ def save_shards(
       task: this one.
       store: has the variables.
       request: the call.
-      check_place: see ``TaskShell``.
+      check_place: see ``TaskHost``.
 
     Raises:
       FencedError: another process has the place of this one.

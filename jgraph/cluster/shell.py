@@ -1,4 +1,4 @@
-"""What a task's executor asks for: threads for its work, a wire for its values."""
+"""Task host of the step executor: threads for its work, transport for its values."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ _LATER_S = (2e-3, 50e-3)
 
 
 @final
-class TaskShell:
+class TaskHost:
     """Runs an executor's work in threads and posts its values.
 
     XLA releases the GIL and uses its own threads; these only wait for it, so there are

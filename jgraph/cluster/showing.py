@@ -1,4 +1,4 @@
-"""``jgraph show``: the picture of what a file of the user's makes."""
+"""``jgraph show``: draws a function, graph or plan found in a Python file."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""Waiting in the main thread for what the handler of a signal may bring about."""
+"""Interruptible wait in the main thread: signal handlers run while it waits."""
 
 import threading
 from typing import Final

@@ -1,4 +1,4 @@
-"""Values of variables as they are at one moment, read while others update them.
+"""Consistent snapshots of variables, taken while training updates them.
 
 One step copies what a task holds to variables beside it: a read of several variables is
 of one moment, and no update waits for more than that. The copies are then read piece by
@@ -11,7 +11,7 @@ from functools import partial
 from typing import final
 
 from jgraph.cluster.connection import Connection
-from jgraph.cluster.held import Held
+from jgraph.cluster.held import SnapshotHandle
 from jgraph.cluster.values import VariableValues, in_pieces, types_of
 from jgraph.cluster.variables import VariableDirectory, shards_of
 from jgraph.graph.ir import TaskName
@@ -36,14 +36,14 @@ class Snapshots:
         self._variables = variables
         self._values = values
 
-    def live(self, variables: Sequence[Variable]) -> Held:
+    def live(self, variables: Sequence[Variable]) -> SnapshotHandle:
         """Returns variables as they are when they are read, or where they will be."""
         self._variables.look_up(v.spec for v in variables)
         shards = {shard.spec.key: shard for shard in shards_of(variables)}
         tasks = self._variables.choose([v.spec for v in variables])
-        return Held(self._values, shards, tasks, release=lambda: None)
+        return SnapshotHandle(self._values, shards, tasks, release=lambda: None)
 
-    def take(self, variables: Sequence[Variable]) -> Held:
+    def take(self, variables: Sequence[Variable]) -> SnapshotHandle:
         """Copies variables, those of a task at one moment."""
         self._variables.look_up(v.spec for v in variables)
         container = f"snapshot-{uuid.uuid4().hex[:12]}"
@@ -63,11 +63,11 @@ class Snapshots:
         keys = [shard.spec.key for shard in shards]
         tasks = {key: self._variables.tasks[key] for key in keys}
         by_key = dict(zip(keys, copies, strict=True))
-        return Held(self._values, by_key, tasks, release)
+        return SnapshotHandle(self._values, by_key, tasks, release)
 
     def repeatable(
         self, variables: Sequence[Variable], driver: TaskName
-    ) -> tuple[Program, Held]:
+    ) -> tuple[Program, SnapshotHandle]:
         """Returns what copies variables whenever it is run, and what is held then.
 
         Args:
@@ -90,16 +90,18 @@ class Snapshots:
         keys = [shard.spec.key for shard in shards]
         tasks = {key: self._variables.tasks[key] for key in keys}
         by_key = dict(zip(keys, copies, strict=True))
-        held = Held(self._values, by_key, tasks, lambda: self._cluster.reset(container))
+        held = SnapshotHandle(
+            self._values, by_key, tasks, lambda: self._cluster.reset(container)
+        )
         return planned.program, held
 
-    def prepared(self, variables: Sequence[Variable]) -> Callable[[], Held]:
+    def prepared(self, variables: Sequence[Variable]) -> Callable[[], SnapshotHandle]:
         """Returns what takes a snapshot at once; each in place of the one before."""
         program, held = self.repeatable(variables, self._cluster.master)
         nbytes = sum(nbytes_of(variable.spec) for variable in variables)
         copy = self._values.prepared(program, nbytes)
 
-        def take() -> Held:
+        def take() -> SnapshotHandle:
             copy()
             return held
 

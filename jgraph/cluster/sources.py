@@ -1,4 +1,4 @@
-"""Sources that tasks open themselves, as a client asks for them."""
+"""Data sources opened by tasks on a client's request."""
 
 import tomllib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""ClusterSpec: which tasks a cluster has, and where each one listens.
+"""ClusterSpec: the tasks of a cluster, by job, and the address of each.
 
 TensorFlow's class with TensorFlow's accessors, so that a spec moves over unchanged.
 Two differences, both on purpose: a spec is checked when it is made, and an unknown job

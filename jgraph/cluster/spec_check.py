@@ -1,4 +1,4 @@
-"""Checking a cluster description: every problem at once, each with its field."""
+"""Validation of a cluster description: all problems at once, each with its field."""
 
 import re
 from collections.abc import Iterator, Mapping

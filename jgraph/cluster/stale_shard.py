@@ -1,4 +1,4 @@
-"""The gate of one task in asynchronous training: counts how old gradients are.
+"""Gate of one task in asynchronous training: measures and bounds staleness.
 
 With a bound, the first ps decides for all who may read (``coordination.admission``);
 the others wait for its word, which costs one message per step.
@@ -14,7 +14,7 @@ from jgraph.runtime.rendezvous import StepKey
 
 
 @final
-class StaleShard:
+class StaleGate:
     """A ``Gate`` of the runtime that notes versions, and waits for leave to read.
 
     Args:

@@ -1,4 +1,4 @@
-"""How a cluster's tasks are, as plain data and as a table."""
+"""ClusterStatus and TaskStatus: state of a cluster, as plain data and as a table."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

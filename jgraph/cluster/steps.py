@@ -1,4 +1,4 @@
-"""The steps of a session: functions traced, planned and registered, ready to run."""
+"""Prepared steps of a session: functions traced, planned and registered once."""
 
 import logging
 import weakref
@@ -14,7 +14,7 @@ import jax
 from jgraph._compat import trace_settings
 from jgraph.clock import SystemClock
 from jgraph.cluster.feeding import as_result, leaf_arrays, plain_feeds
-from jgraph.cluster.patience import saying
+from jgraph.cluster.patience import show_wait
 from jgraph.cluster.programs import STEP_S, Programs
 from jgraph.cluster.values import VariableValues
 from jgraph.cluster.variables import VariableDirectory
@@ -287,7 +287,7 @@ class Steps:
             prepared = self._prepared[function] = _Prepared()
         step = prepared.steps.get(key)
         if step is None:
-            with saying(f"tracing, placing and compiling '{function.name}'"):
+            with show_wait(f"tracing, placing and compiling '{function.name}'"):
                 graph, variables = self._traced(function, prepared, args, kwargs)
                 again = id(graph), asked
                 if again not in prepared.by_graph:

@@ -1,4 +1,4 @@
-"""The loop of synchronous training, on the ps that decides and deals out the data."""
+"""Arbiter loop of synchronous training, on the first ps: decides, deals out data."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ from jgraph.coordination.aggregation import (
     Void,
 )
 from jgraph.coordination.slots import Lease, SlotPlan
-from jgraph.coordination.supervision import Supervision
+from jgraph.coordination.supervision import LeaseTracker
 from jgraph.coordination.sync_data import SyncData
 from jgraph.errors import JGError, NonFiniteError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
@@ -43,7 +43,7 @@ from jgraph.rpc.transport import Frame
 
 
 @final
-class SyncLoop:
+class ArbiterLoop:
     """Decides and applies the updates of one order of ``RunLoop`` with ``sync``.
 
     Args:
@@ -98,7 +98,7 @@ class SyncLoop:
         self._lease: MasterLease | None = None
         if ask_master is not None:
             self._lease = MasterLease(
-                ask_master, Supervision(clock.now()), clock, self._take, self._give_up
+                ask_master, LeaseTracker(clock.now()), clock, self._take, self._give_up
             )
 
     def stop(self, *, pause: bool = False) -> None:

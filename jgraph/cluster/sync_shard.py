@@ -1,4 +1,4 @@
-"""The gate of one ps in synchronous training, performed."""
+"""Gate of one ps in synchronous training: the shell of ``coordination.sync_gate``."""
 
 from collections.abc import Callable, Sequence
 from typing import final
@@ -26,7 +26,7 @@ from jgraph.runtime.rendezvous import StepKey
 
 
 @final
-class SyncShard:
+class SyncGateShell:
     """Performs what a ``SyncGate`` says; a ``Gate`` of the runtime.
 
     Args:

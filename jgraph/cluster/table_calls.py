@@ -1,4 +1,4 @@
-"""Shards of hash tables as a whole: read and replaced by a client, call by call."""
+"""ReadTable and LoadTable: shards of hash tables, read and replaced as a whole."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, final

@@ -1,4 +1,4 @@
-"""The loops that run on a task, and the data sets that they read."""
+"""Loops and data sets of one task: start, stop, and final reports."""
 
 import asyncio
 import json
@@ -17,11 +17,11 @@ from jgraph.cluster.loop_reports import LoopReports
 from jgraph.cluster.master_lease import AskMaster
 from jgraph.cluster.replica import LoopRun
 from jgraph.cluster.requests import reading
-from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.shell import TaskHost
 from jgraph.cluster.sources import source_info
-from jgraph.cluster.sync_loop import SyncLoop
+from jgraph.cluster.sync_loop import ArbiterLoop
 from jgraph.coordination.dispatch import Dispatch
-from jgraph.coordination.epochs import Epochs
+from jgraph.coordination.epochs import MasterTerms
 from jgraph.coordination.slots import SlotPlan
 from jgraph.errors import (
     ClusterBusyError,
@@ -68,7 +68,7 @@ class TaskLoops:
         task: TaskName,
         transport: Transport,
         clock: Clock,
-        shell: TaskShell,
+        shell: TaskHost,
         driver: StepDriver,
         gates: Gates,
         dealers: Dealers,
@@ -83,12 +83,12 @@ class TaskLoops:
         self._gates = gates
         self._dealers = dealers
         self._data: dict[str, Reader | FedReader] = {}
-        self._loops: dict[str, LoopRun | SyncLoop] = {}
+        self._loops: dict[str, LoopRun | ArbiterLoop] = {}
         # The last that ended: a new master asks what they did.
         self._ended: OrderedDict[str, LoopReports] = OrderedDict()
         # What loops are told before they begin: it may overtake the order to run them.
         self._early: deque[pb.StopLoop] = deque(maxlen=_KEPT)
-        self._epochs = Epochs()
+        self._epochs = MasterTerms()
         self._none = asyncio.Event()
         self._none.set()
         self.methods: Mapping[str, Method] = {
@@ -119,7 +119,7 @@ class TaskLoops:
     def peer_lost(self, peer: TaskName) -> None:
         """Tells loops that a task went away."""
         for loop in list(self._loops.values()):
-            if isinstance(loop, SyncLoop):
+            if isinstance(loop, ArbiterLoop):
                 loop.peer_lost(peer)
 
     def forget_data(self, containers: Sequence[str]) -> None:
@@ -185,7 +185,7 @@ class TaskLoops:
             loop = self._make_loop(order)
         self._loops[order.loop] = loop
         self._none.clear()
-        if isinstance(loop, SyncLoop):
+        if isinstance(loop, ArbiterLoop):
             self._dealers.loop_begins(order.loop, loop)
         for told in [told for told in self._early if told.loop == order.loop]:
             self._early.remove(told)
@@ -199,17 +199,17 @@ class TaskLoops:
             self._keep(order.loop, loop)
             if not self._loops:
                 self._none.set()
-            if isinstance(loop, SyncLoop):
+            if isinstance(loop, ArbiterLoop):
                 self._dealers.loop_ends(order.loop)
 
-    def _keep(self, name: str, loop: LoopRun | SyncLoop) -> None:
+    def _keep(self, name: str, loop: LoopRun | ArbiterLoop) -> None:
         self._ended[name] = loop.told
         if len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
 
-    def _make_loop(self, order: pb.RunLoop) -> LoopRun | SyncLoop:
+    def _make_loop(self, order: pb.RunLoop) -> LoopRun | ArbiterLoop:
         if order.HasField("sync"):
-            return SyncLoop(
+            return ArbiterLoop(
                 *(order, self._driver, self._gates, self._clock),
                 self._ask_whether_there(TaskName(order.master)),
             )
@@ -326,15 +326,15 @@ class TaskLoops:
 
     def _tell(self, told: pb.StopLoop) -> None:
         loop = self._loops.get(told.loop)
-        if isinstance(loop, SyncLoop) and told.lost:
+        if isinstance(loop, ArbiterLoop) and told.lost:
             loop.peer_lost(TaskName(told.lost))
         elif isinstance(loop, LoopRun) and told.halt:
             loop.halt(told.halt, bounded_s(told.timeout_s))
         elif loop is not None:
             self._stop(loop, pause=told.pause)
 
-    def _stop(self, loop: LoopRun | SyncLoop, *, pause: bool) -> None:
-        if isinstance(loop, SyncLoop):
+    def _stop(self, loop: LoopRun | ArbiterLoop, *, pause: bool) -> None:
+        if isinstance(loop, ArbiterLoop):
             loop.stop(pause=pause)
         else:
             loop.stop()

@@ -1,4 +1,4 @@
-"""What one task does with what arrives: step frames, and calls to this task."""
+"""Task service: the handler of step frames and of calls to one task."""
 
 import asyncio
 import logging
@@ -23,10 +23,10 @@ from jgraph.cluster.events import EventLog
 from jgraph.cluster.farewell import SHARE, Farewell
 from jgraph.cluster.gates import Gates
 from jgraph.cluster.kept_log import kept_log
-from jgraph.cluster.records import Records
+from jgraph.cluster.records import ChangeStreams
 from jgraph.cluster.requests import check_request
 from jgraph.cluster.shard_calls import load_shards, save_shards
-from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.shell import TaskHost
 from jgraph.cluster.table_calls import load_table, read_table, table_statuses
 from jgraph.cluster.task_loops import Method, TaskLoops
 from jgraph.cluster.waits import waits_of
@@ -91,11 +91,11 @@ class TaskService:
         self.events = EventLog(task)
         self.replaced: FencedError | None = None
         """Set: another process has the place of this one, which ends."""
-        self.shell = TaskShell(transport, clock)
+        self.shell = TaskHost(transport, clock)
         self.runtime = TaskRuntime(task, self.shell)
         self.runtime.max_early_bytes = default_queue_limit()
         self.driver = StepDriver(self.runtime, transport, self.shell.orders)
-        self.records = Records(transport, self.runtime, self.shell, records_dir)
+        self.records = ChangeStreams(transport, self.runtime, self.shell, records_dir)
         self.gates = Gates(task, transport, self.runtime.gates)
         self.dealers = Dealers(clock)
         self._transport = transport

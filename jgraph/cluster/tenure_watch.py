@@ -1,4 +1,4 @@
-"""Keeps a process that was away from saying or writing anything that another has said.
+"""Self-fencing of a server: holds frames until no newer process of its task exists.
 
 The shell of ``coordination.tenure``, before the service of a task.
 """
@@ -23,7 +23,7 @@ from jgraph.coordination.tenure import (
     FoundSelf,
     GoOn,
     Leave,
-    Tenure,
+    SelfFence,
 )
 from jgraph.errors import DeadlineError, FencedError, JGError
 from jgraph.graph.ir import TaskName
@@ -60,7 +60,7 @@ class Replaceable(Protocol):
 
 
 @final
-class TenureWatch:
+class FencedHandler:
     """Passes on what arrives, once this process is sure to have its task's place.
 
     Args:
@@ -85,7 +85,7 @@ class TenureWatch:
         self._service = service
         self._clock = clock
         self._asker = asker
-        self._tenure = Tenure(clock.now())
+        self._fence = SelfFence(clock.now())
         # Of the event loop: what came before it was known, and who waits for that.
         self._held: deque[tuple[TaskName, Callable[[], None]]] = deque()
         self._settled = asyncio.Event()
@@ -165,11 +165,11 @@ class TenureWatch:
     # ------------------------------------------------------------ whether it may
 
     def _is_sure(self) -> bool:
-        return self._tenure.is_sure(self._clock.now())
+        return self._fence.is_sure(self._clock.now())
 
     def _may(self) -> bool:
         """Whether this process may do what was asked of it, as far as is known."""
-        if self._tenure.is_sure(self._clock.now()):
+        if self._fence.is_sure(self._clock.now()):
             return self._service.replaced is None
         self._take(Awake())  # what arrived is the first to notice that it was away
         return self._is_sure() and self._service.replaced is None
@@ -196,7 +196,7 @@ class TenureWatch:
 
     def _take(self, event: Event) -> None:
         with self._changed:
-            instructions = self._tenure.handle(event, self._clock.now())
+            instructions = self._fence.handle(event, self._clock.now())
             self._changed.notify_all()
         for instruction in instructions:
             match instruction:

@@ -1,4 +1,4 @@
-"""How tensors travel between the tasks of a cluster, as users choose it.
+"""Transport options of users: TLS, token file, and ``auto`` or ``grpc`` for tensors.
 
 Imports no gRPC: whoever starts tasks need not have loaded it.
 """

@@ -1,4 +1,4 @@
-"""The values of a cluster's variables: made, read and written piece by piece."""
+"""Values of a cluster's variables: initialize, read and write them piece by piece."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence

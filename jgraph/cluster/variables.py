@@ -1,4 +1,4 @@
-"""Which variables a cluster holds and where, as one client knows it."""
+"""Variable directory of a client: the task of every variable, known or to be chosen."""
 
 from collections.abc import Iterable, Sequence
 from typing import final

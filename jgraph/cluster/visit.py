@@ -1,4 +1,4 @@
-"""A look at a cluster from outside: nobody waits for tasks that are missing."""
+"""Inspection of a cluster from outside, without waiting for missing tasks."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ from jgraph.rpc.transport import Address, Frame
 
 
 @final
-class Visit:
-    """What one may ask a cluster without joining it; made by ``visiting``."""
+class ClusterInspector:
+    """What one may ask a cluster without joining it; made by ``inspecting``."""
 
     def __init__(
         self, transport: GrpcTransport, address: Address, timeout_s: float
@@ -90,13 +90,13 @@ class Visit:
 
 
 @contextmanager
-def visiting(
+def inspecting(
     target: str,
     *,
     timeout_s: float = 10.0,
     tls: TLSFiles | None = None,
     token_file: str | os.PathLike[str] | None = None,
-) -> Iterator[Visit]:
+) -> Iterator[ClusterInspector]:
     """Connects to a cluster through any of its servers, for a look.
 
     Args:
@@ -119,7 +119,7 @@ def visiting(
 
     transport = loop.run(make())
     try:
-        yield Visit(transport, address, timeout_s)
+        yield ClusterInspector(transport, address, timeout_s)
     finally:
         loop.run(transport.close())
 
@@ -136,5 +136,7 @@ def status_of(
     Raises:
       ClusterUnreachableError: nothing of ours listens there.
     """
-    with visiting(target, timeout_s=timeout_s, tls=tls, token_file=token_file) as visit:
+    with inspecting(
+        target, timeout_s=timeout_s, tls=tls, token_file=token_file
+    ) as visit:
         return visit.status()

@@ -1,4 +1,4 @@
-"""Waiting until the tasks of a cluster answer, also after some were started again."""
+"""Waiting until all tasks of a cluster answer, also after restarts."""
 
 import threading
 from collections.abc import Mapping

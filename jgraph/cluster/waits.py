@@ -1,4 +1,4 @@
-"""What the steps of a task wait for: told by the task, read by the client."""
+"""Step waits: the values and tasks that unfinished steps of a task wait for."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""Who and when: state machines without clock, thread, socket or file. Pure."""
+"""State machines without clock, thread, socket or file. Pure."""

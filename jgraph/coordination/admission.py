@@ -1,4 +1,4 @@
-"""Bounded staleness: who may read now, so that no gradient gets too old.
+"""Bounded staleness: admits a step's read only if no gradient gets too old.
 
 The staleness of a gradient is the number of updates by others that were applied to a
 ps between its read there and its own update. It is bounded where it begins. A gradient

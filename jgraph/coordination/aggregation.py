@@ -1,4 +1,4 @@
-"""Synchronous steps: which contributions make up the next update of the model.
+"""Synchronous aggregation: the arbiter picks the contributions of each update.
 
 Two machines. Every ps has a ``SyncGate``: it lets a replica's step read only at a
 version that the replica has not contributed to, and keeps what replicas contribute.

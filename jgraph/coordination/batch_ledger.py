@@ -1,4 +1,4 @@
-"""Which batches of a run are done, as its client learns from reports.
+"""Ledger of finished batches, kept from reports, to deal the others again.
 
 Enough to go on without the master that dealt them: what was dealt and is not known as
 done is dealt again.

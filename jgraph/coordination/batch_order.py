@@ -1,4 +1,4 @@
-"""All batches of a plan as one endless row, epoch after epoch, in the order dealt."""
+"""Batch order: all batches of a plan in one endless sequence, epoch after epoch."""
 
 import bisect
 import itertools

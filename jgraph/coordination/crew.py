@@ -1,4 +1,4 @@
-"""Who takes part in a run that looks after itself: workers are lost, and come back.
+"""Run supervisor: workers that are lost and come back, rounds, pauses and the end.
 
 In asynchronous training each worker runs a loop. One that was lost gets another loop as
 soon as its worker is prepared; the run is over when the data is, or when all were told
@@ -53,13 +53,13 @@ class LoopLost:
 
 @final
 @dataclass(frozen=True, slots=True)
-class RowBegan:
+class RoundBegan:
     """A loop that decides began; nobody asked for it here."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class RowEnded:
+class RoundEnded:
     """The loop that decides ended: "done", "stopped", "paused" or "alone"."""
 
     state: str
@@ -97,13 +97,13 @@ class StopAsked:
 
 @final
 @dataclass(frozen=True, slots=True)
-class RestAsked:
+class RestartAsked:
     """A ps is told to end, and needs all loops to end first."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Rested:
+class Restarted:
     """All ps are there, and hold what they held when the run came to rest.
 
     Again: one of them was told to end since.
@@ -130,14 +130,14 @@ Event: TypeAlias = (
     LoopBegan
     | LoopEnded
     | LoopLost
-    | RowBegan
-    | RowEnded
+    | RoundBegan
+    | RoundEnded
     | WorkerAnswered
     | WorkerReady
     | WorkerNotReady
     | StopAsked
-    | RestAsked
-    | Rested
+    | RestartAsked
+    | Restarted
     | Failed
     | TimePassed
 )
@@ -192,7 +192,7 @@ Instruction: TypeAlias = Prepare | Begin | Pause | LeaveOut | Rest | Over
 
 
 @final
-class Crew:
+class Supervisor:
     """State machine of the workers of one run.
 
     Args:
@@ -200,7 +200,7 @@ class Crew:
       wait_s: how long a run without workers waits for one.
 
     Example:
-      >>> crew = Crew(together=False)
+      >>> crew = Supervisor(together=False)
       >>> lost = LoopLost(1, TaskLostError("gone"))
       >>> [crew.handle(event, 0.0) for event in (LoopBegan(0), LoopBegan(1), lost)]
       [[], [], []]
@@ -249,7 +249,7 @@ class Crew:
             case WorkerAnswered(replica) if replica in self.missing:
                 self._standing[replica] = "preparing"
                 return [Prepare(replica)]
-            case RestAsked() if not (self._end or self._resting):
+            case RestartAsked() if not (self._end or self._resting):
                 self._resting = "asked"
                 if self._of("running") and not self._pausing:
                     self._pausing = self._together
@@ -270,11 +270,11 @@ class Crew:
                 self._standing[replica] = "lost"
             case LoopEnded(replica, state):
                 self._ended(replica, state)
-            case RowBegan():
+            case RoundBegan():
                 self._row = "running"
-            case RowEnded(state):
+            case RoundEnded(state):
                 self._row_ended(state)
-            case Rested(again):
+            case Restarted(again):
                 self._resting = "asked" if again else ""
             case StopAsked() if self._row != "running" or self._resting:
                 # A loop that decides ends by itself, and says how.

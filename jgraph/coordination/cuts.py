@@ -1,4 +1,4 @@
-"""When the loops of asynchronous training stand still, so that their run can be saved.
+"""Halts of asynchronous training: loops pause together, so that a run can be saved.
 
 Each worker tells after some steps how many of its batches are applied. Once a multiple
 of ``every`` is passed, all are asked to halt: they begin no more steps, and say what is

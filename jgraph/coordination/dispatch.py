@@ -1,4 +1,4 @@
-"""Dealing out data: which worker gets which batches, and what becomes of lost ones.
+"""Data dispatch: leases of batches to workers; the batches of lost ones dealt again.
 
 Batches wait in the order of the epoch. A worker asks for some ahead of need and gets
 leases, pieces of slots; a fast one asks more often. It tells how many batches it has

@@ -1,4 +1,4 @@
-"""Masters of runs, one after the other: orders of one that was replaced are refused."""
+"""Master terms (fencing): orders of a master that was replaced are refused."""
 
 from collections import OrderedDict
 from typing import Final, final
@@ -10,11 +10,11 @@ _KEPT: Final = 256
 
 
 @final
-class Epochs:
+class MasterTerms:
     """The newest master that a task has heard of, by run.
 
     Example:
-      >>> epochs = Epochs()
+      >>> epochs = MasterTerms()
       >>> epochs.check("run-1", 1), epochs.check("run-1", 2)
       (None, None)
       >>> epochs.check("run-1", 1)

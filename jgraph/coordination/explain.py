@@ -1,4 +1,4 @@
-"""Who waits for whom: what the tasks tell of their steps, put together."""
+"""Explanation of stuck steps: combines the tasks' step waits into a wait-for list."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradients are not finite: they end their loop, and are named."""
+"""Check for NaN and infinity in a step's results; one that fails ends the loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

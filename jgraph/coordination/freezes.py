@@ -1,4 +1,4 @@
-"""Which tasks to kill because they have been frozen for too long.
+"""Frozen processes: decides which tasks to kill after being frozen for too long.
 
 A frozen process (SIGSTOP) holds its port and its connections, so nobody can have its
 place: it is killed, and then it is started again like any other that died. Only what

@@ -1,4 +1,4 @@
-"""When a step may be told of: once every change that it made is kept a second time."""
+"""Commit tracking: a step is acknowledged once all its changes are replicated."""
 
 from collections.abc import Hashable
 from typing import Generic, TypeVar, final
@@ -7,13 +7,13 @@ StepT = TypeVar("StepT", bound=Hashable)
 
 
 @final
-class KeptUpdates(Generic[StepT]):
+class CommitTracker(Generic[StepT]):
     """State machine of one stream of numbered records.
 
     Records are made in order, and are kept in order: a number stands for all before it.
 
     Example:
-      >>> updates = KeptUpdates()
+      >>> updates = CommitTracker()
       >>> updates.made("step 1"), updates.made("step 2")
       (1, 2)
       >>> updates.over("step 1"), updates.kept(1), updates.over("step 2")

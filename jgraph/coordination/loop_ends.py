@@ -1,4 +1,4 @@
-"""What the end of a loop by an error means for the run."""
+"""Loop outcome: judges whether the error that ended a loop is a loss or a failure."""
 
 from collections.abc import Mapping
 from enum import Enum, auto
@@ -13,12 +13,12 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 
-OF_A_BATCH: Final = (NonFiniteError, RowIdError)
+BATCH_ERRORS: Final = (NonFiniteError, RowIdError)
 """Errors of a step that is not applied, whose worker and tasks are well."""
 
 
 @final
-class Verdict(Enum):
+class LoopOutcome(Enum):
     """Why a loop ended."""
 
     MASTER_LOST = auto()
@@ -27,7 +27,7 @@ class Verdict(Enum):
     WORKER_LOST = auto()
     """The master lost the worker."""
 
-    DECIDER_LOST = auto()
+    ARBITER_LOST = auto()
     """The master lost who decides in synchronous training."""
 
     LINK_LOST = auto()
@@ -42,7 +42,7 @@ class Verdict(Enum):
 
 def judge(
     error: JGError, task: TaskName, master: TaskName, *, decides: bool
-) -> Verdict:
+) -> LoopOutcome:
     """Returns what the end of a loop means.
 
     Args:
@@ -56,21 +56,21 @@ def judge(
       >>> judge(TaskLostError("gone", task=ps), worker, master, decides=False).name
       'LINK_LOST'
     """
-    if isinstance(error, OF_A_BATCH):
-        return Verdict.UNWELL
+    if isinstance(error, BATCH_ERRORS):
+        return LoopOutcome.UNWELL
     if not isinstance(error, TaskLostError | ClusterUnreachableError):
-        return Verdict.FAILED
+        return LoopOutcome.FAILED
     named = error.details.get("task")
     if not named or named == task == master:
-        return Verdict.MASTER_LOST
+        return LoopOutcome.MASTER_LOST
     if named == task:
-        return Verdict.DECIDER_LOST if decides else Verdict.WORKER_LOST
+        return LoopOutcome.ARBITER_LOST if decides else LoopOutcome.WORKER_LOST
     if decides:
-        return Verdict.MASTER_LOST if named == master else Verdict.FAILED
-    return Verdict.LINK_LOST
+        return LoopOutcome.MASTER_LOST if named == master else LoopOutcome.FAILED
+    return LoopOutcome.LINK_LOST
 
 
-def is_cut_off(
+def is_link_loss(
     named: TaskName, began: Mapping[TaskName, str], ready: Mapping[TaskName, str]
 ) -> bool:
     """Whether only its link is lost to a worker that says it lost another task.
@@ -82,7 +82,7 @@ def is_cut_off(
 
     Example:
       >>> ps = TaskName("/job:ps/task:0")
-      >>> is_cut_off(ps, {ps: "a"}, {ps: "a"}), is_cut_off(ps, {ps: "a"}, {ps: "b"})
+      >>> is_link_loss(ps, {ps: "a"}, {ps: "a"}), is_link_loss(ps, {ps: "a"}, {ps: "b"})
       (True, False)
     """
     return named in ready and ready[named] == began.get(named)

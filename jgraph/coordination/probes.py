@@ -1,4 +1,4 @@
-"""Probes: steps that show how fast tasks and links are, and what they tell.
+"""Benchmark probes: functions that measure task speed and link bandwidth.
 
 ``speed_probe`` computes the same on each of its tasks; ``link_probe`` sends, one after
 the other, over every link. Both are ordinary functions for ``jgraph.graph.trace``: what

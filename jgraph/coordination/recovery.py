@@ -1,4 +1,4 @@
-"""Whether a run that lost tasks goes back to a checkpoint, or ends."""
+"""Recovery decision: a run that lost tasks goes back to a checkpoint, or ends."""
 
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final

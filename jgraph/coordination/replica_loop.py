@@ -1,4 +1,4 @@
-"""The loop of one replica: k steps in a row, driven by the worker's own server.
+"""Replica loop: pipelined steps of one worker, driven by the worker's own server.
 
 A step is *computed* when the worker's part is done (its gradients are on their way)
 and *acknowledged* when every task has applied its updates. The next step starts as

@@ -1,4 +1,4 @@
-"""Which tasks to start again: one that keeps dying is left alone.
+"""Restart policy: decides which tasks to start again, and stops after a crash loop.
 
 The shell waits for the ends of the tasks' processes, each is an event. Processes that
 die while they start count like all others, so that a port which another process holds

@@ -1,4 +1,4 @@
-"""Waiting for a cluster: which of the listed tasks have answered.
+"""Join barrier: waits until all listed tasks of a cluster have answered.
 
 The shell asks every task; each answer or refusal is an event. The call is over when all
 have answered or the time is up, and then it names who is missing and why.
@@ -67,11 +67,11 @@ Instruction: TypeAlias = AskAgain | Complete | GiveUp
 
 
 @final
-class RollCall:
+class JoinBarrier:
     """State machine of one wait for all tasks.
 
     Example:
-      >>> call = RollCall({TaskName("/job:ps/task:0"): "localhost:1"})
+      >>> call = JoinBarrier({TaskName("/job:ps/task:0"): "localhost:1"})
       >>> call.handle(TaskAnswered(TaskName("/job:ps/task:0"), 7))
       [Complete()]
     """

@@ -1,4 +1,4 @@
-"""When every node of one step ran, on all its tasks, by one clock.
+"""RunMetadata of a traced step: times of all nodes on all tasks, by one clock.
 
 The clocks of two machines have nothing to do with each other. Every message bounds
 their difference: it cannot arrive before it was sent. From all messages of a step in

@@ -1,4 +1,4 @@
-"""From which version a run goes on after losses: one that all its ps can have.
+"""Common version after losses: the newest update that every parameter server can have.
 
 A version is the number of synchronous updates since the records of a run began. Nobody
 decides an update before the one before it is made, and kept a second time, on every ps.

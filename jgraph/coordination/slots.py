@@ -1,4 +1,4 @@
-"""Data slots: how a data set is cut, and in which order the pieces come.
+"""Data slots: how a data set is cut into units of dealing, and their order.
 
 The parts of the data, such as files, follow each other: their examples are numbered
 through. A slot is some batches that are neighbours there, of as many parts as these lie

@@ -1,4 +1,4 @@
-"""One step as its driver sees it: who still has to finish, and what ends it.
+"""Step tracker: the parts of one step that are not done yet, and how it ends.
 
 States of a step: *running* until every part is done or one part fails; then *over*.
 The first failure decides: it is what the caller sees, and every other part is aborted.

@@ -1,4 +1,4 @@
-"""A run whose master is lost: who has its place, and how the run goes on there.
+"""Succession of masters: picks the standby of a run, and what it has to restart.
 
 The heir knows what made the run and what its loops told. It ends the loops that go on,
 which tell in an account what the old master has not passed on any more; then it begins
@@ -14,7 +14,7 @@ from jgraph.coordination.crew import (
     Failed,
     LoopEnded,
     LoopLost,
-    RowEnded,
+    RoundEnded,
     StopAsked,
     WorkerReady,
 )
@@ -25,7 +25,7 @@ Accounts: TypeAlias = Mapping[int, str | JGError]
 _ON_A_PS: Final = "/job:ps/"
 
 
-def heir_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
+def standby_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
     """Returns who goes on with the runs of a master; None: nobody could.
 
     A run needs every ps. So the first one is the heir, and a ps that is the master
@@ -37,7 +37,7 @@ def heir_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
 
     Example:
       >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
-      >>> heir_of([worker, ps], worker), heir_of([worker, ps], ps)
+      >>> standby_of([worker, ps], worker), standby_of([worker, ps], ps)
       ('/job:ps/task:0', None)
     """
     if master.startswith(_ON_A_PS):
@@ -45,13 +45,13 @@ def heir_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
     return min((task for task in tasks if task.startswith(_ON_A_PS)), default=None)
 
 
-def begin_anew(
+def resume_events(
     accounts: Accounts,
     row: str | JGError | None = None,
     *,
     stopping: bool = False,
 ) -> Iterator[Event]:
-    """Returns what a new ``Crew`` is told of loops that a lost master had begun.
+    """Returns what a new ``Supervisor`` is told of loops that a lost master had begun.
 
     Args:
       accounts: how the last loop of each replica ended, or why nobody can say.
@@ -59,10 +59,10 @@ def begin_anew(
       stopping: the run was asked to stop.
 
     Example:
-      >>> from jgraph.coordination.crew import Crew
+      >>> from jgraph.coordination.crew import Supervisor
       >>> from jgraph.errors import TaskLostError
-      >>> crew, lost = Crew(together=False), TaskLostError("gone")
-      >>> events = begin_anew({0: "stopped", 1: lost})
+      >>> crew, lost = Supervisor(together=False), TaskLostError("gone")
+      >>> events = resume_events({0: "stopped", 1: lost})
       >>> [crew.handle(event, 0.0) for event in events], crew.missing
       ([[], [Begin(replicas=(0,))]], [1])
     """
@@ -100,4 +100,4 @@ def _together(
     if stopping:
         yield StopAsked()
     # It may have ended because its master was gone.
-    yield RowEnded("paused" if row == "stopped" and not stopping else row)
+    yield RoundEnded("paused" if row == "stopped" and not stopping else row)

@@ -1,4 +1,4 @@
-"""Whether a worker hears from its master, and what it does when it does not.
+"""Master lease of a loop: it starts no step while its master does not answer.
 
 It does not train unsupervised: after ``lease_s`` without an answer it begins no step,
 and goes on as soon as there is one. What a master answers, it answers to the loop that
@@ -77,7 +77,7 @@ Instruction: TypeAlias = Ask | AskAgain | Pause | GoOn | GiveUp
 
 
 @final
-class Supervision:
+class LeaseTracker:
     """State machine of one loop.
 
     Args:
@@ -86,7 +86,7 @@ class Supervision:
       end_s: after so long without one, the loop ends.
 
     Example:
-      >>> supervision = Supervision(now=0.0)
+      >>> supervision = LeaseTracker(now=0.0)
       >>> supervision.handle(TimePassed(), now=5.0)
       [Pause(), Ask()]
       >>> supervision.handle(Answered(), now=6.0)

@@ -1,4 +1,4 @@
-"""The data of synchronous training: who holds which batch, and which have counted.
+"""Data ledger of synchronous training: batches dealt, given back and counted.
 
 A batch is not dealt yet, held by one replica, given back, or counted. It counts when
 the update that its contribution is part of is decided, and never twice. A contribution

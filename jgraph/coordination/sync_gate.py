@@ -1,4 +1,4 @@
-"""The gate of one ps in synchronous training; see ``aggregation`` for the whole."""
+"""Synchronous gate of one ps; see ``aggregation`` for the whole."""
 
 from dataclasses import dataclass
 from typing import TypeAlias, final

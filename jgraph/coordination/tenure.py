@@ -1,4 +1,4 @@
-"""Whether a process that was away still has the place of its task.
+"""Self-fencing: after a pause, a process checks that its task was not restarted.
 
 A process that was stopped, or whose machine slept, cannot know whether its task was
 given up meanwhile and started again elsewhere. So before it says or writes anything it
@@ -75,7 +75,7 @@ Instruction: TypeAlias = Ask | AskAgain | GoOn | Leave
 
 
 @final
-class Tenure:
+class SelfFence:
     """State machine of one process.
 
     Args:
@@ -86,7 +86,7 @@ class Tenure:
       state: ``"doubt"``: nothing may be said or written until it is known.
 
     Example:
-      >>> tenure = Tenure(now=0.0)
+      >>> tenure = SelfFence(now=0.0)
       >>> tenure.handle(Awake(), now=1.0), tenure.is_sure(now=2.0)
       ([], True)
       >>> tenure.is_sure(now=61.0), tenure.handle(Awake(), now=61.0)

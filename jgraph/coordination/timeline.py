@@ -1,4 +1,4 @@
-"""The timeline of a traced step: for Perfetto and chrome://tracing, and as a picture.
+"""Timeline of a traced step: for Perfetto and chrome://tracing, and as a picture.
 
 Source: "Trace Event Format", Google, 2016; ``tensorflow/python/client/timeline.py``
 made the same of TensorFlow's ``RunMetadata``.

@@ -1,4 +1,4 @@
-"""The roots of the tree of errors, and what they have in common."""
+"""Base classes of all errors: stable codes and details."""
 
 from html import escape
 from typing import Any, ClassVar

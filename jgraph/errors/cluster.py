@@ -1,4 +1,4 @@
-"""Errors of clusters: they cannot do it now."""
+"""Errors of clusters: a request that cannot be served now."""
 
 from jgraph.errors.base import ClusterError
 

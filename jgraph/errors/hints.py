@@ -1,4 +1,4 @@
-"""What to write instead of names that are often looked for, and are not there."""
+"""Hints for names that users look for and that do not exist here."""
 
 import functools
 import inspect

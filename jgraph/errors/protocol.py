@@ -1,4 +1,4 @@
-"""Errors of protocol: the other side sent what it must not send."""
+"""Errors of the wire protocol: malformed or forbidden messages from a peer."""
 
 from jgraph.errors.base import ProtocolError
 

@@ -1,4 +1,4 @@
-"""Errors of users' programs: what was asked cannot be done; fix the call."""
+"""Errors of users' programs: invalid requests; the call has to be fixed."""
 
 from jgraph.errors.base import UserError
 

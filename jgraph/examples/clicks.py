@@ -1,4 +1,4 @@
-"""Clicks that nobody made: ids by a law of Zipf, labels by a fixed teacher."""
+"""Synthetic clicks: ids by a law of Zipf, labels by a fixed teacher."""
 
 from typing import Any, TypeAlias
 

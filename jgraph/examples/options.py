@@ -1,4 +1,4 @@
-"""What every example is told, and what it tells."""
+"""Options of every example, and the lines that each prints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""What: tracing a function over variables to one checked dataflow graph. Pure."""
+"""Tracing: a function over variables becomes one checked dataflow graph. Pure."""

@@ -1,4 +1,4 @@
-"""Functions that run alone: each call is a segment of its own, in program order.
+"""Isolated functions: each call is a segment of its own, in program order.
 
 Of all other operations, cutting makes as few segments as it can, and they run as soon
 as their inputs are there. A call of an ``Alone`` function is one segment whatever is

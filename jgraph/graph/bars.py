@@ -1,4 +1,4 @@
-"""Bar charts over time as SVG: a lane for each task, a bar for each thing it did."""
+"""Bar charts over time (Gantt charts) as SVG: a lane per task, a bar per activity."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Checking a graph: what must hold before anybody plans or ships it.
+"""Graph validation: the invariants of every graph that is planned or shipped.
 
 A finding shows the equation, its neighbours, and the line of the user's code.
 """

@@ -1,4 +1,4 @@
-"""Errors of Python code that asked a traced array for its value, in a user's words."""
+"""Errors of code that needs the concrete value of a traced array, in a user's words."""
 
 from types import TracebackType
 

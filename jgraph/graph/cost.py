@@ -1,4 +1,4 @@
-"""What equations cost, counted from their shapes: operations, and memory at a time."""
+"""Cost of equations, from their shapes: FLOPs, and peak memory."""
 
 import math
 from collections.abc import Container, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Where keys are among those of a hash table: the operation that a model states.
+"""The ``find_keys`` primitive: positions of keys among the keys of a hash table.
 
 In a process that holds all of a table, ``find_keys`` is a binary search. A trainer that
 sees it in a loss knows by it that the rows looked up are those of a hash table, and

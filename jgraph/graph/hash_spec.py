@@ -1,4 +1,4 @@
-"""What a hash table is: its rows, its budget, which keys come in and which go.
+"""Specification of a hash table: row size, budget, admission and eviction policies.
 
 Plain data: a table is made from it on every ps that has a shard, without code of the
 user. The keys are any int64; a row belongs to its key, in whichever shard.

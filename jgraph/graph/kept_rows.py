@@ -1,4 +1,4 @@
-"""Rows of a table on their way to its shards, and back from there.
+"""Padded rows: rows of a table cut by shard, as they travel to its shards and back.
 
 Where an optimizer changes rows that a step did not look up, the gradient of the rows is
 spread over the whole table, shard by shard, where the shards are.

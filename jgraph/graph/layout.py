@@ -1,4 +1,4 @@
-"""Where boxes and lines of a view lie: a region per lane, rows downwards.
+"""Graph layout: positions of boxes and lines, a region per lane, rows downwards.
 
 Every box has a place in a grid, so that lines over several rows can run between the
 columns and are never behind a box.

@@ -1,4 +1,4 @@
-"""Reads inside loops move before the loop, so the loop need not live with the variable.
+"""Read hoisting: reads of variables inside loops move before the loop.
 
 A loop over a Ref would have to run on the task of the variable. When its bodies only
 read, the value is read once before, and the loop runs over a private Ref that holds

@@ -1,4 +1,4 @@
-"""Operations on rows of tables: which rows a step needs, and which shard has them.
+"""Primitives for rows of sharded tables: unique ids, routing, merging, splitting.
 
 A graph states them on arrays of fixed length, padded at the end, so that
 ``eval_graph`` can run it anywhere. The runtime moves only the rows that are there.

@@ -1,4 +1,4 @@
-"""What a picture is of: items in lanes, links between them, and groups of items.
+"""Scene: the content of a picture, as items in lanes, links and groups.
 
 A picture must be readable with 5 items and with 5,000. Items are grouped by the
 user's scopes, and what one group has too many of is taken in pieces.

@@ -1,4 +1,4 @@
-"""Choosing what to run of a graph, and giving results their structure back."""
+"""Selection of the part of a graph to run, and the structure of its results."""
 
 import difflib
 from collections.abc import Collection, Sequence

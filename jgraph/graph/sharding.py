@@ -1,4 +1,4 @@
-"""How an array lies in shards: along which axis, how much of it in each."""
+"""Sharding of an array: the axis it is cut along, and the size of every shard."""
 
 import math
 from collections.abc import Callable, Sequence

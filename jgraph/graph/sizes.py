@@ -1,4 +1,4 @@
-"""Sizes that are names: a graph traced for ``b`` examples serves any number of them.
+"""Symbolic sizes: a graph traced for ``b`` examples serves any number of them.
 
 A dimension of an array is a number, or an expression of JAX over names, such as ``b``
 or ``2*b``. What needs a number before there is one (placing by bytes, pictures) takes

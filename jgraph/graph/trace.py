@@ -1,4 +1,4 @@
-"""Tracing: a Python function over variables becomes a Graph."""
+"""Tracing of a Python function over variables to a Graph."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _TRACE = jax.make_user_context(0)
 _counter = itertools.count(1)
 
 # What JAX raises about code that it cannot trace.
-_TOLD_BETTER = (
+_TRACING_ERRORS = (
     NotImplementedError,
     TypeError,
     ValueError,
@@ -146,7 +146,7 @@ def _run(
             [v.spec.aval for v in traced.known],
             [f.aval for f in feeds],
         )
-    except _TOLD_BETTER as error:
+    except _TRACING_ERRORS as error:
         if (clear := as_graph_error(error, title)) is not None:
             raise clear from error
         # Some transformations do not know Refs; JAX says so in words of its inside.

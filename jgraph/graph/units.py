@@ -1,4 +1,4 @@
-"""Quantities in words."""
+"""Text of quantities: bytes, FLOPs, counts, lists of names."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Short loops over several tasks: a scan becomes its turns, one after the other.
+"""Loop unrolling: a short scan over several tasks becomes its iterations in order.
 
 A loop is one operation and runs on one task. A scan whose body names several tasks is
 taken apart, so that its operations are placed like any others; equal turns are equal

@@ -1,4 +1,4 @@
-"""How pictures look, and the script in them: zoom, drag, open, highlight."""
+"""Style and script of pictures: zoom, drag, open, highlight."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Which task of a cluster a server is, where nobody says so on its command line."""
+"""Identity of a server, from environment variables of Slurm or Kubernetes."""
 
 import re
 from collections.abc import Mapping

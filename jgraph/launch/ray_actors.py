@@ -1,4 +1,4 @@
-"""The actors of a cluster's tasks, as the process that made them sees them.
+"""Ray actors of a cluster's tasks, as the process that made them sees them.
 
 They lie in a placement group, a bundle each: it keeps a task's resources while it is
 dead, and brings it back to the host that its address names.

@@ -1,4 +1,4 @@
-"""What runs in Ray's processes: a task's server as an actor, and its log.
+"""Ray actor of one task: its server and its log.
 
 Ray makes an actor that died again with the arguments that it had, so they say all that
 there is to know: the whole cluster, with the task's own address in it. Imports no JAX,
@@ -91,10 +91,10 @@ def _serving(order: RayOrder) -> "Server":
 
     if order.cpu_only:
         jax.config.update("jax_platforms", "cpu")
-    from jgraph.cluster.own_process import settle_process
+    from jgraph.cluster.own_process import set_up_process
     from jgraph.cluster.server import Server
 
-    settle_process()
+    set_up_process()
     spec = ClusterSpec.from_json(order.cluster)
     listed, here = spec.address(order.task).rpartition(":")[0], own_host()
     if listed != here:

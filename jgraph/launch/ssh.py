@@ -32,7 +32,7 @@ from jgraph.launch.remote import RemoteProcess, ssh_to
 from jgraph.rpc.certificates import make_certificates
 
 _LOG = logging.getLogger("jgraph.launch")
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 _START_S: Final = 90.0
 _END_S: Final = 40.0
 _CHECK_S: Final = 20.0
@@ -110,7 +110,7 @@ class HostsCluster:
             with suppress(ClusterUnreachableError):
                 status = status_of(self.target, tls=self.certificates)
                 missing = [str(task) for task in status.missing]
-            pause.wait(_LOOK_S if missing else 0)
+            pause.wait(_POLL_S if missing else 0)
         self._restarter = Restarter(
             self._remotes,
             self.spec,

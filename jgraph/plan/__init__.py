@@ -1,1 +1,1 @@
-"""Where: placing, cutting into partitions and segments, lowering to a Program. Pure."""
+"""Planning: placement, partitions, segments, lowering to a Program. Pure."""

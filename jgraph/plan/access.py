@@ -1,4 +1,4 @@
-"""How a graph uses its sharded variables and its tables of rows."""
+"""Accesses of a graph: its sharded variables, and its tables used by rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from jgraph._compat import Equation, Literal, Var
 from jgraph.graph.ir import Graph
 from jgraph.graph.rows import Layout
 from jgraph.graph.sharding import Sharding
-from jgraph.plan.cuts import Cut
+from jgraph.plan.cuts import ShardedLayout
 
 _STATE = {"get": 1, "swap": 2, "addupdate": 2}
 
@@ -67,15 +67,15 @@ class Accesses:
         atoms = [v for v in equation.invars if not isinstance(v, Literal)]
         return list(dict.fromkeys(self.refs[v] for v in atoms if v in self.refs))
 
-    def whole(self, equation: Equation) -> Cut | None:
+    def whole(self, equation: Equation) -> ShardedLayout | None:
         """Returns the cut of the sharded variable that is read or written whole."""
         index = self._index(equation)
         if index is None or index or not self.touched(equation):
             return None
         variable = self.graph.variables[self.touched(equation)[0]]
-        return None if variable.sharding is None else Cut(variable.sharding)
+        return None if variable.sharding is None else ShardedLayout(variable.sharding)
 
-    def rows(self, equation: Equation) -> Cut | None:
+    def rows(self, equation: Equation) -> ShardedLayout | None:
         """Returns the cut of the rows that ``T[unique]`` reads or writes."""
         index = self._index(equation)
         if index is None or len(index) != 1 or index[0] not in self.unique:
@@ -87,9 +87,9 @@ class Accesses:
         rows = params["rows"] if "rows" in params else params["layout"].rows
         if sharding.axis or rows != table.shape[0]:
             return None
-        return Cut(sharding, number)
+        return ShardedLayout(sharding, number)
 
-    def handed_in(self, equation: Equation) -> Cut | None:
+    def handed_in(self, equation: Equation) -> ShardedLayout | None:
         """Returns the cut of the rows that ``cut_rows`` gives to their shards."""
         if equation.primitive.name != "cut_rows":
             return None
@@ -97,14 +97,14 @@ class Accesses:
         layout = equation.params["layout"]
         if layout not in self.layouts.get(number, ()):
             return None
-        return Cut(Sharding(layout), number)
+        return ShardedLayout(Sharding(layout), number)
 
-    def spread(self, equation: Equation) -> Cut | None:
+    def spread(self, equation: Equation) -> ShardedLayout | None:
         """Returns the cut of the rows that ``spread_rows`` makes a whole table of."""
         if equation.primitive.name != "spread_rows":
             return None
         layout = equation.params["layout"]
-        return Cut(Sharding(layout), self.unique[equation.invars[0]])
+        return ShardedLayout(Sharding(layout), self.unique[equation.invars[0]])
 
     def _index(self, equation: Equation) -> list[Any] | None:
         """Returns what a plain access takes of axis 0: nothing if it takes all.

@@ -1,4 +1,4 @@
-"""Synchronous training as two programs: contribute, and apply the mean.
+"""Synchronous training as two programs: contribute gradients, apply their mean.
 
 To the planner both are ordinary graphs, and what is averaged are ordinary variables
 that live on the task of what they update. The gradient graph writes them, the apply

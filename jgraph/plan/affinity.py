@@ -1,4 +1,4 @@
-"""What an update computes element by element, from which variables.
+"""Elementwise affinity: variables that an update combines element by element.
 
 Adam's moments belong beside their parameter: apart, each step would send them. The
 passes need no names; they follow each written value back through elementwise operations

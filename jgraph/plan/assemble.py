@@ -1,4 +1,4 @@
-"""Assembling: clusters and crossings become the nodes of a Program.
+"""Assembly of a Program: segments and messages become the nodes of partitions.
 
 Nodes are emitted in an order in which the whole program can run, so each partition
 is in topological order, and no set of partitions can wait for each other.
@@ -12,7 +12,7 @@ from typing import final
 from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.ir import TaskName
 from jgraph.plan.builder import Builder
-from jgraph.plan.cut import Cluster, Cut
+from jgraph.plan.cut import Segmentation, SegmentGroup
 from jgraph.plan.flow import Op
 from jgraph.plan.lower import Segment, label_of, segment_of
 from jgraph.plan.lowered import Lowered
@@ -84,7 +84,7 @@ class Assembler:
       platforms: what each task's segments are exported for; ``("cpu",)`` if unset.
     """
 
-    cut: Cut
+    cut: Segmentation
     driver: TaskName
     platforms: Mapping[TaskName, tuple[str, ...]]
     edges: list[Edge] = field(default_factory=list)
@@ -171,7 +171,7 @@ class Assembler:
             return builder.constant(atom, self.cut.flow.consts[atom])
         return builder.ids[atom]
 
-    def _cluster(self, position: int, cluster: Cluster) -> None:
+    def _cluster(self, position: int, cluster: SegmentGroup) -> None:
         builder = self._builder(cluster.task)
         ops = [self.cut.flow.ops[i] for i in cluster.ops]
         leaving = self._leaving(position, cluster)
@@ -196,7 +196,7 @@ class Assembler:
             self._segment(builder, cluster, leaving)
         self._send(cluster.task, leaving)
 
-    def _leaving(self, position: int, cluster: Cluster) -> list[Var]:
+    def _leaving(self, position: int, cluster: SegmentGroup) -> list[Var]:
         fetched = set(_vars(self.cut.flow.fetches))
         made = [
             v
@@ -248,10 +248,10 @@ class Assembler:
                 node = SplitNode(values[0], tuple(values[1:]), outs)
         builder.nodes.append(node)
 
-    def _only_writes(self, cluster: Cluster) -> bool:
+    def _only_writes(self, cluster: SegmentGroup) -> bool:
         return all(self.cut.flow.ops[i].is_whole_write for i in cluster.ops)
 
-    def _awaited(self, builder: Builder, cluster: Cluster) -> set[int]:
+    def _awaited(self, builder: Builder, cluster: SegmentGroup) -> set[int]:
         """Returns the nodes that make what a cluster waits for and does not take."""
         wanted = {
             builder.ids[v] for i in cluster.roots for v in self.cut.awaited.get(i, ())
@@ -274,7 +274,9 @@ class Assembler:
         values = tuple(value for _, value in pairs)
         builder.nodes.append(WriteNode(variables, values, after))
 
-    def _segment(self, builder: Builder, cluster: Cluster, leaving: list[Var]) -> None:
+    def _segment(
+        self, builder: Builder, cluster: SegmentGroup, leaving: list[Var]
+    ) -> None:
         flow = self.cut.flow
         ops = [flow.ops[i] for i in cluster.ops]
         segment = segment_of(flow, ops, leaving)
@@ -317,7 +319,7 @@ class Assembler:
         if pairs:
             self._write(builder, pairs)
 
-    def _note(self, cluster: Cluster, segment: Segment, code: SegmentCode) -> None:
+    def _note(self, cluster: SegmentGroup, segment: Segment, code: SegmentCode) -> None:
         specs = self.cut.flow.graph.variables
         written = [
             *segment.updates,

@@ -1,4 +1,4 @@
-"""Automatic placement: where operations go so that a step takes least time.
+"""Automatic placement: assigns operations to tasks so that a step takes least time.
 
 A graph is taken apart into blocks; a search over tasks for them gives a few candidates;
 each of these, and everything on one task, is placed and cut as any graph is, and run on
@@ -15,7 +15,7 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey
 from jgraph.graph.units import bytes_text
 from jgraph.plan.affinity import companions
-from jgraph.plan.beside import neighbour, with_resolved_stamps
+from jgraph.plan.beside import colocated_with, with_resolved_stamps
 from jgraph.plan.blocks import Blocks, blocks_of
 from jgraph.plan.cost_model import CostModel
 from jgraph.plan.cut import cut
@@ -141,7 +141,7 @@ class _Arranging:
         }
         homes = [
             asked_tasks(v, self.where, self.variable_tasks)
-            if v.key in self.variable_tasks or neighbour(v.device, specs) is None
+            if v.key in self.variable_tasks or colocated_with(v.device, specs) is None
             else ()
             for v in specs
         ]
@@ -177,7 +177,7 @@ class _Arranging:
     def _beside(self) -> dict[int, int]:
         """Returns the variable of the graph that ops are to be beside."""
         stamps, specs = self.flow.graph.stamps, self.flow.graph.variables
-        found = {i: neighbour(stamps[i], specs) for i in self.flow.ops}
+        found = {i: colocated_with(stamps[i], specs) for i in self.flow.ops}
         return {i: other for i, other in found.items() if other is not None}
 
     def _tried(self, blocks: Blocks, assignment: Assignment) -> _Tried:

@@ -1,4 +1,4 @@
-"""Which operations can be done shard by shard, and along which axes.
+"""Sharding rules of operations: the axes along which each can be done by shards.
 
 ``operand_axes`` says, for a cut of the result along one axis, how the operands must be
 cut so that each shard of the result follows from one shard of each: the one table that

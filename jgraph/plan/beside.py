@@ -1,4 +1,4 @@
-"""Where ``colocate_with`` leads: the tasks of variables, once these are known."""
+"""Colocation: resolves ``colocate_with`` to the task of the named variable."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph, TaskName, VariableKey, VariableSpec
 
 
-def neighbour(device: DeviceSpec, variables: Sequence[VariableSpec]) -> int | None:
+def colocated_with(device: DeviceSpec, variables: Sequence[VariableSpec]) -> int | None:
     """Returns which of these a device is to be beside; None: none, or not one."""
     if device.beside is None:
         return None

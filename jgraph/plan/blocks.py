@@ -1,4 +1,4 @@
-"""Blocks: the operations of a graph in pieces that are worth placing one by one.
+"""Blocks: groups of operations that automatic placement moves as a unit.
 
 A block is a piece of one module (the user's scopes), or, where there are none, of a run
 of operations; forward and backward passes of a module are blocks of their own. Blocks
@@ -15,7 +15,7 @@ from jgraph._compat import Literal, Var
 from jgraph.graph.ir import TaskName
 from jgraph.graph.show import scopes_of
 from jgraph.plan.affinity import behind_writes, companions
-from jgraph.plan.beside import neighbour
+from jgraph.plan.beside import colocated_with
 from jgraph.plan.flow import Flow, Op
 from jgraph.plan.place import state_groups
 from jgraph.plan.spread import nbytes_of
@@ -146,7 +146,9 @@ class _Maker:
 
     def _neighbours(self) -> list[set[int]]:
         specs = self.flow.graph.variables
-        found = [(n, neighbour(spec.device, specs)) for n, spec in enumerate(specs)]
+        found = [
+            (n, colocated_with(spec.device, specs)) for n, spec in enumerate(specs)
+        ]
         return [{n, other} for n, other in found if other is not None]
 
     def cut(self) -> None:

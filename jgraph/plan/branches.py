@@ -1,4 +1,4 @@
-"""Conditionals on sharded values: both branches are computed, and one is chosen.
+"""Conditionals on sharded values: both branches are computed, then one is selected.
 
 A conditional runs whole on one task, and would gather what its branches take. As plain
 operations they run shard by shard like the rest of an update (optax.MultiSteps and its

@@ -1,4 +1,4 @@
-"""One partition while its nodes are emitted."""
+"""Builder of one partition: emits its nodes in order."""
 
 from dataclasses import dataclass, field
 from typing import Any, final

@@ -1,4 +1,4 @@
-"""Code of rows for any number of them.
+"""Row-polymorphic export: code of a segment for any number of rows.
 
 A graph has the rows of a step in arrays of fixed length, padded at the end. Where a
 segment does the same to every row, or adds rows of which the padding is zeros, its

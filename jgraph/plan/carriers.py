@@ -1,4 +1,4 @@
-"""Carriers: where a task learns the size that a name has in a step.
+"""Carriers: empty arrays whose shape tells a task the value of a symbolic size.
 
 XLA code for any size finds the sizes in the shapes of its arguments. An operation that
 mentions a name which none of its operands has, such as ``jnp.zeros(x.shape)``, takes an

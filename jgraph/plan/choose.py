@@ -1,13 +1,13 @@
-"""How an operation that nobody placed is done by shards, with least gathering."""
+"""Choice of a sharding for an unplaced operation: the one that gathers least."""
 
 from dataclasses import dataclass
 from typing import final
 
 from jgraph._compat import Atom, Equation
 from jgraph.plan.axes import Axes, combined_axes, operand_axes, result_axis
-from jgraph.plan.cuts import Cut, Values
+from jgraph.plan.cuts import ShardedLayout, Values
 from jgraph.plan.types import value_type
-from jgraph.plan.wanted import Wanted
+from jgraph.plan.wanted import WantedCuts
 
 
 @final
@@ -23,11 +23,11 @@ class Choice:
     """
 
     axes: Axes
-    cut: Cut
-    result: Cut | None
+    cut: ShardedLayout
+    result: ShardedLayout | None
     origin: str
 
-    def operands(self, equation: Equation) -> list[tuple[Atom, Cut | None]]:
+    def operands(self, equation: Equation) -> list[tuple[Atom, ShardedLayout | None]]:
         """Returns each operand and how it must be cut, None for whole."""
         return [
             (atom, None if axis is None else self.cut.at(axis))
@@ -35,7 +35,7 @@ class Choice:
         ]
 
 
-def choose(equation: Equation, values: Values, wanted: Wanted) -> Choice | None:
+def choose(equation: Equation, values: Values, wanted: WantedCuts) -> Choice | None:
     """Returns the way by shards that gathers least; None if there is none."""
     if equation.effects:
         return None
@@ -51,7 +51,9 @@ def choose(equation: Equation, values: Values, wanted: Wanted) -> Choice | None:
     return min(choices, key=lambda c: _cost(equation, values, c), default=None)
 
 
-def _carried(equation: Equation, position: int, cut: Cut, origin: str) -> list[Choice]:
+def _carried(
+    equation: Equation, position: int, cut: ShardedLayout, origin: str
+) -> list[Choice]:
     out = result_axis(equation, position, cut.axis)
     if out is not None:
         axes = operand_axes(equation, out)

@@ -1,4 +1,4 @@
-"""Cutting: placed operations become clusters, one per segment-to-be.
+"""Segmentation: placed operations are grouped, one group per segment-to-be.
 
 A cluster is a set of operations of one task that will run as one unit. Levels count
 the task changes between an operation and the end of the step; operations of equal
@@ -35,7 +35,7 @@ from jgraph.plan.updates import local_ways
 
 @final
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class SegmentGroup:
     """Operations of one task that run as one unit.
 
     Attributes:
@@ -55,7 +55,7 @@ class Cluster:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Segmentation:
     """Clusters in an order in which they can run, and who needs which value.
 
     Attributes:
@@ -66,12 +66,12 @@ class Cut:
     """
 
     flow: Flow
-    clusters: tuple[Cluster, ...]
+    clusters: tuple[SegmentGroup, ...]
     users: Mapping[Var, tuple[int, ...]]
     awaited: Mapping[int, Sequence[Var]]
 
 
-def cut(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> Cut:
+def cut(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> Segmentation:
     """Returns the clusters of a placed graph.
 
     Args:
@@ -416,7 +416,7 @@ class _Links:
             found.discard(n)
         return keys, members, successors
 
-    def finish(self, merged: list[tuple[TaskName, Kind, set[int]]]) -> Cut:
+    def finish(self, merged: list[tuple[TaskName, Kind, set[int]]]) -> Segmentation:
         """Returns the cut, with the clusters in an order in which they can run."""
         home = {i: n for n, (_, _, ops) in enumerate(merged) for i in ops}
         before: dict[int, set[int]] = {n: set() for n in range(len(merged))}
@@ -430,9 +430,9 @@ class _Links:
         for n in order:
             where, kind, roots = merged[n]
             ops = tuple(sorted(roots | self.copies(roots)))
-            clusters.append(Cluster(where, kind, ops, frozenset(roots)))
+            clusters.append(SegmentGroup(where, kind, ops, frozenset(roots)))
         home = {i: rank[n] for i, n in home.items()}
-        return Cut(self.flow, tuple(clusters), self._users(home), self.awaited)
+        return Segmentation(self.flow, tuple(clusters), self._users(home), self.awaited)
 
     def _users(self, home: dict[int, int]) -> dict[Var, tuple[int, ...]]:
         users: dict[Var, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Values of a graph that lie in shards, whole, or both."""
+"""Sharded values: values of a graph that exist by shards, whole, or both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ _ANYWHERE = DeviceSpec()
 
 @final
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardedLayout:
     """How a value lies in shards.
 
     Attributes:
@@ -42,7 +42,7 @@ class Cut:
         """Number of shards."""
         return self.sharding.shards
 
-    def at(self, axis: int) -> "Cut":
+    def at(self, axis: int) -> "ShardedLayout":
         """Returns the same cut along another axis."""
         return replace(self, sharding=self.sharding.at(axis))
 
@@ -64,12 +64,12 @@ class Value:
     """
 
     whole: Any = None
-    parts: dict[Cut, tuple[Any, ...]] = field(default_factory=dict)
+    parts: dict[ShardedLayout, tuple[Any, ...]] = field(default_factory=dict)
     gathered: dict[DeviceSpec, Any] = field(default_factory=dict)
     origin: str = ""
 
     @property
-    def cut(self) -> Cut | None:
+    def cut(self) -> ShardedLayout | None:
         """How it was cut first, None if it is only whole."""
         return next(iter(self.parts), None)
 
@@ -149,7 +149,7 @@ class Values:
             value.gathered[stamp] = self._join(value.cut, value.parts[value.cut])
         return value.gathered[stamp]
 
-    def parts(self, atom: Atom, cut: Cut) -> tuple[Any, ...]:
+    def parts(self, atom: Atom, cut: ShardedLayout) -> tuple[Any, ...]:
         """Returns the shards of a value, cut once."""
         value = self.of(atom)
         if cut not in value.parts:
@@ -162,7 +162,11 @@ class Values:
         return value.parts[cut]
 
     def by_shards(
-        self, equation: Equation, axes: Axes, cut: Cut, result: Cut | None
+        self,
+        equation: Equation,
+        axes: Axes,
+        cut: ShardedLayout,
+        result: ShardedLayout | None,
     ) -> list[tuple[Any, ...]]:
         """Runs an equation once per shard.
 
@@ -200,14 +204,14 @@ class Values:
         for var, result in zip(equation.outvars, results, strict=True):
             self.known[var] = Value(result)
 
-    def needs_gather(self, atom: Atom, cut: Cut | None) -> bool:
+    def needs_gather(self, atom: Atom, cut: ShardedLayout | None) -> bool:
         """Whether a value must be put together to be whole (None), or so cut."""
         value = self.of(atom)
         if cut is None and self._made_by_ids(atom) is not None:
             return False
         return value.cut is not None and value.whole is None and cut not in value.parts
 
-    def follows_from_ids(self, equation: Equation, result: Cut) -> bool:
+    def follows_from_ids(self, equation: Equation, result: ShardedLayout) -> bool:
         """Whether the results, some of each shard's rows, can be had without merging.
 
         Args:
@@ -226,12 +230,14 @@ class Values:
         line, nbytes = _compat.user_line(equation), value_type(aval).nbytes
         self.gathered[Gathered(equation.primitive.name, line, variable, nbytes)] = None
 
-    def note_gather(self, equation: Equation, atom: Atom, cut: Cut | None) -> None:
+    def note_gather(
+        self, equation: Equation, atom: Atom, cut: ShardedLayout | None
+    ) -> None:
         """Notes it if an operand must be put together to be whole, or so cut."""
         if self.needs_gather(atom, cut):
             self.note(equation, self.of(atom).origin, atom.aval)
 
-    def route(self, cut: Cut) -> Route:
+    def route(self, cut: ShardedLayout) -> Route:
         """Returns how the rows of a cut go to their shards."""
         assert cut.rows is not None
         return self.routes[cut.rows, cut.sharding.layout]
@@ -239,12 +245,12 @@ class Values:
     def _made_by_ids(self, atom: Atom) -> Equation | None:
         return None if isinstance(atom, Literal) else self.by_ids.get(atom)
 
-    def _split(self, value: Any, cut: Cut) -> tuple[Any, ...]:
+    def _split(self, value: Any, cut: ShardedLayout) -> tuple[Any, ...]:
         if cut.rows is None:
             return cut.sharding.split(value)
         return self.route(cut).split(value, cut.axis)
 
-    def _join(self, cut: Cut, parts: Sequence[Any]) -> Any:
+    def _join(self, cut: ShardedLayout, parts: Sequence[Any]) -> Any:
         if cut.rows is None:
             return cut.sharding.join(parts)
         return self.route(cut).merge(parts, cut.axis)

@@ -1,4 +1,4 @@
-"""What a graph does, made explicit: values, state accesses, what is free to copy.
+"""Dataflow analysis: values, state accesses, and operations free to duplicate.
 
 The pass forwards whole writes to later whole reads, joins equal reads, drops what no
 fetch and no variable needs, and finds what is free: cheap equations over literals and

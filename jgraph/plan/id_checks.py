@@ -1,4 +1,4 @@
-"""The order between checks of ids and writes: a refused step writes nothing.
+"""Order of id checks and writes: a refused step writes nothing.
 
 Routing refuses ids that name no row. Most writes follow from the rows, so they come
 later anyway; a counter, say, does not, and may be on another task.

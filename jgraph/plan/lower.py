@@ -1,4 +1,4 @@
-"""Lowering: the operations of a segment become one exported XLA program.
+"""Lowering of a segment's operations to one exported XLA program.
 
 The program is flat: plain arrays in, plain arrays out. The function is always called
 ``segment`` and carries no source locations, so equal segments of several tasks, and of

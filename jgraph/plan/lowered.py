@@ -1,4 +1,4 @@
-"""Lowering once what is the same: segments of equal operations share their code.
+"""Cache of lowered segments: segments of equal operations share their code.
 
 Towers of one model on several workers, and the passes of a pipeline over its
 microbatches, differ only in the names of their values.

@@ -1,4 +1,4 @@
-"""How much memory the values of a step take on each task: a program, run on paper."""
+"""Peak memory of a step on each task, by simulating its program."""
 
 from collections import Counter
 from dataclasses import dataclass, field

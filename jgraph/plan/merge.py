@@ -1,4 +1,4 @@
-"""Merging: what must be one cluster, and as few as leave an order in which they run."""
+"""Merging of groups of operations, as far as no cycle arises between them."""
 
 import heapq
 from collections.abc import Iterable, Mapping

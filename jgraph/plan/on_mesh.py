@@ -1,4 +1,4 @@
-"""How the values of a segment over a mesh lie on its devices.
+"""Layout of a mesh segment's values on the devices of its task.
 
 The user's constraints say it of some values. What is computed from such a value element
 by element lies like it, and what it is computed from too: the moments of Adam like

@@ -1,4 +1,4 @@
-"""Overlap: what need not wait for other tasks does not, where it is worth a segment.
+"""Overlap: splits segments so that long work does not wait for other tasks.
 
 As few clusters as possible may be too few. Where a task computes one half of a sum and
 another task the other half, adding them up must not keep the first half waiting: what

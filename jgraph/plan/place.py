@@ -1,4 +1,4 @@
-"""Placing: the task of every live operation.
+"""Placement: chooses the task of every live operation.
 
 Stamped operations are fixed; those on a variable, and those that compute its new value
 from its old one, whatever they compute, go to its task: anywhere else, an update made

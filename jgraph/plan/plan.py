@@ -1,4 +1,4 @@
-"""Plan: where everything of a graph goes, and the program that does it."""
+"""Plan: a graph, its placement, and the program that runs it."""
 
 import pathlib
 from collections.abc import Mapping, Sequence

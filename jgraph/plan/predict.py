@@ -1,4 +1,4 @@
-"""What a cut graph takes, before anything is compiled: time and memory by task."""
+"""Prediction of step time and memory by task, before anything is compiled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jgraph._compat import Literal, Var
 from jgraph.graph.cost import peak_nbytes
 from jgraph.graph.ir import TaskName
 from jgraph.plan.cost_model import CostModel
-from jgraph.plan.cut import Cluster, Cut
+from jgraph.plan.cut import Segmentation, SegmentGroup
 from jgraph.plan.flow import Flow, Op
 from jgraph.plan.spread import nbytes_of
 from jgraph.plan.timing import Job, Jobs, Timing, timing_of
@@ -41,7 +41,7 @@ class Predicted:
 
 
 def predict(
-    cut: Cut,
+    cut: Segmentation,
     driver: TaskName,
     variable_tasks: Sequence[TaskName],
     model: CostModel,
@@ -64,7 +64,7 @@ def predict(
     return Predicted(timing, jobs, memory)
 
 
-def jobs_of(cut: Cut, driver: TaskName, model: CostModel) -> Jobs:
+def jobs_of(cut: Segmentation, driver: TaskName, model: CostModel) -> Jobs:
     """Returns the clusters of a cut graph as jobs."""
     flow = cut.flow
     fetched = [a for a in flow.fetches if not isinstance(a, Literal)]
@@ -105,7 +105,7 @@ def jobs_of(cut: Cut, driver: TaskName, model: CostModel) -> Jobs:
 
 
 def _seconds(
-    flow: Flow, cluster: Cluster, leaving: Sequence[Var], model: CostModel
+    flow: Flow, cluster: SegmentGroup, leaving: Sequence[Var], model: CostModel
 ) -> float:
     speed = model.tasks[cluster.task]
     if cluster.kind not in {"segment", "alone"}:
@@ -115,7 +115,7 @@ def _seconds(
     return speed.segment_s + speed.seconds(work_of([op.equation for op in ops], needed))
 
 
-def _nbytes(flow: Flow, cluster: Cluster) -> int:
+def _nbytes(flow: Flow, cluster: SegmentGroup) -> int:
     """Returns the memory of a cluster; stored values are updated where they are."""
     if cluster.kind not in {"segment", "alone"}:
         return 0

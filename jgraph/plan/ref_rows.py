@@ -1,4 +1,4 @@
-"""Rows of a Ref, taken and put back as rows.
+"""Row accesses to a Ref, lowered as gathers and scatters of whole rows.
 
 JAX turns ``ref[ids]`` into an access to each number by itself; XLA's CPU code for that
 takes two to three times as long as for whole rows.

@@ -1,4 +1,4 @@
-"""Records of what changed a task's state, and its partition made to repeat them."""
+"""Change-log records, and the partition of a task that replays them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

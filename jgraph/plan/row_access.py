@@ -1,4 +1,4 @@
-"""Which variables a segment uses by rows only, and its equations on those rows."""
+"""Row accesses of a segment: variables that it uses by rows only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

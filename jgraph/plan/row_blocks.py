@@ -1,4 +1,4 @@
-"""Large initial values, made in blocks of rows straight into their place.
+"""Blockwise initialization: large initial values made in blocks of rows, in place.
 
 In one go an initial value takes several times its own memory: the bits of random
 numbers exist beside the numbers, and a shard is cut from the whole. Here its

@@ -1,4 +1,4 @@
-"""How many rows an executable is run with: few sizes, none much larger than needed.
+"""Size levels of row executables: few sizes, none much larger than needed.
 
 A segment of rows is exported once for any number of them (``jgraph.plan.by_count``)
 and compiled for a few: each size is about half of the one before.

@@ -1,4 +1,4 @@
-"""Which accesses to a variable are to whole rows of it, and by which ids."""
+"""Detection of whole-row accesses to a variable, and of the ids that name the rows."""
 
 import jax
 

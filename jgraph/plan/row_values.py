@@ -1,4 +1,4 @@
-"""What the runtime nodes for rows compute, in numpy, on the rows that are there.
+"""Row nodes of the runtime (route, merge, split) in numpy, without padding.
 
 Source: the primitives of ``jgraph.graph.rows`` say the same on arrays of fixed length.
 """

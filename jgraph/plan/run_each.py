@@ -1,4 +1,4 @@
-"""Evaluating a jaxpr with a rule of our own for some of its equations."""
+"""Jaxpr interpreter: a rule of the caller evaluates every equation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: which task runs which pass of which microbatch, and when.
+"""Pipeline schedules: the order of forward and backward passes on each task.
 
 A batch is cut into microbatches. Each stage of a model does a forward and a backward
 pass on each of them. A schedule is a table of passes, a row per task; stage ``s`` is on

@@ -1,4 +1,4 @@
-"""Sharding: a graph over logical variables becomes one over their shards.
+"""Sharding pass: a graph over logical variables becomes one over their shards.
 
 The pass evaluates the graph once more under tracing, with sharded values as one value
 per shard. What runs on no task in particular runs shard by shard where it can (updates,
@@ -23,7 +23,7 @@ from jgraph.plan.branches import without_branches
 from jgraph.plan.choose import Choice, choose
 from jgraph.plan.cuts import Value, Values
 from jgraph.plan.shard_state import ShardState
-from jgraph.plan.wanted import Wanted, is_placed, wanted_cuts
+from jgraph.plan.wanted import WantedCuts, is_placed, wanted_cuts
 
 
 def shard(graph: Graph) -> Graph:
@@ -65,7 +65,7 @@ def shard(graph: Graph) -> Graph:
 class _Sharder:
     graph: Graph
     accesses: Accesses
-    wanted: Wanted
+    wanted: WantedCuts
     values: Values
     _refs: dict[Var, list[Any]] = field(default_factory=dict)
 

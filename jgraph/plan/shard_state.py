@@ -1,4 +1,4 @@
-"""Reading and writing sharded variables and tables, one access per shard."""
+"""State accesses by shard: reads and writes of sharded variables and tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from jgraph.graph.kept_rows import joined_ids, spread_over, whole_ids
 from jgraph.graph.rows import Layout, route_rows, unique_rows
 from jgraph.graph.sharding import Sharding
 from jgraph.plan.access import Accesses
-from jgraph.plan.cuts import Cut, Route, Value, Values
+from jgraph.plan.cuts import Route, ShardedLayout, Value, Values
 from jgraph.plan.wanted import is_placed
 
 
@@ -60,7 +60,7 @@ class ShardState:
                 ]
             self.values.results(equation, _compat.run_equation(equation, operands))
 
-    def hand_in(self, equation: Equation, cut: Cut) -> None:
+    def hand_in(self, equation: Equation, cut: ShardedLayout) -> None:
         """Gives each shard the ids and rows that ``cut_rows`` has for it."""
         with _compat.under(equation):
             rows = self.values.parts(equation.invars[1], cut)
@@ -71,7 +71,7 @@ class ShardState:
                 value = Value(parts={_kept(var, cut.shards): tuple(parts)})
             self.values.known[var] = value
 
-    def spread(self, equation: Equation, cut: Cut) -> None:
+    def spread(self, equation: Equation, cut: ShardedLayout) -> None:
         """Makes each shard of a table of the rows that it has of ``spread_rows``."""
         layout = cut.sharding.layout
         rows = self.values.parts(equation.invars[1], cut)
@@ -82,7 +82,7 @@ class ShardState:
         value = Value(parts[0])
         if cut.shards > 1:
             origin = self.values.of(equation.invars[1]).origin
-            value = Value(parts={Cut(cut.sharding): parts}, origin=origin)
+            value = Value(parts={ShardedLayout(cut.sharding): parts}, origin=origin)
         self.values.known[equation.outvars[0]] = value
 
     def route(self, number: int, equation: Equation, stamp: DeviceSpec) -> None:
@@ -113,11 +113,13 @@ class ShardState:
         self.values.results(equation, [unique, positions])
         if number in self.accesses.computed_with:
             for layout in layouts:
-                self._cut_ids(equation.outvars[0], Cut(Sharding(layout), number))
+                self._cut_ids(
+                    equation.outvars[0], ShardedLayout(Sharding(layout), number)
+                )
 
     def _join(self, number: int, equation: Equation) -> None:
         layout: Layout = equation.params["layout"]
-        cut = Cut(Sharding(layout), number)
+        cut = ShardedLayout(Sharding(layout), number)
         ids, rows = (
             self.values.parts(v, _kept(v, cut.shards))
             if cut.shards > 1
@@ -140,7 +142,7 @@ class ShardState:
         if number in self.accesses.computed_with:
             self.values.known[equation.outvars[0]].parts[cut] = whole
 
-    def _cut_ids(self, unique: Var, cut: Cut) -> None:
+    def _cut_ids(self, unique: Var, cut: ShardedLayout) -> None:
         """Gives each shard its ids, padded as the whole ones are."""
         layout = cut.sharding.layout
         self.values.known[unique].parts[cut] = tuple(
@@ -155,7 +157,7 @@ class ShardState:
         return self.accesses.graph.variables[self.accesses.refs[ref]]
 
     def _access(
-        self, equation: Equation, cut: Cut, local: Sequence[Any] | None
+        self, equation: Equation, cut: ShardedLayout, local: Sequence[Any] | None
     ) -> None:
         """Reads or writes each shard: all of it, or its rows."""
         ref = equation.invars[0]
@@ -207,10 +209,10 @@ class ShardState:
             shard[...] = part
 
 
-def _kept(var: Var, shards: int) -> Cut:
+def _kept(var: Var, shards: int) -> ShardedLayout:
     """Returns the cut of ids or rows that lie one shard after the other."""
     size = _compat.array_type(var).shape[0] // shards
-    return Cut(Sharding(Layout((size,) * shards)))
+    return ShardedLayout(Sharding(Layout((size,) * shards)))
 
 
 def _places(source: Any, target: Any) -> Any:

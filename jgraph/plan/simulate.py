@@ -1,4 +1,4 @@
-"""A program's meaning, executed: all partitions in one thread, one node at a time."""
+"""Graph interpreter: runs all partitions of a program in one thread."""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""From device specs to the tasks of a cluster; tasks for variables."""
+"""Resolution of device specs to tasks, and the tasks of variables."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import final
 from jgraph.errors import PlacementError, UnknownDeviceError
 from jgraph.graph.device import DeviceSpec, did_you_mean
 from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
-from jgraph.plan.beside import neighbour, resolved
+from jgraph.plan.beside import colocated_with, resolved
 from jgraph.plan.spread import assign_largest_first, nbytes_of
 
 _TASK = re.compile(r"/job:([a-zA-Z][a-zA-Z0-9_]*)/task:(\d+)\Z")
@@ -108,7 +108,7 @@ def assign_variables(
       UnknownDeviceError: a variable or ``chosen`` names a task that is not there.
       PlacementError: variables that must be together have different tasks.
     """
-    others = [neighbour(v.device, variables) for v in variables]
+    others = [colocated_with(v.device, variables) for v in variables]
     together = [*together, *({n, o} for n, o in enumerate(others) if o is not None)]
     options = [
         _options(v, tasks, chosen, open_=other is not None)

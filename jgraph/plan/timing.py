@@ -1,4 +1,4 @@
-"""A step on paper: jobs on tasks, messages between them, and when each is over.
+"""Step simulator: jobs on tasks, messages on links, and when each of them ends.
 
 Each task runs one job at a time, in the order of the list as far as what they take is
 there. Tasks of one host slow each other down while they compute. What a job makes

@@ -1,4 +1,4 @@
-"""Between JAX's avals and the plain arrays that nodes exchange."""
+"""Conversion between JAX's avals and the plain types that nodes exchange."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The ways from the read of a variable to its write.
+"""Update paths: the operations between the read of a variable and its write.
 
 What computes a variable's new value from its old one must not let another step's update
 in between: that one would be lost. All of it belongs on the variable's task, and there

@@ -1,4 +1,4 @@
-"""Which values are going to meet a shard, and so are to be cut where they are made.
+"""Backward sharding propagation: values cut where they are made, for later shards.
 
 A worker's gradient should leave the worker in slices, one for each ps. Nobody says so;
 it follows from where the gradient goes: back from each write of a sharded variable,
@@ -12,9 +12,9 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import Graph
 from jgraph.plan.access import Accesses
 from jgraph.plan.axes import operand_axes
-from jgraph.plan.cuts import Cut
+from jgraph.plan.cuts import ShardedLayout
 
-Wanted: TypeAlias = dict[Var, tuple[Cut, str]]
+WantedCuts: TypeAlias = dict[Var, tuple[ShardedLayout, str]]
 """How a value should be cut, and for which variable."""
 
 
@@ -23,9 +23,9 @@ def is_placed(stamp: DeviceSpec) -> bool:
     return any(x is not None for x in (stamp.job, stamp.task, stamp.beside))
 
 
-def wanted_cuts(graph: Graph, accesses: Accesses) -> Wanted:
+def wanted_cuts(graph: Graph, accesses: Accesses) -> WantedCuts:
     """Returns how values should be cut, as far as writes of shards tell."""
-    wanted: Wanted = {}
+    wanted: WantedCuts = {}
     for number in reversed(range(len(graph.equations))):
         equation = graph.equations[number]
         touched = accesses.touched(equation)
@@ -43,7 +43,7 @@ def wanted_cuts(graph: Graph, accesses: Accesses) -> Wanted:
     return wanted
 
 
-def _carry_back(wanted: Wanted, equation: Any) -> None:
+def _carry_back(wanted: WantedCuts, equation: Any) -> None:
     if equation.primitive.name == "optimization_barrier":
         for operand, result in zip(equation.invars, equation.outvars, strict=True):
             if result in wanted:
@@ -59,6 +59,6 @@ def _carry_back(wanted: Wanted, equation: Any) -> None:
             _want(wanted, operand, cut.at(axis), name)
 
 
-def _want(wanted: Wanted, atom: Any, cut: Cut, name: str) -> None:
+def _want(wanted: WantedCuts, atom: Any, cut: ShardedLayout, name: str) -> None:
     if not isinstance(atom, Literal):
         wanted.setdefault(atom, (cut, name))

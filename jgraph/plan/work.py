@@ -1,4 +1,4 @@
-"""What operations ask of a processor, counted from their shapes.
+"""Work of operations, from their shapes: FLOPs, bytes, kernels, after fusion.
 
 XLA fuses elementwise operations: what they make and only one of them takes is never in
 memory. Products, convolutions and whatever else has a kernel of its own read and write

@@ -1,4 +1,4 @@
-"""Bytes: frames, codec, the in-process and the gRPC transport, status."""
+"""Bytes on the wire: frames, codec, transports, status."""
 
 import os
 

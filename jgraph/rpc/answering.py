@@ -1,4 +1,4 @@
-"""The serving half of Asks: calls over a stream that stays open, and is resumed."""
+"""Server side of call streams: answers calls over one resumable stream."""
 
 import asyncio
 import logging
@@ -17,11 +17,11 @@ from jgraph.errors import (
     NotTakingError,
 )
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.ask_stream import Conversation
+from jgraph.rpc.ask_stream import StreamState
 from jgraph.rpc.codec import Buffer, Prepared, encode, pack, prepare, too_large
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.intake import LOOK_EVERY_S, Intake, RequestRoom
-from jgraph.rpc.local_door import LocalDoor, LocalOffer
+from jgraph.rpc.intake import LOOK_EVERY_S, CallAdmission, RequestBudget
+from jgraph.rpc.local_door import LocalListener, LocalOffer
 from jgraph.rpc.local_socket import LAST_WORDS_S, LocalSocket
 from jgraph.rpc.outbox import Outbox
 from jgraph.rpc.serving import ROOM_METHOD, answer, only_reply
@@ -59,7 +59,7 @@ class Answers:
         hello: pb.Hello,
         counters: Counters,
         max_frame_bytes: int,
-        room: RequestRoom,
+        room: RequestBudget,
     ) -> None:
         self.turn = 0
         self.may_return = False
@@ -68,24 +68,24 @@ class Answers:
         self._counters = counters
         self._max_frame_bytes = max_frame_bytes
         self._room = room
-        self._talk = Conversation()
+        self._talk = StreamState()
         self._answering: dict[int, asyncio.Task[None]] = {}
         self._is_over = False
         # Of the stream that there is now.
         self._serving: asyncio.Task[Any] | None = None
         self._check: Callable[[str], None] | None = None
         self._given_up: NotTakingError | DeadlineError | None = None
-        self._intake: Intake | None = None
+        self._intake: CallAdmission | None = None
         self._socket: LocalSocket | None = None
         self._beside: set[asyncio.Task[None]] = set()
 
     async def serve(
         self,
         context: Any,
-        intake: Intake,
+        intake: CallAdmission,
         first: list[Frame],
         check: Callable[[str], None],
-        door: LocalDoor | None,
+        door: LocalListener | None,
     ) -> None:
         """Answers until the stream ends; takes over from one that is still there.
 
@@ -183,7 +183,7 @@ class Answers:
             # Or who takes no replies would fill our memory.
             await self._talk.outbox.room()
 
-    async def _watch(self, intake: Intake) -> None:
+    async def _watch(self, intake: CallAdmission) -> None:
         """Gives a caller up that has room for a call and does not go on sending it."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

@@ -1,4 +1,4 @@
-"""The lines of one process to the servers that it asks: who has which, and when."""
+"""Pool of call connections, one list per server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Final, TypeAlias, final
 
 from jgraph.rpc.ask_stream import Stream
-from jgraph.rpc.asking import AskLine
+from jgraph.rpc.asking import CallConnection
 from jgraph.rpc.transport import Address
 
 FEW_CALLS: Final = 4
@@ -15,7 +15,7 @@ Dial: TypeAlias = Callable[[Address, float], Awaitable[Stream]]
 
 
 @final
-class AskLines:
+class ConnectionPool:
     """Gives each call a line: small ones share one, others have one to themselves.
 
     Opening a line takes as long as sending megabytes over it. So one that a call had to
@@ -27,15 +27,17 @@ class AskLines:
       make: makes a line of it.
     """
 
-    def __init__(self, dial: Dial, make: Callable[[Address, Stream], AskLine]) -> None:
+    def __init__(
+        self, dial: Dial, make: Callable[[Address, Stream], CallConnection]
+    ) -> None:
         self._dial = dial
         self._make = make
-        self._shared: dict[Address, AskLine] = {}
-        self._idle: dict[Address, AskLine] = {}
-        self._taken: dict[AskLine, Address] = {}
+        self._shared: dict[Address, CallConnection] = {}
+        self._idle: dict[Address, CallConnection] = {}
+        self._taken: dict[CallConnection, Address] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def shared(self, dst: Address, timeout_s: float) -> AskLine:
+    async def shared(self, dst: Address, timeout_s: float) -> CallConnection:
         """Returns the line of all small calls to a server."""
         line = self._shared.get(dst)
         if line is None or line.is_broken:
@@ -50,7 +52,7 @@ class AskLines:
     @asynccontextmanager
     async def own(
         self, dst: Address, timeout_s: float
-    ) -> AsyncIterator[tuple[AskLine, float]]:
+    ) -> AsyncIterator[tuple[CallConnection, float]]:
         """Gives a line for one call, and how much of its time is left."""
         now = asyncio.get_running_loop().time
         end = now() + timeout_s

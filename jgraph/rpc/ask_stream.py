@@ -1,4 +1,4 @@
-"""One stream of calls to a server, from its Hello to its end."""
+"""One call stream to a server, from its Hello to its end."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 @final
 @dataclass(slots=True)
-class Conversation:
+class StreamState:
     """What outlives a stream of calls, on either side of it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Ended:
 
 
 @final
-class AskStream:
+class CallStream:
     """Sends the frames of a conversation and reads the replies, until it ends.
 
     No frame is sent before the server has said who it is.
@@ -92,7 +92,7 @@ class AskStream:
         stream: Stream,
         decoder: Decoder,
         hello: pb.Hello,
-        conversation: Conversation,
+        conversation: StreamState,
         take: Callable[[Frame], None],
         ended: Callable[[], None],
         *,

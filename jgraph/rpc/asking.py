@@ -1,4 +1,4 @@
-"""The calling half of Asks: calls over a stream that stays open, and is resumed.
+"""Client side of call streams: many calls over one resumable stream.
 
 Opening a stream for each call costs several times what the call itself does.
 """
@@ -17,12 +17,12 @@ from jgraph.errors import (
     JGError,
 )
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.ask_stream import AskStream, Conversation, Ended, Stream
+from jgraph.rpc.ask_stream import CallStream, Ended, Stream, StreamState
 from jgraph.rpc.codec import Prepared, encode, prepare
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import deadline_error, lost_call
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.resuming import RESUME_S, is_worth_a_try
+from jgraph.rpc.resuming import RESUME_S, may_redial
 from jgraph.rpc.serving import ROOM_METHOD
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
@@ -33,7 +33,7 @@ MAX_ASK_BYTES: Final = 1 << 20
 
 
 @final
-class AskLine:
+class CallConnection:
     """Asks one server any number of things at a time, each of them once.
 
     A connection that breaks is made again, and what had not arrived is sent again, in
@@ -69,7 +69,7 @@ class AskLine:
         self._hello = hello
         self._near = near
         self._numbers = itertools.count(1)
-        self._talk = Conversation()
+        self._talk = StreamState()
         self._waiting: dict[int, Callable[[Frame | Ended], None]] = {}
         self._closing = False
         self._now = asyncio.get_running_loop().time
@@ -184,8 +184,8 @@ class AskLine:
         self._running.cancel()
         await asyncio.wait([self._running])
 
-    def _over(self, stream: Stream, incarnation: int) -> AskStream:
-        return AskStream(
+    def _over(self, stream: Stream, incarnation: int) -> CallStream:
+        return CallStream(
             self._address,
             stream,
             self._make_decoder(),
@@ -223,7 +223,7 @@ class AskLine:
         Raises:
           CertificateError: one has expired since the first stream.
         """
-        while await is_worth_a_try(self._address, until, self._now):
+        while await may_redial(self._address, until, self._now):
             try:
                 stream = await self._dial()
             except (AddressError, ClusterUnreachableError):

@@ -1,4 +1,4 @@
-"""Who may call: checked by what a stream begins with, before anything is decoded."""
+"""Authentication and authorization: the token and role of a stream, checked first."""
 
 import asyncio
 import hmac
@@ -74,7 +74,7 @@ async def _say_yes(request: bytes, context: object) -> bytes:
     return b""
 
 
-async def knock(
+async def check_token(
     channel: grpc.aio.Channel, address: Address, token: Token, timeout_s: float
 ) -> None:
     """Asks a server, once per channel, whether it takes the token.

@@ -1,4 +1,4 @@
-"""What waits to be sent to one task, and when that is too much: pure bookkeeping.
+"""Send queue of one task, bounded by bytes: pure bookkeeping.
 
 Posting never blocks, so a task that does not take what it is sent would fill the memory
 of its senders. What is left of an aborted step is withdrawn before it leaves.

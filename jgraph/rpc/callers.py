@@ -1,4 +1,4 @@
-"""Who calls a task: the lines of its callers, those that broke for a few seconds."""
+"""Call sessions of a server, kept for a few seconds after a connection breaks."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -9,8 +9,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.answering import Answers
 from jgraph.rpc.exchange_stream import check_protocol
 from jgraph.rpc.frames import body_of, kind_of
-from jgraph.rpc.intake import Intake
-from jgraph.rpc.local_door import LocalDoor
+from jgraph.rpc.intake import CallAdmission
+from jgraph.rpc.local_door import LocalListener
 from jgraph.rpc.receiving import RETURN_S
 from jgraph.rpc.tls import may_be_task
 from jgraph.rpc.transport import Frame
@@ -19,7 +19,7 @@ _Key: TypeAlias = tuple[frozenset[bytes], int, int]
 
 
 @final
-class Callers:
+class CallSessions:
     """Serves streams of calls; one that resumes another goes on where that ended.
 
     Args:
@@ -42,11 +42,11 @@ class Callers:
     async def serve(
         self,
         context: Any,
-        intake: Intake,
+        intake: CallAdmission,
         first: list[Frame],
         check: Callable[[str], None],
         names: Iterable[bytes] | None,
-        door: LocalDoor | None,
+        door: LocalListener | None,
     ) -> None:
         """Answers one stream to its end; see ``Answers.serve``.
 

@@ -1,4 +1,4 @@
-"""Makes a throw-away authority, one certificate per task and for the client, a token.
+"""Certificates of a cluster: a throw-away authority, a key pair per task, a token.
 
 The key of the authority is not kept: nobody can add a member to the cluster later, and
 there is one secret less. For more tasks all certificates are made again.

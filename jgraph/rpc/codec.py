@@ -1,4 +1,4 @@
-"""Frames to chunks of bytes, as ``protos/jgraph.proto`` describes them.
+"""Encoder of frames to chunks of bytes, as ``protos/jgraph.proto`` describes them.
 
 The bytes of one direction of a stream are frames one after the other:
 ``u32 header length | header | tensor bytes``. They travel in chunks of 1 MiB, so

@@ -1,4 +1,4 @@
-"""Chunks of bytes to frames: the way back from ``jgraph.rpc.codec``.
+"""Decoder of chunks of bytes to frames: the way back from ``jgraph.rpc.codec``.
 
 The decoder refuses before it allocates. Tensors are filled chunk by chunk in the memory
 that their receiver gets; those in shared memory are there already.

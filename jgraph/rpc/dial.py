@@ -1,4 +1,4 @@
-"""Reaching an address: gRPC options, channels, and why one cannot be opened."""
+"""Dialing: gRPC options and channels, and the cause of a failed connection."""
 
 import asyncio
 import errno
@@ -17,7 +17,7 @@ from jgraph.errors import (
     PortInUseError,
     TaskLostError,
 )
-from jgraph.rpc.auth import knock
+from jgraph.rpc.auth import check_token
 from jgraph.rpc.tls import Identity, expected_at
 from jgraph.rpc.tls_probe import encryption_problem
 from jgraph.rpc.token import Token
@@ -131,7 +131,7 @@ async def open_channel(
         raise await diagnose(address, timeout_s=timeout_s, task=task, identity=identity)
     if token is not None:
         try:
-            await knock(channel, address, token, timeout_s)
+            await check_token(channel, address, token, timeout_s)
         except BaseException:
             await channel.close(None)
             raise

@@ -1,4 +1,4 @@
-"""The outgoing half of a pair of tasks: one long-lived Exchange stream, resumed."""
+"""Sending side of a pair of tasks: one long-lived Exchange stream, resumed if cut."""
 
 from collections.abc import Callable, Hashable
 from typing import Final, final
@@ -11,7 +11,7 @@ from jgraph.rpc.codec import Prepared
 from jgraph.rpc.dial import CONNECT_TIMEOUT_S, open_channel
 from jgraph.rpc.exchange_stream import ExchangeStream, Interrupted, Outgoing
 from jgraph.rpc.local_socket import AT_ONCE_BYTES
-from jgraph.rpc.resuming import RESUME_S, is_worth_a_try
+from jgraph.rpc.resuming import RESUME_S, may_redial
 from jgraph.rpc.shared_memory import SendMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.tls import Identity
@@ -111,7 +111,7 @@ class ExchangeLink:
                     # Later a name may be unknown for a moment as well.
                     if lost is None or not self._out.incarnation:
                         raise
-                if not await is_worth_a_try(self.address, until, self._out.now):
+                if not await may_redial(self.address, until, self._out.now):
                     raise lost
         finally:
             self._out.backlog.clear()

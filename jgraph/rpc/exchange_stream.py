@@ -34,7 +34,7 @@ from jgraph.rpc.shared_memory import SendMemory
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
-from jgraph.rpc.unacknowledged import Unacknowledged
+from jgraph.rpc.unacknowledged import InFlightWindow
 
 HELLO_TIMEOUT_S: Final = 10.0
 """How long either side waits for the first frame of the other."""
@@ -100,7 +100,7 @@ class Outgoing:
     backlog: Backlog[Prepared]
     counters: Counters
     number: Callable[[], int]
-    kept: Unacknowledged[Prepared] = field(default_factory=Unacknowledged)
+    kept: InFlightWindow[Prepared] = field(default_factory=InFlightWindow)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
     is_finishing: bool = False

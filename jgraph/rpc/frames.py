@@ -1,4 +1,4 @@
-"""Small helpers to make frames and to look into them."""
+"""Helpers that make and read frames."""
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version

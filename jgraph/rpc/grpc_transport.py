@@ -1,4 +1,4 @@
-"""The transport of real clusters: gRPC on asyncio, one stream per pair of tasks."""
+"""gRPC transport of real clusters: asyncio, one Exchange stream per pair of tasks."""
 
 import asyncio
 import itertools
@@ -14,9 +14,9 @@ import grpc
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.ask_lines import AskLines
+from jgraph.rpc.ask_lines import ConnectionPool
 from jgraph.rpc.ask_stream import Stream
-from jgraph.rpc.asking import ASKS_METHOD, MAX_ASK_BYTES, AskLine
+from jgraph.rpc.asking import ASKS_METHOD, MAX_ASK_BYTES, CallConnection
 from jgraph.rpc.auth import Roles, TokenGate
 from jgraph.rpc.backlog import default_queue_limit
 from jgraph.rpc.codec import MAX_FRAME_BYTES, Prepared, prepare
@@ -30,11 +30,11 @@ from jgraph.rpc.dial import (
 )
 from jgraph.rpc.exchange import ExchangeLink
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello
-from jgraph.rpc.intake import RequestRoom
-from jgraph.rpc.kept_buffers import KeptBuffers
+from jgraph.rpc.intake import RequestBudget
+from jgraph.rpc.kept_buffers import BufferPool
 from jgraph.rpc.links import Links
 from jgraph.rpc.listening import listen, stop_listening
-from jgraph.rpc.local_door import LocalDoor
+from jgraph.rpc.local_door import LocalListener
 from jgraph.rpc.memory_blocks import Budget
 from jgraph.rpc.memory_files import is_supported
 from jgraph.rpc.receiving import is_gone
@@ -140,20 +140,20 @@ class GrpcTransport:
             default_limit() if max_shared_bytes is None else max_shared_bytes
         )
         self._max_queued_bytes = max_queued_bytes or default_queue_limit()
-        self._room = RequestRoom(max_request_bytes)
+        self._room = RequestBudget(max_request_bytes)
         self._identity = tls.load(task) if tls is not None else None
         self._token = token
         self._metadata = token.metadata if token is not None else None
         self._roles = roles
-        self._buffers = KeptBuffers()
+        self._buffers = BufferPool()
         self._counters = Counters()
-        self._door = LocalDoor() if self._is_near else None
+        self._door = LocalListener() if self._is_near else None
         self._service: Service | None = None
         self._listening: asyncio.Task[None] | None = None
         self._sequences: dict[TaskName, int] = {}
         self._links: Links[Prepared] = Links(self._make_link)
         self._channels: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
-        self._lines = AskLines(self._dial, self._line)
+        self._lines = ConnectionPool(self._dial, self._line)
         self._line_numbers = itertools.count(1)
         self._closed = False
 
@@ -334,11 +334,13 @@ class GrpcTransport:
             None, metadata=self._metadata
         )
 
-    def _line(self, dst: Address, stream: Stream) -> AskLine:
+    def _line(self, dst: Address, stream: Stream) -> CallConnection:
         hello = pb.Hello(line=next(self._line_numbers))
         hello.MergeFrom(self._hello)
         dial = partial(self._dial, dst)
-        return AskLine(dst, stream, dial, self._decoder, hello, near=self._is_near)
+        return CallConnection(
+            dst, stream, dial, self._decoder, hello, near=self._is_near
+        )
 
     def _decoder(self) -> Decoder:
         return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)

@@ -1,4 +1,4 @@
-"""The standard health service, on a port of its own.
+"""Standard gRPC health service, on a port of its own.
 
 A probe must get an answer while the task computes or moves gigabytes; on the task's
 own port it would wait behind them, and a supervisor would kill a healthy, busy task.

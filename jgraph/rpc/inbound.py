@@ -1,4 +1,4 @@
-"""Which streams a task listens to, and in what order: pure bookkeeping.
+"""Exactly-once delivery: stream numbers and resumption of the receiver. Pure.
 
 A sender is a task at one incarnation. At most one stream per task is current. Frames
 are numbered per (sender incarnation, receiver) without gaps, and each is accepted once.

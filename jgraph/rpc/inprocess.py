@@ -1,4 +1,4 @@
-"""The transport inside one event loop: no sockets, no encoding, the same meaning."""
+"""In-process transport in one event loop: no sockets, no encoding, same semantics."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""How much of the calls of clients a task takes in at once.
+"""Admission control of calls: limits the request bytes that a task holds at once.
 
 Decided when the header of a call is read, before memory is taken for its tensors. What
 is refused is thrown away as it arrives. Who was refused, or sends much at once, asks
@@ -29,7 +29,7 @@ Admit: TypeAlias = Callable[[pb.Frame, int], bool]
 
 
 @final
-class RequestRoom:
+class RequestBudget:
     """The bytes of calls that one task has in its memory, and how many it may.
 
     Args:
@@ -45,7 +45,7 @@ class RequestRoom:
       ConfigError: a limit below 1.
 
     Example:
-      >>> room = RequestRoom(100)
+      >>> room = RequestBudget(100)
       >>> room.take(300), room.take(1)
       (True, False)
       >>> room.give(300)
@@ -119,7 +119,7 @@ class RequestRoom:
 
 
 @final
-class Intake:
+class CallAdmission:
     """What is let in of one stream of calls.
 
     Calls of tasks always are: they are parts of something that was let in before, and
@@ -136,7 +136,7 @@ class Intake:
     """
 
     def __init__(
-        self, room: RequestRoom, make_decoder: Callable[[Admit], Decoder]
+        self, room: RequestBudget, make_decoder: Callable[[Admit], Decoder]
     ) -> None:
         self.decoder = make_decoder(self._admit)
         self.of_task = False

@@ -1,4 +1,4 @@
-"""Memory for tensors from the stream that serves again when its arrays are gone.
+"""Buffer pool for received tensors: memory is reused when its arrays are gone.
 
 Fresh memory costs a page fault per page, more than copying into it. Buffers that come
 back are kept, up to a limit, and given to the next tensor of about their size.
@@ -18,14 +18,14 @@ KEPT_BYTES: Final = 32 << 20
 
 
 @final
-class KeptBuffers:
+class BufferPool:
     """Gives 64-byte aligned memory, preferably memory that was used before.
 
     Args:
       limit: most bytes of unused memory to keep; larger buffers are never kept.
 
     Example:
-      >>> buffers = KeptBuffers()
+      >>> buffers = BufferPool()
       >>> array = buffers.take(1 << 20)
       >>> address = array.ctypes.data
       >>> del array

@@ -1,4 +1,4 @@
-"""Puts the large tensors of a frame into shared memory before the frame is sent."""
+"""Lending of a frame's large tensors: copied to shared memory before it is sent."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""The outgoing side of one task: a link per peer, made on first use."""
+"""Outgoing links of one task: one per peer, made on first use."""
 
 import asyncio
 import logging

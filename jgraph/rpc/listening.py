@@ -1,4 +1,4 @@
-"""A server of gRPC listens until it is stopped, or its event loop ends."""
+"""Lifetime of a gRPC server: listens until it is stopped or its event loop ends."""
 
 import asyncio
 import logging

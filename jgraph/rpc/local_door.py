@@ -1,4 +1,4 @@
-"""Where processes of one machine connect, to send frames beside a gRPC stream."""
+"""Local listener: accepts Unix-socket connections that belong to gRPC streams."""
 
 import asyncio
 import secrets
@@ -21,13 +21,13 @@ MAX_GUESTS: Final = 64
 
 
 @final
-class LocalDoor:
+class LocalListener:
     """Where processes of this machine connect to a task.
 
     Example:
       >>> from jgraph.rpc.local_socket import connect
       >>> async def main():
-      ...     door = LocalDoor()
+      ...     door = LocalListener()
       ...     await door.open()
       ...     heard = asyncio.get_running_loop().create_future()
       ...     def welcome(guest):
@@ -132,7 +132,7 @@ class LocalOffer:
 
     def __init__(
         self,
-        door: LocalDoor,
+        door: LocalListener,
         take: Take,
         welcome: Callable[[LocalSocket], None] = lambda _: None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Frames between processes of one machine and user, over a Unix socket.
+"""Unix-socket connection between processes of one machine and user, for frames.
 
 A message costs a fifth of what it does over gRPC. A gRPC stream is opened as always: it
 proves who is there, says why it ended, and notices a frozen peer. Its accepting side

@@ -1,4 +1,4 @@
-"""Who has which piece of shared memory: pure bookkeeping, no memory in sight.
+"""Allocator of shared-memory blocks: pure bookkeeping, no memory in sight.
 
 Memory comes in slabs. A block is a piece of a slab that is lent to the receiver of one
 tensor, together with a slot: the number under which the receiver gives it back. Blocks

@@ -1,4 +1,4 @@
-"""Files in memory that processes of one user on one machine can map together.
+"""Shared memory files (memfd) that processes of one user map together.
 
 They are made with ``memfd_create``: they have no name in any file system, other
 processes reach them as ``/proc/<pid>/fd/<fd>``, and the kernel frees them with the last

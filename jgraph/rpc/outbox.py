@@ -1,4 +1,4 @@
-"""Frames of several writers, sent one after the other over a stream that is resumed."""
+"""Send queue of a call stream: interleaves the frames of several writers in order."""
 
 import asyncio
 from collections import deque
@@ -10,7 +10,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.codec import Encoded, Packer, encode, pack
 from jgraph.rpc.frames import frame
 from jgraph.rpc.local_socket import AT_ONCE_BYTES, LocalSocket
-from jgraph.rpc.unacknowledged import Unacknowledged
+from jgraph.rpc.unacknowledged import InFlightWindow
 
 FULL_BYTES: Final = 64 << 20
 UNTOLD_BYTES: Final = 1 << 30
@@ -49,7 +49,7 @@ class Outbox:
         self._idle_socket: LocalSocket | None = None
         self._frames: deque[Encoded] = deque()
         self._nbytes = 0
-        self._kept = Unacknowledged[Encoded]()
+        self._kept = InFlightWindow[Encoded]()
         self._number = 0
         self._received = 0
         self._give_up_s: float | None = None

@@ -1,4 +1,4 @@
-"""What a program that came over the wire must satisfy before it is looked at further.
+"""Validation of a program that came over the wire.
 
 Only the structure is checked here: names, ids, order, types. Whether its code may run
 is the business of who runs it.

@@ -1,4 +1,4 @@
-"""``Program`` to its protobuf message and tensors, and back.
+"""Codec of ``Program``: to its protobuf message and tensors, and back.
 
 The tensors of a program are, in order: the exported bytes of each segment (uint8),
 then the values of the constants, partition by partition. What arrives is checked

@@ -1,4 +1,4 @@
-"""The incoming half of pairs of tasks: what arrives over Exchange streams."""
+"""Receiving side of pairs of tasks: frames that arrive over Exchange streams."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from jgraph.rpc.dial import ended_stream, is_refused
 from jgraph.rpc.exchange_stream import HELLO_TIMEOUT_S, check_protocol
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.inbound import Inbound, InboundStream
-from jgraph.rpc.local_door import LocalDoor, LocalOffer
+from jgraph.rpc.local_door import LocalListener, LocalOffer
 from jgraph.rpc.serving import HELLO_METHOD
 from jgraph.rpc.shared_memory import ReceiveMemory
 from jgraph.rpc.statistics import Counters
@@ -59,7 +59,7 @@ class Receiver:
         make_decoder: Callable[[], Decoder],
         *,
         shares_memory: bool,
-        door: LocalDoor | None,
+        door: LocalListener | None,
         is_gone: IsGone,
     ) -> None:
         self._handler = handler

@@ -1,4 +1,4 @@
-"""Records of changes as frames, and back."""
+"""Codec of change-log records: to frames, and back."""
 
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.hash_spec import HashSpec

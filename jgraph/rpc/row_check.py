@@ -1,4 +1,4 @@
-"""What the nodes for rows of a program that came over the wire must satisfy."""
+"""Validation of the row nodes of a program that came over the wire."""
 
 from collections.abc import Sequence
 from dataclasses import replace

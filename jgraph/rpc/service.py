@@ -1,4 +1,4 @@
-"""The serving half of the gRPC transport: what comes in on its methods."""
+"""Server side of the gRPC transport: its methods and their streams."""
 
 import asyncio
 import logging
@@ -13,14 +13,14 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.answering import Answers
 from jgraph.rpc.auth import Roles, check_role
-from jgraph.rpc.callers import Callers
+from jgraph.rpc.callers import CallSessions
 from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import SHUTTING_DOWN
 from jgraph.rpc.exchange_stream import HELLO_TIMEOUT_S
 from jgraph.rpc.frames import frame
-from jgraph.rpc.intake import Admit, Intake, RequestRoom
-from jgraph.rpc.kept_buffers import KeptBuffers
-from jgraph.rpc.local_door import LocalDoor
+from jgraph.rpc.intake import Admit, CallAdmission, RequestBudget
+from jgraph.rpc.kept_buffers import BufferPool
+from jgraph.rpc.local_door import LocalListener
 from jgraph.rpc.receiving import IsGone, Receiver, first_frames, write_frame
 from jgraph.rpc.serving import HELLO_METHOD
 from jgraph.rpc.statistics import Counters
@@ -54,12 +54,12 @@ class Service:
         hello: pb.Hello,
         counters: Counters,
         max_frame_bytes: int,
-        buffers: KeptBuffers,
-        room: RequestRoom,
+        buffers: BufferPool,
+        room: RequestBudget,
         *,
         shares_memory: bool,
         is_gone: IsGone,
-        door: LocalDoor | None = None,
+        door: LocalListener | None = None,
         checks_certificates: bool = False,
         roles: Roles | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class Service:
         self._roles = roles
         self._closing = False
         self._running: set[asyncio.Task[Any]] = set()
-        self._callers = Callers(hello, self._make_answers)
+        self._callers = CallSessions(hello, self._make_answers)
         self._receiver = Receiver(
             handler,
             hello,
@@ -173,7 +173,7 @@ class Service:
     async def _answer_all(self, context: Any) -> None:
         self._check_caller(context)
         names = tuple(self._names(context)) if self._checks_certificates else None
-        check, intake = self._may_call(names), Intake(self._room, self._decoder)
+        check, intake = self._may_call(names), CallAdmission(self._room, self._decoder)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await first_frames(context, intake.decoder)

@@ -1,4 +1,4 @@
-"""What both transports do with a call that came in, so that errors map the same way."""
+"""Call handling of both transports: replies, and errors as a last status frame."""
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator

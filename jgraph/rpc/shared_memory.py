@@ -1,4 +1,4 @@
-"""Tensors between tasks of one machine: copied once, into memory that both sides map.
+"""Shared-memory tensors between tasks of one machine: copied once, mapped by both.
 
 The sender of an Exchange owns the memory (``SendMemory``) and announces it in its
 Hello. A receiver that finds the announced nonce there (``ReceiveMemory``) takes handles

@@ -1,4 +1,4 @@
-"""Counters of a transport, and the frozen record that it gives away."""
+"""Transport statistics: counters, and the frozen record made of them."""
 
 from collections import defaultdict
 from collections.abc import Mapping

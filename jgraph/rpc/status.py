@@ -1,4 +1,4 @@
-"""Errors over the wire: ``JGError`` to ``Status`` and back, for every error class."""
+"""Codec of errors: ``JGError`` to ``Status`` and back, for every error class."""
 
 import json
 from typing import Any

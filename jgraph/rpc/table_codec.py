@@ -1,4 +1,4 @@
-"""What a hash table is, as its message and back."""
+"""Codec of hash-table specifications: to their message, and back."""
 
 from jgraph.errors import ConfigError, InvalidProgramError
 from jgraph.graph.hash_spec import Admission, Column, HashSpec, Initial

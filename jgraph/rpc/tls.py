@@ -1,4 +1,4 @@
-"""Mutual TLS between the tasks and clients of a cluster: who is who, by certificate.
+"""Mutual TLS between the tasks and clients of a cluster: roles by certificate.
 
 Every certificate is signed by the one authority of the cluster. The name in it (a DNS
 name among the subject's alternative names) says whose it is: ``worker-0.jgraph`` for

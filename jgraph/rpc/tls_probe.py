@@ -1,4 +1,4 @@
-"""Why an encrypted connection cannot be made: gRPC says only that the socket closed."""
+"""TLS diagnosis: the cause of a failed handshake, which gRPC does not tell."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""The secret that members and clients of a cluster share: who knows it may call.
+"""Bearer token: the secret that members and clients of a cluster share.
 
 It is in a file that only its owner may read, and travels as metadata of each stream and
 call, once. It is never on a command line, in an environment variable, or in a log.

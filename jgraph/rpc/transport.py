@@ -1,4 +1,4 @@
-"""The seam to the network: what a transport does, whichever way the bytes go.
+"""Transport interface: frames, handlers, and three ways to send a message.
 
 A transport moves ``Frame``s: a small header (a protobuf message) and tensors. Tasks
 talk in three ways:

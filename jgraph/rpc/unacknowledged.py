@@ -1,4 +1,4 @@
-"""What was sent and may have to be sent again: pure bookkeeping."""
+"""In-flight window: frames sent but not acknowledged, to resend on a new stream."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ _Item = TypeVar("_Item")
 
 
 @final
-class Unacknowledged(Generic[_Item]):
+class InFlightWindow(Generic[_Item]):
     """The frames that left for one task and of which it has not told yet.
 
     Example:
-      >>> kept = Unacknowledged[str]()
+      >>> kept = InFlightWindow[str]()
       >>> for number, name in enumerate("abc", 1):
       ...     kept.add(number, name, nbytes=10)
       >>> kept.acknowledge(2)

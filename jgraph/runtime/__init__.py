@@ -1,1 +1,1 @@
-"""One task: variable store, executor of a partition, rendezvous, compile cache."""
+"""Runtime of one task: variable store, step executor, rendezvous, compile cache."""

@@ -1,4 +1,4 @@
-"""A step of one task run in the thread that asks for it.
+"""Synchronous fast path: a one-task step run in the thread that asks for it.
 
 Handing a step to a task's event loop and its result back costs more than a small step
 itself. One that no other task has a part in, and whose work is known to be short, needs

@@ -1,4 +1,4 @@
-"""Batches of what has been dealt, from wherever the data lies."""
+"""Batch readers: cut batches from the leases of a data set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

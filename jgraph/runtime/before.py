@@ -1,4 +1,4 @@
-"""What variables were before an update, kept until it is known to stay.
+"""Undo of an update: values before it, kept until all parameter servers have it.
 
 Whoever keeps it holds their locks; what puts it back takes them.
 """

@@ -1,4 +1,4 @@
-"""How the rows of an array lie in the files of a checkpoint, and what proves them.
+"""Checkpoint blocks: files of equally many rows, and their combinable checksums.
 
 An array is cut along its first axis into blocks of equally many rows, a file each: the
 chunks of a Zarr array without compression, so whoever has some rows can write and read

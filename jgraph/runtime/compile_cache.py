@@ -1,4 +1,4 @@
-"""Executables by digest: a program seen before compiles nothing."""
+"""Compile cache: executables by digest; a program seen before is not compiled."""
 
 import hashlib
 import threading

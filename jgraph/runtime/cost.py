@@ -1,4 +1,4 @@
-"""How long work takes, and whether it is worth a thread: learnt by running it."""
+"""Learned cost of node work: decides if it runs inline or in a thread."""
 
 import os
 from dataclasses import dataclass

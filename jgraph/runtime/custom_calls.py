@@ -1,4 +1,4 @@
-"""Which native code an exported program may call: what JAX keeps stable, no more.
+"""Allowlist of native code (custom calls) that an exported program may use.
 
 JAX looks at the targets of custom calls when it exports, not when it loads; so whoever
 writes the bytes could name anything that is registered in the process.

@@ -1,4 +1,4 @@
-"""What must hold of data before batches are cut from it."""
+"""Checks of data before batches are cut from it."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias

@@ -1,7 +1,7 @@
 """One step of one partition: a node runs as soon as what it takes is there.
 
 The executor is driven from one thread (a server's event loop). It holds no clock, no
-socket and no thread: work that may take long is given to ``Shell.submit``, which runs
+socket and no thread: work that may take long is given to ``ExecutorHost.submit``, which runs
 it elsewhere and reports back on the same thread.
 """
 
@@ -41,7 +41,7 @@ Outcome: TypeAlias = "list[np.ndarray[Any, Any]] | BaseException"
 """The fetches of a step (empty on tasks that are not the driver), or why it failed."""
 
 
-class Shell(Protocol):
+class ExecutorHost(Protocol):
     """What the executor asks of its surroundings."""
 
     def now(self) -> float:
@@ -100,7 +100,7 @@ class StepRun:
         feeds: Mapping[str, Any],
         store: VariableStore,
         rendezvous: Rendezvous,
-        shell: Shell,
+        shell: ExecutorHost,
         on_done: Callable[[Outcome], None],
         *,
         gate: Gate | None = None,

@@ -1,4 +1,4 @@
-"""What XLA or Python raised while a task computed, as one of our errors."""
+"""Errors of XLA and of Python during a computation, as errors of ours."""
 
 from typing import Final
 

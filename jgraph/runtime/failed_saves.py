@@ -1,4 +1,4 @@
-"""Saves that fail while a run goes on are told in the log, the second one loudly.
+"""Log messages about failed saves: the second in a row is logged as an error.
 
 The first that fails because a task was lost is no news: the run tells of that.
 """

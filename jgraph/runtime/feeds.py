@@ -1,4 +1,4 @@
-"""What is fed to a step, compared with what its program takes."""
+"""Checks of a step's feeds against those of its program."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

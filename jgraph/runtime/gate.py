@@ -1,4 +1,4 @@
-"""The gate of a task: which steps may start here, and what they contribute.
+"""Gate interface: decides which steps may start here, and takes contributions.
 
 A partition may name a gate. The task asks it before the partition's steps start, and
 tells it when they are over. Who decides is not the runtime's business: the cluster puts

@@ -1,4 +1,4 @@
-"""How many rows of a hash table a number of bytes is good for."""
+"""Byte budget of a hash-table shard, converted to rows."""
 
 from bisect import bisect_right
 

@@ -1,4 +1,4 @@
-"""Which row of a table a key has: open addressing on numpy arrays, whole batches.
+"""Hash index from keys to rows: open addressing in numpy, whole batches at once.
 
 Keys are any int64. A batch of thousands is looked up in a few vectorised rounds: round
 ``k`` looks at one more slot of every key that is not decided yet (triangular probing,

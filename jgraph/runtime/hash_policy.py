@@ -1,4 +1,4 @@
-"""Which keys come into a hash table, and which rows go."""
+"""Admission and eviction policies of hash tables."""
 
 from typing import Any, TypeAlias, final
 

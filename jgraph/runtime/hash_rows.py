@@ -1,4 +1,4 @@
-"""The initial row of a key: counted random numbers, the same whenever it is made."""
+"""Initial rows of a hash table: counter-based random numbers, keyed by id."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The shards of hash tables that one task has, made when they are first used."""
+"""Hash-table shards of one task, made on first use."""
 
 import threading
 from collections.abc import Collection, Iterator

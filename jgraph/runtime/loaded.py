@@ -1,4 +1,4 @@
-"""A partition made ready to run: executables, and who waits for whom."""
+"""Loaded partition: its executables and the dependencies of its nodes."""
 
 from collections import Counter
 from collections.abc import Iterable

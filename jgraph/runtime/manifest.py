@@ -1,4 +1,4 @@
-"""What a checkpoint holds, leaf by leaf, with a checksum of each.
+"""Checkpoint manifest: every array with its type and checksum.
 
 Orbax keeps no checksum of array data: a flipped bit comes back as another number. So
 ``jgraph_manifest.json`` is committed together with the arrays, and whoever restores

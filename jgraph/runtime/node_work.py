@@ -1,4 +1,4 @@
-"""What the nodes that touch a task's state or compute do: also to be done once more.
+"""Work of state and compute nodes, and its replay from a change log.
 
 A node that changes state may tell what it took to a ``note``: the same node with the
 same arrays, in the same order, changes the same state elsewhere by the same bits

@@ -1,4 +1,4 @@
-"""Values from another task are of the types that the program says, or refused."""
+"""Type check of values received from another task."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Records of every change of a task's state, in the order in which they were made.
+"""Change log of a task: numbers records and holds steps until theirs are committed.
 
 A record is made while the locks of what changed are held, so that records of one
 variable are in the order of its versions; and a step is told of when whoever takes the
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from jgraph.coordination.kept_updates import KeptUpdates
+from jgraph.coordination.kept_updates import CommitTracker
 from jgraph.coordination.same_version import Progress
 from jgraph.errors import CopyLostError, JGError
 from jgraph.plan.replay import NodeRan, Record, What
@@ -46,7 +46,7 @@ class Recorder:
         self._progress = Progress()
         self._working = 0  # nodes of updates
         self._is_held = False
-        self._updates = KeptUpdates[StepKey]()
+        self._updates = CommitTracker[StepKey]()
         self._made: deque[Record] = deque()
         self._waiting: dict[StepKey, OnKept] = {}
         self.error: JGError | None = None

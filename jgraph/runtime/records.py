@@ -1,4 +1,4 @@
-"""Records of files: where they begin, whether they are whole, what they hold."""
+"""Record files (TFRecord, ArrayRecord): record boundaries, checksums, examples."""
 
 import struct
 from collections.abc import Mapping, Sequence

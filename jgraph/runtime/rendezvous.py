@@ -1,4 +1,4 @@
-"""Where values meet: a table of channels keyed by (program, step, key).
+"""Rendezvous: a table of channels, keyed by (program, step, key).
 
 Source: tensorflow/core/framework/rendezvous.h. A producer never blocks; a consumer may
 ask before or after the value came; a dropped step forgets both.

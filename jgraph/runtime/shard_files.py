@@ -1,4 +1,4 @@
-"""Reads and writes rows of arrays in the directory of a checkpoint.
+"""Access to checkpoint files by rows: reads and writes slices of arrays.
 
 The client makes the directory, the files at their full size, and a file with a random
 proof. A server that is asked to write or read there first looks whether it finds that

@@ -1,4 +1,4 @@
-"""Executables for arguments of any size: one is compiled for each size that comes."""
+"""Size-polymorphic executables: one is compiled for each size that occurs."""
 
 import threading
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Data sources that a task opens itself: files, and functions that it allows."""
+"""Data source readers of a task: npz, Parquet, records, and allowed functions."""
 
 import fnmatch
 import glob

@@ -1,4 +1,4 @@
-"""The files of a step of a directory of checkpoints, made like those of another step.
+"""Step directories of checkpoints: created from the newest, committed, pruned.
 
 Every step of a run has the same arrays, so all but their content is known from one that
 is there: what describes the tree, in Orbax's words, is copied as it is.

@@ -1,4 +1,4 @@
-"""When the stages of a task's part of a step were over."""
+"""Stage times of a task's part of a step."""
 
 from dataclasses import dataclass
 from typing import Any, final

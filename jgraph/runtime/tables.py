@@ -1,4 +1,4 @@
-"""Rows of a variable: looked up and changed in place, at their own cost only."""
+"""Tables: rows of a variable, gathered and updated in place."""
 
 import ctypes
 import math

@@ -19,7 +19,7 @@ from jgraph.plan.nodes import AggregateNode, SegmentNode
 from jgraph.plan.program import Program
 from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
 from jgraph.runtime.compile_cache import CompileCache
-from jgraph.runtime.executor import Outcome, Shell, StepRun
+from jgraph.runtime.executor import ExecutorHost, Outcome, StepRun
 from jgraph.runtime.feeds import by_name, check_feeds
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.loaded import LoadedPartition, load_partition
@@ -62,7 +62,7 @@ class _Registered:
 
 @final
 @dataclass(frozen=True, slots=True)
-class LeftBehind:
+class OverdueComputation:
     """A computation whose step is over.
 
     Attributes:
@@ -90,7 +90,7 @@ class TaskRuntime:
     """
 
     def __init__(
-        self, task: TaskName, shell: Shell, cache: CompileCache | None = None
+        self, task: TaskName, shell: ExecutorHost, cache: CompileCache | None = None
     ) -> None:
         self.task = task
         self.store = VariableStore(task)
@@ -116,11 +116,11 @@ class TaskRuntime:
         else:
             callback()
 
-    def left_behind(self) -> list[LeftBehind]:
+    def overdue_computations(self) -> list[OverdueComputation]:
         """Returns what computes though its step is over, oldest first."""
         now = self.now()
         return [
-            LeftBehind(what, now - since, is_late)
+            OverdueComputation(what, now - since, is_late)
             for since, is_late, program, run in tuple(self._left_behind)
             for what in _computing(program, run)
         ]

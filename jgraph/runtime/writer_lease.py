@@ -1,4 +1,4 @@
-"""Who may write into a directory of checkpoints: one process at a time.
+"""Writer lease of a checkpoint directory: one writing process at a time.
 
 Each writer has a generation of its own, and a file of that number,
 ``jgraph_writer.<generation>.json``, made so that only one process can make it. The

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can go wrong: cut off, silent, slow, or false."""
+"""TCP proxy on loopback with faults: disconnected, silent, slow or corrupting."""
 
 import asyncio
 from typing import Self, final

@@ -1,4 +1,4 @@
-"""Checks of what waits to be sent; see ``transport_conformance``."""
+"""Transport conformance: send queues; see ``transport_conformance``."""
 
 import numpy as np
 

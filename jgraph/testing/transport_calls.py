@@ -1,4 +1,4 @@
-"""Checks of calls; see ``transport_conformance``."""
+"""Transport conformance: calls; see ``transport_conformance``."""
 
 import asyncio
 from contextlib import aclosing, suppress

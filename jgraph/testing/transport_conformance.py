@@ -1,4 +1,4 @@
-"""What every transport must do: one suite, run on each of them.
+"""Conformance suite of transports: one suite, run on each of them.
 
 A check is a coroutine function that takes a ``MakeTransport``, which makes transports
 of one network. ``CHECKS`` holds all of them by name.

@@ -1,4 +1,4 @@
-"""What the checks of ``transport_conformance`` share: a recording task, a pair."""
+"""Test harness of ``transport_conformance``: a recording task, a pair."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable

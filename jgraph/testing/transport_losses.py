@@ -1,4 +1,4 @@
-"""Checks of tasks that come and go; see ``transport_conformance``."""
+"""Transport conformance: lost tasks; see ``transport_conformance``."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Checks of posted frames; see ``transport_conformance``."""
+"""Transport conformance: posted frames; see ``transport_conformance``."""
 
 import numpy as np
 

@@ -1,1 +1,1 @@
-"""What a user writes a training run with: Trainer, strategies, data, checkpoints."""
+"""Training API: Trainer, strategies, data, checkpoints."""

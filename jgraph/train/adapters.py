@@ -1,4 +1,4 @@
-"""Flax models behind one protocol: nested dicts of named arrays and pure functions."""
+"""Adapters of Flax models: nested dicts of named arrays and pure functions."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Steps of a replica that makes all updates, and which of them were applied."""
+"""Step checks of a replica that makes all updates: splits applied from skipped."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a Trainer is made of, checked before anything is done with it."""
+"""Validation of a Trainer's arguments, before anything is done with them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where the variables of a training run go: their shards and their tasks.
+"""Variable placement of a training run: shards and their tasks.
 
 A parameter and the optimizer's state for it are cut alike and live together, shard by
 shard: an update then needs nothing from elsewhere.

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint as files: each task writes and reads what it has.
+"""Arrays of a checkpoint as files: each task writes and reads its own shards.
 
 An array is a directory with a file per block of rows, as ``runtime.shard_files`` says,
 and as Zarr has it: Orbax reads it without jgraph. What tasks do not have, or cannot
@@ -26,7 +26,7 @@ from jgraph.runtime.shard_files import (
     read_slice,
     write_slice,
 )
-from jgraph.train.on_tasks import KeptArray
+from jgraph.train.on_tasks import RemoteArray
 
 _LOG = logging.getLogger("jgraph.checkpoint")
 _THREADS: Final = min(8, os.cpu_count() or 1)
@@ -37,7 +37,7 @@ def write_arrays(directory: Path, arrays: Mapping[str, Any]) -> dict[str, Leaf]:
 
     Args:
       directory: of a checkpoint that is being made.
-      arrays: by path, ``params/Dense_0/kernel``; NumPy's, or on tasks (``KeptArray``).
+      arrays: by path, ``params/Dense_0/kernel``; NumPy's, or on tasks (``RemoteArray``).
 
     Raises:
       CheckpointError: an array has no elements, or a task cannot write.
@@ -52,7 +52,7 @@ def write_arrays(directory: Path, arrays: Mapping[str, Any]) -> dict[str, Leaf]:
     owners, cluster = _shards_of(arrays, slices)
     told = ask_to_save(cluster, directory, proof, [*owners]) if owners else {}
     _tell_of(directory, [shard for shard in owners if shard not in told])
-    here = [n for n, array in arrays.items() if not isinstance(array, KeptArray)]
+    here = [n for n, array in arrays.items() if not isinstance(array, RemoteArray)]
     with _opened(directory) as fd, ThreadPoolExecutor(_THREADS) as pool:
         written = pool.map(lambda n: write_slice(fd, slices[n], arrays[n]), here)
         for name, one in zip(here, written, strict=True):
@@ -89,7 +89,7 @@ def read_arrays(
 def load_arrays(
     directory: Path,
     leaves: Mapping[str, Leaf],
-    targets: Mapping[str, KeptArray],
+    targets: Mapping[str, RemoteArray],
     *,
     check_only: bool = False,
 ) -> dict[str, Leaf]:
@@ -127,7 +127,7 @@ def _shards_of(
     arrays: Mapping[str, Any], slices: Mapping[str, Slice]
 ) -> tuple[dict[Shard, str], Any]:
     """Returns the shards of arrays that tasks have, by array; and their cluster."""
-    kept = {n: a for n, a in arrays.items() if isinstance(a, KeptArray)}
+    kept = {n: a for n, a in arrays.items() if isinstance(a, RemoteArray)}
     cluster = next((array.cluster for array in kept.values()), None)
     return {s: n for n, a in kept.items() for s in a.shards(slices[n])}, cluster
 

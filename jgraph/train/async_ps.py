@@ -1,4 +1,4 @@
-"""Asynchronous training: workers compute, parameter servers hold and update the model.
+"""Asynchronous parameter-server training: runs the workers' loops independently.
 
 Between-graph replication: the step is traced and planned once, for worker 0, and the
 same program serves the other workers under their own names. Each worker's server runs
@@ -15,10 +15,10 @@ from typing import Any, final
 
 from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.failover import part_with
-from jgraph.cluster.farewell import Farewells
+from jgraph.cluster.failover import release_run
+from jgraph.cluster.farewell import DrainHolds
 from jgraph.cluster.gate_client import open_gate, staleness_of
-from jgraph.cluster.held import Held
+from jgraph.cluster.held import SnapshotHandle
 from jgraph.cluster.loop_orders import Detached, LoopRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
@@ -33,14 +33,14 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.async_strategy import AsyncPS
 from jgraph.train.compress import begun, for_replica
 from jgraph.train.data import Dataset
-from jgraph.train.dealing import dealt_data, kept_programs, run_info
+from jgraph.train.dealing import dealt_data, restart_programs, run_info
 from jgraph.train.handed import saves_order
 from jgraph.train.hash_state import NO_KEYS, TableRows
-from jgraph.train.kept_copies import copies_for
+from jgraph.train.kept_copies import make_durable_copies
 from jgraph.train.large import KEPT_BYTES, check_sizes, total_nbytes
 from jgraph.train.on_tasks import (
-    Kept,
-    KeptArray,
+    RemoteArray,
+    RunSnapshot,
     arrays_of,
     places_of,
     releasing_after_an_error,
@@ -89,7 +89,9 @@ class AsyncRunner:
         self._cluster = cluster
         self._strategy = strategy
         self.session: Session = cluster.session()
-        self.copies = copies_for(strategy.durability, cluster, self.session, step)
+        self.copies = make_durable_copies(
+            strategy.durability, cluster, self.session, step
+        )
         self.workers = Workers(step, cluster, self.session)
         self._tables = TableRows(cluster)
         # A run is looked at from other threads than the one that trains.
@@ -100,9 +102,9 @@ class AsyncRunner:
         self._position: Position = None
         self._loops: LoopHandle | None = None
         self.is_training = False
-        self._farewells: Farewells | None = None
+        self._drain_holds: DrainHolds | None = None
         self._replaced = False  # programs of workers, after one was lost
-        self._copy_at_once: Callable[[], Held] | None = None
+        self._copy_at_once: Callable[[], SnapshotHandle] | None = None
         self._in_flight = 0  # steps that may be applied though the loops stand still
 
     @property
@@ -174,8 +176,8 @@ class AsyncRunner:
         self.workers.stop_with(order, loops.stop)
         admit = partial(self._admit, prepared, order, loops)
         rejoin = Rejoin(self._cluster, None if order.detached else admit)
-        self._farewells = Farewells(self._cluster)
-        loops.take_leave(self._farewells)
+        self._drain_holds = DrainHolds(self._cluster)
+        loops.take_leave(self._drain_holds)
         try:
             for report in loops:
                 if order.stop.is_set():
@@ -285,7 +287,7 @@ class AsyncRunner:
         if needed and total_nbytes(plain) <= KEPT_BYTES:
             self._copy_at_once = self.session.snapshots.prepared(plain)
 
-    def keep(self, taken: Callable[[], None] | None = None) -> Kept:
+    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
         """See ``Runner.keep``; rows of tables come, they are sorted by key."""
         plain = [v for v in self._step.variables if v.spec.table is None]
         with self.lock:
@@ -301,9 +303,11 @@ class AsyncRunner:
                     taken()
                 found |= arrays_of(self._cluster, held, plain)
         values = [found.get(name) for name in self._step.names]
-        return Kept(values, held.release, is_live=not at_once)
+        return RunSnapshot(values, held.release, is_live=not at_once)
 
-    def _hold(self, plain: Sequence[Variable], *, at_once: bool, halted: bool) -> Held:
+    def _hold(
+        self, plain: Sequence[Variable], *, at_once: bool, halted: bool
+    ) -> SnapshotHandle:
         snapshots = self.session.snapshots
         if not at_once:
             return snapshots.live(plain)
@@ -342,7 +346,7 @@ class AsyncRunner:
             for table in self._step.tables:
                 self._tables.load(table, named)
             known = {table.known for table in self._step.tables}
-            left = [v for v in self._step.plain if not isinstance(new[v], KeptArray)]
+            left = [v for v in self._step.plain if not isinstance(new[v], RemoteArray)]
             self.session.write(
                 {v: NO_KEYS if v.name in known else new[v] for v in left}
             )
@@ -385,9 +389,9 @@ class AsyncRunner:
 
     def let_go(self) -> None:
         """See ``Runner.let_go``."""
-        if self._farewells is not None:
-            part_with(self._cluster, self._farewells)
-            self._farewells = None
+        if self._drain_holds is not None:
+            release_run(self._cluster, self._drain_holds)
+            self._drain_holds = None
 
     def close(self) -> None:
         """See ``Runner.close``."""
@@ -431,7 +435,7 @@ class AsyncRunner:
             sync=sync,
             saves=saves,
             records=[] if self.copies is None else self.copies.orders(0),
-            programs=[*kept_programs(self._cluster, programs, zeros)],
+            programs=[*restart_programs(self._cluster, programs, zeros)],
             gate=gate,
         )
 

@@ -1,4 +1,4 @@
-"""What asynchronous training is asked for."""
+"""AsyncPS: the options of asynchronous parameter-server training."""
 
 from dataclasses import dataclass
 from typing import final

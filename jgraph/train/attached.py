@@ -1,4 +1,4 @@
-"""A run that another client began, found again: what it told, and what it tells."""
+"""Attach: follows a detached run that another client began."""
 
 import logging
 import threading
@@ -9,10 +9,10 @@ from typing import Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.failover import heir_in, take_over, told_to_end
+from jgraph.cluster.failover import take_over, told_to_end, wait_for_new_master
 from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.run_info import RunInfo, position_of, reports_of, stop_run
-from jgraph.cluster.seen_reports import SeenReports
+from jgraph.cluster.seen_reports import ReportDeduplicator
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -27,7 +27,7 @@ from jgraph.train.async_ps import AsyncRunner
 from jgraph.train.history import History
 from jgraph.train.large import KEPT_BYTES
 from jgraph.train.metrics import CONTRIBUTIONS, metrics_by_name
-from jgraph.train.parts import Given, Parts
+from jgraph.train.parts import TrainerBuild, TrainerConfig
 from jgraph.train.run import Result, Run
 from jgraph.train.runner import Chunk
 from jgraph.train.strategies import Strategy
@@ -59,7 +59,9 @@ def find_run(cluster: Cluster, name: str | None) -> RunInfo:
     )
 
 
-def attach(result: Result, given: Given, parts: Parts, name: str | None) -> Run:
+def attach(
+    result: Result, given: TrainerConfig, parts: TrainerBuild, name: str | None
+) -> Run:
     """Returns a run that another client began; see ``Trainer.attach``."""
     cluster = given.cluster
     check_detachable(cluster, given.strategy)
@@ -77,13 +79,13 @@ def attach(result: Result, given: Given, parts: Parts, name: str | None) -> Run:
         ) from error
     history, stop = History(info.first_step), threading.Event()
     run = Run(result, history, stop)
-    Attached(cluster, info, run, history, runner, stop, given.clock).start()
+    AttachedRun(cluster, info, run, history, runner, stop, given.clock).start()
     return run
 
 
 @final
 @dataclass(slots=True)
-class Attached:
+class AttachedRun:
     """What follows a run of another client.
 
     Attributes:
@@ -145,7 +147,7 @@ class Attached:
 
     def _reports(self) -> Iterator[Frame]:
         """Yields what the loops tell, at one master after the other."""
-        seen: defaultdict[int, SeenReports] = defaultdict(SeenReports)
+        seen: defaultdict[int, ReportDeduplicator] = defaultdict(ReportDeduplicator)
         while True:
             try:
                 if self.stop.is_set():  # a master before may not have heard it
@@ -166,7 +168,7 @@ class Attached:
                 if self.cluster.master == lost:
                     take_over(self.cluster, error)
                 name, epoch = self.info.name, self.info.epoch
-                self.info = heir_in(self.cluster, name, epoch, error, lost)
+                self.info = wait_for_new_master(self.cluster, name, epoch, error, lost)
 
     def _stop(self) -> None:
         self.stop.wait()  # it is also set when the run is over

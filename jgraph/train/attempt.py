@@ -1,4 +1,4 @@
-"""What the steps of a run are made of, until tasks are lost; then all is made again."""
+"""Attempts of a run: its steps until tasks are lost; the next attempt is remade."""
 
 import logging
 import threading
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, final
 
 import jax
 
-from jgraph.cluster.patience import saying
+from jgraph.cluster.patience import show_wait
 from jgraph.errors import ConfigError
 from jgraph.plan.types import from_plain, plain_type
 from jgraph.runtime.manifest import is_ours
@@ -22,9 +22,9 @@ from jgraph.train.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.data import Data, Dataset
 from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.flax_checkpoints import Imported, find, match, read
-from jgraph.train.handed import check_handable
-from jgraph.train.on_tasks import Kept
-from jgraph.train.parts import Given, Made, Parts, Remade
+from jgraph.train.handed import check_remote_saving
+from jgraph.train.on_tasks import RunSnapshot
+from jgraph.train.parts import Built, Rebuilt, TrainerBuild, TrainerConfig
 from jgraph.train.runner import Order, Position, Runner
 from jgraph.train.saving import Snapshot, Take
 from jgraph.train.side_car import as_evaluated, make_evaluations
@@ -35,7 +35,7 @@ from jgraph.train.trees import Tree
 
 @final
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FitRequest:
     """What ``Trainer.fit`` was asked for."""
 
     data: Data | Source
@@ -109,7 +109,9 @@ class Attempts:
       DataError: data that cannot be used; names the field.
     """
 
-    def __init__(self, parts: Parts, given: Given, wanted: Wanted) -> None:
+    def __init__(
+        self, parts: TrainerBuild, given: TrainerConfig, wanted: FitRequest
+    ) -> None:
         self._parts = parts
         self._given = given
         self._wanted = wanted
@@ -145,11 +147,11 @@ class Attempts:
         each = batches_per_update(self._given.cluster, self._given.strategy)
         return max(1, wanted.epochs * batches // each)
 
-    def remake(self) -> Remade:
+    def remake(self) -> Rebuilt:
         """Makes the parts of another attempt, without asking any task."""
         return self._parts.remake(self._opened[0], self._batch_size)
 
-    def again(self, directory: Path, remade: Future[Remade]) -> Attempt:
+    def again(self, directory: Path, remade: Future[Rebuilt]) -> Attempt:
         """Returns what does the steps that are missing in the newest good checkpoint.
 
         All variables are made anew from there.
@@ -166,7 +168,7 @@ class Attempts:
         made = self._parts.renew(fill, dataset, self._batch_size, remade)
         return self._attempt(made, dataset, evaluated)
 
-    def keep_on(self, remade: Future[Remade]) -> Attempt:
+    def keep_on(self, remade: Future[Rebuilt]) -> Attempt:
         """Returns what does the steps that are missing in what is kept of a lost ps.
 
         All variables are made anew from there, and from what the others hold.
@@ -204,14 +206,14 @@ class Attempts:
         return self._open() if self._opened[0].fed is None else self._opened
 
     def _attempt(
-        self, made: Made, dataset: Dataset, evaluated: Dataset | None
+        self, made: Built, dataset: Dataset, evaluated: Dataset | None
     ) -> Attempt:
         wanted = self._wanted
         step, runner, _ = made
         if wanted.checkpoint is not None:
             checkpoint.check_names(step.names)
         if wanted.detached and wanted.checkpoint is not None:
-            check_handable(wanted.checkpoint, step)
+            check_remote_saving(wanted.checkpoint, step)
         first = runner.global_step()
 
         def take(taken: Callable[[], None] | None = None) -> Snapshot:
@@ -246,7 +248,7 @@ class Attempts:
         )
 
 
-def fill_from(made: Made, path: Path, *, check_first: bool = True) -> Imported | None:
+def fill_from(made: Built, path: Path, *, check_first: bool = True) -> Imported | None:
     """Gives variables and position the values of a checkpoint.
 
     Args:
@@ -278,7 +280,7 @@ def fill_from(made: Made, path: Path, *, check_first: bool = True) -> Imported |
     return None
 
 
-def _take_from(made: Made, path: Path) -> Imported:
+def _take_from(made: Built, path: Path) -> Imported:
     """Gives variables the values of a checkpoint of another program."""
     step, runner, _ = made
     stored = read(path)
@@ -297,7 +299,7 @@ def _take_from(made: Made, path: Path) -> Imported:
 
 
 def save_to(
-    made: Made,
+    made: Built,
     path: str | Path,
     values: Sequence[Any] | None,
     position: Position,
@@ -310,10 +312,10 @@ def save_to(
       CheckpointError: the directory exists, or cannot be written.
     """
     step, runner, _ = made
-    kept = runner.keep() if values is None else Kept(values)
+    kept = runner.keep() if values is None else RunSnapshot(values)
     try:
         tree = step.unflatten(kept.values)
-        with saying(f"saving {path}"):
+        with show_wait(f"saving {path}"):
             return checkpoint.save(path, tree, position, overwrite=overwrite)
     finally:
         kept.release()

@@ -1,4 +1,4 @@
-"""Bags of ids: a row of a table for each, combined to one."""
+"""Embedding bags: the rows of several ids, combined to one."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Callbacks for ``Trainer.fit``: what people ask of a run, beside its training.
+"""Callbacks for ``Trainer.fit``: early stopping, NaN guard, TensorBoard.
 
 A callback is called as ``callback(run, report)`` twice a second or so; one that has a
 method ``close`` is closed when the run ends.

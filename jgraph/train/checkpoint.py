@@ -34,7 +34,7 @@ from jgraph.runtime.manifest import (
 from jgraph.runtime.shard_files import stored_dtype
 from jgraph.runtime.step_files import check_replaceable, put_back
 from jgraph.train.array_files import load_arrays, read_arrays
-from jgraph.train.on_tasks import KeptArray
+from jgraph.train.on_tasks import RemoteArray
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
 
@@ -54,7 +54,7 @@ def save(
     Args:
       path: the directory; ``~`` and relative paths are fine.
       tree: ``{"params", "opt", "state", "global_step"}``, of arrays; those that tasks
-        have (``KeptArray``) are written by them.
+        have (``RemoteArray``) are written by them.
       position: where in the data the training is.
       overwrite: replace a checkpoint of jgraph, once the new one is complete.
       generation: of the writer's lease; 0 without one.
@@ -104,7 +104,7 @@ def restore(
     Args:
       path: a directory that ``save`` wrote.
       like: a tree of the same model; every leaf must agree in shape and dtype. Those
-        on tasks (``KeptArray``) are read and stored by them, and stay as they are in
+        on tasks (``RemoteArray``) are read and stored by them, and stay as they are in
         what is returned.
       growing: names of leaves, ``params/ads/rows``, that have any number of rows.
       check_first: read what tasks take twice, so that a damaged checkpoint changes
@@ -136,7 +136,7 @@ def _read(
     """Returns the arrays that come here; those of tasks are there then."""
     from jgraph.train.commit import reading
 
-    kept = {n: a for n, a in wanted.items() if isinstance(a, KeptArray)}
+    kept = {n: a for n, a in wanted.items() if isinstance(a, RemoteArray)}
     with reading(target):
         loaded = load_arrays(target, manifest.leaves, kept, check_only=check_first)
         manifest.compare(loaded, loaded, target)
@@ -241,7 +241,7 @@ def _resized(
 
     def resize(path: tuple[Any, ...], leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if isinstance(leaf, KeptArray):
+        if isinstance(leaf, RemoteArray):
             return leaf
         shape = leaf.shape
         if name in names and name in stored and stored[name].shape:
@@ -286,7 +286,7 @@ def _from_layout(stored: Tree, like: Tree) -> Tree:
 
 
 def _here(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, KeptArray) else np.asarray(leaf)
+    return leaf if isinstance(leaf, RemoteArray) else np.asarray(leaf)
 
 
 def _plain(leaf: Any) -> Any:

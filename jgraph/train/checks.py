@@ -1,4 +1,4 @@
-"""What a training step checks about itself; an update that is not well is skipped."""
+"""Checks inside a training step: an update that fails one is skipped."""
 
 from collections.abc import Mapping
 

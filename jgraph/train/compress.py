@@ -1,4 +1,4 @@
-"""Gradients in fewer bits between a worker and the ps, with error feedback.
+"""Gradient compression between a worker and the ps, with error feedback.
 
 What rounding takes from a gradient stays on the worker and is added to its next one, so
 that nothing is lost for good and training converges as without. In synchronous training

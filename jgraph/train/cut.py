@@ -1,4 +1,4 @@
-"""Cutting a batch into equal parts."""
+"""Splitting of a batch into equal parts."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jgraph.errors import FeedError
 from jgraph.train.trees import Tree
 
 
-def cut_batch(batch: Tree, count: int, what: str) -> list[Tree]:
+def split_batch(batch: Tree, count: int, what: str) -> list[Tree]:
     """Returns the parts of a batch, in order.
 
     Args:
@@ -20,7 +20,7 @@ def cut_batch(batch: Tree, count: int, what: str) -> list[Tree]:
         them.
 
     Example:
-      >>> [part.tolist() for part in cut_batch(jnp.arange(4), 2, "x")]
+      >>> [part.tolist() for part in split_batch(jnp.arange(4), 2, "x")]
       [[0, 1], [2, 3]]
     """
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]

@@ -1,4 +1,4 @@
-"""What users give as data, checked once, and cut into batches and shards."""
+"""Dataset: user data, checked once, cut into batches and shards."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the master is told of a run and its data."""
+"""Messages about a run and its data, from a Trainer to the master."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -76,7 +76,7 @@ def run_info(
       sync: training is synchronous.
       saves: what the master saves.
       records: what tasks record of a worker's program.
-      programs: see ``kept_programs``.
+      programs: see ``restart_programs``.
       gate: of asynchronous training.
     """
     about = {
@@ -91,7 +91,7 @@ def run_info(
     return Detached(about, saves, order.dataset.source, records, programs, gate)
 
 
-def kept_programs(
+def restart_programs(
     cluster: Cluster,
     programs: Mapping[str, Program],
     begun: Mapping[TaskName, Sequence[Variable]],

@@ -1,4 +1,4 @@
-"""Random numbers of a step that are the same in every step."""
+"""Detection of random numbers in a step that are the same in every step."""
 
 import warnings
 from collections.abc import Sequence

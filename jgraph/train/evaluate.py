@@ -1,4 +1,4 @@
-"""Evaluation and prediction with a model's current values, in this process."""
+"""Evaluation and prediction in this process, with a model's current values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.train.adapters import Adapter, Metric
 from jgraph.train.data import Dataset
 from jgraph.train.metrics import as_float64, named_metrics
-from jgraph.train.observed import Observed
+from jgraph.train.observed import StatefulMetrics
 from jgraph.train.trees import Tree
 
 _SEEN = "__seen__"
@@ -26,7 +26,7 @@ class Evaluator:
         self,
         adapter: Adapter,
         metrics: Mapping[str, Metric],
-        observed: Observed | None = None,
+        observed: StatefulMetrics | None = None,
     ) -> None:
         self._observed = observed
         asked = dict(metrics) if observed is None else {**metrics, _SEEN: observed.fn}

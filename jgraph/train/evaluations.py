@@ -1,4 +1,4 @@
-"""Evaluations of one run: beside the training where a task is there for it, or here."""
+"""Evaluations of one run: on the evaluator task if there is one, else here."""
 
 import contextvars
 import logging

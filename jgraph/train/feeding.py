@@ -1,4 +1,4 @@
-"""Data that workers get from this process, batch by batch, as they want it."""
+"""Client-fed data: sends batches read in this process to workers on request."""
 
 import concurrent.futures
 import threading
@@ -27,7 +27,7 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.batches import Field, Reader
 
 _AGAIN_S: Final = 0.5
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 _PASSING: Final = (
     ClusterBusyError,
     ClusterUnreachableError,
@@ -94,7 +94,7 @@ class Feeding:
 
         def look() -> None:
             while not self._closed.is_set():
-                if asked.wait(_LOOK_S):
+                if asked.wait(_POLL_S):
                     with suppress(JGError):
                         stop()
                     return

@@ -1,4 +1,4 @@
-"""Values that users give as data, as arrays of the types that JAX computes with."""
+"""Conversion of user values to arrays of the types that JAX computes with."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One call of ``Trainer.fit``: steps in a thread of its own, watched."""
+"""One call of ``Trainer.fit``: a thread that trains, saves, evaluates and reports."""
 
 import contextlib
 import contextvars
@@ -13,8 +13,8 @@ import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.failover import asked_anyhow
-from jgraph.coordination.loop_ends import OF_A_BATCH
+from jgraph.cluster.failover import ask_with_failover
+from jgraph.coordination.loop_ends import BATCH_ERRORS
 from jgraph.errors import (
     CheckpointWriterError,
     ClusterError,
@@ -24,7 +24,7 @@ from jgraph.errors import (
     TaskLeavingError,
 )
 from jgraph.train.attempt import Attempt
-from jgraph.train.handed import Handed
+from jgraph.train.handed import RemoteSaver
 from jgraph.train.history import History
 from jgraph.train.hooks import Callback, hook
 from jgraph.train.large import KEPT_BYTES
@@ -32,11 +32,11 @@ from jgraph.train.progress import Display, Report
 from jgraph.train.recover import Recover
 from jgraph.train.run import Run
 from jgraph.train.runner import Position, Runner
-from jgraph.train.saving import Saving
+from jgraph.train.saving import Saver
 from jgraph.train.standing import Standings
 from jgraph.train.watch import Watch
 
-_OF_A_BATCH: Final = (DataSlotError, *OF_A_BATCH)
+_BATCH_ERRORS: Final = (DataSlotError, *BATCH_ERRORS)
 """Errors of one batch: all updates before it are applied, and good."""
 
 _LOG = logging.getLogger("jgraph.data")
@@ -67,7 +67,7 @@ class Fit:
     attempt: Attempt
     run: Run
     history: History
-    saving: Saving | Handed | None
+    saving: Saver | RemoteSaver | None
     recover: Recover | None
     callbacks: Sequence[Callback]
     display: Display
@@ -112,7 +112,9 @@ class Fit:
             if not isinstance(error, ClusterError):
                 read = partial(self._ended, runner)
                 cluster = self.cluster
-                values, position = asked_anyhow(cluster, read) if cluster else read()
+                values, position = (
+                    ask_with_failover(cluster, read) if cluster else read()
+                )
                 self._show_end()
                 self._warn_of_nan()
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
@@ -155,7 +157,7 @@ class Fit:
         try:
             self._follow(attempt, total, began)
         except JGError as error:
-            if isinstance(error, _OF_A_BATCH) and isinstance(self.saving, Saving):
+            if isinstance(error, _BATCH_ERRORS) and isinstance(self.saving, Saver):
                 # To go on from once that batch is taken out; what is told is the batch.
                 with contextlib.suppress(CheckpointWriterError):
                     self.saving.save()
@@ -242,7 +244,7 @@ class Fit:
             self.saving.save()
 
     def _tell(self, report: Report) -> None:
-        if report.copy is not None and isinstance(self.saving, Saving):
+        if report.copy is not None and isinstance(self.saving, Saver):
             self.saving.save_best(report)
         self.run.report(replace(report, copy=None))
         self.display(report)

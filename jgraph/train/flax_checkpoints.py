@@ -1,4 +1,4 @@
-"""Checkpoints of Flax programs: found, read, and matched with a Trainer's model.
+"""Import of Flax checkpoints: found, read, matched with a Trainer's model.
 
 Read are those of Orbax (``StandardCheckpointer``, ``PyTreeCheckpointer``, what a
 ``CheckpointManager`` saved, with one item or several) and of ``flax.training.

@@ -1,4 +1,4 @@
-"""Data as other libraries give it: objects with elements by number, and iterables.
+"""Readers of other libraries' data: indexed data sets, and iterables.
 
 Nothing of these libraries is imported. An object with ``__len__`` and ``__getitem__``
 gives an element by number: ``torch.utils.data.Dataset``, grain's ``MapDataset``, a

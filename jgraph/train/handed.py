@@ -1,4 +1,4 @@
-"""Checkpoints of a detached run, which its master takes: no client need be there.
+"""Remote saver: checkpoints of a detached run, which its master takes.
 
 The client saves the first one. All others have the same arrays, so the master makes
 their files like that one's, and no task needs Orbax or the model for it.
@@ -27,11 +27,11 @@ from jgraph.runtime.step_files import our_steps
 from jgraph.train.checkpoint import absolute, stored_as
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.large import total_nbytes
-from jgraph.train.saving import Saving, Take
+from jgraph.train.saving import Saver, Take
 from jgraph.train.step import TrainStep
 
 if TYPE_CHECKING:
-    from jgraph.train.attempt import Attempt, Wanted
+    from jgraph.train.attempt import Attempt, FitRequest
 
 _LOG = logging.getLogger("jgraph.checkpoint")
 _LAST_S: Final = 60.0
@@ -39,8 +39,8 @@ _LAST_S: Final = 60.0
 
 
 @final
-class Handed:
-    """Stands where ``Saving`` does in a run whose master saves.
+class RemoteSaver:
+    """Stands where ``Saver`` does in a run whose master saves.
 
     Args:
       given: where and how often.
@@ -56,7 +56,7 @@ class Handed:
     def __init__(
         self, given: Checkpoints, take: Take, step: int, cluster: Cluster
     ) -> None:
-        with Saving(given, take, step) as first:
+        with Saver(given, take, step) as first:
             first.finish()
             self.directory = first.directory
         self._due = step
@@ -77,7 +77,7 @@ class Handed:
         go_on()
 
     def wait(self) -> None:
-        """Waits for nothing: see ``Saving.wait``."""
+        """Waits for nothing: see ``Saver.wait``."""
 
     def save(self) -> None:
         """Waits until the master has saved a run whose loops have ended."""
@@ -98,7 +98,7 @@ class Handed:
             _LOG.warning("the master has not saved step %d: %s", self._due, why)
 
 
-def check_handable(given: Checkpoints, step: TrainStep) -> None:
+def check_remote_saving(given: Checkpoints, step: TrainStep) -> None:
     """Refuses what a master cannot save.
 
     Raises:
@@ -156,13 +156,13 @@ def saves_order(
 
 
 def make_saving(
-    wanted: "Wanted", attempt: "Attempt", cluster: Cluster | None
-) -> Saving | Handed | None:
+    wanted: "FitRequest", attempt: "Attempt", cluster: Cluster | None
+) -> Saver | RemoteSaver | None:
     """Returns what takes the checkpoints of a run; None: there are none."""
     given = wanted.checkpoint
     if given is None:
         return None
     if wanted.detached:
         assert cluster is not None  # checked
-        return Handed(given, attempt.take, attempt.first, cluster)
-    return Saving(given, attempt.take, attempt.first, in_process=cluster is None)
+        return RemoteSaver(given, attempt.take, attempt.first, cluster)
+    return Saver(given, attempt.take, attempt.first, in_process=cluster is None)

@@ -1,4 +1,4 @@
-"""The rows of a run's hash tables, between its parameter servers and its client.
+"""Rows of a run's hash tables: read from and loaded to the parameter servers.
 
 To the client a table is what the exported model has: a row per known key, after one for
 all others, and likewise for each slot of the optimizer. So a checkpoint does not depend

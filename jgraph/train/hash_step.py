@@ -1,4 +1,4 @@
-"""Hash tables of a model: which variables they are, and what columns they keep."""
+"""Hash tables of a model: their variables, shard specifications and columns."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a run has measured so far, by metric, and its picture."""
+"""Metrics history of a run, by metric, and its plot."""
 
 import math
 import threading

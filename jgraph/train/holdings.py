@@ -1,4 +1,4 @@
-"""What a Trainer has made on a cluster, and the end of it."""
+"""Resources of a Trainer on a cluster, and their release."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +12,7 @@ Drop: TypeAlias = Callable[[], None]
 
 
 @final
-class Holdings:
+class ClusterResources:
     """Drops what a Trainer holds on a cluster when the Trainer goes, or its client.
 
     Args:

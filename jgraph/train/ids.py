@@ -1,4 +1,4 @@
-"""Ids of lookups: what they are made from, and what becomes of bad ones."""
+"""Ids of lookups: their computation from the batch, and checks of bad ones."""
 
 import math
 from collections.abc import Sequence

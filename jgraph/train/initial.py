@@ -1,4 +1,4 @@
-"""The state with which a training run begins."""
+"""Initial state of a training run."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which of a model's state a loss leaves as it is."""
+"""Analysis of model state that a loss never changes, so that it is not written back."""
 
 from typing import Any
 
@@ -9,7 +9,9 @@ from jgraph.train.adapters import Adapter
 from jgraph.train.trees import Tree
 
 
-def kept_state(adapter: Adapter, params: Tree, state: Tree, batch: Any) -> list[bool]:
+def unchanged_state(
+    adapter: Adapter, params: Tree, state: Tree, batch: Any
+) -> list[bool]:
     """Returns, for each leaf of state, whether a loss gives it back unchanged.
 
     Args:

@@ -1,4 +1,4 @@
-"""A second copy of what each ps holds, on the next ps or in a log, for a run."""
+"""Durability of ps state in a run: a replica on the next ps, or a write-ahead log."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -49,7 +49,7 @@ def check_durability(durability: object) -> None:
         )
 
 
-def copies_for(
+def make_durable_copies(
     durability: Durability, cluster: Cluster, session: Session, step: TrainStep
 ) -> "Copies | None":
     """Returns what keeps copies for a strategy; None: nothing has to.

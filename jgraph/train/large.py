@@ -1,4 +1,4 @@
-"""What of a large model stays on its cluster, and does not come to the client."""
+"""Size limits for bringing values to the client."""
 
 from collections.abc import Sequence
 

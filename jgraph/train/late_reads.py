@@ -1,4 +1,4 @@
-"""Reads of a damaged checkpoint that end after the one that failed.
+"""Late read errors of a damaged checkpoint, silenced after the first error.
 
 Orbax closes its event loop when one read fails, and TensorStore then tells that loop of
 the others. Nobody waits for these, and the one that failed is the error; but Python

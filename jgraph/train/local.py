@@ -17,7 +17,7 @@ from jgraph.graph.ir import Graph, eval_graph
 from jgraph.runtime.batches import LeasedBatches
 from jgraph.train.applied import Checks, checks_of
 from jgraph.train.data import Batch, Dataset
-from jgraph.train.on_tasks import Kept
+from jgraph.train.on_tasks import RunSnapshot
 from jgraph.train.runner import (
     Chunk,
     Events,
@@ -205,9 +205,9 @@ class LocalRunner:
                 for name, value in zip(self._step.names, self._values, strict=True)
             ]
 
-    def keep(self, taken: Callable[[], None] | None = None) -> Kept:
+    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
         """See ``Runner.keep``; here are no tasks."""
-        return Kept(self.values())
+        return RunSnapshot(self.values())
 
     def places(self) -> Sequence[Any]:
         """See ``Runner.places``; here are no tasks."""

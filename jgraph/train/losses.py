@@ -1,4 +1,4 @@
-"""How a loss is written, and what it returns.
+"""Loss functions: their accepted signatures and return values.
 
 As Flax users expect:
 

@@ -1,4 +1,4 @@
-"""Metrics beside a loss: named arrays of any numeric type, and their means.
+"""Metrics beside a loss: named arrays, and their exact means over workers.
 
 A mean of whole numbers over workers is exact. A worker sends a large whole number as
 pieces of 11 bits, whose float32 sums are exact, and whoever reads the mean puts them

@@ -1,4 +1,4 @@
-"""Metrics of Flax that are updated batch by batch: ``nnx.MultiMetric``."""
+"""Stateful metrics of Flax, updated batch by batch: ``nnx.MultiMetric``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
@@ -17,7 +17,7 @@ Metrics: TypeAlias = Mapping[str, Metric] | Metric | tuple[nnx.Metric, Metric]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Observed:
+class StatefulMetrics:
     """Metrics, and the function that says what they are updated with.
 
     Attributes:
@@ -60,7 +60,7 @@ class Observed:
 
 def split_metrics(
     metrics: Metrics | None,
-) -> tuple[dict[str, Metric], Observed | None]:
+) -> tuple[dict[str, Metric], StatefulMetrics | None]:
     """Returns functions by name, and what is updated batch by batch.
 
     Raises:
@@ -72,7 +72,7 @@ def split_metrics(
         case (nnx.Metric() as metric, fn) if callable(fn):
             fresh = nnx.clone(metric)
             fresh.reset()
-            return {}, Observed(fn, *nnx.split(fresh))
+            return {}, StatefulMetrics(fn, *nnx.split(fresh))
         case nnx.Metric() | type():
             pass
         case fn if callable(fn):

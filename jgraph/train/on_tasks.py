@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint that stay where they are: on the tasks that train."""
+"""Remote arrays: arrays of a checkpoint that stay on the tasks that train."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.held import Held
+from jgraph.cluster.held import SnapshotHandle
 from jgraph.cluster.session import Session
 from jgraph.cluster.shard_calls import Shard
 from jgraph.graph.variable import Variable
@@ -19,7 +19,7 @@ from jgraph.train.step import TrainStep
 
 @final
 @dataclass(frozen=True, slots=True)
-class KeptArray:
+class RemoteArray:
     """An array that tasks have, each some rows of it.
 
     Attributes:
@@ -31,7 +31,7 @@ class KeptArray:
     """
 
     cluster: Cluster
-    held: Held
+    held: SnapshotHandle
     variable: Variable
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -48,7 +48,7 @@ class KeptArray:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RunSnapshot:
     """The state of a run at one moment: arrays, and such as tasks have.
 
     Attributes:
@@ -62,8 +62,8 @@ class Kept:
     is_live: bool = False
 
 
-def kept_arrays(
-    cluster: Cluster, held: Held, variables: Sequence[Variable]
+def remote_arrays_of(
+    cluster: Cluster, held: SnapshotHandle, variables: Sequence[Variable]
 ) -> dict[str, Any]:
     """Returns the variables that are kept where they are, by name.
 
@@ -78,17 +78,17 @@ def kept_arrays(
         if is_key(variable.spec.aval):
             continue
         if type_.shape and type_.nbytes and not (sharding and sharding.axis):
-            found[variable.name] = KeptArray(
+            found[variable.name] = RemoteArray(
                 cluster, held, variable, type_.shape, type_.np_dtype
             )
     return found
 
 
 def arrays_of(
-    cluster: Cluster, held: Held, variables: Sequence[Variable]
+    cluster: Cluster, held: SnapshotHandle, variables: Sequence[Variable]
 ) -> dict[str, Any]:
     """Returns variables as arrays, by name: where they are, or here."""
-    kept = kept_arrays(cluster, held, variables)
+    kept = remote_arrays_of(cluster, held, variables)
     come = [v for v in variables if v.name not in kept]
     return {**kept, **(held.read(come) if come else {})}
 
@@ -98,13 +98,13 @@ def places_of(cluster: Cluster, session: Session, step: TrainStep) -> list[Any]:
     # Which keys of a table are known is stored in another way than in a graph.
     known = {table.known for table in step.tables}
     plain = [v for v in step.plain if v.name not in known]
-    found = kept_arrays(cluster, session.snapshots.live(plain), plain)
+    found = remote_arrays_of(cluster, session.snapshots.live(plain), plain)
     initial = zip(step.names, step.initial_values, strict=True)
     return [found.get(name, value) for name, value in initial]
 
 
 @contextmanager
-def releasing_after_an_error(held: Held) -> Iterator[None]:
+def releasing_after_an_error(held: SnapshotHandle) -> Iterator[None]:
     """Lets go of what is held if what follows fails."""
     try:
         yield

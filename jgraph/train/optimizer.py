@@ -1,4 +1,4 @@
-"""How a Trainer calls an optimizer: what it gives it, and what it makes sure of."""
+"""Optimizer calls of a Trainer: checked arguments, results of unchanging type."""
 
 import inspect
 import logging

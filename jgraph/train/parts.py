@@ -1,4 +1,4 @@
-"""What a Trainer works with, made when the shapes of its model are known."""
+"""Training state of a Trainer: step, runner and evaluator, built on first use."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,15 +18,15 @@ from jgraph.train.adapters import Adapter, Metric, Model, adapt
 from jgraph.train.async_ps import AsyncRunner
 from jgraph.train.data import Dataset, check_alike, naming_data
 from jgraph.train.evaluate import Evaluator
-from jgraph.train.holdings import Holdings
+from jgraph.train.holdings import ClusterResources
 from jgraph.train.local import Local
 from jgraph.train.losses import Loss
-from jgraph.train.observed import Observed
+from jgraph.train.observed import StatefulMetrics
 from jgraph.train.optimizer import Optimizer
 from jgraph.train.placing import new_container
 from jgraph.train.row_step import Sparse
 from jgraph.train.runner import Position, Runner
-from jgraph.train.side_car import SideCar, make_side_car
+from jgraph.train.side_car import EvaluatorTask, make_evaluator_task
 from jgraph.train.step import TrainStep
 from jgraph.train.strategies import (
     Strategy,
@@ -37,13 +37,13 @@ from jgraph.train.strategies import (
 from jgraph.train.sync_ps import SyncRunner
 from jgraph.train.trees import Tree
 
-Made: TypeAlias = tuple[TrainStep, Runner, Evaluator]
-Remade: TypeAlias = tuple[Made, SideCar | None]
+Built: TypeAlias = tuple[TrainStep, Runner, Evaluator]
+Rebuilt: TypeAlias = tuple[Built, EvaluatorTask | None]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Given:
+class TrainerConfig:
     """What a Trainer was given, checked; see ``Trainer``."""
 
     model: Model
@@ -52,7 +52,7 @@ class Given:
     cluster: Cluster | None
     strategy: Strategy
     metrics: Mapping[str, Metric]
-    observed: Observed | None
+    observed: StatefulMetrics | None
     seed: int
     variables: Tree
     sparse: Sparse
@@ -62,7 +62,7 @@ class Given:
 
 
 @final
-class Parts:
+class TrainerBuild:
     """The step, its runner and what evaluates, made on first use.
 
     Args:
@@ -70,17 +70,17 @@ class Parts:
       is_busy: says whether a run goes on.
     """
 
-    def __init__(self, given: Given, is_busy: Callable[[], bool]) -> None:
+    def __init__(self, given: TrainerConfig, is_busy: Callable[[], bool]) -> None:
         self._given = given
-        self.holdings = Holdings(given.cluster, is_busy)
+        self.holdings = ClusterResources(given.cluster, is_busy)
         """What is on the cluster, and goes with this."""
         weakref.finalize(self, self.holdings.drop_soon).atexit = False
-        self._made: Made | None = None
+        self._made: Built | None = None
         self.trained_on: Dataset | None = None
         """The data of the newest training."""
         self._closed = False
         self._known: Mapping[TaskName, str] = {}
-        self.side_car: SideCar | None = None
+        self.side_car: EvaluatorTask | None = None
         """Evaluates on the cluster, once made; None: no task is there for it."""
 
     @property
@@ -88,7 +88,7 @@ class Parts:
         """Whether they exist by now."""
         return self._made is not None
 
-    def made(self, data: Dataset | None = None) -> Made:
+    def made(self, data: Dataset | None = None) -> Built:
         """Returns the parts, made of this data if they have to be.
 
         Raises:
@@ -100,7 +100,7 @@ class Parts:
             return made
         return self._made
 
-    def _make(self, data: Dataset | None, container: str = "") -> Remade:
+    def _make(self, data: Dataset | None, container: str = "") -> Rebuilt:
         given = self._given
         is_linen = isinstance(given.model, nn.Module)
         if is_linen and given.variables is None and data is None:
@@ -120,11 +120,13 @@ class Parts:
         runner = make_runner(step, given.cluster, given.strategy, given.clock)
         side_car = None  # metrics with a state of their own are evaluated here
         if given.observed is None:
-            side_car = make_side_car(step, given.metrics, given.cluster, given.sparse)
+            side_car = make_evaluator_task(
+                step, given.metrics, given.cluster, given.sparse
+            )
         evaluator = Evaluator(adapter, given.metrics, given.observed)
         return (step, runner, evaluator), side_car
 
-    def prepare(self, dataset: Dataset, batch_size: int) -> Made:
+    def prepare(self, dataset: Dataset, batch_size: int) -> Built:
         """Returns the parts, ready to train on batches of this data.
 
         Raises:
@@ -142,7 +144,7 @@ class Parts:
         self.trained_on = dataset
         return made
 
-    def _take(self, made: Made, side_car: SideCar | None) -> None:
+    def _take(self, made: Built, side_car: EvaluatorTask | None) -> None:
         self._made, self.side_car = made, side_car
         beside = () if side_car is None else (side_car.close,)
         self.holdings.hold(*beside, made[1].close)
@@ -177,7 +179,7 @@ class Parts:
             ) from error
         self.renew(lambda made: made[1].load(values, position))
 
-    def remake(self, dataset: Dataset, batch_size: int) -> Remade:
+    def remake(self, dataset: Dataset, batch_size: int) -> Rebuilt:
         """Makes all anew for ``renew``, traced and planned; asks no task."""
         made, side_car = self._make(dataset)
         with naming_data(dataset, batch_size):
@@ -186,13 +188,13 @@ class Parts:
 
     def renew(
         self,
-        fill: Callable[[Made], object],
+        fill: Callable[[Built], object],
         dataset: Dataset | None = None,
         batch_size: int = 0,
-        remade: Future[Remade] | None = None,
+        remade: Future[Rebuilt] | None = None,
         *,
         from_old: bool = False,
-    ) -> Made:
+    ) -> Built:
         """Makes all anew, after tasks were lost: in a container of its own.
 
         Steps of before that are still under way somewhere thus change nothing. Nobody
@@ -245,7 +247,7 @@ class Parts:
         self.holdings.let_go()  # it belongs to its master
         return runner
 
-    def _drop(self, made: Made | None, side_car: SideCar | None) -> None:
+    def _drop(self, made: Built | None, side_car: EvaluatorTask | None) -> None:
         # Of a task that is gone nothing is left to drop, nor of a closed client.
         with suppress(ClusterError, ConfigError):
             if side_car is not None:

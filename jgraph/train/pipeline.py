@@ -16,7 +16,7 @@ from jgraph.plan.schedule import (
     schedule as schedule_of,
     simulate,
 )
-from jgraph.train.cut import cut_batch
+from jgraph.train.cut import split_batch
 from jgraph.train.pipeline_graph import PipelineGraph
 from jgraph.train.pipeline_step import PipelineStep
 from jgraph.train.stage import as_stage
@@ -166,9 +166,9 @@ class Pipeline:
         """
         self._check_params(params)
         with device(self.devices[0]):
-            inputs = cut_batch(x, self.schedule.microbatches, "x")
+            inputs = split_batch(x, self.schedule.microbatches, "x")
         with device(self.devices[-1]):
-            goals = cut_batch(targets, self.schedule.microbatches, "targets")
+            goals = split_batch(targets, self.schedule.microbatches, "targets")
         graph = PipelineGraph(
             self.schedule,
             self.devices,

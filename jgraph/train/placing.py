@@ -1,4 +1,4 @@
-"""Where a Trainer's variables are, and under which name."""
+"""Placement of a Trainer's variables over the ps, and the names of containers."""
 
 import secrets
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Where the time of training steps goes, by part and replica."""
+"""Profile of training steps: time by part and replica."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: in a terminal, in a notebook, or as plain lines."""
+"""Progress displays of a run: in a terminal, in a notebook, or as plain lines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from rich.text import Text
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.events import Once, from_log
 from jgraph.cluster.logs import LogTail
-from jgraph.cluster.patience import Telling
+from jgraph.cluster.patience import WaitMessage
 from jgraph.graph.ir import TaskName
 from jgraph.train.evaluations import Copy
 from jgraph.train.standing import WorkerStanding, bars
@@ -219,7 +219,7 @@ class LineDisplay:
     def __init__(self, write: Callable[[str], None] | None) -> None:
         self._write = write or (lambda text: None)
         self._is_silent = write is None
-        self._telling: Telling | None = None
+        self._telling: WaitMessage | None = None
         self._last: Report | None = None
         self._written: Report | None = None
 
@@ -238,7 +238,7 @@ class LineDisplay:
         """See ``Display``."""
         self._hush()
         if not self._is_silent:
-            self._telling = Telling(what, self._write, lines=True)
+            self._telling = WaitMessage(what, self._write, lines=True)
 
     def notice(self, what: str) -> None:
         """See ``Display``."""

@@ -1,4 +1,4 @@
-"""A run goes on after tasks were lost and started again.
+"""Recovery of a run after tasks were lost and started again.
 
 Where copies are kept of what a ps holds, from there; else from its newest checkpoint.
 """
@@ -29,16 +29,16 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.step_files import our_steps
 from jgraph.train.attempt import Attempt, Attempts
-from jgraph.train.handed import Handed
+from jgraph.train.handed import RemoteSaver
 from jgraph.train.history import History
 from jgraph.train.local import Local
-from jgraph.train.parts import Given, Remade
-from jgraph.train.saving import Saving
+from jgraph.train.parts import Rebuilt, TrainerConfig
+from jgraph.train.saving import Saver
 
 _LOG = logging.getLogger("jgraph.recover")
 _WAIT_S: Final = 60.0
 
-_OF_A_LOSS: Final = (ClusterError, ProtocolError, InternalError, UninitializedError)
+_LOSS_ERRORS: Final = (ClusterError, ProtocolError, InternalError, UninitializedError)
 """What a step may fail with where a task is gone, or was started again meanwhile.
 
 None of these alone is a loss: a run goes back only if a task is another process by now,
@@ -68,12 +68,12 @@ class Recover:
     """
 
     cluster: Cluster
-    saving: Saving | Handed | None
+    saving: Saver | RemoteSaver | None
     history: History
     stop: threading.Event
-    remake: Callable[[], Remade]
-    again: Callable[[Path, Future[Remade]], Attempt]
-    keep_on: Callable[[Future[Remade]], Attempt] | None
+    remake: Callable[[], Rebuilt]
+    again: Callable[[Path, Future[Rebuilt]], Attempt]
+    keep_on: Callable[[Future[Rebuilt]], Attempt] | None
     known: Mapping[TaskName, str]
     clock: Clock = field(default_factory=SystemClock)
     decide: Recoveries = field(init=False)
@@ -125,7 +125,7 @@ class Recover:
             raise self._hopeless(error, why, self._newest()) from error
         raise error
 
-    def _next(self, remade: Future[Remade]) -> Attempt:
+    def _next(self, remade: Future[Rebuilt]) -> Attempt:
         assert self.saving is not None  # it has a checkpoint
         return self.again(self.saving.directory, remade)
 
@@ -138,7 +138,7 @@ class Recover:
 
     def _lost(self, error: JGError) -> list[TaskName]:
         """Returns the tasks whose loss may be why there is this error."""
-        if not isinstance(error, _OF_A_LOSS):
+        if not isinstance(error, _LOSS_ERRORS):
             return []
         if isinstance(error, TaskLeavingError):
             return list(error.details["tasks"])
@@ -223,8 +223,8 @@ class Recover:
 
 
 def make_recover(
-    given: Given,
-    saving: Saving | Handed | None,
+    given: TrainerConfig,
+    saving: Saver | RemoteSaver | None,
     history: History,
     attempts: Attempts,
 ) -> Recover | None:

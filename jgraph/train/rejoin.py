@@ -1,4 +1,4 @@
-"""Workers that were lost during a run, and answer again, take part once more."""
+"""Rejoin of workers that were lost during a run and answer again."""
 
 import logging
 import threading
@@ -14,7 +14,7 @@ from jgraph.graph.ir import TaskName
 
 LOOK_EVERY_S: Final = 0.5
 """That a worker answers again shows only by asking it."""
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 WAIT_S: Final = 60.0
 """So long a run without workers waits for one."""
 _LOG = logging.getLogger("jgraph.recover")
@@ -99,7 +99,7 @@ def is_one_back(
     clock = SystemClock()
     deadline = clock.now() + WAIT_S
     while not back and clock.now() < deadline:
-        if stop.wait(_LOOK_S):
+        if stop.wait(_POLL_S):
             return False
         try:
             cluster.check_startable()

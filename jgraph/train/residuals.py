@@ -1,4 +1,4 @@
-"""Which values of a forward pass are kept for the backward pass.
+"""Residuals of a forward pass: the values kept for its backward pass.
 
 Autodiff names the values that the backward pass takes. Of these only what cannot be
 had otherwise is kept: parameters and the inputs are there, what follows from the

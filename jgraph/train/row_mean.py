@@ -1,4 +1,4 @@
-"""The mean gradient of a table of which workers contribute rows, in variables."""
+"""Mean of sparse gradients: rows of a table that several workers contribute."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final

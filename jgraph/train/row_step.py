@@ -1,4 +1,4 @@
-"""What of a training step goes by rows, and why: decided once per type of batch."""
+"""Row tables of a training step: chosen once per type of batch, with reasons."""
 
 import math
 import warnings

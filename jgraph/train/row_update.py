@@ -1,4 +1,4 @@
-"""How an optimizer may update the rows that a step has touched, and only these.
+"""Sparse optimizer updates: whether and how a step may update only touched rows.
 
 Nothing is known about optimizers by name. Small arrays are put through a few steps,
 once as a whole and once by rows, and the results are compared: so it is seen whether
@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from jgraph.train.optimizer import CalledOptimizer
-from jgraph.train.still_rows import kept_operands
+from jgraph.train.still_rows import unchanged_operands
 
 _ROWS = 6
 _TOUCHED = ([0, 2], [1, 2], [0, 5], [2, 4])
@@ -158,7 +158,7 @@ def _still(
         return jax.tree.leaves(update(*jax.tree.unflatten(tree, leaves), value))
 
     zeros = [len(owned) + n for n in tables]
-    kept = kept_operands(flat, [*leaves, jnp.float32(1)], zeros)
+    kept = unchanged_operands(flat, [*leaves, jnp.float32(1)], zeros)
     moved = {owner for n, owner in enumerate(owned) if n not in kept}
     return set(tables) - moved
 

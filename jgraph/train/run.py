@@ -1,4 +1,4 @@
-"""A training run: what it measured, what came out, and a way to stop it."""
+"""Run: a handle on training with its metrics, its results and a way to stop it."""
 
 import threading
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The seam between a Trainer and the place where its steps run."""
+"""Runner interface, between a Trainer and the place where its steps run."""
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -13,7 +13,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data import Array
 from jgraph.train.data import Dataset
 from jgraph.train.hash_state import TableEvent
-from jgraph.train.on_tasks import Kept
+from jgraph.train.on_tasks import RunSnapshot
 
 Position: TypeAlias = Mapping[str, Any] | None
 """Plain data; see ``Dispatch.state``. None: as the number of updates says."""
@@ -127,7 +127,7 @@ class Runner(Protocol):
           TooLargeError: with ``model_only``: a variable is too large to come here.
         """
 
-    def keep(self, taken: Callable[[], None] | None = None) -> Kept:
+    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
         """Returns the state as it is now; what tasks have stays there meanwhile.
 
         Of a run that goes on, what one task has is of one moment, up to a limit.

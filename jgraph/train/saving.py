@@ -1,4 +1,4 @@
-"""Checkpoints of one run: taken between reports, written in a thread of their own."""
+"""Saver of a run: snapshots between reports, written in a thread of their own."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ as soon as they may go on, unless the snapshot is live."""
 
 
 @final
-class Saving:
+class Saver:
     """Saves when due; used by one thread, the writing is in another.
 
     Args:

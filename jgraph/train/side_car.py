@@ -1,4 +1,4 @@
-"""Evaluation on a task of its own: snapshots of the model, and a loop over the data.
+"""Evaluator task: takes snapshots of the model and loops over the evaluation data.
 
 One program copies the model's variables, and the number of updates, from the ps to
 variables on the evaluator. All that one ps holds is read at one moment, and no worker
@@ -98,7 +98,7 @@ class _Prepared:
 
 
 @final
-class SideCar:
+class EvaluatorTask:
     """Evaluates the model of a training run on one task.
 
     Args:
@@ -309,21 +309,21 @@ class SideCar:
                 session.close()
 
 
-def make_side_car(
+def make_evaluator_task(
     step: TrainStep,
     metrics: Mapping[str, Metric],
     cluster: Cluster | None,
     sparse: Sparse,
-) -> SideCar | None:
+) -> EvaluatorTask | None:
     """Returns what evaluates on the cluster; None: it has no task for that."""
     task = evaluator_of(cluster)
     if cluster is None or task is None:
         return None
-    return SideCar(step, metrics, cluster, task, by_rows=sparse != "off")
+    return EvaluatorTask(step, metrics, cluster, task, by_rows=sparse != "off")
 
 
 def make_evaluations(
-    side_car: SideCar | None,
+    side_car: EvaluatorTask | None,
     evaluate: Callable[..., Evaluation],
     given: Data | Source | None,
     opened: Dataset | None,

@@ -1,4 +1,4 @@
-"""Data that workers read themselves: named by the user, opened where it is read."""
+"""Data sources that workers read themselves: named here, opened where they are read."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which parameters a loss only looks up rows of, found in its jaxpr.
+"""Sparse-lookup analysis: parameters that a loss only looks up rows of.
 
 A parameter is a *row table* when every use of it is a lookup of whole rows, by ids that
 follow from the batch (and the random seeds of the step) alone. A step then needs just

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline may be: a Flax module, or a function over parameters."""
+"""Pipeline stages: Flax modules, or functions over parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

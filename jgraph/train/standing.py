@@ -1,4 +1,4 @@
-"""How each worker of a run stands, and the losses so far, for live displays."""
+"""Standings of workers and the loss curve so far, for live displays."""
 
 import math
 from collections import Counter

@@ -1,14 +1,14 @@
-"""The state of a training as a run asks for it: values, model, position, evaluation."""
+"""Training state that a Trainer and its runs share: values, model, position."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from jgraph.cluster.patience import saying
+from jgraph.cluster.patience import show_wait
 from jgraph.train.attempt import save_to
 from jgraph.train.data import Data, Dataset
 from jgraph.train.evaluations import Copy, Evaluation
-from jgraph.train.parts import Parts
+from jgraph.train.parts import TrainerBuild
 from jgraph.train.runner import Events, Position, Staleness
 from jgraph.train.source import Source, as_source_or_dataset
 
@@ -23,7 +23,7 @@ class TrainingState:
       parts: of the Trainer.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainerBuild) -> None:
         self._parts = parts
 
     @property
@@ -90,7 +90,7 @@ class TrainingState:
         dataset = as_source_or_dataset(data)
         self._parts.check_alike(dataset)
         step, runner, evaluator = self._parts.made(dataset)
-        with saying("evaluating"):
+        with show_wait("evaluating"):
             position = runner.position() if whole else None
             if values is None:
                 values = runner.values(model_only=not whole)

@@ -24,7 +24,7 @@ from jgraph.train.draws import warn_of_same_draws
 from jgraph.train.hash_state import trained_tables
 from jgraph.train.hash_step import check_lookups, needs_ps, table_specs
 from jgraph.train.initial import made_state, new_state, on_its_task
-from jgraph.train.kept import kept_state
+from jgraph.train.kept import unchanged_state
 from jgraph.train.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.row_mean import Touched, row_layout
 from jgraph.train.row_step import Computed, RowStep, Sparse, decide
@@ -171,7 +171,7 @@ class TrainStep:
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._kept:
             now = self.unflatten([v.spec.aval for v in self.variables])
-            same = kept_state(self.adapter, now["params"], now["state"], batch)
+            same = unchanged_state(self.adapter, now["params"], now["state"], batch)
             names = [name for name in self.names if name.startswith("state/")]
             self._kept[key] = frozenset(compress(names, same))
         return self._kept[key]

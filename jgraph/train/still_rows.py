@@ -1,4 +1,4 @@
-"""Proof from a jaxpr that values stay as they are where others are zero.
+"""Proof from a jaxpr that zero gradients leave rows unchanged.
 
 An optimizer may update rows alone if it leaves those without a gradient as they are, in
 every step that will ever come. A few steps that are tried cannot tell: a schedule may
@@ -52,7 +52,9 @@ _ANYTHING = _Is()
 _Env: TypeAlias = dict[Var, _Is]
 
 
-def kept_operands(fn: Any, operands: Sequence[Any], zeros: Collection[int]) -> set[int]:
+def unchanged_operands(
+    fn: Any, operands: Sequence[Any], zeros: Collection[int]
+) -> set[int]:
     """Returns which results are certain to be the operands of the same positions.
 
     Args:
@@ -64,7 +66,7 @@ def kept_operands(fn: Any, operands: Sequence[Any], zeros: Collection[int]) -> s
       >>> def step(n, total, g):
       ...     total = total + g * g
       ...     return jnp.where(n > 9, total, 0 * n), total, g
-      >>> kept_operands(step, [1.0, 2.0, 3.0], zeros=[2])
+      >>> unchanged_operands(step, [1.0, 2.0, 3.0], zeros=[2])
       {1, 2}
     """
     jaxpr, consts, _ = _compat.make_jaxpr(fn, *operands)

@@ -1,4 +1,4 @@
-"""The strategies of training, and which one a Trainer takes."""
+"""Choice of a training strategy, and the runner made for it."""
 
 from typing import TypeAlias
 

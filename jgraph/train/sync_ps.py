@@ -1,4 +1,4 @@
-"""Synchronous training: one update is the mean of what workers computed together.
+"""Synchronous parameter-server training: one update averages the workers' gradients.
 
 Every worker computes the gradient of its own batch from the same parameters. The ps
 average the first ones to come, the same set for every variable, and apply the mean with
@@ -17,8 +17,8 @@ from typing import Any, final
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.connection import unique
-from jgraph.cluster.failover import begun_anyhow, part_with
-from jgraph.cluster.farewell import Farewells
+from jgraph.cluster.failover import begin_with_failover, release_run
+from jgraph.cluster.farewell import DrainHolds
 from jgraph.cluster.gate_client import open_gate
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest, SyncRequest
 from jgraph.cluster.loops import LoopHandle
@@ -33,7 +33,7 @@ from jgraph.train.async_ps import AsyncPS, AsyncRunner
 from jgraph.train.compress import for_replica
 from jgraph.train.data import Dataset
 from jgraph.train.metrics import CONTRIBUTIONS
-from jgraph.train.on_tasks import Kept
+from jgraph.train.on_tasks import RunSnapshot
 from jgraph.train.rejoin import Rejoin, is_one_back
 from jgraph.train.runner import Chunk, Events, Order, Position, Staleness, position_in
 from jgraph.train.step import TrainStep
@@ -88,7 +88,7 @@ class SyncRunner:
         self._present: set[int] = set()
         self._back: set[int] = set()
         """Replicas that will take part from the next loops on."""
-        self._farewells: Farewells | None = None
+        self._drain_holds: DrainHolds | None = None
         self._replaced = False  # programs of workers, after one was lost
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
@@ -133,9 +133,9 @@ class SyncRunner:
         rejoin = Rejoin(self._cluster, admit)
         self.state.is_training = True
         self._workers.stop_with(order, self._stop_loops)
-        farewells = self._farewells = Farewells(self._cluster)
+        drain_holds = self._drain_holds = DrainHolds(self._cluster)
         try:
-            yield from self._follow(prepared, order, rejoin, farewells)
+            yield from self._follow(prepared, order, rejoin, drain_holds)
         except GeneratorExit:
             if self._loops is not None:
                 end_loops(self._loops)
@@ -149,7 +149,7 @@ class SyncRunner:
             self._loops, self.state.is_training = None, False
 
     def _follow(
-        self, prepared: _Prepared, order: Order, rejoin: Rejoin, farewells: Farewells
+        self, prepared: _Prepared, order: Order, rejoin: Rejoin, drain_holds: DrainHolds
     ) -> Generator[Chunk, None, None]:
         clock, left = SystemClock(), order.steps
         began, sync = 0.0, self._sync(prepared, order)
@@ -163,8 +163,8 @@ class SyncRunner:
             with self.state.lock:
                 self._present, self._back = self._present | self._back, set()
                 begin = partial(self._begin, prepared, replace(order, steps=left))
-                loops, sync = begun_anyhow(self._cluster, sync, begin)
-                loops.take_leave(farewells)
+                loops, sync = begin_with_failover(self._cluster, sync, begin)
+                loops.take_leave(drain_holds)
                 self._loops = loops
             now, late = clock.now(), Counter[TaskName]()
             began = began or now
@@ -239,7 +239,7 @@ class SyncRunner:
         """See ``Runner.values``."""
         return self.state.values(model_only=model_only)
 
-    def keep(self, taken: Callable[[], None] | None = None) -> Kept:
+    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
         """See ``Runner.keep``."""
         return self.state.keep(taken)
 
@@ -296,9 +296,9 @@ class SyncRunner:
 
     def let_go(self) -> None:
         """See ``Runner.let_go``."""
-        if self._farewells is not None:
-            part_with(self._cluster, self._farewells)
-            self._farewells = None
+        if self._drain_holds is not None:
+            release_run(self._cluster, self._drain_holds)
+            self._drain_holds = None
 
     def close(self) -> None:
         """See ``Runner.close``."""

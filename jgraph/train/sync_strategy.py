@@ -1,4 +1,4 @@
-"""What synchronous training is asked for."""
+"""SyncPS: the options of synchronous parameter-server training."""
 
 from dataclasses import dataclass
 from typing import final

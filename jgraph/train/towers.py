@@ -7,7 +7,7 @@ import jax
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
-from jgraph.train.cut import cut_batch
+from jgraph.train.cut import split_batch
 from jgraph.train.trees import Tree
 
 Towers: TypeAlias = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
@@ -52,7 +52,7 @@ def towers(loss: Callable[[Tree, Tree], Any], tasks: int | Sequence[str]) -> Tow
 
     def value_and_grad(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         results = []
-        for name, part in zip(names, cut_batch(batch, count, "batch"), strict=True):
+        for name, part in zip(names, split_batch(batch, count, "batch"), strict=True):
             with device(name):
                 results.append(jax.value_and_grad(loss)(params, part))
         total = jax.tree.map(lambda *each: sum(each[1:], each[0]), *results)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.patience import saying, unsaid
+from jgraph.cluster.patience import hide_wait, show_wait
 from jgraph.errors import ClusterBusyError, ConfigError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph import markup
@@ -19,7 +19,7 @@ from jgraph.train import checkpoint as checkpoints
 from jgraph.train.adapters import Model
 from jgraph.train.arguments import check_arguments
 from jgraph.train.attached import attach
-from jgraph.train.attempt import Attempts, Wanted, fill_from
+from jgraph.train.attempt import Attempts, FitRequest, fill_from
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.data import Data, Dataset, as_dataset
 from jgraph.train.fit import (
@@ -37,7 +37,7 @@ from jgraph.train.hooks import Callback, as_callbacks
 from jgraph.train.losses import Loss
 from jgraph.train.observed import Metrics, split_metrics
 from jgraph.train.optimizer import Optimizer, unwrapped
-from jgraph.train.parts import Given, Made, Parts
+from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
 from jgraph.train.progress import display_of
 from jgraph.train.recover import make_recover
 from jgraph.train.row_step import Sparse
@@ -135,7 +135,7 @@ class Trainer:
         tx, wrt = unwrapped(tx, wrt)
         check_arguments(model, loss, tx, cluster, seed, sparse, wrt)
         functions, observed = split_metrics(metrics)
-        self._given = Given(
+        self._given = TrainerConfig(
             model=model,
             loss=loss,
             tx=tx,
@@ -151,7 +151,7 @@ class Trainer:
             clock=SystemClock(),
         )
         self._busy = threading.Lock()
-        self._parts = Parts(self._given, self._busy.locked)
+        self._parts = TrainerBuild(self._given, self._busy.locked)
         self._state = TrainingState(self._parts)
         self._is_detached = False
         self.run: Run | None = None
@@ -223,7 +223,7 @@ class Trainer:
         called = as_callbacks(callbacks)
         data = data if y is None else (data, y)
         given, evaluate = self._given, self._state.evaluated
-        wanted = Wanted(
+        wanted = FitRequest(
             *(data, steps, batch_size, eval_data, eval_every, evaluate, detached),
             checkpoint=checkpoint,
             epochs=epochs,
@@ -234,7 +234,7 @@ class Trainer:
                 "this Trainer is already training; wait for that run (run.wait()) or "
                 "end it (run.stop()) first"
             )
-        with unsaid(), ExitStack() as stack:
+        with hide_wait(), ExitStack() as stack:
             stack.callback(self._busy.release)
             display = stack.enter_context(display_of(given.cluster, show=progress))
             display.say("tracing and placing")
@@ -276,7 +276,7 @@ class Trainer:
           ConfigError: no data was given, now or before.
         """
         if data is not None:
-            with saying("tracing and placing"):
+            with show_wait("tracing and placing"):
                 given, known = self._given, self._parts.trained_on
                 dataset = as_source_or_dataset(
                     data, given.cluster, batch_size=batch_size, known=known
@@ -320,7 +320,7 @@ class Trainer:
         """
         data = as_dataset(x, "x")
         step, runner, evaluator = self._made(data)
-        with saying("predicting"):
+        with show_wait("predicting"):
             tree = step.unflatten(runner.values(model_only=True))
             return evaluator.predict(tree, data, batch_size, fn, self._parts.trained_on)
 
@@ -355,14 +355,14 @@ class Trainer:
           CheckpointCorruptError: it is not what was written; names the leaf.
         """
         path = checkpoints.absolute(path)
-        with saying(f"restoring {path}"):
+        with show_wait(f"restoring {path}"):
             if self._parts.restarted() and not self._busy.locked():
                 self._parts.renew(partial(self._fill, path=path, check_first=False))
             else:
                 self._fill(self._made(), path)
         return self
 
-    def _fill(self, made: Made, path: Path, *, check_first: bool = True) -> None:
+    def _fill(self, made: Built, path: Path, *, check_first: bool = True) -> None:
         self.imported = fill_from(made, path, check_first=check_first)
 
     @short_traceback
@@ -433,7 +433,7 @@ class Trainer:
         }
         return markup.facts("Trainer", told)
 
-    def _made(self, data: Dataset | None = None) -> Made:
+    def _made(self, data: Dataset | None = None) -> Built:
         return self._parts.made(data)
 
 

@@ -1,4 +1,4 @@
-"""A walk through a jaxpr, in which some values stand for tables that are not there.
+"""Jaxpr walk with placeholders for tables: reports lookups and whole uses.
 
 Equations without tables are evaluated as they are. What may happen to a table is told
 to a visitor: a lookup of whole rows, or a use that needs all of it. Calls that take a

@@ -1,4 +1,4 @@
-"""From what replicas did to reports: rates, means, evaluations."""
+"""Conversion of replicas' chunks to reports: rates, means, evaluations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

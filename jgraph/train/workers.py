@@ -1,4 +1,4 @@
-"""What the workers of a training run have, and what each is told to run."""
+"""Workers of a training run: their data and progress, and their loop requests."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -15,7 +15,7 @@ from jgraph.cluster import loop
 from jgraph.cluster.keeper import find, up
 from jgraph.cluster.local import LocalCluster
 from jgraph.cluster.requests import REQUESTS
-from jgraph.cluster.visit import visiting
+from jgraph.cluster.visit import inspecting
 from jgraph.errors import (
     ClusterSpecError,
     ConfigError,
@@ -124,7 +124,7 @@ def test_row_25_a_log_is_of_a_task_and_never_a_path(served: Served, name: str) -
     with pytest.raises(refused):
         served.cluster.logs(name)
     with (
-        visiting(served.servers.server(PS).target) as visit,
+        inspecting(served.servers.server(PS).target) as visit,
         pytest.raises(refused),
     ):
         visit.logs(name, behind=5)

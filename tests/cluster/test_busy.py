@@ -10,7 +10,7 @@ import pytest
 
 from jgraph.cluster import busy
 from jgraph.cluster.session import Session
-from jgraph.coordination.backoff import pause_s
+from jgraph.coordination.backoff import backoff_s
 from jgraph.errors import ClusterBusyError
 from jgraph.graph.device import device
 from jgraph.graph.function import function
@@ -42,12 +42,12 @@ def test_row_28_each_step_of_too_many_callers_is_made_once(
     count, step = counting()
     x, pauses = np.ones(1000, np.float32), []
 
-    def noted(tries: int, luck: float) -> float:
+    def noted(tries: int, jitter: float) -> float:
         pauses.append(tries)
-        return pause_s(tries, luck)
+        return backoff_s(tries, jitter)
 
     session.run(step, x)
-    monkeypatch.setattr(busy, "pause_s", noted)
+    monkeypatch.setattr(busy, "backoff_s", noted)
     monkeypatch.setattr(answering, "MAX_UNANSWERED", 3)
     together = threading.Barrier(CALLERS)
 
@@ -75,6 +75,6 @@ def test_task_that_stays_busy_is_told_when_the_time_of_the_step_is_over(
 
 
 def test_pauses_double_up_to_two_seconds_and_differ_by_luck() -> None:
-    assert [pause_s(n, luck=1.0) for n in (1, 2, 3)] == [0.02, 0.04, 0.08]
-    assert pause_s(10**6, luck=1.0) == 2.0
-    assert all(pause_s(n, 0.0) == pause_s(n, 1.0) / 2 for n in range(1, 20))
+    assert [backoff_s(n, jitter=1.0) for n in (1, 2, 3)] == [0.02, 0.04, 0.08]
+    assert backoff_s(10**6, jitter=1.0) == 2.0
+    assert all(backoff_s(n, 0.0) == backoff_s(n, 1.0) / 2 for n in range(1, 20))

@@ -8,7 +8,7 @@ import numpy as np
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.data_feed import DataFeed, NumberedBatch, deal_alone
-from jgraph.cluster.shell import TaskShell
+from jgraph.cluster.shell import TaskHost
 from jgraph.coordination.dispatch import Dispatch
 from jgraph.coordination.slots import Part, Rows, Shuffle, SlotPlan
 from jgraph.graph.ir import TaskName
@@ -48,7 +48,7 @@ def test_next_batches_are_read_while_a_step_computes_and_never_more_than_two() -
         plan = SlotPlan(reader.parts, 1, seed=0)
         dispatch = Dispatch(plan, budget=BATCHES, workers=1)
         transport = InProcessNetwork().transport(TaskName("/job:worker/task:0"))
-        shell, clock = TaskShell(transport, SystemClock()), SystemClock()
+        shell, clock = TaskHost(transport, SystemClock()), SystemClock()
         feed = DataFeed(plan, reader, deal_alone(dispatch), shell, clock)
 
         async def take() -> bool:

@@ -10,7 +10,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.driver import StepDriver
 from jgraph.cluster.gates import Decides, Gates
 from jgraph.cluster.loop_orders import plain
-from jgraph.cluster.sync_loop import SyncLoop
+from jgraph.cluster.sync_loop import ArbiterLoop
 from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.coordination.sync_data import SyncData
 from jgraph.errors import JGError, RunOverError, TaskLostError
@@ -109,7 +109,7 @@ def test_who_decides_ends_when_a_ps_is_lost_that_has_contributions() -> None:
         order.sync.data_position = json.dumps(SyncData(plan, ["w0"]).state())
         runtime = Tasks(FIRST).runtimes[FIRST]
         driver = StepDriver(runtime, transport, {})
-        loop = SyncLoop(order, driver, Gates(FIRST, transport, {}), SystemClock())
+        loop = ArbiterLoop(order, driver, Gates(FIRST, transport, {}), SystemClock())
         loop.peer_lost(OTHER)
         with pytest.raises(TaskLostError, match=OTHER):
             async for _ in loop.reports():

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jgraph.cluster.client import Cluster, connect
-from jgraph.cluster.heir import Heir, HeirDoor
-from jgraph.cluster.run_crew import RunCrew
-from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.heir import Standby, StandbyPeers
+from jgraph.cluster.run_crew import RunSupervisor
+from jgraph.cluster.run_record import Journal
 from jgraph.errors import (
     CopyLostError,
     FencedError,
@@ -215,15 +215,17 @@ class Behind:
 
 def heir(
     door: Behind,
-    began: list[RunCrew],
-    saves: Callable[[pb.OpenRun, RunCrew], None] = lambda _order, _crew: None,
+    began: list[RunSupervisor],
+    saves: Callable[[pb.OpenRun, RunSupervisor], None] = lambda _order, _supervisor: (
+        None
+    ),
     **invited: Any,
-) -> Heir:
+) -> Standby:
     order = pb.OpenRun(
         run="r", info='{"container": ""}', master=MASTER, incarnation=1, **invited
     )
     begins = lambda _, crew: began.append(crew)
-    return Heir(order, cast("HeirDoor", door), SetClock(), begins, saves)
+    return Standby(order, cast("StandbyPeers", door), SetClock(), begins, saves)
 
 
 LOOP = frame(run_loop=pb.RunLoop(loop="w", task=PS, run="r", epoch=1))
@@ -234,7 +236,7 @@ def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() 
 
     async def main() -> None:
         fenced = FencedError("it was started again", task=TaskName(MASTER))
-        door, began = Behind([LOOP], fenced), list[RunCrew]()
+        door, began = Behind([LOOP], fenced), list[RunSupervisor]()
         await heir(door, began).work()
         assert (await door.began.get()).epoch == 2
         (crew,) = began
@@ -246,11 +248,11 @@ def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() 
 
 def test_heir_of_a_run_that_is_over_goes_on_with_nothing() -> None:
     async def main() -> None:
-        record = RunRecord(TaskName(MASTER), pb.OpenRun(run="r"), SetClock())
+        record = Journal(TaskName(MASTER), pb.OpenRun(run="r"), SetClock())
         record.begins(body_of(LOOP))
         record.end("failed", TaskLostError("gone"))
         journal = [made async for made in record.journal(0)]
-        began = list[RunCrew]()
+        began = list[RunSupervisor]()
         await heir(Behind(journal, TaskLostError("gone")), began).work()
         assert not began
 
@@ -263,7 +265,10 @@ def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers(
     """A link that is lost for a moment costs no master."""
 
     async def main() -> None:
-        door, began = Behind([LOOP], TaskLostError("lost"), then=1), list[RunCrew]()
+        door, began = (
+            Behind([LOOP], TaskLostError("lost"), then=1),
+            list[RunSupervisor](),
+        )
         await heir(door, began).work()
         assert not began
 
@@ -273,7 +278,7 @@ def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers(
 def test_heir_that_was_invited_late_tells_when_steps_were_since_the_run_began() -> None:
     async def main() -> None:
         loop = frame(run_loop=pb.RunLoop(loop="w", task=PS, began_s=90.0))
-        door, began = Behind([loop], TaskLostError("lost")), list[RunCrew]()
+        door, began = Behind([loop], TaskLostError("lost")), list[RunSupervisor]()
         await heir(door, began, age_s=100.0).work()
         await door.began.get()
         (crew,) = began
@@ -290,11 +295,11 @@ def test_heir_that_was_invited_late_tells_when_steps_were_since_the_run_began() 
 def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
     """Else it would be shown as running, with nobody to look after it."""
 
-    def refuse(_order: pb.OpenRun, _crew: RunCrew) -> None:
+    def refuse(_order: pb.OpenRun, _supervisor: RunSupervisor) -> None:
         raise RuntimeError("it cannot be saved")
 
     async def main() -> None:
-        door, began = Behind([LOOP], TaskLostError("lost")), list[RunCrew]()
+        door, began = Behind([LOOP], TaskLostError("lost")), list[RunSupervisor]()
         await heir(door, began, saves=refuse).work()
         row = began[0].record.row()
         assert (row.state, row.epoch) == ("failed", 2)  # where who watches looks
@@ -312,7 +317,7 @@ def test_run_whose_heir_had_not_read_what_was_done_has_failed_and_says_so(
     """It was invited late; what it knows is where the run was long ago."""
 
     async def main() -> None:
-        door, began = Behind(read, TaskLostError("lost")), list[RunCrew]()
+        door, began = Behind(read, TaskLostError("lost")), list[RunSupervisor]()
         await heir(door, began, frames=2).work()
         row, error = began[0].record.row(), began[0].record.error
         assert (row.state, row.epoch) == ("failed", 2)
@@ -326,7 +331,7 @@ def test_master_that_is_told_to_end_goes_when_its_heir_has_asked_for_all_it_did(
     None
 ):
     async def main() -> None:
-        door, began = Behind([LOOP], TaskLostError("lost")), list[RunCrew]()
+        door, began = Behind([LOOP], TaskLostError("lost")), list[RunSupervisor]()
         door.may_tell.clear()
         door.told_to_end.set()
         work = asyncio.ensure_future(heir(door, began, frames=1).work())

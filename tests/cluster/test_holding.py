@@ -12,8 +12,8 @@ import pytest
 from jgraph.clock import SystemClock
 from jgraph.cluster import farewell, loop
 from jgraph.cluster.calls import bounded_s
-from jgraph.cluster.farewell import Farewells, holding
-from jgraph.cluster.run_rest import RunRest
+from jgraph.cluster.farewell import DrainHolds, holding
+from jgraph.cluster.run_rest import RollingRestart
 from jgraph.errors import TaskLostError
 from jgraph.rpc import asking, callers
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -30,7 +30,7 @@ EMPTY = frame(empty=pb.Empty())
 def test_task_is_held_until_it_is_told_to_end_whatever_the_link_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(farewell, "HOLD_AGAIN_S", 0.0)
+    monkeypatch.setattr(farewell, "HOLD_RETRY_S", 0.0)
     answers = iter([1, 0, 2])
 
     async def call() -> AsyncIterator[Frame]:
@@ -96,7 +96,7 @@ class Far:
 def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     monkeypatch.setattr(asking, "RESUME_S", 0.1)
     monkeypatch.setattr(callers, "RETURN_S", 0.2)
-    monkeypatch.setattr(farewell, "HOLD_AGAIN_S", 0.05)
+    monkeypatch.setattr(farewell, "HOLD_RETRY_S", 0.05)
     far, stack = Far(), AsyncExitStack()
     loop.run(far.open(stack))
     yield far
@@ -108,15 +108,15 @@ Hold: TypeAlias = Callable[[Far, Callable[[], None]], Callable[[], None]]
 
 def by_client(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
     """Holds the ps; returns what lets it go."""
-    farewells = Farewells(cast("Any", far))
-    farewells.listen(lambda task: tell())
-    return farewells.close
+    drain_holds = DrainHolds(cast("Any", far))
+    drain_holds.listen(lambda task: tell())
+    return drain_holds.close
 
 
 def by_master(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
     """Holds the ps; returns what lets it go."""
     nobody: Any = SimpleNamespace(record=SimpleNamespace(is_over=False))
-    rest = RunRest(
+    rest = RollingRestart(
         *(pb.OpenRun(), cast("Any", far), nobody, nobody, SystemClock()), tell
     )
 
@@ -146,15 +146,15 @@ def test_row_29_ps_that_is_told_to_end_after_its_link_was_broken_waits_for_the_r
 
 def test_master_that_was_replaced_is_not_held_again(far: Far) -> None:
     far.master = PS
-    farewells = Farewells(cast("Any", far))
+    drain_holds = DrainHolds(cast("Any", far))
     loop.run(far.is_held())
     loop.run(far.break_link())
     far.tasks = lambda job="ps": []  # type: ignore[method-assign]
     far.master = WORKER
     far.proxy.lead_to(far.server)
-    farewells._calls[PS].result(20)
+    drain_holds._calls[PS].result(20)
     loop.run(far.is_held(False))
     far.master = PS  # it is the master again
-    farewells.hold([PS])
+    drain_holds.hold([PS])
     loop.run(far.is_held())
-    farewells.close()
+    drain_holds.close()

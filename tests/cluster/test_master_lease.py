@@ -5,7 +5,7 @@ import asyncio
 from jgraph.clock import SystemClock
 from jgraph.cluster.master_lease import MasterLease
 from jgraph.coordination.aggregation import MasterHeard, MasterSilent
-from jgraph.coordination.supervision import Supervision
+from jgraph.coordination.supervision import LeaseTracker
 from jgraph.errors import ClusterUnreachableError, JGError
 
 SILENT = ClusterUnreachableError("no answer", address="127.0.0.1:1")
@@ -31,7 +31,7 @@ def test_row_22_the_silence_of_a_master_is_told_once_and_so_is_its_return() -> N
             told_silent.set()
 
         clock = SystemClock()
-        supervision = Supervision(clock.now(), lease_s=0.04)
+        supervision = LeaseTracker(clock.now(), lease_s=0.04)
         lease = MasterLease(ask, supervision, clock, tell, told.put_nowait)
         lease.begin()
         await asyncio.wait_for(asked.wait(), 10)
@@ -49,7 +49,7 @@ def test_master_that_stays_silent_is_given_up_with_the_last_error() -> None:
             raise SILENT
 
         clock = SystemClock()
-        supervision = Supervision(clock.now(), lease_s=0.04, end_s=0.2)
+        supervision = LeaseTracker(clock.now(), lease_s=0.04, end_s=0.2)
         lease = MasterLease(
             ask, supervision, clock, lambda event: None, gave_up.set_result
         )

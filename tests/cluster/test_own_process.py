@@ -4,9 +4,9 @@ import sys
 PROGRAM = """
 import threading
 import jax, jax.numpy as jnp
-from jgraph.cluster.own_process import settle_process
+from jgraph.cluster.own_process import set_up_process
 
-settle_process()
+set_up_process()
 slow = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.sin(y @ x), x))
 made = slow(jnp.ones((400, 400)))
 assert made.is_ready(), "computed after the call had returned"

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from jgraph.cluster import patience
-from jgraph.cluster.patience import Telling, saying, unsaid
+from jgraph.cluster.patience import WaitMessage, hide_wait, show_wait
 
 
 def wait_for(text: str, said: list[str], heard: threading.Event) -> None:
@@ -21,14 +21,14 @@ def test_what_takes_long_is_said_with_its_seconds_and_taken_away() -> None:
         said.append(text)
         heard.set()
 
-    with saying("starting 2 tasks", show):
+    with show_wait("starting 2 tasks", show):
         wait_for("starting 2 tasks … 1 s", said, heard)
     assert said[-1] == ""
 
 
 def test_what_is_quick_is_not_said() -> None:
     said: list[str] = []
-    with saying("nothing", said.append):
+    with show_wait("nothing", said.append):
         pass
     assert said == []
 
@@ -42,13 +42,13 @@ def test_what_is_inside_of_something_said_is_not_said_besides() -> None:
         outer.append(text)
         heard.set()
 
-    with saying("outer", show), saying("inner", inner.append):
+    with show_wait("outer", show), show_wait("inner", inner.append):
         assert heard.wait(20)
     assert inner == []
 
 
 def test_where_nothing_is_wanted_nobody_waits_to_say_it() -> None:
-    with unsaid(), saying("silent", print):
+    with hide_wait(), show_wait("silent", print):
         assert "jgraph-patience" not in {t.name for t in threading.enumerate()}
 
 
@@ -64,13 +64,13 @@ def test_where_nothing_can_be_redrawn_lines_come_and_stay(
 
     monkeypatch.setattr(patience, "_line", hearing)
     monkeypatch.setattr(patience, "_LINE_QUIET_S", 0.01)
-    with saying("starting 2 tasks"):
+    with show_wait("starting 2 tasks"):
         assert heard.wait(20)
     assert capsys.readouterr().err.splitlines()[0] == "starting 2 tasks … 0 s"
 
 
 def test_lines_become_fewer_in_a_long_wait() -> None:
-    telling = Telling("nothing", print, lines=True)
+    telling = WaitMessage("nothing", print, lines=True)
     telling.end()
     assert telling._pause_s(0.0, is_shown=False) == 2.0
     assert telling._pause_s(2.0, is_shown=True) == 5.0
@@ -88,6 +88,6 @@ def test_what_is_told_is_of_now() -> None:
         if len(said) == 2:
             heard.set()
 
-    with saying(lambda: why[0], show):
+    with show_wait(lambda: why[0], show):
         assert heard.wait(20)
     assert [text.partition(" …")[0] for text in said[:2]] == ["refused", "no answer"]

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from jgraph.cluster.copies import Copier
+from jgraph.cluster.copies import ChangeApplier
 from jgraph.errors import (
     FencedError,
     JGError,
@@ -78,7 +78,7 @@ class PsCore(RuleBasedStateMachine):
         """Begins a copy with all that is there."""
         self.recorder = Recorder(lambda: None)
         self.copy = VariableStore(TaskName("/job:ps/task:1"))
-        self.copier = Copier("", [], self.copy)
+        self.copier = ChangeApplier("", [], self.copy)
         self.acknowledged: set[int] = set()
         self.history = [self.model.copy()]
         self.under_way: list[Record] = []

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jgraph.cluster.record_log import LogWriter, read_log, remove_logs
-from jgraph.cluster.record_thread import RecordThread
+from jgraph.cluster.record_thread import WalThread
 from jgraph.errors import CopyLostError, FencedError, JGError
 from jgraph.failpoints import armed
 from jgraph.graph.ir import TaskName
@@ -155,7 +155,7 @@ def test_log_that_cannot_be_written_says_where_and_why(tmp_path: Path) -> None:
     store, told = VariableStore(TaskName("/job:ps/task:0")), list[JGError | None]()
     w = StoredVariable("w", ValueType((), "float32"))
     store.write([w], [np.float32(1)])
-    keeper = RecordThread(
+    keeper = WalThread(
         *(tmp_path / "file", STREAM, "", store),
         soon=lambda call: call(),
         base=("", 0),
@@ -182,7 +182,7 @@ def test_row_17_process_that_was_replaced_writes_nothing_to_its_log(
         if is_replaced.is_set():
             raise error
 
-    keeper = RecordThread(
+    keeper = WalThread(
         *(tmp_path, STREAM, "", store),
         soon=lambda call: call(),
         base=("", 0),
@@ -213,7 +213,7 @@ def test_log_begins_anew_when_it_has_grown(
     w = StoredVariable("w", ValueType((8,), "float32"))
     store.write([w], [np.zeros(8, np.float32)])
     calls = SimpleQueue[Callable[[], None]]()  # the event loop is this thread
-    keeper = RecordThread(
+    keeper = WalThread(
         *(tmp_path, STREAM, "", store),
         soon=calls.put,
         base=("", 0),

@@ -8,15 +8,15 @@ import pytest
 
 from jgraph.cluster import run_crew
 from jgraph.cluster.client import connect
-from jgraph.cluster.door import LoopDoor
-from jgraph.cluster.run_crew import RunCrew
-from jgraph.cluster.run_rest import RunRest
+from jgraph.cluster.door import LoopPeers
+from jgraph.cluster.run_crew import RunSupervisor
+from jgraph.cluster.run_rest import RollingRestart
 from jgraph.coordination.crew import (
     Event,
     LoopEnded,
     LoopLost,
-    RestAsked,
-    RowEnded,
+    RestartAsked,
+    RoundEnded,
     WorkerAnswered,
     WorkerReady,
 )
@@ -103,13 +103,15 @@ class Ajar:
         raise AssertionError(order)
 
 
-def beginning(door: Ajar, *events: Event) -> RunCrew:
+def beginning(door: Ajar, *events: Event) -> RunSupervisor:
     """Returns a run that begins its next row, after a worker was lost."""
-    crew = RunCrew(pb.OpenRun(run="r", info="{}"), cast("LoopDoor", door), SetClock())
+    crew = RunSupervisor(
+        pb.OpenRun(run="r", info="{}"), cast("LoopPeers", door), SetClock()
+    )
     first, second = contributing("w-0"), contributing("w-1")
     second.replica, last = 1, deciding("d-2")
     last.sync.shards.append(PS)
-    ended = LoopEnded(0, "stopped"), RowEnded("paused")
+    ended = LoopEnded(0, "stopped"), RoundEnded("paused")
     lost = LoopLost(1, TaskLostError("gone"))
     crew.resume({0: first, 1: second}, last, [lost, *ended, *events])
     return crew
@@ -156,7 +158,7 @@ def test_row_that_never_begins_as_a_gate_does_not_open_is_told_nothing() -> None
 def test_loop_that_says_that_its_master_was_replaced_is_told_once(
     is_replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_crew, "_LOOK_S", 0.0)
+    monkeypatch.setattr(run_crew, "_POLL_S", 0.0)
 
     async def main() -> None:
         door = Ajar()
@@ -192,11 +194,11 @@ class Resting:
 
 def test_run_rests_again_before_it_goes_on_if_a_ps_was_told_to_end_meanwhile() -> None:
     async def main() -> None:
-        crew = RunCrew(
-            pb.OpenRun(run="r", info="{}"), cast("LoopDoor", Ajar()), SetClock()
+        crew = RunSupervisor(
+            pb.OpenRun(run="r", info="{}"), cast("LoopPeers", Ajar()), SetClock()
         )
-        crew._rest = cast("RunRest", resting := Resting())
-        crew.resume({0: contributing("w-0")}, None, [RestAsked()])
+        crew._rest = cast("RollingRestart", resting := Resting())
+        crew.resume({0: contributing("w-0")}, None, [RestartAsked()])
         for _ in range(5):
             await asyncio.sleep(0)
         assert resting.times == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jgraph.cluster import run_record
-from jgraph.cluster.run_record import RunRecord
+from jgraph.cluster.run_record import Journal
 from jgraph.errors import ConfigError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -49,7 +49,7 @@ def test_steps_of_a_synchronous_run_are_those_that_were_decided_in_all_its_rows(
 ):
     async def run() -> None:
         clock = SetClock()
-        record = RunRecord(WORKER, pb.OpenRun(run="r", info="{}"), clock)
+        record = Journal(WORKER, pb.OpenRun(run="r", info="{}"), clock)
         for loop, steps, late in [("a-0", 3, 2), ("a-1", 4, 5)]:
             record.begins(deciding(loop))
             record.begins(contributing("w" + loop))
@@ -74,7 +74,7 @@ def test_steps_of_a_synchronous_run_are_those_that_were_decided_in_all_its_rows(
 
 def test_who_watches_a_replica_hears_of_all_its_loops_and_how_the_run_ended() -> None:
     async def run() -> None:
-        record = RunRecord(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
+        record = Journal(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
         lost = TaskLostError("gone", task=WORKER)
         order = pb.RunLoop(loop="w", task=WORKER, handle="h")
         record.begins(order)
@@ -104,7 +104,7 @@ def test_who_watches_a_replica_hears_of_all_its_loops_and_how_the_run_ended() ->
 def test_record_made_from_the_journal_of_another_tells_the_same() -> None:
     async def run() -> None:
         order = pb.OpenRun(run="r", info="{}")
-        record, other = (RunRecord(WORKER, order, SetClock()) for _ in range(2))
+        record, other = (Journal(WORKER, order, SetClock()) for _ in range(2))
         record.note(frame(register_program=pb.RegisterProgram(run="r")))
         for loop, late in [("a-0", 2), ("a-1", 5)]:
             record.begins(deciding(loop))
@@ -146,7 +146,7 @@ def test_journal_that_is_too_long_to_be_kept_is_refused(
 ) -> None:
     async def run() -> None:
         monkeypatch.setattr(run_record, "_MOST_BYTES", 100)
-        record = RunRecord(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
+        record = Journal(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
         for _ in range(3):
             record.keep(deciding("a"), report(5), 0.0)
         assert not record.is_whole

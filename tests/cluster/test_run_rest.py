@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from jgraph.cluster.door import Door
+from jgraph.cluster.door import Peers
 from jgraph.cluster.run_rest import version_if_known, version_of
 from jgraph.errors import TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -39,8 +39,8 @@ def test_ps_that_does_not_answer_is_an_error_and_not_a_run_without_updates(
 ) -> None:
     async def main() -> None:
         order = pb.OpenRun(run="r", info='{"container": "c"}')
-        assert await version_of(cast("Door", Asked()), order) == 7
-        door = cast("Door", Asked(silent))
+        assert await version_of(cast("Peers", Asked()), order) == 7
+        door = cast("Peers", Asked(silent))
         with pytest.raises(TaskLostError, match=f"{silent} does not answer"):
             await version_of(door, order)
         assert await version_if_known(door, order) == 0

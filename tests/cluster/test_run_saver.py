@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.run_record import RunRecord
-from jgraph.cluster.run_saver import STEP, RunSaver
+from jgraph.cluster.run_record import Journal
+from jgraph.cluster.run_saver import STEP, RunCheckpointer
 from jgraph.cluster.shard_calls import save_shards
 from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
 from jgraph.graph.ir import TaskName
@@ -106,9 +106,9 @@ def saved(directory: Path, ps: Ps, keep: int = 2, *, goes_on: bool = True) -> No
     async def run() -> None:
         ps.directory = directory
         info = json.dumps({"steps": 100, "first_step": 0})
-        record = RunRecord(MASTER, pb.OpenRun(run="r", info=info), SystemClock())
+        record = Journal(MASTER, pb.OpenRun(run="r", info=info), SystemClock())
         where = lambda: {"done": ps.done}
-        saver = RunSaver(MASTER, order(directory, keep), record, ps.call, where)
+        saver = RunCheckpointer(MASTER, order(directory, keep), record, ps.call, where)
         saver.start()
         loop = pb.RunLoop(loop="a", task=PS)
         record.begins(loop)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jgraph.cluster import run_record, runs as runs_module
-from jgraph.cluster.heir import HeirDoor
-from jgraph.cluster.run_crew import RunCrew
+from jgraph.cluster.heir import StandbyPeers
+from jgraph.cluster.run_crew import RunSupervisor
 from jgraph.cluster.runs import Runs
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -44,9 +44,9 @@ class Inviting:
 REPORT = frame(loop_report=pb.LoopReport(), tensors=[np.arange(9), np.ones(9)])
 
 
-async def opened(door: Inviting) -> tuple[Runs, RunCrew]:
+async def opened(door: Inviting) -> tuple[Runs, RunSupervisor]:
     """Returns a master's runs, one of which is open, once its heir is invited."""
-    runs = Runs(cast("HeirDoor", door), door.clock, lambda _: {})
+    runs = Runs(cast("StandbyPeers", door), door.clock, lambda _: {})
     order = pb.OpenRun(run="r", info='{"container": ""}')
     async for _ in runs.methods["Master.OpenRun"](frame(open_run=order)):
         invited = await door.invited.get()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jgraph.cluster.seen_reports import SeenReports
+from jgraph.cluster.seen_reports import ReportDeduplicator
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
@@ -14,13 +14,13 @@ def report(loop: str, number: int, *steps: int, state: str = "running") -> Frame
     return frame(loop_report=body, tensors=[at, at.astype(float), 10 * at])
 
 
-def steps_of(seen: SeenReports, *reports: Frame) -> list[list[int] | None]:
+def steps_of(seen: ReportDeduplicator, *reports: Frame) -> list[list[int] | None]:
     new = [seen.unseen(one) for one in reports]
     return [None if one is None else one.tensors[0].tolist() for one in new]
 
 
 def test_steps_that_another_master_tells_again_are_not_counted_again() -> None:
-    seen = SeenReports()
+    seen = ReportDeduplicator()
     told = [report("a", 0), report("a", 1, 0, 1), report("a", 2, 2)]
     assert steps_of(seen, *told) == [[], [0, 1], [2]]
     # The heir had not heard of report 2: an account tells of it, and of what came then.
@@ -37,7 +37,7 @@ def test_steps_that_another_master_tells_again_are_not_counted_again() -> None:
 
 
 def test_loss_of_a_worker_is_told_of_once() -> None:
-    seen = SeenReports()
+    seen = ReportDeduplicator()
     lost = report("a", 0, state="lost")
     assert steps_of(seen, report("a", 1, 0), lost, lost, report("a", 1, 0)) == [
         *([0], []),

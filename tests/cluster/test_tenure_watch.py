@@ -7,7 +7,7 @@ from typing import Any, final
 
 import pytest
 
-from jgraph.cluster.tenure_watch import TenureWatch
+from jgraph.cluster.tenure_watch import FencedHandler
 from jgraph.errors import (
     FencedError,
     JGError,
@@ -85,7 +85,7 @@ class World:
 
     def __init__(self) -> None:
         self.time, self.service, self.network = Time(), Service(), Network()
-        self.watch = TenureWatch(PS, self.service, self.time, self.network)
+        self.watch = FencedHandler(PS, self.service, self.time, self.network)
         self.watch.address = "ps:1"
 
     def told(self) -> "asyncio.Task[list[str]]":

@@ -5,7 +5,6 @@ from hypothesis import given, strategies as st
 
 from jgraph.coordination.crew import (
     Begin,
-    Crew,
     Event,
     Failed,
     Instruction,
@@ -17,11 +16,12 @@ from jgraph.coordination.crew import (
     Pause,
     Prepare,
     Rest,
-    RestAsked,
-    Rested,
-    RowBegan,
-    RowEnded,
+    RestartAsked,
+    Restarted,
+    RoundBegan,
+    RoundEnded,
     StopAsked,
+    Supervisor,
     TimePassed,
     WorkerAnswered,
     WorkerNotReady,
@@ -33,15 +33,15 @@ GONE = TaskLostError("gone")
 Said = list[Instruction]
 
 
-def begun(*, together: bool, workers: int = 2) -> Crew:
-    crew = Crew(together=together, wait_s=60.0)
-    row: list[Event] = [RowBegan()] if together else []
+def begun(*, together: bool, workers: int = 2) -> Supervisor:
+    crew = Supervisor(together=together, wait_s=60.0)
+    row: list[Event] = [RoundBegan()] if together else []
     for event in row + [LoopBegan(replica) for replica in range(workers)]:
         assert crew.handle(event, 0.0) == []
     return crew
 
 
-def told(crew: Crew, *events: Event, now: float = 1.0) -> list[Said]:
+def told(crew: Supervisor, *events: Event, now: float = 1.0) -> list[Said]:
     return [crew.handle(event, now) for event in events]
 
 
@@ -107,9 +107,9 @@ def test_synchronous_run_pauses_for_a_worker_that_is_back() -> None:
     assert told(crew, LoopLost(1, GONE)) == [[LeaveOut(1)]]
     assert told(crew, WorkerAnswered(1), WorkerReady(1)) == [[Prepare(1)], [Pause()]]
     # The row is over when all its loops are, whoever tells first.
-    assert told(crew, LoopEnded(0, "stopped"), RowEnded("paused")) == [[], []]
+    assert told(crew, LoopEnded(0, "stopped"), RoundEnded("paused")) == [[], []]
     assert told(crew, LoopEnded(2, "stopped")) == [[Begin((0, 1, 2))]]
-    assert told(crew, LoopEnded(1, "done"), RowEnded("done")) == [[], []]
+    assert told(crew, LoopEnded(1, "done"), RoundEnded("done")) == [[], []]
     assert told(crew, LoopEnded(0, "done"), LoopEnded(2, "done")) == [
         [],
         [Over("done")],
@@ -121,14 +121,14 @@ def test_synchronous_run_pauses_for_a_worker_that_was_told_to_end() -> None:
     assert told(crew, LoopEnded(2, "left")) == [[Pause()]]
     assert crew.missing == [2]
     stopped = LoopEnded(0, "stopped"), LoopEnded(1, "stopped")
-    assert told(crew, RowEnded("paused"), *stopped)[-1] == [Begin((0, 1))]
+    assert told(crew, RoundEnded("paused"), *stopped)[-1] == [Begin((0, 1))]
 
 
 def test_synchronous_run_without_workers_goes_on_with_the_first_that_is_back() -> None:
     crew = begun(together=True)
     assert told(crew, LoopLost(0, GONE)) == [[LeaveOut(0)]]
     # It was told to leave: nothing says that it is still there.
-    assert told(crew, LoopEnded(1, "stopped"), RowEnded("alone")) == [[], []]
+    assert told(crew, LoopEnded(1, "stopped"), RoundEnded("alone")) == [[], []]
     assert crew.missing == [0, 1]
     assert told(crew, WorkerAnswered(1), WorkerReady(1)) == [
         [Prepare(1)],
@@ -140,7 +140,7 @@ def test_synchronous_run_without_workers_goes_on_with_the_first_that_is_back() -
         [LeaveOut(0)],
         [LeaveOut(1)],
     ]
-    assert told(crew, RowEnded("alone"), StopAsked()) == [[], [Over("stopped")]]
+    assert told(crew, RoundEnded("alone"), StopAsked()) == [[], [Over("stopped")]]
 
 
 def test_run_that_cannot_go_on_ends_with_the_reason() -> None:
@@ -162,12 +162,14 @@ class AnyCrew:
         events: list[Event] = [TimePassed(), *(LoopLost(r, GONE) for r in self.running)]
         if (self.together and not self.row) or (self.pausing and not self.together):
             events += [LoopEnded(r, "stopped") for r in self.running]
-        events += [Rested(), Rested(again=True)] if self.resting else [RestAsked()]
+        events += (
+            [Restarted(), Restarted(again=True)] if self.resting else [RestartAsked()]
+        )
         events += [WorkerAnswered(r) for r in self.crew.missing]
         for ready in (WorkerReady, WorkerNotReady):
             events += [ready(r) for r in self.preparing]
         if self.row and (self.pausing or not self.running):
-            events.append(RowEnded("paused" if self.pausing else "alone"))
+            events.append(RoundEnded("paused" if self.pausing else "alone"))
         return events
 
     def hear(self, event: Event) -> None:
@@ -177,9 +179,9 @@ class AnyCrew:
                 self.running.discard(replica)
             case WorkerReady(replica) | WorkerNotReady(replica):
                 self.preparing.discard(replica)
-            case RowEnded():
+            case RoundEnded():
                 self.row = self.pausing = False
-            case Rested():
+            case Restarted():
                 self.resting = self.pausing = False
         for instruction in self.crew.handle(event, 0.0):
             self.check(instruction)
@@ -215,20 +217,20 @@ def test_row_29_a_run_rests_when_all_loops_have_ended_and_goes_on_with_all_worke
     together: bool,
 ) -> None:
     crew = begun(together=together)
-    assert told(crew, RestAsked(), RestAsked()) == [[Pause()], []]
+    assert told(crew, RestartAsked(), RestartAsked()) == [[Pause()], []]
     if together:
-        assert told(crew, RowEnded("paused")) == [[]]
+        assert told(crew, RoundEnded("paused")) == [[]]
     assert told(crew, LoopEnded(0, "stopped"), LoopEnded(1, "stopped")) == [
         [],
         [Rest()],
     ]
     # Another ps is told to end meanwhile, and nobody is looked for.
-    assert told(crew, RestAsked(), TimePassed()) == [[], []]
+    assert told(crew, RestartAsked(), TimePassed()) == [[], []]
     assert crew.missing == []
     # One that is back is told to end again before any loop has begun.
-    assert told(crew, Rested(again=True)) == [[Rest()]]
-    assert told(crew, Rested()) == [[Begin((0, 1))]]
-    assert told(crew, RestAsked()) == [[Pause()]]
+    assert told(crew, Restarted(again=True)) == [[Rest()]]
+    assert told(crew, Restarted()) == [[Begin((0, 1))]]
+    assert told(crew, RestartAsked()) == [[Pause()]]
 
 
 def test_row_29_a_worker_that_is_lost_before_a_run_rests_is_looked_for_after_it() -> (
@@ -236,9 +238,9 @@ def test_row_29_a_worker_that_is_lost_before_a_run_rests_is_looked_for_after_it(
 ):
     crew = begun(together=False)
     told(crew, LoopLost(1, GONE), WorkerAnswered(1))
-    assert told(crew, RestAsked(), LoopEnded(0, "stopped")) == [[Pause()], []]
+    assert told(crew, RestartAsked(), LoopEnded(0, "stopped")) == [[Pause()], []]
     assert told(crew, WorkerNotReady(1)) == [[Rest()]]
-    assert told(crew, Rested()) == [[Begin((0,))]]
+    assert told(crew, Restarted()) == [[Begin((0,))]]
     assert crew.missing == [1]
 
 
@@ -248,13 +250,15 @@ def test_row_29_a_run_that_is_told_to_stop_before_a_ps_is_back_is_over(
     together: bool, begun_before: bool
 ) -> None:
     crew = begun(together=together)
-    ends: list[Event] = [RowEnded("paused")] if together else []
+    ends: list[Event] = [RoundEnded("paused")] if together else []
     ends += [LoopEnded(0, "stopped"), LoopEnded(1, "stopped")]
     stop = StopAsked()
-    events = [RestAsked(), *ends, stop] if begun_before else [RestAsked(), stop, *ends]
+    events = (
+        [RestartAsked(), *ends, stop] if begun_before else [RestartAsked(), stop, *ends]
+    )
     said = [one for each in told(crew, *events) for one in each]
     assert said == [Pause(), *([Rest()] if begun_before else []), Over("stopped")]
-    assert told(crew, Rested()) == [[]]
+    assert told(crew, Restarted()) == [[]]
 
 
 @given(st.data(), st.booleans())
@@ -267,7 +271,7 @@ def test_no_worker_is_begun_twice_and_a_run_that_is_told_to_stop_ends(
     assert not any_crew.over
     any_crew.hear(StopAsked())
     if any_crew.row:
-        any_crew.hear(RowEnded("stopped"))
+        any_crew.hear(RoundEnded("stopped"))
     for replica in sorted(any_crew.running):
         any_crew.hear(LoopEnded(replica, "stopped"))
     assert any_crew.over

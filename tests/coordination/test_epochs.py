@@ -1,11 +1,11 @@
 import pytest
 
-from jgraph.coordination.epochs import Epochs
+from jgraph.coordination.epochs import MasterTerms
 from jgraph.errors import FencedError
 
 
 def test_row_20_orders_of_a_master_that_was_replaced_are_refused() -> None:
-    epochs = Epochs()
+    epochs = MasterTerms()
     epochs.check("run", 1)
     epochs.check("run", 2)
     with pytest.raises(FencedError, match="master 1 of run 'run' came after master 2"):
@@ -15,13 +15,13 @@ def test_row_20_orders_of_a_master_that_was_replaced_are_refused() -> None:
 
 
 def test_runs_without_a_name_have_no_masters_to_tell_apart() -> None:
-    epochs = Epochs()
+    epochs = MasterTerms()
     epochs.check("", 2)
     epochs.check("", 1)
 
 
 def test_as_many_runs_are_remembered_as_there_is_room_for() -> None:
-    epochs = Epochs()
+    epochs = MasterTerms()
     for run in range(257):
         epochs.check(f"run-{run}", 2)
     epochs.check("run-0", 1)  # forgotten

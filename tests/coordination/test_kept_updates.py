@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from jgraph.coordination.kept_updates import KeptUpdates
+from jgraph.coordination.kept_updates import CommitTracker
 
 Act = tuple[str, int]
 
@@ -21,7 +21,7 @@ Act = tuple[str, int]
 def test_each_step_is_told_of_once_and_when_its_last_record_is_kept(
     acts: list[Act],
 ) -> None:
-    updates = KeptUpdates[tuple[int, int]]()
+    updates = CommitTracker[tuple[int, int]]()
     round_of, last, kept = [0] * 4, dict[tuple[int, int], int](), 0
     waiting, told = set[tuple[int, int]](), list[tuple[int, int]]()
     for act, number in acts:
@@ -51,7 +51,7 @@ def test_each_step_is_told_of_once_and_when_its_last_record_is_kept(
 
 
 def test_steps_that_wait_for_what_is_never_kept_are_named_once() -> None:
-    updates = KeptUpdates[str]()
+    updates = CommitTracker[str]()
     for step in ("a", "b"):
         updates.made(step)
         assert not updates.over(step)

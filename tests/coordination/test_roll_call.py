@@ -2,7 +2,7 @@ from jgraph.coordination.roll_call import (
     AskAgain,
     Complete,
     GiveUp,
-    RollCall,
+    JoinBarrier,
     TaskAnswered,
     TaskRefused,
     TimeIsUp,
@@ -13,8 +13,8 @@ from jgraph.graph.ir import TaskName
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
 
 
-def call() -> RollCall:
-    return RollCall({PS: "a:1", WORKER: "b:2"})
+def call() -> JoinBarrier:
+    return JoinBarrier({PS: "a:1", WORKER: "b:2"})
 
 
 def test_call_is_complete_when_every_task_answered() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jgraph.coordination.crew import Begin, Crew, Instruction, Over
-from jgraph.coordination.succession import Accounts, begin_anew, heir_of
+from jgraph.coordination.crew import Begin, Instruction, Over, Supervisor
+from jgraph.coordination.succession import Accounts, resume_events, standby_of
 from jgraph.errors import JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 
@@ -16,8 +16,8 @@ def begun(
     *,
     stopping: bool = False,
 ) -> tuple[list[Instruction], list[int]]:
-    crew = Crew(together=row is not None)
-    told = begin_anew(accounts, row, stopping=stopping)
+    crew = Supervisor(together=row is not None)
+    told = resume_events(accounts, row, stopping=stopping)
     instructions = [one for event in told for one in crew.handle(event, 0.0)]
     return instructions, crew.missing
 
@@ -25,9 +25,9 @@ def begun(
 def test_heir_is_the_first_ps_and_a_ps_that_is_the_master_has_none() -> None:
     tasks = [TaskName(f"/job:{task}") for task in ("worker/task:0", "ps/task:0")]
     more = [TaskName("/job:ps/task:1"), *tasks]
-    assert heir_of(more, tasks[0]) == heir_of(more[::-1], tasks[0]) == tasks[1]
-    assert heir_of(more, more[0]) is None
-    assert heir_of(tasks[:1], tasks[0]) is None
+    assert standby_of(more, tasks[0]) == standby_of(more[::-1], tasks[0]) == tasks[1]
+    assert standby_of(more, more[0]) is None
+    assert standby_of(tasks[:1], tasks[0]) is None
 
 
 def test_each_worker_that_answers_goes_on_alone_and_others_are_looked_for() -> None:

@@ -8,8 +8,8 @@ from jgraph.coordination.supervision import (
     GiveUp,
     GoOn,
     Instruction,
+    LeaseTracker,
     Pause,
-    Supervision,
     TimePassed,
     Unanswered,
 )
@@ -20,7 +20,7 @@ TICK, LOST = TimePassed(), Unanswered(ERROR)
 
 
 def transcript(*events: tuple[float, Event]) -> list[tuple[float, list[Instruction]]]:
-    supervision = Supervision(now=0.0, lease_s=10.0, end_s=60.0)
+    supervision = LeaseTracker(now=0.0, lease_s=10.0, end_s=60.0)
     return [(now, supervision.handle(event, now)) for now, event in events]
 
 

@@ -10,33 +10,33 @@ from jgraph.coordination.tenure import (
     GoOn,
     Instruction,
     Leave,
-    Tenure,
+    SelfFence,
 )
 
 
-def woken(now: float = 60.0) -> Tenure:
-    tenure = Tenure(now=0.0)
+def woken(now: float = 60.0) -> SelfFence:
+    tenure = SelfFence(now=0.0)
     assert tenure.handle(Awake(), now) == [Ask()]
     return tenure
 
 
-def awake_until(tenure: Tenure, begin: int, end: int) -> list[Instruction]:
+def awake_until(tenure: SelfFence, begin: int, end: int) -> list[Instruction]:
     return [what for now in range(begin, end) for what in tenure.handle(Awake(), now)]
 
 
 def test_process_that_is_awake_is_sure() -> None:
-    tenure = Tenure(now=0.0)
+    tenure = SelfFence(now=0.0)
     assert awake_until(tenure, 1, 1000) == []
     assert tenure.is_sure(999 + DOUBT_S - 0.1)
 
 
 def test_short_pause_is_no_reason_to_ask() -> None:
-    tenure = Tenure(now=0.0)
+    tenure = SelfFence(now=0.0)
     assert tenure.handle(Awake(), DOUBT_S - 0.1) == []
 
 
 def test_row_17_process_that_was_away_is_not_sure_before_it_has_asked() -> None:
-    tenure = Tenure(now=0.0)
+    tenure = SelfFence(now=0.0)
     assert not tenure.is_sure(60.0)  # whatever comes first after it woke
     assert tenure.handle(Awake(), 60.0) == [Ask()]
     assert not tenure.is_sure(60.0)

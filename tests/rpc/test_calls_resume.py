@@ -217,7 +217,7 @@ def test_caller_that_comes_back_too_late_learns_that_its_call_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(callers, "RETURN_S", 0.0)
-    monkeypatch.setattr(resuming, "RESUME_PAUSE_S", 0.3)
+    monkeypatch.setattr(resuming, "RESUME_POLL_S", 0.3)
 
     async def main() -> None:
         async with paired() as pair:

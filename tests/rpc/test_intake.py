@@ -26,7 +26,7 @@ from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
 from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.intake import Admit, Intake, RequestRoom
+from jgraph.rpc.intake import Admit, CallAdmission, RequestBudget
 from jgraph.rpc.memory_files import Bytes
 from jgraph.rpc.serving import ROOM_METHOD
 from jgraph.rpc.status import from_status
@@ -58,18 +58,18 @@ def ask(number: int, request: Frame, method: str = "Echo") -> bytes:
     return b"".join(prepare(request).encoded(sequence=number, method=method).pieces)
 
 
-def intake(room: RequestRoom, memory: Memory | None = None) -> Intake:
+def intake(room: RequestBudget, memory: Memory | None = None) -> CallAdmission:
     def decoder(admit: Admit) -> Decoder:
         return Decoder(take=(memory or Memory()).take, admit=admit)
 
-    return Intake(room, decoder)
+    return CallAdmission(room, decoder)
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 1000])
 def test_no_memory_is_taken_for_what_is_refused_and_what_follows_is_read(
     chunk: int,
 ) -> None:
-    room, memory = RequestRoom(100), Memory()
+    room, memory = RequestBudget(100), Memory()
     room.take(60)
     stream = intake(room, memory)
     data = ask(1, step(1, np.ones(5000, np.uint8))) + ask(2, step(2, np.ones(40)))
@@ -87,7 +87,7 @@ def test_no_memory_is_taken_for_what_is_refused_and_what_follows_is_read(
 
 
 def test_what_a_stream_leaves_behind_is_given_back_at_its_end() -> None:
-    room = RequestRoom(1000)
+    room = RequestBudget(1000)
     stream = intake(room)
     half = ask(2, step(2, np.ones(300, np.uint8)))[:-1]
     stream.decoder.feed(ask(1, step(1, np.ones(200, np.uint8))) + half)
@@ -99,7 +99,7 @@ def test_what_a_stream_leaves_behind_is_given_back_at_its_end() -> None:
 
 def test_a_task_is_let_in_beyond_the_limit_and_counted() -> None:
     """It asks for something that was let in elsewhere, which waits for the answer."""
-    room = RequestRoom(100)
+    room = RequestBudget(100)
     room.take(60)
     stream = intake(room)
     stream.of_task = True
@@ -111,7 +111,7 @@ def test_who_waits_for_room_gets_it_in_order_and_who_gave_up_keeps_none() -> Non
     """Nobody overtakes a large call for ever."""
 
     async def main() -> None:
-        room, got = RequestRoom(100), list[int]()
+        room, got = RequestBudget(100), list[int]()
 
         async def turn(nbytes: int) -> None:
             await room.turn(nbytes)
@@ -143,7 +143,7 @@ def test_who_gives_up_waiting_leaves_the_room_to_others(
 ) -> None:
     async def main() -> None:
         monkeypatch.setattr(intakes, "TURN_S", 0.0 if how == "late" else 30.0)
-        room = RequestRoom(100)
+        room = RequestBudget(100)
         room.take(60)
         stream = intake(room)
         first = asyncio.create_task(stream.reserve(60, "RunStep", PS))
@@ -165,7 +165,7 @@ def test_who_gives_up_waiting_leaves_the_room_to_others(
 @pytest.mark.parametrize("ends", ["before", "after"])
 def test_room_that_is_kept_for_a_call_is_given_back_with_its_stream(ends: str) -> None:
     async def main() -> None:
-        room = RequestRoom(100)
+        room = RequestBudget(100)
         stream = intake(room)
         if ends == "before":
             stream.close()
@@ -180,7 +180,7 @@ def test_room_that_is_kept_for_a_call_is_given_back_with_its_stream(ends: str) -
 
 def test_call_that_has_room_takes_none_of_others() -> None:
     async def main() -> None:
-        room = RequestRoom(100)
+        room = RequestBudget(100)
         stream, other = intake(room), intake(room)
         await stream.reserve(60, "Echo", PS)
         other.decoder.feed(ask(1, step(1, np.ones(60, np.uint8))))
@@ -203,7 +203,7 @@ def test_call_that_has_room_takes_none_of_others() -> None:
 def test_tensors_for_which_nobody_would_give_back_the_room_are_thrown_away(
     again: bytes,
 ) -> None:
-    room, memory = RequestRoom(1 << 30), Memory()
+    room, memory = RequestBudget(1 << 30), Memory()
     got = intake(room, memory).decoder.feed(ask(1, step(1, LARGE)) + again)
     assert [len(f.tensors) for f in got] == [1, 0]
     assert room.taken == memory.taken == LARGE.nbytes

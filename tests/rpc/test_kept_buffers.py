@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from jgraph.rpc.kept_buffers import KEPT_FROM_BYTES, KeptBuffers
+from jgraph.rpc.kept_buffers import KEPT_FROM_BYTES, BufferPool
 
 N = 1 << 20
 
@@ -19,7 +19,7 @@ def address(array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
 
 @given(st.lists(st.tuples(st.integers(1, 3 * N), st.booleans()), max_size=30))
 def test_arrays_in_use_never_overlap(actions: list[tuple[int, bool]]) -> None:
-    buffers = KeptBuffers(limit=4 * N)
+    buffers = BufferPool(limit=4 * N)
     used: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
     for nbytes, drops in actions:
         if drops and used:
@@ -37,7 +37,7 @@ def test_arrays_in_use_never_overlap(actions: list[tuple[int, bool]]) -> None:
 
 @pytest.mark.parametrize("nbytes", [N, N - 1, N - 50_000])
 def test_buffer_of_about_that_size_serves_again(nbytes: int) -> None:
-    buffers = KeptBuffers()
+    buffers = BufferPool()
     first = buffers.take(N)
     where = address(first)
     part = first.view(np.float32)[5:7]
@@ -48,7 +48,7 @@ def test_buffer_of_about_that_size_serves_again(nbytes: int) -> None:
 
 
 def test_buffer_is_not_taken_back_while_a_jax_array_has_it() -> None:
-    buffers = KeptBuffers()
+    buffers = BufferPool()
     array = buffers.take(N)
     array[:] = 5
     where = address(array)
@@ -65,7 +65,7 @@ def test_buffer_is_not_taken_back_while_a_jax_array_has_it() -> None:
 
 
 def test_no_more_is_kept_than_the_limit() -> None:
-    buffers = KeptBuffers(limit=3 * N)
+    buffers = BufferPool(limit=3 * N)
     arrays = [buffers.take(N) for _ in range(8)]
     del arrays
     buffers.take(N)
@@ -73,7 +73,7 @@ def test_no_more_is_kept_than_the_limit() -> None:
 
 
 def test_small_memory_is_left_to_the_allocator() -> None:
-    buffers = KeptBuffers()
+    buffers = BufferPool()
     buffers.take(KEPT_FROM_BYTES - 1)
     buffers.take(KEPT_FROM_BYTES)
     buffers.take(N)
@@ -81,7 +81,7 @@ def test_small_memory_is_left_to_the_allocator() -> None:
 
 
 def test_buffer_over_the_limit_goes_with_its_last_array() -> None:
-    buffers = KeptBuffers(limit=N)
+    buffers = BufferPool(limit=N)
     array = buffers.take(2 * N)
     memory = weakref.ref(array.base)
     del array

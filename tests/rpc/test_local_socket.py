@@ -13,7 +13,7 @@ from jgraph.errors import MalformedMessageError, TaskLostError
 from jgraph.rpc import local_door, local_socket
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.local_door import LocalDoor, LocalOffer
+from jgraph.rpc.local_door import LocalListener, LocalOffer
 from jgraph.rpc.local_socket import LocalSocket, connect, new_socket
 from jgraph.testing.transport_harness import (
     PS,
@@ -29,8 +29,8 @@ from tests.rpc.run_async import run_async
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[LocalDoor]:
-    door = LocalDoor()
+async def opened() -> AsyncIterator[LocalListener]:
+    door = LocalListener()
     await door.open()
     try:
         yield door

@@ -150,7 +150,7 @@ def test_sender_that_comes_back_too_late_learns_that_it_was_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(receiving, "RETURN_S", 0.0)
-    monkeypatch.setattr(resuming, "RESUME_PAUSE_S", 0.2)
+    monkeypatch.setattr(resuming, "RESUME_POLL_S", 0.2)
 
     async def main() -> None:
         async with paired() as pair:

@@ -16,7 +16,7 @@ from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, kind_of
 from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.intake import RequestRoom
+from jgraph.rpc.intake import RequestBudget
 from jgraph.rpc.local_socket import LocalSocket, connect
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, WAIT_S, Recorder, asked, numbers, step
@@ -88,7 +88,7 @@ def test_row_17_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room
 
 
 def test_row_17_call_that_goes_on_slowly_is_waited_for() -> None:
-    room = RequestRoom(LIMIT)
+    room = RequestBudget(LIMIT)
     stream = intake(room)
     call = ask(1, step(1, LARGE))
     at = 0
@@ -101,7 +101,7 @@ def test_row_17_call_that_goes_on_slowly_is_waited_for() -> None:
 
 
 def test_row_17_process_that_was_frozen_reads_on_before_it_gives_a_call_up() -> None:
-    stream = intake(RequestRoom(LIMIT))
+    stream = intake(RequestBudget(LIMIT))
     stream.feed(BEGUN)
     assert [stream.is_stuck() for _ in range(2)] == [False] * 2
     stream.feed(BEGUN)
@@ -110,7 +110,7 @@ def test_row_17_process_that_was_frozen_reads_on_before_it_gives_a_call_up() -> 
 
 def test_row_17_room_that_is_kept_for_a_call_that_does_not_come_is_given_back() -> None:
     async def main() -> None:
-        room = RequestRoom(LIMIT)
+        room = RequestBudget(LIMIT)
         stream = intake(room)
         await stream.reserve(LIMIT, "Echo", PS)
         taken = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jgraph.coordination import aggregation, supervision
 from jgraph.coordination.aggregation import Arbiter, Step
 from jgraph.coordination.slots import Lease
-from jgraph.coordination.supervision import Supervision
+from jgraph.coordination.supervision import LeaseTracker
 from jgraph.coordination.sync_data import SyncData
 from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
@@ -61,7 +61,7 @@ NEVER: Final = Told("never", 0, {})
 
 
 class Leader:
-    """The loop of synchronous training, as ``SyncLoop`` makes it of machines.
+    """The loop of synchronous training, as ``ArbiterLoop`` makes it of machines.
 
     Args:
       world: the run.
@@ -98,7 +98,7 @@ class Leader:
         self.told: Told | None = None
         self.accounts: list[TaskName] = []
         self.progress_at = self.heard_at = world.sim.now
-        self.supervision = Supervision(world.sim.now)
+        self.supervision = LeaseTracker(world.sim.now)
         self.asking = False
         world.leads(self)
         self.supervise()

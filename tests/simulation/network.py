@@ -2,7 +2,7 @@
 
 Frames go as between real tasks: numbered, kept until acknowledged, sent again over the
 next connection, and dropped where they were here already. That bookkeeping is the
-transport's own (``Inbound``, ``Unacknowledged``); simulated is what can go wrong.
+transport's own (``Inbound``, ``InFlightWindow``); simulated is what can go wrong.
 """
 
 import heapq
@@ -18,8 +18,8 @@ from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.inbound import Inbound, InboundStream
 from jgraph.rpc.receiving import ACK_FRAMES, RETURN_S
-from jgraph.rpc.resuming import RESUME_PAUSE_S, RESUME_S
-from jgraph.rpc.unacknowledged import Unacknowledged
+from jgraph.rpc.resuming import RESUME_POLL_S, RESUME_S
+from jgraph.rpc.unacknowledged import InFlightWindow
 
 Message: TypeAlias = tuple[Any, ...]
 KEEPALIVE_S: Final = 15.0
@@ -76,7 +76,7 @@ class _Link:
 
     src: Process
     dst: TaskName
-    kept: Unacknowledged[Message] = field(default_factory=Unacknowledged)
+    kept: InFlightWindow[Message] = field(default_factory=InFlightWindow)
     to: Process | None = None  # the process that accepted the first connection
     connection: "_Connection | None" = None
     until: float = 0.0
@@ -184,7 +184,7 @@ class Network:
             if self._sim.now >= link.until:
                 self._give_up(link)
             else:
-                self._sim.later(RESUME_PAUSE_S, partial(self._connect, link))
+                self._sim.later(RESUME_POLL_S, partial(self._connect, link))
             return
         try:
             who, was_there = (link.src.task, link.src.incarnation), False
@@ -222,7 +222,7 @@ class Network:
         link = connection.link
         link.connection = None
         link.until = self._sim.now + RESUME_S
-        self._sim.later(RESUME_PAUSE_S, partial(self._connect, link))
+        self._sim.later(RESUME_POLL_S, partial(self._connect, link))
         # The receiver notices by itself, sooner or later than the sender.
         self._sim.later(self._delay() * 3, partial(self._noticed, connection))
 

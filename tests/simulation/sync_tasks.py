@@ -7,7 +7,7 @@ import numpy as np
 
 from jgraph.coordination import sync_gate
 from jgraph.coordination.aggregation import Step
-from jgraph.coordination.epochs import Epochs
+from jgraph.coordination.epochs import MasterTerms
 from jgraph.coordination.sync_gate import SyncGate
 from jgraph.errors import (
     CopyLostError,
@@ -66,7 +66,7 @@ class GatedShard:
         self.life = -1
         self.history: list[tuple[int, ...]] = []
         self.process = world.net.start(task, self.receive, self.lost)
-        self.epochs = Epochs()
+        self.epochs = MasterTerms()
         self.leaders: dict[str, Leader] = {}
         self.dropped: set[str] = set()
         self.copies: dict[TaskName, Kept] = {}

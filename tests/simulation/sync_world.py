@@ -3,7 +3,7 @@
 What decides is real: which contributions make up an update (``Arbiter``), who reads
 when (``SyncGate``), who gets which batch (``SyncData``), when a replica begins a step
 (``ReplicaLoop``), whether a run goes back (``Recoveries``), whose orders are refused
-(``Epochs``). A run is a row of loops that decide: each begins at the position that the
+(``MasterTerms``). A run is a row of loops that decide: each begins at the position that the
 one before told, with the workers that are there.
 """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from jgraph.coordination.epochs import Epochs
+from jgraph.coordination.epochs import MasterTerms
 from jgraph.coordination.replica_loop import (
     End,
     Event,
@@ -268,7 +268,7 @@ class Worker:
         self.task = task
         self.loops: dict[str, Loop] = {}
         self.ended: dict[str, Loop] = {}
-        self.epochs = Epochs()
+        self.epochs = MasterTerms()
         self.process: Process = world.net.start(task, self.receive, self.lost)
 
     def receive(self, src: TaskName, message: Message) -> None:

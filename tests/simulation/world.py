@@ -2,7 +2,7 @@
 
 What decides is real: who gets which batches (``Dispatch``), when a replica begins a
 step (``ReplicaLoop``), whether a run goes back (``Recoveries``), what another master
-goes on from (``BatchLedger``) and whose orders are refused (``Epochs``). The tasks only
+goes on from (``BatchLedger``) and whose orders are refused (``MasterTerms``). The tasks only
 do what these say, with messages over a network that goes wrong.
 """
 

@@ -156,7 +156,7 @@ def test_other_ids_without_a_row_are_errors(bad: int) -> None:
     ids[3, 0] = bad
     variables = Table().init(jax.random.key(0), IDS)
     trainer = Trainer(Table(), loss, optax.sgd(0.1), variables=variables)
-    told = max(bad, 1 - 2**31)  # the least is told with its neighbour
+    told = max(bad, 1 - 2**31)  # the least is told with its colocated_with
     with pytest.raises(RowIdError, match=rf"the id {told} .*at step 0"):
         trainer.fit({**DATA, "ids": ids}, steps=1, batch_size=4, progress=False)
 

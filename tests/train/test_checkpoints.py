@@ -38,7 +38,7 @@ from jgraph.train.checkpoints import (
     is_checkpoint,
     newest_good,
 )
-from jgraph.train.saving import Saving, Snapshot
+from jgraph.train.saving import Saver, Snapshot
 from jgraph.train.trainer import Trainer
 from tests.train.conftest import check_kept, damage
 from tests.train.models import NnxMLP, data, nnx_loss
@@ -251,7 +251,7 @@ def test_row_26_training_goes_on_when_a_save_fails_and_the_second_is_loud(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Source()
-    with Saving(Checkpoints(tmp_path, every=10), source, 0, in_process=True) as saving:
+    with Saver(Checkpoints(tmp_path, every=10), source, 0, in_process=True) as saving:
         for source.step in range(0, 60, 10):
             source.huge = source.step in (20, 30)
             saving.note(source.step)
@@ -268,14 +268,14 @@ def test_row_26_training_goes_on_when_a_save_fails_and_the_second_is_loud(
     assert steps_in(tmp_path) == [40, 50, 60]
 
 
-@pytest.mark.parametrize("end", [Saving.finish, Saving.save], ids=["end", "at rest"])
+@pytest.mark.parametrize("end", [Saver.finish, Saver.save], ids=["end", "at rest"])
 def test_a_step_that_was_saved_under_way_says_at_rest_where_the_run_is(
-    tmp_path: Path, end: Callable[[Saving], None]
+    tmp_path: Path, end: Callable[[Saver], None]
 ) -> None:
     """Its position was asked for before its state: batches of it would come again."""
     done = iter([7, 10])
     take = lambda _: Snapshot(10, tree(10), {"done": next(done)})
-    with Saving(Checkpoints(tmp_path, every=5), take, 0) as saving:
+    with Saver(Checkpoints(tmp_path, every=5), take, 0) as saving:
         saving.save_halted(lambda: True)
         saving.wait()
         assert read_manifest(tmp_path / "10").position == {"done": 7}
@@ -300,7 +300,7 @@ def test_what_went_on_while_it_was_copied_is_not_saved(
             taken()
         return Snapshot(10, tree(10), None, is_live=is_live)
 
-    with Saving(Checkpoints(tmp_path, every=5), take, 0) as saving:
+    with Saver(Checkpoints(tmp_path, every=5), take, 0) as saving:
         saving.save_halted(go_on)
     assert steps_in(tmp_path) == ([10] if stood else [])
     assert [bool(names) for names in there] == [is_live], "written before it went on"
@@ -312,7 +312,7 @@ def test_what_comes_out_in_the_end_and_cannot_be_saved_is_an_error(
     source = Source()
     source.huge = True
     full = pytest.raises(CheckpointSpaceError)
-    with Saving(Checkpoints(tmp_path), source, 0) as saving, full:
+    with Saver(Checkpoints(tmp_path), source, 0) as saving, full:
         saving.finish()
     assert newest(tmp_path).released
 

@@ -14,7 +14,7 @@ from flax import nnx
 import jgraph as jg
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.copies import Copier
+from jgraph.cluster.copies import ChangeApplier
 from jgraph.cluster.record_client import end_records
 from jgraph.cluster.records import RECORDS_DIR
 from jgraph.cluster.table_calls import state_of_shard
@@ -237,7 +237,7 @@ def test_copy_that_took_the_place_of_its_ps_takes_nothing_more_from_it(
 
 def test_copy_without_one_of_its_records_is_none() -> None:
     store = VariableStore(TaskName("/job:ps/task:1"))
-    copier = Copier("copy", [None], store)
+    copier = ChangeApplier("copy", [None], store)
     copier.apply(record_to("copy", Record(1, "w", [np.array([1, 2], np.float32)])))
     with pytest.raises(CopyLostError, match="record 3 of 'copy' came after 1"):
         copier.apply(record_to("copy", Record(3, "w", [np.array([3, 4], np.float32)])))

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jgraph.cluster import loop
 from jgraph.cluster.client import connect
-from jgraph.cluster.stale_shard import StaleShard
+from jgraph.cluster.stale_shard import StaleGate
 from jgraph.errors import JGError, StaleGradientError
 from jgraph.graph.ir import TaskName
 from jgraph.train.async_ps import AsyncPS
@@ -21,7 +21,7 @@ STEP = ("w0", 7)
 
 def test_step_that_was_let_in_and_never_came_is_refused_when_it_does() -> None:
     ended: list[Any] = []
-    shard = StaleShard(ask=lambda step: None, end=ended.append)
+    shard = StaleGate(ask=lambda step: None, end=ended.append)
     shard.let_in(STEP)
     shard.replica_lost("w0")
     assert ended == [STEP]  # nobody waits for it
@@ -43,7 +43,7 @@ def test_refused_step_is_computed_anew_and_every_batch_counts_once() -> None:
 
     async def revoke_a_later_step() -> None:
         (handle,) = gates._drivers[worker]
-        (gate,) = (g for g in gates._opened.values() if isinstance(g, StaleShard))
+        (gate,) = (g for g in gates._opened.values() if isinstance(g, StaleGate))
         step = handle, next(driver._ids) + 3
         gate._revoke(step)
         refused.append((gate, step))
