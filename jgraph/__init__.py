@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from jgraph.graph.check import check
     from jgraph.graph.device import DeviceSpec, device
     from jgraph.graph.function import function
+    from jgraph.graph.graph import Graph
     from jgraph.graph.hash_keys import NO_KEY, split_keys
     from jgraph.graph.hash_spec import Admission, Initial
-    from jgraph.graph.ir import Graph
     from jgraph.graph.mesh import mesh
     from jgraph.graph.taps import tap
     from jgraph.graph.variable import Variable, colocate_with
@@ -70,7 +70,7 @@ _HOMES = {
     "CostModel": "jgraph.plan.cost_model",
     "DeviceSpec": "jgraph.graph.device",
     "EarlyStopping": "jgraph.train.callbacks",
-    "Graph": "jgraph.graph.ir",
+    "Graph": "jgraph.graph.graph",
     "GreedyLoadBalancing": "jgraph.plan.spread",
     "HashTable": "jgraph.train.hash_table",
     "Initial": "jgraph.graph.hash_spec",

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from jgraph import __version__, cli
-from jgraph.cli.instead import INSTEAD
+from jgraph.cli.options import INSTEAD
 from jgraph.errors import (
     AddressError,
     ClusterUnreachableError,

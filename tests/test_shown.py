@@ -26,7 +26,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.cost_model import CostModel, Link, TaskSpeed
 from jgraph.train.cell import CellView
 from jgraph.train.flax_checkpoints import Imported
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.standing import WorkerStanding
 from tests.test_public import PUBLIC
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from jgraph.cli import clusters, hosts, launching, looking, runs, tasks
-from jgraph.cli.instead import Commands
-from jgraph.cli.options import FAILURE, FORBIDDEN, OK, UNREACHABLE, USAGE
+from jgraph.cli.options import FAILURE, FORBIDDEN, OK, UNREACHABLE, USAGE, Commands
 from jgraph.errors import (
     AddressError,
     CertificateError,

@@ -118,10 +118,10 @@ def server(
     job, task = task_here(spec, job, task, os.environ)
     if job == "ps":  # a ps must not take an accelerator from a worker; JAX reads it
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jgraph.cluster.options import allowed_sources_in
     from jgraph.cluster.own_process import set_up_process
     from jgraph.cluster.server import Server
     from jgraph.cluster.serving import configure_logging, serve
-    from jgraph.cluster.sources import allowed_sources_in
     from jgraph.cluster.transport_choice import tls_directory_in
 
     set_up_process()

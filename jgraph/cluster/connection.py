@@ -48,7 +48,10 @@ class Connection:
     Attributes:
       spec: which tasks there are and where.
       master: the task whose server this client talks to.
+      ends_with_client: whether its servers end when this process does.
     """
+
+    ends_with_client = False
 
     def __init__(
         self,

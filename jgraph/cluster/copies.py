@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias, final
 
+from jgraph.cluster.shard_messages import state_of
 from jgraph.cluster.shell import TaskHost
-from jgraph.cluster.table_calls import state_of
 from jgraph.coordination.same_version import HeldBack
 from jgraph.errors import CopyLostError, JGError
 from jgraph.failpoints import failpoint

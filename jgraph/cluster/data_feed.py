@@ -7,13 +7,14 @@ held, while the step before is still computed.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.fed_data import FedReader
+from jgraph.cluster.loop_orders import deal_of, leases_of
 from jgraph.cluster.shell import TaskHost
 from jgraph.coordination import supervision
 from jgraph.coordination.dispatch import Asked, Deal, Dispatch
@@ -329,25 +330,3 @@ def deal_alone(dispatch: Dispatch) -> Ask:
         return deal_of(answer.leases if isinstance(answer, Deal) else None)
 
     return ask
-
-
-def deal_of(leases: tuple[Lease, ...] | None) -> pb.DataDeal:
-    """Returns an answer: leases, or None when all is over."""
-    if leases is None:
-        return pb.DataDeal(over=True)
-    return pb.DataDeal(leases=rows_of(leases))
-
-
-def rows_of(leases: Iterable[Lease]) -> list[pb.DataLease]:
-    """Returns leases as they travel."""
-    return [
-        pb.DataLease(
-            epoch=lease.epoch, slot=lease.slot, first=lease.first, batches=lease.batches
-        )
-        for lease in leases
-    ]
-
-
-def leases_of(rows: Iterable[pb.DataLease]) -> list[Lease]:
-    """Returns leases that came."""
-    return [Lease(d.epoch, d.slot, d.first, d.batches) for d in rows]

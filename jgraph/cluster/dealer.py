@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, Protocol, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.data_feed import deal_of
+from jgraph.cluster.loop_orders import deal_of
 from jgraph.cluster.requests import reading
 from jgraph.coordination.dispatch import (
     SETTLE_S,

@@ -13,7 +13,8 @@ from jgraph.clock import SystemClock
 from jgraph.cluster import loop
 from jgraph.cluster.calls import COMPILE_S, CONTROL_S
 from jgraph.cluster.connection import Connection
-from jgraph.cluster.farewell import DrainHolds
+from jgraph.cluster.holding import told_to_end
+from jgraph.cluster.holds import DrainHolds
 from jgraph.cluster.loop_orders import DealtData, Detached, SyncRequest, plain
 from jgraph.cluster.run_info import RunInfo, runs_of
 from jgraph.cluster.spec import ClusterSpec
@@ -264,12 +265,6 @@ def begin_with_failover(
 def is_ps(task: TaskName) -> bool:
     """Whether a task holds variables of others."""
     return task.startswith("/job:ps/")
-
-
-def told_to_end(*tasks: TaskName) -> TaskLeavingError:
-    """Returns the error of a run that cannot do without these tasks."""
-    who = f"{', '.join(tasks)} {'was' if len(tasks) == 1 else 'were'}"
-    return TaskLeavingError(f"{who} told to end", task=tasks[0], tasks=list(tasks))
 
 
 def _may_be_master(cluster: Connection, task: TaskName) -> bool:

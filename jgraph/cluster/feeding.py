@@ -10,7 +10,8 @@ import numpy as np
 
 from jgraph._compat import is_symbolic
 from jgraph.errors import FeedError, NonFiniteError
-from jgraph.graph.ir import Feed, Graph
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import Feed
 from jgraph.graph.sizes import symbols_of
 from jgraph.graph.variable import KINDS
 from jgraph.plan.types import from_plain, is_key, num_elements, to_plain

@@ -8,10 +8,10 @@ from typing import Any, Final, Protocol, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.calls import CONTROL_S, bounded_s
-from jgraph.cluster.data_feed import leases_of
 from jgraph.cluster.dealer import Dealers
 from jgraph.cluster.door import LoopPeers, check_master
-from jgraph.cluster.farewell import holding
+from jgraph.cluster.holding import holding
+from jgraph.cluster.loop_orders import leases_of
 from jgraph.cluster.run_crew import RunSupervisor
 from jgraph.cluster.run_link import wait_reconnected
 from jgraph.cluster.run_record import note_report

@@ -10,7 +10,7 @@ from typing import Any, Self, final
 
 import numpy as np
 
-from jgraph.cluster.shard_calls import Shard
+from jgraph.cluster.shard_messages import Shard
 from jgraph.cluster.values import VariableValues, joined
 from jgraph.cluster.variables import shards_of
 from jgraph.graph.ir import TaskName, VariableKey

@@ -1,20 +1,31 @@
 """Registry of the servers in this process: runs a one-task step without an RPC."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jgraph.rpc.transport import Address
 from jgraph.runtime.at_once import SHORT_S
 
-if TYPE_CHECKING:
-    from jgraph.cluster.task_service import TaskService
 
-_services: dict[Address, "TaskService"] = {}
+class ServedTask(Protocol):
+    """What this module needs of a task's service."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether the task ends, and takes no new steps."""
+
+    def run_at_once(
+        self, handle: str, arrays: Sequence[np.ndarray[Any, Any]], limit_s: float
+    ) -> list[np.ndarray[Any, Any]] | None:
+        """Runs a step in this thread, or returns None where it cannot."""
 
 
-def add_service(address: Address, service: "TaskService") -> None:
+_services: dict[Address, ServedTask] = {}
+
+
+def add_service(address: Address, service: ServedTask) -> None:
     """Notes that a task of this process listens at an address."""
     _services[address] = service
 

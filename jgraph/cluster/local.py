@@ -75,6 +75,8 @@ class LocalCluster(Cluster):
       >>> cluster.close()
     """
 
+    ends_with_client = True
+
     @short_traceback
     @hints.naming_arguments(hints.CLUSTER_ARGUMENTS)
     def __init__(

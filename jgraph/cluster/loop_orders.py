@@ -2,13 +2,12 @@
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
 
-from jgraph.cluster.data_feed import leases_of
 from jgraph.coordination.dispatch import LEASE_S
 from jgraph.coordination.finite import FiniteCheck
 from jgraph.coordination.slots import Lease, SlotPlan
@@ -18,6 +17,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
+from jgraph.runtime.batches import Reader
 
 
 @final
@@ -321,3 +321,41 @@ def ended_report(request: LoopRequest) -> LoopReport:
     """Returns what to tell of a loop that has done nothing, and will not."""
     none = np.empty(0)
     return LoopReport(request.replica, request.task, "stopped", none, none, (), {})
+
+
+def source_info(reader: Reader) -> pb.SourceInfo:
+    """Returns the answer of a task that has opened a source."""
+    return pb.SourceInfo(
+        fields=[
+            pb.SourceField(
+                name=name,
+                type=pb.TensorType(dtype=field.dtype.name, shape=field.shape),
+            )
+            for name, field in sorted(reader.fields.items())
+        ],
+        parts=[part.name for part in reader.parts],
+        examples=[part.examples for part in reader.parts],
+        shuffle=reader.shuffle,
+    )
+
+
+def deal_of(leases: tuple[Lease, ...] | None) -> pb.DataDeal:
+    """Returns an answer: leases, or None when all is over."""
+    if leases is None:
+        return pb.DataDeal(over=True)
+    return pb.DataDeal(leases=rows_of(leases))
+
+
+def rows_of(leases: Iterable[Lease]) -> list[pb.DataLease]:
+    """Returns leases as they travel."""
+    return [
+        pb.DataLease(
+            epoch=lease.epoch, slot=lease.slot, first=lease.first, batches=lease.batches
+        )
+        for lease in leases
+    ]
+
+
+def leases_of(rows: Iterable[pb.DataLease]) -> list[Lease]:
+    """Returns leases that came."""
+    return [Lease(d.epoch, d.slot, d.first, d.batches) for d in rows]

@@ -25,11 +25,11 @@ from jgraph.cluster.failover import (
     poll_until_reached,
     take_over,
     tell_lost,
-    told_to_end,
     wait_for_new_master,
 )
-from jgraph.cluster.farewell import DrainHolds
 from jgraph.cluster.following import ReportStreams
+from jgraph.cluster.holding import told_to_end
+from jgraph.cluster.holds import DrainHolds
 from jgraph.cluster.loop_halts import LoopHalts
 from jgraph.cluster.loop_items import Ended, Item, Loop, TaskDraining
 from jgraph.cluster.loop_orders import (

@@ -9,24 +9,25 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.calls import (
     COMPILE_S,
     CONTROL_S,
+    SILENCE_S,
     bounded_s,
     bulk_timeout_s,
     loop_timeout_s,
 )
-from jgraph.cluster.door import of_task
+from jgraph.cluster.door import Peers, of_task
 from jgraph.cluster.events import RunsSeen
-from jgraph.cluster.gate_calls import GateMethods
 from jgraph.cluster.requests import reading
+from jgraph.cluster.roles import Method
 from jgraph.cluster.run_record import Journal
 from jgraph.cluster.runs import Runs
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.cluster.task_loops import Method
 from jgraph.cluster.task_service import TaskService
 from jgraph.coordination.roll_call import (
     AskAgain,
@@ -391,3 +392,37 @@ class Master:
 
 def _position(position: Mapping[str, Any]) -> Frame:
     return frame(data_position=pb.DataPosition(position=json.dumps(position)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GateMethods:
+    """Passes calls about gates on to the tasks that have them.
+
+    Args:
+      door: to the tasks.
+    """
+
+    door: Peers
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """The calls, by name."""
+        return {"Master.OpenGate": self._open, "Master.GateReport": self._report}
+
+    async def _open(self, request: Frame) -> AsyncIterator[Frame]:
+        failpoint("gates.opening")
+        await self._each("OpenGate", request, SILENCE_S)
+        failpoint("gates.opened")
+        yield frame(empty=pb.Empty())
+
+    async def _report(self, request: Frame) -> AsyncIterator[Frame]:
+        replies = await self._each("GateReport", request, CONTROL_S)
+        rows = [row for reply in replies for row in body_of(reply).rows]
+        yield frame(gate_table=pb.GateTable(rows=rows))
+
+    async def _each(self, method: str, request: Frame, timeout_s: float) -> list[Frame]:
+        shards = map(TaskName, body_of(request).shards)
+        call = self.door.call
+        calls = (call(s, method, request, timeout_s=timeout_s) for s in shards)
+        return await asyncio.gather(*calls)

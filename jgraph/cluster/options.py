@@ -1,8 +1,10 @@
 """Options of clusters, of sessions and of ``run``, and their checks."""
 
 import inspect
+import tomllib
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 
 from jgraph.errors import ConfigError
 from jgraph.graph.function import Function
@@ -98,3 +100,13 @@ def reset_order(containers: Sequence[str]) -> Frame:
                 "reset('a', 'b'), or reset() for all of them"
             )
     return frame(reset=pb.Reset(containers=containers))
+
+
+def allowed_sources_in(path: Path) -> list[str]:
+    """Returns the import paths that a cluster file lets data come from.
+
+    Args:
+      path: a file that ``ClusterSpec.from_toml`` has taken.
+    """
+    table = tomllib.loads(path.read_text(encoding="utf-8")).get("sources")
+    return list(table["allow"]) if table else []

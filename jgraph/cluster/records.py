@@ -11,8 +11,8 @@ from typing import Final, final
 from jgraph.cluster.copies import ChangeApplier, Follower
 from jgraph.cluster.record_log import read_log, remove_logs
 from jgraph.cluster.record_thread import WalThread
+from jgraph.cluster.roles import Method
 from jgraph.cluster.shell import TaskHost
-from jgraph.cluster.task_loops import Method
 from jgraph.errors import ConfigError, CopyLostError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.replay import changing

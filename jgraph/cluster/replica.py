@@ -8,10 +8,10 @@ from typing import Any, final
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.cluster.data_feed import DataFeed, NumberedBatch, rows_of
+from jgraph.cluster.data_feed import DataFeed, NumberedBatch
 from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.halt_timer import HaltTimer
-from jgraph.cluster.loop_orders import finite_check_of
+from jgraph.cluster.loop_orders import finite_check_of, rows_of
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.coordination.loop_ends import BATCH_ERRORS
 from jgraph.coordination.replica_loop import (

@@ -4,9 +4,11 @@ A task may be the master of others, so it may call what a master calls. With TLS
 is proved by a certificate; without, who has the token has both.
 """
 
-from typing import Final
+from collections.abc import AsyncIterator, Callable
+from typing import Final, TypeAlias
 
 from jgraph.rpc.auth import Roles
+from jgraph.rpc.transport import Frame
 
 _CLIENT: Final = frozenset({"client"})
 _TASK: Final = frozenset({"task"})
@@ -69,3 +71,7 @@ ROLES: Final[Roles] = {
     # What a worker asks of the master that deals out the data.
     "Master.AskData": _TASK,
 }
+
+
+Method: TypeAlias = Callable[[Frame], AsyncIterator[Frame]]
+"""Answers a call."""

@@ -2,17 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.door import LoopPeers, check_master, reaches_every_ps, ready_tasks
+from jgraph.cluster.calls import DRAIN_S
+from jgraph.cluster.door import (
+    LoopPeers,
+    Peers,
+    check_master,
+    reaches_every_ps,
+    ready_tasks,
+)
 from jgraph.cluster.ready_worker import WorkerSetup
 from jgraph.cluster.run_halts import RunHalts
 from jgraph.cluster.run_link import final_report_of
 from jgraph.cluster.run_record import Journal, note_report
 from jgraph.cluster.run_rest import RollingRestart
-from jgraph.cluster.run_row import next_order, open_round_gates
 from jgraph.cluster.run_saver import RunCheckpointer
 from jgraph.coordination.crew import (
     Begin,
@@ -415,3 +421,44 @@ def _ended(order: pb.RunLoop, state: str) -> Event:
     if order.HasField("sync"):
         return RoundEnded(state)
     return LoopEnded(order.replica, state)
+
+
+def next_order(order: pb.RunLoop, number: int) -> pb.RunLoop:
+    """Returns the order of the loop that comes after another one, the next of a run."""
+    after = pb.RunLoop()
+    after.CopyFrom(order)
+    first = order.loop.partition("~")[0]
+    after.loop = f"{first}~{order.epoch}.{number}"
+    return after
+
+
+async def open_round_gates(
+    door: Peers, deciding: pb.RunLoop, orders: Sequence[pb.RunLoop]
+) -> None:
+    """Opens the gates for the next row of loops of synchronous training.
+
+    Args:
+      door: to the tasks.
+      deciding: of the loop that decides; is told who takes part.
+      orders: of those that do.
+
+    Raises:
+      JGError: a gate does not open.
+    """
+    sync = deciding.sync
+    sync.handles[:] = [order.handle for order in orders]
+    sync.tasks[:] = [order.task for order in orders]
+    gate = pb.OpenGate(
+        gate=sync.gate,
+        shards=sync.shards,
+        synchronous=True,
+        version=sync.version,
+        opening=deciding.loop,
+        run=deciding.run,
+        epoch=deciding.epoch,
+    )
+    for shard in map(TaskName, sync.shards):
+        request = frame(open_gate=gate)
+        await door.call(shard, "OpenGate", request, timeout_s=DRAIN_S)
+    for order in (deciding, *orders):
+        order.data_run = deciding.loop

@@ -14,12 +14,11 @@ from typing import Final, final
 from jgraph.clock import Clock
 from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.door import Peers, ready_tasks
-from jgraph.cluster.failover import told_to_end
-from jgraph.cluster.farewell import holding
+from jgraph.cluster.holding import holding, told_to_end
 from jgraph.cluster.ready_worker import WorkerSetup
 from jgraph.cluster.requests import reading
 from jgraph.cluster.run_saver import STEP, RunCheckpointer, Saved
-from jgraph.cluster.shard_calls import shard_from, sums_in
+from jgraph.cluster.shard_messages import shard_from, sums_in
 from jgraph.coordination.crew import WAIT_S
 from jgraph.errors import (
     CheckpointCorruptError,

@@ -20,7 +20,7 @@ import numpy as np
 from jgraph.clock import SystemClock
 from jgraph.cluster.calls import COMPILE_S, bulk_timeout_s
 from jgraph.cluster.run_record import Journal
-from jgraph.cluster.shard_calls import shard_from, sums_in
+from jgraph.cluster.shard_messages import shard_from, sums_in
 from jgraph.coordination.cuts import patience_s
 from jgraph.errors import CheckpointError, CheckpointWriterError
 from jgraph.failpoints import failpoint

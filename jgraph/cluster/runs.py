@@ -7,11 +7,11 @@ from typing import Any, Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.heir import Standby, StandbyPeers
+from jgraph.cluster.roles import Method
 from jgraph.cluster.run_crew import RunSupervisor
 from jgraph.cluster.run_record import Journal
 from jgraph.cluster.run_rest import version_if_known
 from jgraph.cluster.run_saver import RunCheckpointer
-from jgraph.cluster.task_loops import Method
 from jgraph.coordination.succession import standby_of
 from jgraph.errors import ConfigError, FencedError, JGError
 from jgraph.graph.ir import TaskName

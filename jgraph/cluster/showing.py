@@ -15,7 +15,8 @@ from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import ConfigError, FeedError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.function import Function
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.svg import Picture
 from jgraph.plan.plan import Plan, plan
 

@@ -1,9 +1,7 @@
 """Data sources opened by tasks on a client's request."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -14,7 +12,7 @@ from jgraph.coordination.slots import Part, Shuffle
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.runtime.batches import Field, Reader
+from jgraph.runtime.batches import Field
 
 
 @final
@@ -25,16 +23,6 @@ class SourceFacts:
     fields: Mapping[str, Field]
     parts: tuple[Part, ...]
     shuffle: Shuffle
-
-
-def allowed_sources_in(path: Path) -> list[str]:
-    """Returns the import paths that a cluster file lets data come from.
-
-    Args:
-      path: a file that ``ClusterSpec.from_toml`` has taken.
-    """
-    table = tomllib.loads(path.read_text(encoding="utf-8")).get("sources")
-    return list(table["allow"]) if table else []
 
 
 def open_source_on(cluster: Connection, task: TaskName, source: str) -> SourceFacts:
@@ -67,20 +55,4 @@ def open_source_on(cluster: Connection, task: TaskName, source: str) -> SourceFa
             for name, examples in zip(body.parts, body.examples, strict=True)
         ),
         body.shuffle,
-    )
-
-
-def source_info(reader: Reader) -> pb.SourceInfo:
-    """Returns the answer of a task that has opened a source."""
-    return pb.SourceInfo(
-        fields=[
-            pb.SourceField(
-                name=name,
-                type=pb.TensorType(dtype=field.dtype.name, shape=field.shape),
-            )
-            for name, field in sorted(reader.fields.items())
-        ],
-        parts=[part.name for part in reader.parts],
-        examples=[part.examples for part in reader.parts],
-        shuffle=reader.shuffle,
     )

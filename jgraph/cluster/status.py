@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.cluster.waits import wait_of
 from jgraph.coordination.explain import StepWait, explain
 from jgraph.graph import markup
 from jgraph.graph.device import TaskName
@@ -242,3 +241,18 @@ def megabytes(nbytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def wait_of(message: pb.StepWait) -> StepWait:
+    """Returns what a task told of a step."""
+    senders = map(TaskName, message.senders)
+    return StepWait(
+        handle=message.handle,
+        step_id=message.step_id,
+        program=message.program,
+        age_s=message.age_s,
+        state=message.state,
+        values=tuple(zip(message.keys, senders, strict=True)),
+        drives=message.drives,
+        pending=tuple(map(TaskName, message.pending)),
+    )

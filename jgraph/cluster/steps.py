@@ -24,7 +24,8 @@ from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph import markup
 from jgraph.graph.device import current_device
 from jgraph.graph.function import Function
-from jgraph.graph.ir import Feed, Graph, VariableKey
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import Feed, VariableKey
 from jgraph.graph.select import select_fetches, select_targets
 from jgraph.graph.taps import feed_taps
 from jgraph.graph.variable import Variable

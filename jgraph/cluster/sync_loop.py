@@ -9,11 +9,10 @@ from typing import final
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.cluster.data_feed import deal_of
 from jgraph.cluster.driver import Fetches, StepDriver
 from jgraph.cluster.gates import Decides, Gates
 from jgraph.cluster.halt_timer import HaltTimer
-from jgraph.cluster.loop_orders import finite_check_of
+from jgraph.cluster.loop_orders import deal_of, finite_check_of
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.cluster.master_lease import AskMaster, MasterLease
 from jgraph.coordination.aggregation import (

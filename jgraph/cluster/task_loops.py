@@ -3,8 +3,8 @@
 import asyncio
 import json
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Final, TypeAlias, final
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.calls import CONTROL_S, bounded_s, bulk_timeout_s
@@ -13,16 +13,17 @@ from jgraph.cluster.dealer import ANSWER_S, Dealers
 from jgraph.cluster.driver import StepDriver
 from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.gates import Gates
+from jgraph.cluster.loop_orders import source_info
 from jgraph.cluster.loop_reports import LoopReports
 from jgraph.cluster.master_lease import AskMaster
 from jgraph.cluster.replica import LoopRun
 from jgraph.cluster.requests import reading
+from jgraph.cluster.roles import Method
 from jgraph.cluster.shell import TaskHost
-from jgraph.cluster.sources import source_info
 from jgraph.cluster.sync_loop import ArbiterLoop
 from jgraph.coordination.dispatch import Dispatch
-from jgraph.coordination.epochs import MasterTerms
 from jgraph.coordination.slots import SlotPlan
+from jgraph.coordination.succession import MasterTerms
 from jgraph.errors import (
     ClusterBusyError,
     ClusterUnreachableError,
@@ -37,9 +38,6 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Address, Frame, Transport
 from jgraph.runtime.batches import ArrayReader, Reader
 from jgraph.runtime.sources import open_source
-
-Method: TypeAlias = Callable[[Frame], AsyncIterator[Frame]]
-"""Answers a call."""
 
 _KEPT: Final = 16
 

@@ -18,18 +18,23 @@ import psutil
 from jgraph.clock import Clock
 from jgraph.cluster.allocator import give_back_memory
 from jgraph.cluster.dealer import Dealers
-from jgraph.cluster.driver import StepDriver
+from jgraph.cluster.driver import StepDriver, waits_of
 from jgraph.cluster.events import EventLog
-from jgraph.cluster.farewell import SHARE, Farewell
 from jgraph.cluster.gates import Gates
+from jgraph.cluster.holding import SHARE, Farewell
 from jgraph.cluster.kept_log import kept_log
 from jgraph.cluster.records import ChangeStreams
 from jgraph.cluster.requests import check_request
-from jgraph.cluster.shard_calls import load_shards, save_shards
+from jgraph.cluster.roles import Method
+from jgraph.cluster.shard_service import (
+    load_shards,
+    load_table,
+    read_table,
+    save_shards,
+    table_statuses,
+)
 from jgraph.cluster.shell import TaskHost
-from jgraph.cluster.table_calls import load_table, read_table, table_statuses
-from jgraph.cluster.task_loops import Method, TaskLoops
-from jgraph.cluster.waits import waits_of
+from jgraph.cluster.task_loops import TaskLoops
 from jgraph.errors import (
     DeadlineError,
     FencedError,

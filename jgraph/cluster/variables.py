@@ -6,7 +6,8 @@ from typing import final
 from jgraph.cluster.connection import Connection
 from jgraph.errors import ConfigError, VariableMismatchError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName, VariableKey, VariableSpec
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
 from jgraph.graph.variable import Variable
 from jgraph.plan.auto import AutoPlanner
 from jgraph.plan.plan import Plan, plan

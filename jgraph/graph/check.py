@@ -17,7 +17,8 @@ from jgraph.errors import (
     UnknownDeviceError,
 )
 from jgraph.graph.device import DeviceSpec, did_you_mean
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.text import equation_lines, equation_text, value_names
 
 _NEIGHBOURS = 3

@@ -14,7 +14,7 @@ from jgraph.errors import UninitializedError
 from jgraph.graph import markup
 from jgraph.graph.device import current_device
 from jgraph.graph.feeds import named_feeds
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.sizes import Symbolic, with_names
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable

@@ -10,7 +10,8 @@ import jax
 from jgraph import _compat
 from jgraph._compat import Equation, Literal, Var
 from jgraph.errors import FetchError
-from jgraph.graph.ir import Graph, VariableKey
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import VariableKey
 from jgraph.graph.taps import tapped
 
 

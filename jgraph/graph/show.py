@@ -7,7 +7,7 @@ from typing import TypeAlias
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Var
 from jgraph.graph.cost import flops_of, nbytes_of_value
-from jgraph.graph.ir import Graph, VariableSpec
+from jgraph.graph.ir import Dataflow, VariableSpec
 from jgraph.graph.scene import Item, Link, Scene
 from jgraph.graph.svg import Picture, draw
 from jgraph.graph.text import equation_text, value_names
@@ -20,12 +20,12 @@ _VERBS = {"get": "read", "swap": "write", "addupdate": "add to"}
 _TRANSFORM = re.compile(r"[a-z_]+\(|\)")
 
 
-def graph_picture(graph: Graph) -> Picture:
+def graph_picture(graph: Dataflow) -> Picture:
     """Returns a drawing of the graph; of a large one by the user's scopes."""
     return draw(views(graph_scene(graph)))
 
 
-def graph_scene(graph: Graph) -> Scene:
+def graph_scene(graph: Dataflow) -> Scene:
     """Returns what a picture of the graph shows."""
     inputs, names = graph.jaxpr.invars, value_names(graph)
     specs = dict(zip(inputs, graph.variables, strict=False))

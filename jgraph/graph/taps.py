@@ -11,7 +11,8 @@ from jgraph import _compat
 from jgraph._compat import Atom, Equation, Var
 from jgraph.errors import FeedError, GraphError
 from jgraph.graph.device import did_you_mean
-from jgraph.graph.ir import Feed, Graph
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import Feed
 
 T = TypeVar("T")
 

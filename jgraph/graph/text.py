@@ -7,7 +7,7 @@ import numpy as np
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
-from jgraph.graph.ir import Graph
+from jgraph.graph.ir import Dataflow
 
 Names = Mapping[Var, str]
 
@@ -17,7 +17,7 @@ _MAX_PARAMETER = 60
 _MAX_BODY = 12
 
 
-def graph_text(graph: Graph) -> str:
+def graph_text(graph: Dataflow) -> str:
     """Returns the graph as text.
 
     Values are numbered in program order; nothing depends on object identities, so two
@@ -43,7 +43,7 @@ def graph_text(graph: Graph) -> str:
     return "\n".join(lines)
 
 
-def value_names(graph: Graph) -> dict[Var, str]:
+def value_names(graph: Dataflow) -> dict[Var, str]:
     """Returns a name per value: of the variable, the feed, or its number, ``%3``."""
     names: dict[Var, str] = {}
     inputs = [v.name for v in graph.variables] + [f.name for f in graph.feeds]
@@ -60,7 +60,7 @@ def value_names(graph: Graph) -> dict[Var, str]:
     return names
 
 
-def equation_lines(graph: Graph, names: Names) -> Iterator[str]:
+def equation_lines(graph: Dataflow, names: Names) -> Iterator[str]:
     """Yields the line of each equation, with its device where it has one."""
     for equation, stamp in zip(graph.equations, graph.stamps, strict=True):
         place = f"  @{stamp}" if stamp else ""

@@ -14,8 +14,9 @@ from jgraph.errors import GraphError, VariableMismatchError
 from jgraph.graph.concrete import as_graph_error
 from jgraph.graph.device import current_device, device
 from jgraph.graph.feeds import named_feeds, named_outputs
+from jgraph.graph.graph import Graph
 from jgraph.graph.inline import inline_calls
-from jgraph.graph.ir import Feed, Graph, VariableKey, VariableSpec
+from jgraph.graph.ir import Feed, VariableKey, VariableSpec
 from jgraph.graph.variable import _BINDING, Variable
 
 # jit caches the traces of inner functions. A variable is read through a context, which

@@ -8,7 +8,7 @@ import jax
 
 from jgraph import _compat
 from jgraph._compat import Equation, Literal, Var
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.rows import Layout
 from jgraph.graph.sharding import Sharding
 from jgraph.plan.cuts import ShardedLayout

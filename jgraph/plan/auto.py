@@ -12,7 +12,8 @@ from typing import Final, final
 
 from jgraph.errors import MemoryLimitError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName, VariableKey
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.units import bytes_text
 from jgraph.plan.affinity import companions
 from jgraph.plan.beside import colocated_with, with_resolved_stamps

@@ -7,7 +7,8 @@ from urllib.parse import unquote
 from jgraph import _compat
 from jgraph.errors import PlacementError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName, VariableKey, VariableSpec
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
 
 
 def colocated_with(device: DeviceSpec, variables: Sequence[VariableSpec]) -> int | None:

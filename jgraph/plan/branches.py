@@ -13,7 +13,7 @@ from jax import lax
 
 from jgraph import _compat
 from jgraph._compat import Equation
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.trace import retrace
 from jgraph.plan.run_each import run_each
 from jgraph.plan.wanted import is_placed

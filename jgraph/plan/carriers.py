@@ -15,7 +15,7 @@ from jgraph import _compat
 from jgraph._compat import Equation, Var
 from jgraph.errors import GraphError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.sizes import is_feed_symbol, names_needed, symbols_of
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Literal, Var
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.taps import is_name
 from jgraph.plan.carriers import carriers_of, with_carriers
 from jgraph.plan.nodes import ValueType

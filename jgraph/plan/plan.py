@@ -9,7 +9,8 @@ from jgraph.errors import ConfigError, UnknownDeviceError
 from jgraph.graph import markup
 from jgraph.graph.check import check, check_device
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName, VariableKey
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.sizes import ASSUMED_SIZE
 from jgraph.graph.svg import Picture
 from jgraph.graph.units import bytes_text, count_text

@@ -15,7 +15,7 @@ from jax import lax
 from jgraph import _compat
 from jgraph._compat import Equation, Var
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.trace import retrace
 from jgraph.plan.access import Accesses
 from jgraph.plan.axes import combiner, is_light

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import final
 
 from jgraph.graph.cost import flops_of_all, peak_nbytes
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.scene import Item, Link, Scene
 from jgraph.graph.show import body_scene, scopes_of
 from jgraph.graph.svg import Picture, draw

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from jgraph.graph.ir import Graph, TaskName, VariableSpec
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName, VariableSpec
 from jgraph.graph.units import bytes_text, count_text, names_text
 from jgraph.plan.assemble import Edge, SegmentInfo
 from jgraph.plan.spread import nbytes_of

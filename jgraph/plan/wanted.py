@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from jgraph._compat import Literal, Var
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.plan.access import Accesses
 from jgraph.plan.axes import operand_axes
 from jgraph.plan.cuts import ShardedLayout

@@ -14,8 +14,7 @@ from jgraph._compat import is_wide, wide_types
 from jgraph.errors import InvalidProgramError, JGError, PlatformError
 from jgraph.graph.sizes import symbols_of
 from jgraph.plan.program import SegmentCode
-from jgraph.runtime.custom_calls import check_custom_calls
-from jgraph.runtime.lapack_calls import check_lapack_calls
+from jgraph.runtime.lapack_calls import check_custom_calls, check_lapack_calls
 from jgraph.runtime.local_mesh import Layouts, SpreadExecutable, layouts_of
 from jgraph.runtime.sized import SizedExecutable
 from jgraph.runtime.tables import bits_of

@@ -14,7 +14,14 @@ rows, so that a variable may be used by rows here and whole there.
 
 import itertools
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -38,7 +45,6 @@ from jgraph.runtime.before import Undo, keep_rows, keep_values
 from jgraph.runtime.entry import Entry, HashEntry, RowsOf, held, padded_rows
 from jgraph.runtime.failed import as_error
 from jgraph.runtime.hash_shard import HashShard
-from jgraph.runtime.hash_tables import HashTables
 
 Key: TypeAlias = tuple[str, str]
 """(container, name)."""
@@ -413,3 +419,45 @@ def _taken(value: Any) -> jax.Array:
 
 def _type_of(array: jax.Array) -> ValueType:
     return ValueType(tuple(array.shape), str(array.dtype))
+
+
+@final
+class HashTables:
+    """Shards by (container, name of the table); its user keeps threads apart."""
+
+    def __init__(self, task: TaskName) -> None:
+        self._task = task
+        self._shards: dict[tuple[str, str], tuple[HashShard, threading.Lock]] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, HashShard]]:
+        """Yields (container, shard) of each table."""
+        for (container, _), (shard, _) in self._shards.items():
+            yield container, shard
+
+    def entry(self, container: str, column: str, spec: HashSpec) -> HashEntry:
+        """Returns a column of a table.
+
+        Raises:
+          VariableMismatchError: the table is another one here.
+          ConfigError: this host cannot have such a table.
+        """
+        key = container, spec.name
+        if key not in self._shards:
+            self._shards[key] = HashShard(spec), threading.Lock()
+        shard, lock = self._shards[key]
+        if shard.spec != spec:
+            raise VariableMismatchError(
+                f"hash table '{spec.name}' on {self._task} has another budget, policy "
+                "or columns than this program says; choose another name, or drop the "
+                "old one with cluster.reset()",
+                variable=spec.name,
+                task=self._task,
+            )
+        return HashEntry(shard, lock, column)
+
+    def drop(self, containers: Collection[str]) -> int:
+        """Forgets the tables of these containers (none named: all)."""
+        gone = [key for key in self._shards if not containers or key[0] in containers]
+        for key in gone:
+            del self._shards[key]
+        return len(gone)

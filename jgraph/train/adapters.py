@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import flax.linen as nn
 import jax
@@ -12,8 +12,8 @@ from flax import nnx
 from flax.core import meta, unfreeze
 from flax.errors import FlaxError
 
+from jgraph import _compat
 from jgraph.errors import ConfigError
-from jgraph.train.axes import NamedAxes
 from jgraph.train.data import Dataset
 from jgraph.train.hash_step import ModelTable
 from jgraph.train.hash_table import linen_tables, nnx_tables
@@ -400,3 +400,47 @@ class _Key:
 
 def _is_key(value: Any) -> bool:
     return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+_T = TypeVar("_T")
+
+
+@final
+class NamedAxes:
+    """Calls functions so that each axis exists that their collectives name, of size 1.
+
+    A mean over such an axis is that of the batch of one worker: workers exchange
+    nothing within a step but parameters and gradients. Which names there are is found
+    by the first call.
+
+    Example:
+      >>> axes = NamedAxes()
+      >>> axes.called(lambda x: jax.lax.pmean(x, "batch"), jnp.arange(2.0)).tolist()
+      [0.0, 1.0]
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def called(self, fn: Callable[..., _T], *args: Any) -> _T:
+        """Returns ``fn(*args)``, a tree of arrays."""
+        while True:
+            call: Callable[[], _T] = lambda: fn(*args)
+            for name in self._names:
+                call = _with_axis(call, name)
+            try:
+                return call()
+            except NameError as error:
+                name = _compat.unbound_axis(error)
+                if not name or name in self._names:
+                    raise
+                self._names.append(name)
+
+
+def _with_axis(call: Callable[[], _T], name: str) -> Callable[[], _T]:
+    def inner() -> _T:
+        mapped = jax.vmap(call, in_axes=(), axis_size=1, axis_name=name)
+        one: _T = jax.tree.map(lambda x: jnp.squeeze(x, 0), mapped())
+        return one
+
+    return inner

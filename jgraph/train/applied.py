@@ -8,7 +8,7 @@ import numpy as np
 
 from jgraph.coordination.finite import not_finite
 from jgraph.errors import JGError, RowIdError
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.rows import NO_ID, id_text
 from jgraph.runtime.data import Array
 from jgraph.train.checks import BAD_IDS, FINITE

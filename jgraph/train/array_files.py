@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from jgraph.cluster.shard_calls import Shard, ask_to_load, ask_to_save
+from jgraph.cluster.shard_calls import ask_to_load, ask_to_save
+from jgraph.cluster.shard_messages import Shard
 from jgraph.errors import CheckpointError
 from jgraph.plan.nodes import ValueType
 from jgraph.runtime.blocks import Sums

@@ -16,15 +16,16 @@ from typing import Any, final
 from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.failover import release_run
-from jgraph.cluster.farewell import DrainHolds
 from jgraph.cluster.gate_client import open_gate, staleness_of
 from jgraph.cluster.held import SnapshotHandle
+from jgraph.cluster.holds import DrainHolds
 from jgraph.cluster.loop_orders import Detached, LoopRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.errors import ClusterError, JGError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import gated, shards_of
 from jgraph.plan.plan import Plan, plan

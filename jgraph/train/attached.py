@@ -9,8 +9,8 @@ from typing import Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.failover import take_over, told_to_end, wait_for_new_master
-from jgraph.cluster.local import LocalCluster
+from jgraph.cluster.failover import take_over, wait_for_new_master
+from jgraph.cluster.holding import told_to_end
 from jgraph.cluster.run_info import RunInfo, position_of, reports_of, stop_run
 from jgraph.cluster.seen_reports import ReportDeduplicator
 from jgraph.errors import (
@@ -186,7 +186,7 @@ def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:
     Raises:
       ConfigError: says why.
     """
-    if isinstance(cluster, LocalCluster):
+    if cluster is not None and cluster.ends_with_client:
         raise ConfigError(
             "detached=True lets the run go on when this process is gone, and the tasks "
             "of a jg.LocalCluster end with it; start them with `jgraph up` and connect "

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 
 import jax
 
+from jgraph.cluster.client import Cluster
 from jgraph.cluster.patience import show_wait
 from jgraph.errors import ConfigError
 from jgraph.plan.types import from_plain, plain_type
@@ -22,11 +23,11 @@ from jgraph.train.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.data import Data, Dataset
 from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.flax_checkpoints import Imported, find, match, read
-from jgraph.train.handed import check_remote_saving
+from jgraph.train.handed import RemoteSaver, check_remote_saving
 from jgraph.train.on_tasks import RunSnapshot
 from jgraph.train.parts import Built, Rebuilt, TrainerBuild, TrainerConfig
 from jgraph.train.runner import Order, Position, Runner
-from jgraph.train.saving import Snapshot, Take
+from jgraph.train.saving import Saver, Snapshot, Take
 from jgraph.train.side_car import as_evaluated, make_evaluations
 from jgraph.train.source import Source, as_source_or_dataset
 from jgraph.train.strategies import batches_per_update
@@ -319,3 +320,16 @@ def save_to(
             return checkpoint.save(path, tree, position, overwrite=overwrite)
     finally:
         kept.release()
+
+
+def make_saving(
+    wanted: "FitRequest", attempt: "Attempt", cluster: Cluster | None
+) -> Saver | RemoteSaver | None:
+    """Returns what takes the checkpoints of a run; None: there are none."""
+    given = wanted.checkpoint
+    if given is None:
+        return None
+    if wanted.detached:
+        assert cluster is not None  # checked
+        return RemoteSaver(given, attempt.take, attempt.first, cluster)
+    return Saver(given, attempt.take, attempt.first, in_process=cluster is None)

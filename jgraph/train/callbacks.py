@@ -11,7 +11,7 @@ from typing import Any, final
 from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.graph import markup
 from jgraph.train.evaluations import Copy
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Final, Self, final
 
 from jgraph.clock import Clock, SystemClock
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.standing import WorkerStanding, bars
 
 Logs = Callable[[], Sequence[tuple[str, str]]]

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +30,6 @@ from jgraph.runtime.step_files import (
     unfinished,
 )
 from jgraph.train.array_files import write_arrays
-from jgraph.train.late_reads import expect_late_reads
 from jgraph.train.trees import Tree
 
 _ROOM: Final = 1 << 20
@@ -264,3 +264,33 @@ def _named(layout: Tree) -> Tree:
         return _Array(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
 
     return jax.tree_util.tree_map_with_path(name, layout)
+
+
+_CLOSED: Final = "Event loop is closed"
+_TELLS: Final = "call_soon_threadsafe"
+
+
+def expect_late_reads() -> None:
+    """Lets what ends too late pass in silence from now on, in this process."""
+    if not getattr(sys.unraisablehook, "is_of_late_reads", False):
+        sys.unraisablehook = _hook(sys.unraisablehook)
+
+
+def _hook(others: Callable[[Any], object]) -> Callable[[Any], None]:
+    def hook(unraisable: Any) -> None:
+        if not _is_late(unraisable):
+            others(unraisable)
+
+    hook.is_of_late_reads = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _is_late(unraisable: Any) -> bool:
+    """Whether native code told a closed event loop of something."""
+    trace = unraisable.exc_traceback
+    return (
+        isinstance(unraisable.exc_value, RuntimeError)
+        and str(unraisable.exc_value) == _CLOSED
+        and unraisable.object is None
+        and (trace is None or trace.tb_frame.f_code.co_name == _TELLS)
+    )

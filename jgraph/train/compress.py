@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec, device
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import MEAN
 from jgraph.plan.program import Program

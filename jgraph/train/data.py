@@ -15,7 +15,7 @@ from jgraph.cluster.sources import SourceFacts
 from jgraph.coordination.slots import Part, SlotPlan
 from jgraph.errors import DataError, JGError, OuterStateError
 from jgraph.graph.concrete import as_graph_error, users_line
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.runtime.batches import ArrayReader, Reader
 from jgraph.runtime.data import Array, check_batch_size, check_lengths
 from jgraph.train.fields import as_array

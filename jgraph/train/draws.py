@@ -6,7 +6,7 @@ from typing import Any
 
 from jgraph import _compat
 from jgraph._compat import Jaxpr, Var
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 
 
 def warn_of_same_draws(graph: Graph) -> None:

@@ -28,8 +28,9 @@ from jgraph.train.handed import RemoteSaver
 from jgraph.train.history import History
 from jgraph.train.hooks import Callback, hook
 from jgraph.train.large import KEPT_BYTES
-from jgraph.train.progress import Display, Report
+from jgraph.train.progress import Display
 from jgraph.train.recover import Recover
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.runner import Position, Runner
 from jgraph.train.saving import Saver

@@ -15,7 +15,7 @@ from jgraph.cluster.calls import bulk_timeout_s
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.run_info import wait_saved
 from jgraph.cluster.session import Session
-from jgraph.cluster.shard_calls import shard_to
+from jgraph.cluster.shard_messages import shard_to
 from jgraph.errors import ConfigError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program import Program
@@ -31,7 +31,7 @@ from jgraph.train.saving import Saver, Take
 from jgraph.train.step import TrainStep
 
 if TYPE_CHECKING:
-    from jgraph.train.attempt import Attempt, FitRequest
+    pass
 
 _LOG = logging.getLogger("jgraph.checkpoint")
 _LAST_S: Final = 60.0
@@ -153,16 +153,3 @@ def saves_order(
         tasks=[pb.TaskShards(task=t, shards=files) for t, files in shards.items()],
     )
     return saves, program
-
-
-def make_saving(
-    wanted: "FitRequest", attempt: "Attempt", cluster: Cluster | None
-) -> Saver | RemoteSaver | None:
-    """Returns what takes the checkpoints of a run; None: there are none."""
-    given = wanted.checkpoint
-    if given is None:
-        return None
-    if wanted.detached:
-        assert cluster is not None  # checked
-        return RemoteSaver(given, attempt.take, attempt.first, cluster)
-    return Saver(given, attempt.take, attempt.first, in_process=cluster is None)

@@ -12,11 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.table_calls import (
-    load_shard,
-    report_of_shard,
-    state_of_shard,
-)
+from jgraph.cluster.table_calls import load_shard, report_of_shard, state_of_shard
 from jgraph.graph.hash_keys import join_keys, split_keys
 from jgraph.graph.hash_spec import Column, HashSpec
 from jgraph.graph.ir import TaskName

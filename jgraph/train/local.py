@@ -13,7 +13,7 @@ import numpy as np
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.dispatch import Asked, Deal, Dispatch, Progressed
 from jgraph.graph import markup
-from jgraph.graph.ir import Graph, eval_graph
+from jgraph.graph.graph import Graph, eval_graph
 from jgraph.runtime.batches import LeasedBatches
 from jgraph.train.applied import Checks, checks_of
 from jgraph.train.data import Batch, Dataset

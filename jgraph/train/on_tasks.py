@@ -10,7 +10,7 @@ import numpy as np
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.held import SnapshotHandle
 from jgraph.cluster.session import Session
-from jgraph.cluster.shard_calls import Shard
+from jgraph.cluster.shard_messages import Shard
 from jgraph.graph.variable import Variable
 from jgraph.plan.types import is_key, value_type
 from jgraph.runtime.shard_files import Slice

@@ -17,7 +17,7 @@ from jgraph.train.data import Data
 from jgraph.train.history import History
 from jgraph.train.plot import Plot
 from jgraph.train.profile import Profile
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.runner import Events, Position, Staleness
 from jgraph.train.source import Source
 

@@ -22,7 +22,7 @@ from jgraph.runtime.failed_saves import FailedSaves
 from jgraph.runtime.manifest import is_ours
 from jgraph.runtime.step_files import our_steps, steps_in
 from jgraph.train.checkpoints import Checkpoints, CheckpointWriter
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.runner import Position
 from jgraph.train.trees import Tree
 

@@ -1,6 +1,6 @@
 """One training step as a graph: variables for all state, loss, gradients, update."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -12,19 +12,17 @@ import optax
 
 from jgraph.coordination.finite import FiniteCheck
 from jgraph.graph.device import device
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.kept_rows import spread_rows
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.train.adapters import Adapter
+from jgraph.train.adapters import Adapter, Make
 from jgraph.train.arrange import Arrangement
 from jgraph.train.checks import BAD_IDS, FINITE, all_well, finite
 from jgraph.train.compress import Compression, GradientDtype
 from jgraph.train.draws import warn_of_same_draws
 from jgraph.train.hash_state import trained_tables
 from jgraph.train.hash_step import check_lookups, needs_ps, table_specs
-from jgraph.train.initial import made_state, new_state, on_its_task
-from jgraph.train.kept import unchanged_state
 from jgraph.train.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.row_mean import Touched, row_layout
 from jgraph.train.row_step import Computed, RowStep, Sparse, decide
@@ -418,3 +416,46 @@ class TrainStep:
             same = value.dtype == variable.dtype
             where = rows[group].unique if group in rows else ...
             variable[where] = value if same else value.astype(variable.dtype)
+
+
+def new_state(params: Tree, opt: Tree, state: Tree) -> Tree:
+    """Returns the state of a run that begins."""
+    step = jnp.zeros((), jnp.int32)
+    return {"params": params, "opt": opt, "state": state, "global_step": step}
+
+
+def made_state(make: Make, tx: CalledOptimizer) -> Tree:
+    """Returns the state of a run, made by a function."""
+    params, state = make()
+    return new_state(params, tx.init(params), state)
+
+
+def on_its_task(made: Callable[[], Tree] | None, number: int, value: Any) -> Any:
+    """Returns a value, or its type and the function that makes it alone."""
+    if made is None or not isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    return value.shape, value.dtype, lambda *_: jax.tree.leaves(made())[number]
+
+
+def unchanged_state(
+    adapter: Adapter, params: Tree, state: Tree, batch: Any
+) -> list[bool]:
+    """Returns, for each leaf of state, whether a loss gives it back unchanged.
+
+    Args:
+      adapter: has the loss.
+      params: parameters, or their shapes and dtypes.
+      state: likewise.
+      batch: likewise.
+    """
+    same: list[bool] = []
+
+    def follow(params: Tree, state: Tree, batch: Any, step: Any) -> None:
+        _, (_, new) = adapter.loss(params, state, batch, (step, step))
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
+        same.extend(after is before for after, before in pairs)
+
+    if jax.tree.leaves(state):
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        jax.eval_shape(follow, params, state, batch, number)
+    return same

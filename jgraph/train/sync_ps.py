@@ -18,14 +18,15 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster
 from jgraph.cluster.connection import unique
 from jgraph.cluster.failover import begin_with_failover, release_run
-from jgraph.cluster.farewell import DrainHolds
 from jgraph.cluster.gate_client import open_gate
+from jgraph.cluster.holds import DrainHolds
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest, SyncRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.coordination.finite import FiniteCheck
 from jgraph.errors import JGError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.plan.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program import Program

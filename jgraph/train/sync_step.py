@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.graph.device import DeviceSpec, device
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.accumulate import MEAN, SLOT

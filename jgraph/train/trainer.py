@@ -19,7 +19,7 @@ from jgraph.train import checkpoint as checkpoints
 from jgraph.train.adapters import Model
 from jgraph.train.arguments import check_arguments
 from jgraph.train.attached import attach
-from jgraph.train.attempt import Attempts, FitRequest, fill_from
+from jgraph.train.attempt import Attempts, FitRequest, fill_from, make_saving
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.data import Data, Dataset, as_dataset
 from jgraph.train.fit import (
@@ -31,7 +31,6 @@ from jgraph.train.fit import (
     wait_or_stop,
 )
 from jgraph.train.flax_checkpoints import Imported
-from jgraph.train.handed import make_saving
 from jgraph.train.history import History
 from jgraph.train.hooks import Callback, as_callbacks
 from jgraph.train.losses import Loss

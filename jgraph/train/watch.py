@@ -9,7 +9,7 @@ from jgraph.runtime.data import Array
 from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.history import History
 from jgraph.train.metrics import as_float64, is_complex
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.runner import Chunk, Events
 from jgraph.train.standing import Rates, Standings
 

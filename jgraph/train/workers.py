@@ -7,14 +7,15 @@ from typing import final
 import numpy as np
 
 from jgraph.cluster.client import Cluster
-from jgraph.cluster.failover import told_to_end
+from jgraph.cluster.holding import told_to_end
 from jgraph.cluster.loop_orders import LoopReport, LoopRequest
 from jgraph.cluster.loops import LoopHandle
 from jgraph.cluster.session import Session
 from jgraph.cluster.sources import open_source_on
 from jgraph.coordination.cuts import tell_every
 from jgraph.coordination.finite import FiniteCheck
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.train.data import Dataset
 from jgraph.train.feeding import Feeding
 from jgraph.train.metrics import CONTRIBUTIONS, metrics_by_name

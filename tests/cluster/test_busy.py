@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jgraph.cluster import busy
+from jgraph.cluster.busy import backoff_s
 from jgraph.cluster.session import Session
-from jgraph.coordination.backoff import backoff_s
 from jgraph.errors import ClusterBusyError
 from jgraph.graph.device import device
 from jgraph.graph.function import function

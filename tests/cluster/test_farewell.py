@@ -11,7 +11,7 @@ import pytest
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.client import Cluster, connect
-from jgraph.cluster.farewell import Farewell
+from jgraph.cluster.holding import Farewell
 from jgraph.cluster.server import Server
 from jgraph.errors import TaskLeavingError
 from jgraph.rpc._pb import jgraph_pb2 as pb

@@ -24,7 +24,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.train.async_ps import AsyncPS
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS

@@ -12,7 +12,8 @@ import pytest
 from jgraph.clock import SystemClock
 from jgraph.cluster import farewell, loop
 from jgraph.cluster.calls import bounded_s
-from jgraph.cluster.farewell import DrainHolds, holding
+from jgraph.cluster.holding import holding
+from jgraph.cluster.holds import DrainHolds
 from jgraph.cluster.run_rest import RollingRestart
 from jgraph.errors import TaskLostError
 from jgraph.rpc import asking, callers

@@ -15,7 +15,7 @@ import pytest
 from jgraph.clock import SystemClock
 from jgraph.cluster.run_record import Journal
 from jgraph.cluster.run_saver import STEP, RunCheckpointer
-from jgraph.cluster.shard_calls import save_shards
+from jgraph.cluster.shard_service import save_shards
 from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
 from jgraph.graph.ir import TaskName
 from jgraph.plan.nodes import ValueType

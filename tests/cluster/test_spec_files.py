@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from jgraph.cluster.sources import allowed_sources_in
+from jgraph.cluster.options import allowed_sources_in
 from jgraph.cluster.spec import ClusterSpec, TFConfig
 from jgraph.errors import ClusterSpecError, UnknownDeviceError
 

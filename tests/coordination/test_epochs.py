@@ -1,6 +1,6 @@
 import pytest
 
-from jgraph.coordination.epochs import MasterTerms
+from jgraph.coordination.succession import MasterTerms
 from jgraph.errors import FencedError
 
 

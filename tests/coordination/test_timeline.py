@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from jgraph.coordination.run_metadata import NodeTime, RunMetadata
-from jgraph.coordination.timeline import timeline
+from jgraph.coordination.run_metadata import NodeTime, RunMetadata, timeline
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 

@@ -13,7 +13,7 @@ from jgraph.cluster.client import connect
 from jgraph.graph.function import function
 from jgraph.graph.variable import Variable
 from jgraph.train.async_ps import AsyncPS
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from tests.faults.conftest import Fault, Stopwatch
 from tests.faults.counting import BATCH, IDS, Ledger, after, trainer

@@ -8,7 +8,7 @@ import pytest
 from jgraph.cluster.client import connect
 from jgraph.cluster.run_info import wait_saved
 from jgraph.runtime.step_files import steps_in
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch

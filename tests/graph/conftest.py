@@ -9,7 +9,7 @@ import pytest
 
 from jgraph.graph.check import check
 from jgraph.graph.function import function
-from jgraph.graph.ir import Graph, eval_graph
+from jgraph.graph.graph import Graph, eval_graph
 from jgraph.graph.variable import _BINDING, Variable
 
 Values: TypeAlias = Mapping[Variable, Any]

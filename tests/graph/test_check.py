@@ -18,7 +18,8 @@ from jgraph.errors import (
 )
 from jgraph.graph.check import check
 from jgraph.graph.device import device
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 

@@ -11,7 +11,7 @@ import pytest
 from jgraph import _compat
 from jgraph.errors import PlacementError
 from jgraph.graph.device import device
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 

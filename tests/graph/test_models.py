@@ -10,7 +10,7 @@ import pytest
 from flax import linen, nnx
 
 from jgraph.graph.device import device
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.variable import Variable
 
 Same: TypeAlias = Callable[..., Graph]

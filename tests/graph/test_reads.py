@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgraph import _compat
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.variable import Variable
 
 Same: TypeAlias = Callable[..., Graph]

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.svg import draw
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable

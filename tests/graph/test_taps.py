@@ -9,7 +9,7 @@ from flax import linen as nn
 from jgraph.errors import FeedError, FetchError, GraphError
 from jgraph.graph.device import device
 from jgraph.graph.function import function
-from jgraph.graph.ir import Graph, eval_graph
+from jgraph.graph.graph import Graph, eval_graph
 from jgraph.graph.select import select_fetches, select_targets
 from jgraph.graph.taps import feed_taps, tap, tapped
 from jgraph.graph.variable import Variable

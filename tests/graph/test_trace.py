@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from jgraph.errors import FeedError, GraphError, VariableMismatchError
 from jgraph.graph.device import device
 from jgraph.graph.function import function
-from jgraph.graph.ir import Graph, eval_graph
+from jgraph.graph.graph import Graph, eval_graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 

@@ -10,7 +10,7 @@ import pytest
 import jgraph as jg
 from jgraph.errors import PlacementError
 from jgraph.graph.function import function
-from jgraph.graph.ir import eval_graph
+from jgraph.graph.graph import eval_graph
 from jgraph.plan.nodes import SegmentNode, SendNode
 from tests.plan.support import WORKERS, check_plan, nodes_of
 

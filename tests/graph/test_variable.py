@@ -14,7 +14,7 @@ from jgraph.errors import (
     VariableMismatchError,
 )
 from jgraph.graph.device import DeviceSpec, device
-from jgraph.graph.ir import eval_graph
+from jgraph.graph.graph import eval_graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable, colocate_with
 

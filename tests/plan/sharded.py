@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jgraph.graph.ir import Graph, eval_graph
+from jgraph.graph.graph import Graph, eval_graph
 from jgraph.plan.shard import shard
 from tests.plan.support import FAST, assert_same
 

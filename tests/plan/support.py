@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 import jgraph as jg
-from jgraph.graph.ir import Graph, TaskName, eval_graph
+from jgraph.graph.graph import Graph, eval_graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.trace import trace
 from jgraph.plan.nodes import RecvNode, SegmentNode, SendNode, inputs_of, outputs_of
 from jgraph.plan.plan import Plan, plan

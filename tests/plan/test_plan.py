@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import jgraph as jg
 from jgraph.errors import UnknownDeviceError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName, VariableKey
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.plan.nodes import ReadNode, SegmentNode, SendNode
 from jgraph.plan.plan import Plan, plan
 from tests.plan.support import (

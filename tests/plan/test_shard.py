@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import jgraph as jg
 from jgraph.errors import ShardingError
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.trace import trace
 from jgraph.plan.plan import plan
 from jgraph.plan.shard import shard

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jgraph.graph.device import device
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.train.optimizer import CalledOptimizer

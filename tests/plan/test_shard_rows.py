@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jgraph.graph.device import device
-from jgraph.graph.ir import Graph
+from jgraph.graph.graph import Graph
 from jgraph.graph.kept_rows import spread_rows
 from jgraph.graph.rows import unique_rows
 from jgraph.graph.trace import trace

@@ -13,7 +13,7 @@ from jgraph.errors import ForbiddenProgramError, InvalidProgramError, PlatformEr
 from jgraph.plan.program import SegmentCode
 from jgraph.runtime import compile_cache, sized
 from jgraph.runtime.compile_cache import CompileCache
-from jgraph.runtime.custom_calls import ALLOWED
+from jgraph.runtime.lapack_calls import ALLOWED
 
 
 def code(platform: str = "cpu", rows: int = 3) -> SegmentCode:

@@ -15,9 +15,10 @@ from jgraph.errors import (
     MalformedMessageError,
     VariableMismatchError,
 )
+from jgraph.graph.graph import Graph, eval_graph
 from jgraph.graph.hash_keys import NO_KEY, Keys, shard_of, split_keys
 from jgraph.graph.hash_spec import Column, HashSpec, Initial
-from jgraph.graph.ir import Graph, TaskName, eval_graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.rows import Layout, merge_rows, route_rows, split_rows
 from jgraph.graph.trace import trace
 from jgraph.plan.nodes import ValueType

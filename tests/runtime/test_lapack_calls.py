@@ -13,8 +13,7 @@ import pytest
 from jgraph.errors import ForbiddenProgramError
 from jgraph.plan.program import SegmentCode
 from jgraph.runtime.compile_cache import CompileCache
-from jgraph.runtime.custom_calls import ALLOWED
-from jgraph.runtime.lapack_calls import ROUTINES, check_lapack_calls
+from jgraph.runtime.lapack_calls import ALLOWED, ROUTINES, check_lapack_calls
 
 SQUARE, WIDE, TALL, RIGHT = (2, 5, 5), (2, 4, 7), (2, 7, 4), (2, 5, 3)
 LINALG = jax.lax.linalg

@@ -7,7 +7,7 @@ import numpy as np
 
 from jgraph.coordination import sync_gate
 from jgraph.coordination.aggregation import Step
-from jgraph.coordination.epochs import MasterTerms
+from jgraph.coordination.succession import MasterTerms
 from jgraph.coordination.sync_gate import SyncGate
 from jgraph.errors import (
     CopyLostError,

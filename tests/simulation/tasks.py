@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from jgraph.coordination.epochs import MasterTerms
 from jgraph.coordination.replica_loop import (
     End,
     Event,
@@ -22,6 +21,7 @@ from jgraph.coordination.replica_loop import (
     StopAsked,
 )
 from jgraph.coordination.slots import Lease, SlotPlan
+from jgraph.coordination.succession import MasterTerms
 from jgraph.errors import FencedError, TaskLostError
 from jgraph.graph.ir import TaskName
 from tests.simulation.network import Message, Network, Process, Simulation

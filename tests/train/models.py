@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from jgraph.coordination.slots import Lease, SlotPlan
-from jgraph.graph.ir import eval_graph
+from jgraph.graph.graph import eval_graph
 from jgraph.runtime.batches import ArrayReader, LeasedBatches
 from jgraph.train.step import TrainStep
 

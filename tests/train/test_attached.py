@@ -25,7 +25,7 @@ from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoint import verify
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.local import Local
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS

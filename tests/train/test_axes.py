@@ -10,8 +10,8 @@ import pytest
 from flax import linen as nn, nnx
 
 from jgraph.errors import ConfigError
+from jgraph.train.adapters import NamedAxes
 from jgraph.train.async_ps import AsyncPS
-from jgraph.train.axes import NamedAxes
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS
 from jgraph.train.trainer import Trainer

@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.train.callbacks import EarlyStopping, NanGuard, StopAtStep, TensorBoard
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.standing import WorkerStanding
 from jgraph.train.trainer import Trainer

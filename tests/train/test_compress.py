@@ -14,7 +14,8 @@ from jgraph import fixed_size_partitioner
 from jgraph.cluster.client import Cluster
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.plan.accumulate import averaging, contributing
 from jgraph.plan.nodes import ContributeNode
 from jgraph.plan.plan import Plan, plan

@@ -16,7 +16,7 @@ from jgraph.errors import ConfigError, GraphError
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.local import Local
 from jgraph.train.metrics import from_pieces, named_metrics, pieces
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS

@@ -12,7 +12,8 @@ from flax import nnx
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import TaskName, eval_graph
+from jgraph.graph.graph import eval_graph
+from jgraph.graph.ir import TaskName
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.simulate import run_program
 from jgraph.train.adapters import adapt

@@ -19,7 +19,7 @@ from jgraph.errors import NonFiniteError, RowIdError
 from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.local import Local
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS

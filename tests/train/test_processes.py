@@ -19,7 +19,7 @@ from jgraph.errors import DataSlotError, JGError
 from jgraph.runtime.step_files import steps_in
 from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.source import Source
 from jgraph.train.strategies import Strategy

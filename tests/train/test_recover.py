@@ -27,7 +27,7 @@ from jgraph.train.async_ps import AsyncPS
 from jgraph.train.checkpoint import restore_position
 from jgraph.train.checkpoints import Checkpoints
 from jgraph.train.history import History
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.runner import Chunk
 from jgraph.train.strategies import Strategy

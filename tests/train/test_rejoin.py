@@ -16,7 +16,7 @@ from jgraph.cluster.client import connect
 from jgraph.cluster.local import LocalCluster
 from jgraph.errors import TaskLostError
 from jgraph.train.async_ps import AsyncPS
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.strategies import Strategy
 from jgraph.train.sync_ps import SyncPS

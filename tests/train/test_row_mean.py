@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.device import device
-from jgraph.graph.ir import Graph, TaskName
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.kept_rows import cut_rows, join_rows
 from jgraph.graph.rows import Layout, unique_rows
 from jgraph.graph.trace import trace

@@ -22,7 +22,8 @@ import pytest
 
 import jgraph as jg
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName, eval_graph
+from jgraph.graph.graph import Graph, eval_graph
+from jgraph.graph.ir import TaskName
 from jgraph.plan.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.simulate import Compiled, run_program

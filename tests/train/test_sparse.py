@@ -15,7 +15,8 @@ from flax import nnx
 
 from jgraph.errors import ConfigError, DataError, RowIdError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import Graph, TaskName, eval_graph
+from jgraph.graph.graph import Graph, eval_graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.rows import id_text
 from jgraph.plan.plan import plan
 from jgraph.train.adapters import adapt

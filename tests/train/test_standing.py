@@ -11,7 +11,7 @@ from jgraph.clock import Clock
 from jgraph.graph.ir import TaskName
 from jgraph.train.cell import CellDisplay, CellView
 from jgraph.train.history import History
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.runner import Chunk, Staleness
 from jgraph.train.standing import Curve, Standings, WorkerStanding, bars
 from jgraph.train.watch import Watch

@@ -13,7 +13,8 @@ from flax import nnx
 
 from jgraph.errors import GraphError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import TaskName, eval_graph
+from jgraph.graph.graph import eval_graph
+from jgraph.graph.ir import TaskName
 from jgraph.plan.plan import plan
 from jgraph.plan.simulate import run_program
 from jgraph.train.adapters import adapt

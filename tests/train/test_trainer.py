@@ -18,7 +18,7 @@ from jgraph.errors import (
     DataError,
     DeadlineError,
 )
-from jgraph.train.progress import Report
+from jgraph.train.report import Report
 from jgraph.train.run import Run
 from jgraph.train.trainer import Trainer
 from tests.train.models import (

@@ -19,11 +19,8 @@ from jgraph.train.checks import FINITE
 from jgraph.train.evaluations import Evaluation, Evaluations
 from jgraph.train.hash_state import TableEvent
 from jgraph.train.history import History
-from jgraph.train.progress import (
-    LineDisplay,
-    Report,
-    make_display,
-)
+from jgraph.train.progress import LineDisplay, make_display
+from jgraph.train.report import Report
 from jgraph.train.runner import Chunk, Events
 from jgraph.train.watch import Watch
 

@@ -1,85 +1,18 @@
-"""Graceful drain: a task that is told to stop waits until all its users let go.
-
-Whoever needs what a task has holds a call of ``Farewell`` there. The task answers, and
-again when it is told to end; it goes on as before until all have hung up. Who died has
-hung up, too. Who only lost the link holds it again.
-"""
+"""Holds of a client on the parameter servers and the master of its run."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import aclosing, suppress
-from typing import Final, final
+from contextlib import aclosing
+from typing import final
 
 from jgraph.cluster import loop
 from jgraph.cluster.calls import CONTROL_S, bounded_s
 from jgraph.cluster.connection import Connection
-from jgraph.errors import JGError
+from jgraph.cluster.holding import holding
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
-from jgraph.rpc.transport import Frame
-
-SHARE: Final = 2 / 3
-"""Of the grace; the rest is for what runs on the task."""
-HOLD_RETRY_S: Final = 1.0
-"""Until a task is held again: that its link is back shows only by asking it."""
-
-
-@final
-class Farewell:
-    """Of one task: who would be told of its end."""
-
-    def __init__(self) -> None:
-        self._said = asyncio.Event()
-        self._held = 0
-        self._free = asyncio.Event()
-        self._free.set()
-
-    async def held(self, request: Frame) -> AsyncIterator[Frame]:
-        """Answers at once, and when the task is told to end.
-
-        Holds it until the caller hangs up.
-        """
-        self._held += 1
-        self._free.clear()
-        try:
-            yield frame(empty=pb.Empty())
-            await self._said.wait()
-            yield frame(empty=pb.Empty())
-            await asyncio.Event().wait()
-        finally:
-            self._held -= 1
-            if not self._held:
-                self._free.set()
-
-    async def say(self, limit_s: float) -> None:
-        """Tells all of the end, and waits until they have let go, or ``limit_s``."""
-        self._said.set()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._free.wait(), limit_s)
-
-
-async def holding(
-    call: Callable[[], AsyncIterator[Frame]],
-) -> AsyncGenerator[str, None]:
-    """Holds a task until it is told to end, also after a link that was broken for long.
-
-    Yields what became of it: "held", "lost" before it is held again, "told" at last.
-
-    Args:
-      call: makes the call of ``Farewell``.
-    """
-    while True:
-        replies, said = call(), ""
-        with suppress(JGError):  # it is lost, which others tell, or the link is
-            async for _ in replies:
-                said = "told" if said else "held"
-                yield said
-        if said == "told":
-            return
-        await asyncio.sleep(HOLD_RETRY_S)
-        yield "lost"
 
 
 @final
