@@ -43,7 +43,7 @@ sim: .venv/dev.stamp
 fuzz: .venv/dev.stamp
 	-$(PIP) -e '.[fuzz]'
 	JGRAPH_FUZZ_CASES=2000 $(BIN)/python -m pytest -n auto --dist worksteal \
-		-o faulthandler_timeout=0 tests/fuzz tests/plan/test_updates.py
+		-o faulthandler_timeout=0 tests/fuzz tests/plan/partition/test_updates.py
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check

@@ -25,7 +25,7 @@ import numpy as np
 import jgraph as jg
 from benchmarks import measure
 from benchmarks.pipeline import loss_fn, make_params, stage
-from jgraph.cluster.measuring import measure as measured_model
+from jgraph.client.placement.measuring import measure as measured_model
 from jgraph.examples.lm import LENGTH
 from jgraph.examples.pipeline import BATCH_SIZE, Stage, loss_fn as words_loss
 

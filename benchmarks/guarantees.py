@@ -30,31 +30,31 @@ from benchmarks.durability import data, trainer_of
 
 CUTS: Final = (
     (
-        "rpc/exchange_stream.py",
+        "rpc/exchange/stream.py",
         "out.kept.add(number, item, item.nbytes)",
         "pass",
     ),
     (
-        "rpc/outbox.py",
+        "rpc/calls/outbox.py",
         "self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)",
         "pass",
     ),
     (
-        "rpc/receiving.py",
+        "rpc/exchange/receiver.py",
         "if new >= ACK_FRAMES or (new and nbytes >= ACK_BYTES):",
         "if False:",
     ),
     (
-        "rpc/ask_stream.py",
+        "rpc/calls/stream.py",
         "if new >= ACK_FRAMES or (new and self.nbytes >= ACK_BYTES):",
         "if False:",
     ),
     (
-        "rpc/receiving.py",
+        "rpc/exchange/receiver.py",
         "elif self.inbound.accept(stream, number):",
         "else:",
     ),
-    ("cluster/task_loops.py", "supervised=supervised", "supervised=False"),
+    ("server/loops/task_loops.py", "supervised=supervised", "supervised=False"),
 )
 """Where in the package a guarantee is, the code, and what is there without it."""
 _FAILPOINT: Final = re.compile(r"^( +)failpoint\(\"[a-z_.]+\"\)$", re.MULTILINE)

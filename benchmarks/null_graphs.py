@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 import jgraph as jg
-from jgraph.graph.trace import trace
-from jgraph.plan.accumulate import SLOT
-from jgraph.train.row_mean import RowMean
+from jgraph.graph.tracing.trace import trace
+from jgraph.plan.program.accumulate import SLOT
+from jgraph.train.tables.row_mean import RowMean
 
 WIDTH, LOOKUPS = 64, 32
 Kind = Literal["scalar", "dense", "sparse"]

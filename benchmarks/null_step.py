@@ -22,14 +22,14 @@ import jgraph as jg
 from benchmarks import measure, null_graphs as graphs
 from benchmarks.null_graphs import LOOKUPS, WIDTH, Kind
 from benchmarks.on_cluster import OnCluster
-from jgraph.cluster.gate_client import open_gate
-from jgraph.cluster.loop_orders import LoopReport, LoopRequest, SyncRequest
-from jgraph.coordination.slots import Part, SlotPlan
+from jgraph.client.runs.gates import open_gate
+from jgraph.cluster.loop_messages import LoopReport, LoopRequest, SyncRequest
+from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
-from jgraph.plan.accumulate import MEAN, averaging, contributing
 from jgraph.plan.plan import Plan, plan
-from jgraph.train.row_mean import RowMean
+from jgraph.plan.program.accumulate import MEAN, averaging, contributing
+from jgraph.train.tables.row_mean import RowMean
 
 ROWS = 1_000_000
 EXAMPLES = 4096

@@ -25,8 +25,8 @@ import optax
 import jgraph as jg
 from benchmarks import measure
 from benchmarks.on_cluster import OnCluster
-from jgraph.coordination.run_metadata import RunMetadata
-from jgraph.plan.memory import held_nbytes
+from jgraph.coordination.step.run_metadata import RunMetadata
+from jgraph.testing.memory_use import held_nbytes
 
 Layers = list[tuple[Any, Any]]
 RATE = 1e-2

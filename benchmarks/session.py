@@ -24,8 +24,8 @@ import numpy as np
 import jgraph as jg
 from benchmarks import measure
 from benchmarks.peer_process import ROOT, python
-from jgraph.graph.alone import alone
-from jgraph.graph.function import Function
+from jgraph.graph.tracing.alone import alone
+from jgraph.graph.tracing.function import Function
 
 OPERATIONS, PIECES, SEGMENTS = 1_000, 8, 64
 X = np.float32(1.0)

@@ -25,7 +25,7 @@ import jgraph as jg
 from benchmarks import measure
 from benchmarks.auto import RATE, Example, mlp
 from benchmarks.on_cluster import OnCluster
-from jgraph.coordination.run_metadata import RunMetadata
+from jgraph.coordination.step.run_metadata import RunMetadata
 
 LARGE_BYTES = 1 << 16
 

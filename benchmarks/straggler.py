@@ -15,14 +15,14 @@ from flax import nnx
 
 import jgraph as jg
 from benchmarks import measure
+from jgraph.client.cluster import Cluster
 from jgraph.clock import SystemClock
-from jgraph.cluster.client import Cluster
-from jgraph.train.adapters import adapt
-from jgraph.train.data import as_dataset
-from jgraph.train.placing import new_container
-from jgraph.train.runner import Order
-from jgraph.train.step import TrainStep
-from jgraph.train.sync_ps import SyncPS, SyncRunner
+from jgraph.train.data.data import as_dataset
+from jgraph.train.model.adapters import adapt
+from jgraph.train.state.placement import new_container
+from jgraph.train.state.runner import Order
+from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 
 
 class Model(nnx.Module):

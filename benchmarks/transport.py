@@ -29,10 +29,10 @@ from benchmarks import measure, transport_fan_in
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.certificates import make_certificates
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.tls import TLS
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.security.certificates import make_certificates
+from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.transport import Frame
 
 PS = TaskName("/job:ps/task:0")

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks import measure
-from jgraph.cluster.allocator import keep_memory
-from jgraph.cluster.loop import new_loop
+from jgraph.cluster.event_loop import new_loop
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Frame
+from jgraph.server.allocator import keep_memory
 
 PS = TaskName("/job:ps/task:0")
 WORKERS = 8

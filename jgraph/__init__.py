@@ -21,91 +21,96 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jgraph import errors
-    from jgraph.cluster.auto import auto
-    from jgraph.cluster.client import connect
-    from jgraph.cluster.local import LocalCluster
-    from jgraph.cluster.server import Server
-    from jgraph.cluster.session import Session
+    from jgraph.client.cluster import connect
+    from jgraph.client.placement.auto import auto
+    from jgraph.client.session import Session
     from jgraph.cluster.spec import ClusterSpec
     from jgraph.diagnose import doctor
     from jgraph.errors import JGError
     from jgraph.graph.check import check
     from jgraph.graph.device import DeviceSpec, device
-    from jgraph.graph.function import function
     from jgraph.graph.graph import Graph
-    from jgraph.graph.hash_keys import NO_KEY, split_keys
-    from jgraph.graph.hash_spec import Admission, Initial
     from jgraph.graph.mesh import mesh
-    from jgraph.graph.taps import tap
+    from jgraph.graph.rows.hash_keys import NO_KEY, split_keys
+    from jgraph.graph.rows.hash_spec import Admission, Initial
+    from jgraph.graph.tracing.function import function
+    from jgraph.graph.tracing.taps import tap
     from jgraph.graph.variable import Variable, colocate_with
+    from jgraph.launch.local.cluster import LocalCluster
     from jgraph.launch.ray_cluster import RayCluster
-    from jgraph.plan.cost_model import CostModel
-    from jgraph.plan.partitioner import (
+    from jgraph.plan.auto.cost_model import CostModel
+    from jgraph.plan.placement.spread import GreedyLoadBalancing, RoundRobin
+    from jgraph.plan.sharding.partitioner import (
         fixed_size_partitioner,
         min_max_variable_partitioner,
         variable_axis_size_partitioner,
     )
-    from jgraph.plan.spread import GreedyLoadBalancing, RoundRobin
-    from jgraph.rpc.tls import TLS
-    from jgraph.train.async_ps import AsyncPS
-    from jgraph.train.bags import embedding_bag
-    from jgraph.train.callbacks import EarlyStopping, NanGuard, StopAtStep, TensorBoard
-    from jgraph.train.checkpoints import Checkpoints
-    from jgraph.train.hash_table import HashTable
-    from jgraph.train.local import Local
-    from jgraph.train.pipeline import Pipeline
-    from jgraph.train.source import Source
-    from jgraph.train.sync_ps import SyncPS
-    from jgraph.train.towers import towers
+    from jgraph.rpc.security.tls import TLS
+    from jgraph.server.server import Server
+    from jgraph.train.checkpoint.checkpoints import Checkpoints
+    from jgraph.train.data.source import Source
+    from jgraph.train.hash_tables.hash_table import HashTable
+    from jgraph.train.pipeline.pipeline import Pipeline
+    from jgraph.train.pipeline.towers import towers
+    from jgraph.train.run.callbacks import (
+        EarlyStopping,
+        NanGuard,
+        StopAtStep,
+        TensorBoard,
+    )
+    from jgraph.train.strategies.async_runner import AsyncPS
+    from jgraph.train.strategies.local import Local
+    from jgraph.train.strategies.sync_runner import SyncPS
+    from jgraph.train.tables.bags import embedding_bag
     from jgraph.train.trainer import Trainer
 
 # Where each public name lives. It is imported at first use, so that `import jgraph`
 # costs nothing and a server never loads what only a client needs.
 _HOMES = {
-    "NO_KEY": "jgraph.graph.hash_keys",
-    "Admission": "jgraph.graph.hash_spec",
-    "AsyncPS": "jgraph.train.async_ps",
-    "Checkpoints": "jgraph.train.checkpoints",
+    "NO_KEY": "jgraph.graph.rows.hash_keys",
+    "Admission": "jgraph.graph.rows.hash_spec",
+    "AsyncPS": "jgraph.train.strategies.async_runner",
+    "Checkpoints": "jgraph.train.checkpoint.checkpoints",
     "ClusterSpec": "jgraph.cluster.spec",
-    "CostModel": "jgraph.plan.cost_model",
+    "CostModel": "jgraph.plan.auto.cost_model",
     "DeviceSpec": "jgraph.graph.device",
-    "EarlyStopping": "jgraph.train.callbacks",
+    "EarlyStopping": "jgraph.train.run.callbacks",
     "Graph": "jgraph.graph.graph",
-    "GreedyLoadBalancing": "jgraph.plan.spread",
-    "HashTable": "jgraph.train.hash_table",
-    "Initial": "jgraph.graph.hash_spec",
+    "GreedyLoadBalancing": "jgraph.plan.placement.spread",
+    "HashTable": "jgraph.train.hash_tables.hash_table",
+    "Initial": "jgraph.graph.rows.hash_spec",
     "JGError": "jgraph.errors",
-    "Local": "jgraph.train.local",
-    "LocalCluster": "jgraph.cluster.local",
-    "NanGuard": "jgraph.train.callbacks",
-    "Pipeline": "jgraph.train.pipeline",
+    "Local": "jgraph.train.strategies.local",
+    "LocalCluster": "jgraph.launch.local.cluster",
+    "NanGuard": "jgraph.train.run.callbacks",
+    "Pipeline": "jgraph.train.pipeline.pipeline",
     "RayCluster": "jgraph.launch.ray_cluster",
-    "RoundRobin": "jgraph.plan.spread",
-    "Server": "jgraph.cluster.server",
-    "Session": "jgraph.cluster.session",
-    "Source": "jgraph.train.source",
-    "StopAtStep": "jgraph.train.callbacks",
-    "SyncPS": "jgraph.train.sync_ps",
-    "TensorBoard": "jgraph.train.callbacks",
-    "TLS": "jgraph.rpc.tls",
+    "RoundRobin": "jgraph.plan.placement.spread",
+    "Server": "jgraph.server.server",
+    "Session": "jgraph.client.session",
+    "Source": "jgraph.train.data.source",
+    "StopAtStep": "jgraph.train.run.callbacks",
+    "SyncPS": "jgraph.train.strategies.sync_runner",
+    "TensorBoard": "jgraph.train.run.callbacks",
+    "TLS": "jgraph.rpc.security.tls",
     "Trainer": "jgraph.train.trainer",
     "Variable": "jgraph.graph.variable",
-    "auto": "jgraph.cluster.auto",
+    "auto": "jgraph.client.placement.auto",
     "check": "jgraph.graph.check",
     "colocate_with": "jgraph.graph.variable",
-    "connect": "jgraph.cluster.client",
+    "connect": "jgraph.client.cluster",
     "device": "jgraph.graph.device",
     "doctor": "jgraph.diagnose",
-    "embedding_bag": "jgraph.train.bags",
+    "embedding_bag": "jgraph.train.tables.bags",
     "errors": "jgraph.errors",
-    "fixed_size_partitioner": "jgraph.plan.partitioner",
-    "function": "jgraph.graph.function",
+    "fixed_size_partitioner": "jgraph.plan.sharding.partitioner",
+    "function": "jgraph.graph.tracing.function",
     "mesh": "jgraph.graph.mesh",
-    "min_max_variable_partitioner": "jgraph.plan.partitioner",
-    "split_keys": "jgraph.graph.hash_keys",
-    "tap": "jgraph.graph.taps",
-    "towers": "jgraph.train.towers",
-    "variable_axis_size_partitioner": "jgraph.plan.partitioner",
+    "min_max_variable_partitioner": "jgraph.plan.sharding.partitioner",
+    "split_keys": "jgraph.graph.rows.hash_keys",
+    "tap": "jgraph.graph.tracing.taps",
+    "towers": "jgraph.train.pipeline.towers",
+    "variable_axis_size_partitioner": "jgraph.plan.sharding.partitioner",
 }
 
 __all__ = [

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from jgraph.errors import JGError
-from jgraph.graph import markup
 from jgraph.runtime.cost import available_cores
+from jgraph.view import markup
 
 if TYPE_CHECKING:
-    from jgraph.rpc.tls import Identity
+    from jgraph.rpc.security.tls import Identity
 
 State: TypeAlias = Literal["ok", "note", "problem"]
 _MARKS: dict[State, str] = {"ok": "✓", "note": "!", "problem": "✗"}
@@ -179,7 +179,7 @@ def _check_proxies() -> Iterator[Finding]:
 
 
 def _check_shared_memory() -> Iterator[Finding]:
-    from jgraph.rpc.memory_files import MemoryFile
+    from jgraph.rpc.shared_memory.memory_files import MemoryFile
 
     try:
         MemoryFile(1 << 20, b"").close()
@@ -249,7 +249,7 @@ def _check_cluster(path: Path, tls: Path | None) -> list[Finding]:
 
 def _check_certificates(directory: Path) -> "tuple[Finding, Identity | None]":
     """Returns what the certificate of a client is worth, and the certificate."""
-    from jgraph.rpc.tls import TLS
+    from jgraph.rpc.security.tls import TLS
 
     try:
         identity = TLS.of(directory, None).load(None)
@@ -280,7 +280,7 @@ def _dial(
         return Finding(name, "problem", f"{address}: {reason}", start)
     if identity is None:
         return Finding(name, "ok", f"{address} accepts connections")
-    from jgraph.rpc.tls_probe import encryption_problem
+    from jgraph.rpc.security.tls_probe import encryption_problem
 
     problem = asyncio.run(encryption_problem(host, int(port), identity, name))
     if problem is not None:

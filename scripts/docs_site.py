@@ -50,8 +50,8 @@ GROUPS: Final = {
     "Looking": ["Graph", "check", "doctor", "DeviceSpec", "JGError"],
 }
 BESIDE: Final = {
-    "Training": ["jgraph.train.run.Run"],
-    "Clusters": ["jgraph.cluster.client.Cluster", "jgraph.cluster.status.TaskStatus"],
+    "Training": ["jgraph.train.run.run.run.Run"],
+    "Clusters": ["jgraph.client.cluster.Cluster", "jgraph.client.status.TaskStatus"],
 }
 """What users hold in their hands and do not make by name."""
 LINK: Final = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")

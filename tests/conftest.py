@@ -36,8 +36,8 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import settings
 
-from tests.leaks import Leaks
-from tests.left import nothing_left
+from tests.support.leaks import Leaks
+from tests.support.left import nothing_left
 
 settings.register_profile("dev", max_examples=25, deadline=None, print_blob=True)
 settings.register_profile(

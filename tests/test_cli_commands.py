@@ -12,9 +12,9 @@ import typer
 
 from jgraph import cli
 from jgraph.cli.top import Sight
-from jgraph.cluster.server import Server
-from jgraph.cluster.status import ClusterStatus
-from jgraph.cluster.visit import status_of
+from jgraph.client.inspect import status_of
+from jgraph.client.status import ClusterStatus
+from jgraph.server.server import Server
 from tests.test_cli import run
 
 

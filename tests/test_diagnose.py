@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from jgraph import diagnose
-from jgraph.cluster.server import Server
 from jgraph.diagnose import Finding, Report, doctor
 from jgraph.graph.ir import TaskName
-from jgraph.rpc.certificates import make_certificates
+from jgraph.rpc.security.certificates import make_certificates
+from jgraph.server.server import Server
 
 
 def test_this_machine_passes_every_check() -> None:

@@ -15,11 +15,11 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph import cli
-from jgraph.cluster.keeper import find
+from jgraph.launch.local.daemon import find
+from tests.support.models import data, nnx_loss
 from tests.test_cli import run
 from tests.test_cli_cluster import Shell
 from tests.test_docs import PAGES, ROOT, blocks
-from tests.train.models import data, nnx_loss
 
 CLUSTER = "tests/test_cli_cluster.py"
 UP = f"{CLUSTER}::test_cluster_goes_up_shows_itself_and_goes_down"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.rpc.token import Token
-from tests.leaks import Leaks
+from jgraph.rpc.security.token import Token
+from tests.support.leaks import Leaks
 
 KEY = "-----BEGIN {}PRIVATE KEY-----\nMHcCAQEEIA=="
 

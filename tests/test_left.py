@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.rpc.local_socket import PREFIX
-from tests import left
-from tests.left import nothing_left
-from tests.rpc.spawned import spawned
+from jgraph.rpc.shared_memory.local_socket import PREFIX
+from tests.support import left
+from tests.support.left import nothing_left
+from tests.support.spawned import spawned
 
 TEMPORARY = "import tempfile; tempfile.mkstemp()"
 

@@ -16,18 +16,18 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.cluster.auto import AutoReport
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
+from jgraph.client.placement.auto import AutoReport
+from jgraph.client.runs.runs import RunInfo
+from jgraph.client.status import ClusterStatus, HashTableStatus
 from jgraph.cluster.events import Event
-from jgraph.cluster.run_info import RunInfo
-from jgraph.cluster.status import ClusterStatus, HashTableStatus
 from jgraph.errors import FeedError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.cost_model import CostModel, Link, TaskSpeed
-from jgraph.train.cell import CellView
-from jgraph.train.flax_checkpoints import Imported
-from jgraph.train.report import Report
-from jgraph.train.standing import WorkerStanding
+from jgraph.plan.auto.cost_model import CostModel, Link, TaskSpeed
+from jgraph.train.checkpoint.flax_checkpoints import Imported
+from jgraph.train.run.notebook import CellView
+from jgraph.train.run.report import Report
+from jgraph.train.run.standings import WorkerStanding
 from tests.test_public import PUBLIC
 
 EVIL = "'\"><img src=x onerror=alert(1)><script>alert(1)</script>"

@@ -7,10 +7,10 @@ import numpy as np
 import psutil
 import pytest
 
-from jgraph.cluster.local import LocalCluster
 from jgraph.graph.device import device
-from jgraph.graph.function import function
+from jgraph.graph.tracing.function import function
 from jgraph.graph.variable import Variable
+from jgraph.launch.local.cluster import LocalCluster
 
 
 @pytest.mark.slow

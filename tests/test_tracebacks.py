@@ -11,7 +11,7 @@ import pytest
 import jgraph as jg
 from jgraph.errors import ConfigError, InternalError, JGError
 from jgraph.errors.tracebacks import FULL, short_traceback
-from jgraph.graph import markup
+from jgraph.view import markup
 
 
 def frames_of(fn: Callable[[], object]) -> list[str]:
@@ -81,7 +81,7 @@ def test_the_decorated_function_keeps_its_name_and_result() -> None:
 def test_an_assertion_of_ours_is_an_internal_error_that_says_what_to_report() -> None:
     with pytest.raises(InternalError, match="please report it with") as caught:
         short_traceback(markup.data)("no dataclass")
-    line = r"the assertion at jgraph/graph/markup.py:\d+ failed: a fault of jgraph"
+    line = r"the assertion at jgraph/view/markup.py:\d+ failed: a fault of jgraph"
     assert re.search(line, str(caught.value))
 
 

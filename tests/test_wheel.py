@@ -87,7 +87,7 @@ def test_a_users_script_is_checked_with_our_types(
     checked = subprocess.run(
         command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=600
     )
-    assert 'Revealed type is "jgraph.cluster.session.Session"' in checked.stdout
+    assert 'Revealed type is "jgraph.client.session.Session"' in checked.stdout
     assert '"Local" has no attribute "no_such_method"' in checked.stdout
     assert "Found 1 error" in checked.stdout
 

@@ -24,7 +24,7 @@ from jgraph.errors import (
 )
 from jgraph.examples.cli import app as examples
 from jgraph.loading import end_uncollected
-from jgraph.train.ckpt_cli import app as ckpt
+from jgraph.train.checkpoint.cli import app as ckpt
 
 __all__ = [
     "FAILURE",

@@ -18,7 +18,7 @@ from jgraph.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from jgraph.cluster.status import ClusterStatus
+    from jgraph.client.status import ClusterStatus
 
 
 def doctor(
@@ -44,9 +44,9 @@ def doctor(
 ) -> None:
     """Check this machine or a cluster. Problems are printed, and the exit code is 1."""
     if links:
-        from jgraph.cluster.client import connect
-        from jgraph.cluster.measuring import measure
-        from jgraph.cluster.visit import inspecting
+        from jgraph.client.cluster import connect
+        from jgraph.client.inspect import inspecting
+        from jgraph.client.placement.measuring import measure
 
         where = target_of(target, name)
         files = {"tls": tls_dir, "token_file": token_file}
@@ -111,7 +111,7 @@ def up(
         options = (port, remote, ssh, timeout, restarts, name)
         run_on_hosts(hosts, counts, *options, as_json=as_json)
         return
-    from jgraph.cluster.keeper import describe, up as start
+    from jgraph.launch.local.daemon import describe, up as start
 
     kept = start(name, ps, workers, restarts, timeout)
     say(
@@ -126,7 +126,7 @@ def up(
 
 def down(name: Name = "default", timeout: Timeout = 20, as_json: Json = False) -> None:
     """Stop a cluster of this machine, and check that no process is left."""
-    from jgraph.cluster.keeper import describe, down as end, find
+    from jgraph.launch.local.daemon import describe, down as end, find
 
     if find(name) is None:
         facts = {"name": name, "running": False}
@@ -153,7 +153,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the tasks of a cluster, and which of them do not answer."""
-    from jgraph.cluster.visit import status_of
+    from jgraph.client.inspect import status_of
 
     state = status_of(
         target_of(target, name), timeout_s=timeout, tls=tls_dir, token_file=token_file
@@ -183,7 +183,7 @@ def top(
     With --json, print one line for each update.
     """
     from jgraph.cli.top import watch
-    from jgraph.cluster.visit import status_of
+    from jgraph.client.inspect import status_of
 
     where = target_of(target, name)
 

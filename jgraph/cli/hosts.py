@@ -119,10 +119,10 @@ def server(
     if job == "ps":  # a ps must not take an accelerator from a worker; JAX reads it
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jgraph.cluster.options import allowed_sources_in
-    from jgraph.cluster.own_process import set_up_process
-    from jgraph.cluster.server import Server
-    from jgraph.cluster.serving import configure_logging, serve
     from jgraph.cluster.transport_choice import tls_directory_in
+    from jgraph.server.main import configure_logging, serve
+    from jgraph.server.process_setup import set_up_process
+    from jgraph.server.server import Server
 
     set_up_process()
     configure_logging()
@@ -165,9 +165,9 @@ def certs(
     as_json: Json = False,
 ) -> None:
     """Make certificates for encrypted connections: one a task, and one for clients."""
-    from jgraph.cluster.processes import check_counts, tasks_of
     from jgraph.cluster.spec import ClusterSpec
-    from jgraph.rpc.certificates import make_certificates
+    from jgraph.launch.local.processes import check_counts, tasks_of
+    from jgraph.rpc.security.certificates import make_certificates
 
     if cluster is not None:
         tasks = ClusterSpec.from_toml(cluster).tasks()
@@ -194,7 +194,7 @@ def new_token(
     as_json: Json = False,
 ) -> None:
     """Make a new token in place of the present one. Servers read it when they start."""
-    from jgraph.rpc.token import NAME, Token, home
+    from jgraph.rpc.security.token import NAME, Token, home
 
     path = str(Token.make(file or home() / NAME, replace=True).path)
     say({"path": path}, path, as_json=as_json)

@@ -9,11 +9,11 @@ from pathlib import Path
 import typer
 
 from jgraph.cli.options import say
-from jgraph.cluster.processes import check_counts
 from jgraph.errors import TaskLostError
 from jgraph.launch.hosts import read_hosts
+from jgraph.launch.local.processes import check_counts
 from jgraph.launch.ssh import HostsCluster
-from jgraph.rpc.token import home
+from jgraph.rpc.security.token import home
 
 
 def run_on_hosts(

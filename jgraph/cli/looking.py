@@ -46,7 +46,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Draw where the operations of a function run. Runs the file, but no cluster."""
-    from jgraph.cluster.showing import show as picture_of
+    from jgraph.cli.show import show as picture_of
 
     picture = picture_of(where, arg or (), cluster=cluster, only_graph=graph)
     picture.save(output)
@@ -64,7 +64,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train a small CNN on scanned digits with a cluster on this machine."""
-    from jgraph.train import demo as demonstration
+    from jgraph.examples import demo as demonstration
 
     # For a program the live lines go beside the figures, not among them.
     aside = contextlib.redirect_stdout(sys.stderr) if as_json else None

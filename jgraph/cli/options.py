@@ -51,7 +51,7 @@ def task_of(typed: str) -> str:
 
 def target_of(target: str | None, name: str) -> str:
     """Returns the address of a cluster: as told, or that of one of this machine."""
-    from jgraph.cluster.keeper import named_cluster
+    from jgraph.launch.local.daemon import named_cluster
 
     return named_cluster(name).target if target is None else target
 

@@ -38,7 +38,7 @@ def runs(
 
     Another client takes one over with trainer.attach(NAME).
     """
-    from jgraph.cluster.visit import inspecting
+    from jgraph.client.inspect import inspecting
 
     where, files = target_of(target, name), {"tls": tls_dir, "token_file": token_file}
     with inspecting(where, timeout_s=timeout, **files) as visit:
@@ -96,11 +96,11 @@ def _news(
     """Opens what tells the events since it was asked last."""
     if target is None:
         from jgraph.cluster.events import LogFiles
-        from jgraph.cluster.keeper import named_cluster
+        from jgraph.launch.local.daemon import named_cluster
 
         yield LogFiles(Path(named_cluster(name).log_dir)).new
         return
-    from jgraph.cluster.visit import inspecting
+    from jgraph.client.inspect import inspecting
 
     with inspecting(target, timeout_s=timeout_s, **files) as visit:
         yield visit.events().new

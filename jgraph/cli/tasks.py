@@ -23,7 +23,7 @@ from jgraph.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from jgraph.cluster.visit import ClusterInspector
+    from jgraph.client.inspect import ClusterInspector
 
 _LOOK_EVERY_S = 0.2
 
@@ -55,13 +55,13 @@ def logs(
     With --follow and --json, print one line of JSON for each line of the log.
     """
     if target is not None:
-        from jgraph.cluster.visit import inspecting
+        from jgraph.client.inspect import inspecting
 
         files = {"tls": tls_dir, "token_file": token_file}
         with inspecting(target, timeout_s=timeout, **files) as visit:
             _show(task, target, _told(visit, task, tail, follow), follow, as_json)
         return
-    from jgraph.cluster.keeper import log_of
+    from jgraph.launch.local.daemon import log_of
 
     path = log_of(name, task)
     _show(task, str(path), _written(path, tail, follow), follow, as_json)
@@ -121,8 +121,8 @@ def drain(
     It takes no new work; a worker's batches go to the others. A ps lets the runs that
     use it save first; they go on when it is started again.
     """
+    from jgraph.client.inspect import inspecting
     from jgraph.clock import SystemClock
-    from jgraph.cluster.visit import inspecting
 
     where, clock, pause = target_of(target, name), SystemClock(), threading.Event()
     files = {"tls": tls_dir, "token_file": token_file}

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 
 from jgraph.cli.options import until_interrupted
+from jgraph.client.status import ClusterStatus, TaskStatus, megabytes
 from jgraph.clock import Clock, SystemClock
-from jgraph.cluster.status import ClusterStatus, TaskStatus, megabytes
 
 KINDS: Final = ("compute", "update", "lookup", "rows", "copy")
 """Kinds of work that tasks count the time of; see ``TaskStatus.busy_s``."""

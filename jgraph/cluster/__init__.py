@@ -1,1 +1,1 @@
-"""Sessions, servers, the master service and local clusters."""
+"""Words of both sides: cluster description, messages, deadlines, event loop."""

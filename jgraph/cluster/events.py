@@ -17,9 +17,9 @@ from typing import Final, final
 
 from jgraph import __version__
 from jgraph.clock import WallClock
-from jgraph.cluster.kept_log import NewestLines
+from jgraph.cluster.log_tail import NewestLines
 from jgraph.errors import JGError, RunOverError, TaskLostError, VersionError
-from jgraph.graph import markup
+from jgraph.view import markup
 
 LAUNCHER: Final = "launcher"
 """Who starts the processes of a cluster."""

@@ -8,14 +8,14 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from jgraph.coordination.slots import Part, Rows, Shuffle
+from jgraph.coordination.data.slots import Part, Rows, Shuffle
 from jgraph.errors import DataError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.batches import Field
-from jgraph.runtime.data import Array
+from jgraph.runtime.data.batches import Field
+from jgraph.runtime.data.checks import Array
 
 WAIT_S: Final = 5.0
 """A client has an answer after this long, if only that nothing is wanted."""

@@ -7,7 +7,7 @@ from numbers import Real
 from pathlib import Path
 
 from jgraph.errors import ConfigError
-from jgraph.graph.function import Function
+from jgraph.graph.tracing.function import Function
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame

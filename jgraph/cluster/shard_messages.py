@@ -7,18 +7,18 @@ from typing import Any, final
 import numpy as np
 
 from jgraph.errors import MalformedMessageError
-from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import TaskName
-from jgraph.plan.nodes import ValueType
-from jgraph.plan.program import StoredVariable
+from jgraph.graph.rows.hash_spec import HashSpec
+from jgraph.plan.program.nodes import ValueType
+from jgraph.plan.program.program import StoredVariable
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.codec import check_type
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.blocks import Blocks, Sums
-from jgraph.runtime.hash_rows import np_dtype, shape_of
-from jgraph.runtime.hash_shard import State
-from jgraph.runtime.shard_files import Slice
+from jgraph.rpc.wire.codec import check_type
+from jgraph.runtime.files.blocks import Blocks, Sums
+from jgraph.runtime.files.shard_files import Slice
+from jgraph.runtime.store.hash_rows import np_dtype, shape_of
+from jgraph.runtime.store.hash_shard import State
 
 
 @final

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, final
 
 from jgraph.errors import ClusterSpecError, DeviceSpecError, UnknownDeviceError
-from jgraph.graph import markup
 from jgraph.graph.device import DeviceSpec, TaskName
+from jgraph.view import markup
 
 _SHOWN: Final = 8
 """Tasks of a large cluster that an error names."""

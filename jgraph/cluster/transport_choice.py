@@ -14,7 +14,7 @@ from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
 
 if TYPE_CHECKING:
-    from jgraph.rpc.tls import TLS
+    from jgraph.rpc.security.tls import TLS
 
 TransportChoice: TypeAlias = Literal["auto", "grpc"]
 """``auto`` reaches tasks of the same machine through shared memory and Unix sockets,
@@ -30,7 +30,7 @@ def as_tls(given: TLSFiles | None, task: TaskName | None) -> "TLS | None":
     Raises:
       ConfigError: it is neither a directory nor a ``TLS``.
     """
-    from jgraph.rpc.tls import TLS
+    from jgraph.rpc.security.tls import TLS
 
     if given is None or isinstance(given, TLS):
         return given

@@ -1,8 +1,9 @@
 """Benchmark probes: functions that measure task speed and link bandwidth.
 
 ``speed_probe`` computes the same on each of its tasks; ``link_probe`` sends, one after
-the other, over every link. Both are ordinary functions for ``jgraph.graph.trace``: what
-they measure is what steps are made of, and messages travel as those of any step.
+the other, over every link. Both are ordinary functions for
+``jgraph.graph.tracing.trace``: what they measure is what steps are made of, and
+messages travel as those of any step.
 """
 
 import statistics
@@ -13,11 +14,11 @@ from typing import Any, Final, TypeAlias, final
 import jax
 import jax.numpy as jnp
 
-from jgraph.coordination.run_metadata import NodeTime, RunMetadata
-from jgraph.graph.alone import Alone, alone
+from jgraph.coordination.step.run_metadata import NodeTime, RunMetadata
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
-from jgraph.plan.cost_model import Link, TaskSpeed
+from jgraph.graph.tracing.alone import Alone, alone
+from jgraph.plan.auto.cost_model import Link, TaskSpeed
 
 Pair: TypeAlias = tuple[TaskName, TaskName]
 

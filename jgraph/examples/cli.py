@@ -124,8 +124,8 @@ def run_example(
       as_json: print nothing but one line of JSON.
     """
     from jgraph.clock import SystemClock
-    from jgraph.cluster.local import LocalCluster
     from jgraph.examples.options import Options
+    from jgraph.launch.local.cluster import LocalCluster
 
     clock = SystemClock()
     began = clock.now()

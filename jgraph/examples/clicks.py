@@ -4,7 +4,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jgraph.graph.hash_keys import NO_KEY, Keys, hash_keys, split_keys
+from jgraph.graph.rows.hash_keys import NO_KEY, Keys, hash_keys, split_keys
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Clicks: TypeAlias = dict[str, np.ndarray[Any, Any]]

@@ -15,7 +15,7 @@ import numpy as np
 
 from jgraph.errors import DataError
 from jgraph.examples.clicks import BAG, BAGS, FEATURES, NUMBERS, ONE_HOT, Clicks
-from jgraph.graph.hash_keys import NO_KEY, split_keys
+from jgraph.graph.rows.hash_keys import NO_KEY, split_keys
 
 FILE = "train.txt"
 MOST_LINES = 1_000_000

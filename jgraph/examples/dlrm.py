@@ -13,13 +13,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.examples import criteo
 from jgraph.examples.clicks import BAG, BAGS, FEATURES, NUMBERS, ONE_HOT, make_clicks
 from jgraph.examples.options import Figures, Options
-from jgraph.graph.hash_keys import NO_KEY, split_keys
-from jgraph.graph.hash_spec import Admission, Initial
-from jgraph.train.hash_table import HashTable
+from jgraph.graph.rows.hash_keys import NO_KEY, split_keys
+from jgraph.graph.rows.hash_spec import Admission, Initial
+from jgraph.train.hash_tables.hash_table import HashTable
 
 WIDTH = 16
 EXAMPLES = 40_000

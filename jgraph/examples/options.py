@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
-from jgraph.cluster.client import Cluster
-from jgraph.plan.partitioner import min_max_variable_partitioner
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.row_step import Sparse
-from jgraph.train.run import Run
+from jgraph.client.cluster import Cluster
+from jgraph.plan.sharding.partitioner import min_max_variable_partitioner
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.tables.row_step import Sparse
 from jgraph.train.trainer import Trainer
 
 Figures: TypeAlias = dict[str, float]

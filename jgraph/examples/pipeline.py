@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import optax
 
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
 from jgraph.examples.lm import FILE, LENGTH, VOCABULARY
 from jgraph.examples.options import Figures, Options
 from jgraph.examples.text import read_corpus, sequences
-from jgraph.train.pipeline import Pipeline
-from jgraph.train.trees import Tree
+from jgraph.train.model.trees import Tree
+from jgraph.train.pipeline.pipeline import Pipeline
 
 WIDTH = 128
 HEADS = 4

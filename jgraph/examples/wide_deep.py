@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.examples.census import (
     BOUNDARIES,
     CATEGORIES,
@@ -21,7 +21,7 @@ from jgraph.examples.census import (
     load,
 )
 from jgraph.examples.options import Figures, Options
-from jgraph.train.bags import embedding_bag
+from jgraph.train.tables.bags import embedding_bag
 
 WIDTH = 8
 BATCH_SIZE = 128

@@ -41,7 +41,7 @@ def check(graph: Graph, tasks: Sequence[TaskName] | None = None) -> None:
     Example:
       >>> import jax.numpy as jnp
       >>> from jgraph.graph.device import device
-      >>> from jgraph.graph.function import function
+      >>> from jgraph.graph.tracing.function import function
       >>> @function
       ... def step(x):
       ...     with device("/job:worker/task:7"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import NewType, final
 
 from jgraph.errors import DeviceSpecError
-from jgraph.graph import markup
+from jgraph.view import markup
 
 TaskName = NewType("TaskName", str)
 """Canonical name of one task, for example ``/job:ps/task:0``."""

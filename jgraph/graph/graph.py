@@ -9,8 +9,8 @@ import jax
 
 from jgraph.graph.ir import Dataflow
 from jgraph.graph.show import graph_picture
-from jgraph.graph.svg import Picture
 from jgraph.graph.text import graph_text
+from jgraph.view.svg import Picture
 
 
 @final
@@ -26,7 +26,7 @@ class Graph(Dataflow):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jgraph.graph.function import function
+      >>> from jgraph.graph.tracing.function import function
       >>> graph = function(lambda x: {"mean": x.mean()}).graph(jnp.ones(3))
       >>> [feed.name for feed in graph.feeds], graph.fetches
       (['x'], ("['mean']",))
@@ -48,7 +48,7 @@ class Graph(Dataflow):
           path: also write it there; ends in ``.html`` or ``.svg``.
 
         Example:
-          >>> from jgraph.graph.function import function
+          >>> from jgraph.graph.tracing.function import function
           >>> step = function(lambda x: x + 1)
           >>> step.graph(1.0).show().title
           'graph <lambda>'

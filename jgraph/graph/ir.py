@@ -11,7 +11,7 @@ import jax
 
 from jgraph._compat import Equation, Jaxpr
 from jgraph.graph.device import DeviceSpec, TaskName
-from jgraph.graph.hash_spec import HashSpec
+from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.graph.sharding import Sharding
 
 __all__ = ["Dataflow", "Feed", "TaskName", "VariableKey", "VariableSpec"]

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jgraph.errors import ShardingError
-from jgraph.graph.rows import Layout
+from jgraph.graph.rows.rows import Layout
 
 Partitioner: TypeAlias = Callable[[Sequence[int], Any], Sequence[int]]
 """Number of shards per axis, given shape and dtype."""

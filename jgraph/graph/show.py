@@ -8,11 +8,11 @@ from jgraph import _compat
 from jgraph._compat import Atom, Equation, Var
 from jgraph.graph.cost import flops_of, nbytes_of_value
 from jgraph.graph.ir import Dataflow, VariableSpec
-from jgraph.graph.scene import Item, Link, Scene
-from jgraph.graph.svg import Picture, draw
 from jgraph.graph.text import equation_text, value_names
-from jgraph.graph.units import bytes_text, count_text, flops_text
-from jgraph.graph.views import views
+from jgraph.view.scene import Item, Link, Scene
+from jgraph.view.svg import Picture, draw
+from jgraph.view.units import bytes_text, count_text, flops_text
+from jgraph.view.views import views
 
 Names: TypeAlias = Mapping[Var, str]
 

@@ -20,17 +20,17 @@ from jgraph.errors import (
     UninitializedError,
     VariableMismatchError,
 )
-from jgraph.graph import markup
 from jgraph.graph.device import (
     DeviceSpec,
     as_spec,
     current_device,
     device as device_scope,
 )
-from jgraph.graph.hash_spec import HashSpec
 from jgraph.graph.ir import VariableSpec
-from jgraph.graph.rows import Layout
+from jgraph.graph.rows.hash_spec import HashSpec
+from jgraph.graph.rows.rows import Layout
 from jgraph.graph.sharding import Partitioner, Sharding, check_devices, sharding_of
+from jgraph.view import markup
 
 Initializer: TypeAlias = Callable[[], Any]
 

@@ -21,7 +21,7 @@ from jgraph.launch.ray_task import (
     forget_log,
     free_address,
 )
-from jgraph.rpc.tls import file_stem
+from jgraph.rpc.security.tls import file_stem
 
 _LOG = logging.getLogger("jgraph.ray")
 _ANSWER_S: Final = 10.0

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
+from jgraph.client.cluster import Cluster, open_cluster
 from jgraph.clock import Clock, SystemClock
-from jgraph.cluster import loop
-from jgraph.cluster.client import Cluster, open_cluster
-from jgraph.cluster.processes import START_S, check_counts, tasks_of
-from jgraph.cluster.restarting import check_restarts
+from jgraph.cluster import event_loop
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.errors import TaskMissingError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import TaskName
+from jgraph.launch.local.processes import START_S, check_counts, tasks_of
+from jgraph.launch.local.restarts import check_restarts
 from jgraph.launch.ray_actors import RayActors
 from jgraph.launch.ray_task import RayOrder
-from jgraph.rpc.certificates import make_certificates
-from jgraph.rpc.tls import file_stem
-from jgraph.rpc.token import NAME, Token
+from jgraph.rpc.security.certificates import make_certificates
+from jgraph.rpc.security.tls import file_stem
+from jgraph.rpc.security.token import NAME, Token
 
 
 @final
@@ -110,7 +110,7 @@ class RayCluster(Cluster):
             left = max(1.0, deadline - clock.now())
             files = as_tls(directory, None)
             token = Token.read(directory / NAME)
-            client, reply = loop.run(open_cluster(address, left, token, files))
+            client, reply = event_loop.run(open_cluster(address, left, token, files))
         except BaseException:
             self._end()
             raise

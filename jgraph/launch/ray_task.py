@@ -18,10 +18,10 @@ from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.errors import StartError
 from jgraph.graph.device import TaskName
-from jgraph.rpc.token import NAME
+from jgraph.rpc.security.token import NAME
 
 if TYPE_CHECKING:
-    from jgraph.cluster.server import Server
+    from jgraph.server.server import Server
 
 
 @final
@@ -91,8 +91,8 @@ def _serving(order: RayOrder) -> "Server":
 
     if order.cpu_only:
         jax.config.update("jax_platforms", "cpu")
-    from jgraph.cluster.own_process import set_up_process
-    from jgraph.cluster.server import Server
+    from jgraph.server.process_setup import set_up_process
+    from jgraph.server.server import Server
 
     set_up_process()
     spec = ClusterSpec.from_json(order.cluster)
@@ -123,7 +123,7 @@ def _serving(order: RayOrder) -> "Server":
 
 
 def _log_to(name: str) -> None:
-    from jgraph.cluster.serving import configure_logging
+    from jgraph.server.main import configure_logging
 
     path = _log_here(name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final, final
 
-from jgraph.cluster.exits import how_it_ended
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import StartError
 from jgraph.launch.hosts import Host, RemoteTask, remote_command
+from jgraph.launch.local.exit_codes import how_it_ended
 
 _LINES: Final = 20
 _READ_S: Final = 5.0

@@ -15,9 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self, final
 
+from jgraph.client.inspect import status_of
 from jgraph.clock import SystemClock
-from jgraph.cluster.restarting import Restarter, check_restarts
-from jgraph.cluster.visit import status_of
 from jgraph.errors import ClusterUnreachableError, StartError, TaskMissingError
 from jgraph.graph.device import TaskName
 from jgraph.launch.hosts import (
@@ -28,8 +27,9 @@ from jgraph.launch.hosts import (
     look_command,
     packed,
 )
+from jgraph.launch.local.restarts import Restarter, check_restarts
 from jgraph.launch.remote import RemoteProcess, ssh_to
-from jgraph.rpc.certificates import make_certificates
+from jgraph.rpc.security.certificates import make_certificates
 
 _LOG = logging.getLogger("jgraph.launch")
 _POLL_S: Final = 0.5

@@ -6,27 +6,27 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from jgraph.errors import ConfigError, UnknownDeviceError
-from jgraph.graph import markup
 from jgraph.graph.check import check, check_device
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.sizes import ASSUMED_SIZE
-from jgraph.graph.svg import Picture
-from jgraph.graph.units import bytes_text, count_text
-from jgraph.plan.affinity import companions
-from jgraph.plan.assemble import Assembler, Edge, SegmentInfo
-from jgraph.plan.auto import AutoPlanner, Prediction
-from jgraph.plan.beside import with_resolved_stamps
-from jgraph.plan.cut import cut
-from jgraph.plan.flow import analyze
-from jgraph.plan.place import place, state_groups
-from jgraph.plan.program import Program
-from jgraph.plan.shard import shard
+from jgraph.plan.analysis.affinity import companions
+from jgraph.plan.analysis.flow import analyze
+from jgraph.plan.auto.auto import AutoPlanner, Prediction
+from jgraph.plan.partition.assemble import Assembler, Edge, SegmentInfo
+from jgraph.plan.partition.segments import cut
+from jgraph.plan.partition.updates import lost_updates
+from jgraph.plan.placement.colocate import with_resolved_stamps
+from jgraph.plan.placement.place import place, state_groups
+from jgraph.plan.placement.tasks import Tasks, assign_variables
+from jgraph.plan.program.program import Program
+from jgraph.plan.sharding.shard import shard
 from jgraph.plan.show import plan_picture
 from jgraph.plan.table import sharding_lines, table
-from jgraph.plan.tasks import Tasks, assign_variables
-from jgraph.plan.updates import lost_updates
+from jgraph.view import markup
+from jgraph.view.svg import Picture
+from jgraph.view.units import bytes_text, count_text
 
 
 @final

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, final, get_args
 
 from jgraph.errors import InternalError, PipelineError
-from jgraph.graph.bars import Bar, Lane, draw_bars
-from jgraph.graph.svg import Picture
+from jgraph.view.bars import Bar, Lane, draw_bars
+from jgraph.view.svg import Picture
 
 _LETTERS = 88  # of a line of text
 

@@ -11,14 +11,10 @@ from typing import final
 from jgraph.graph.cost import flops_of_all, peak_nbytes
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
-from jgraph.graph.scene import Item, Link, Scene
 from jgraph.graph.show import body_scene, scopes_of
-from jgraph.graph.svg import Picture, draw
 from jgraph.graph.text import value_names
-from jgraph.graph.units import bytes_text, count_text, flops_text
-from jgraph.graph.views import views
-from jgraph.plan.assemble import SegmentInfo
-from jgraph.plan.nodes import (
+from jgraph.plan.partition.assemble import SegmentInfo
+from jgraph.plan.program.nodes import (
     AggregateNode,
     ConstNode,
     ContributeNode,
@@ -37,7 +33,11 @@ from jgraph.plan.nodes import (
     inputs_of,
     outputs_of,
 )
-from jgraph.plan.program import Partition, Program
+from jgraph.plan.program.program import Partition, Program
+from jgraph.view.scene import Item, Link, Scene
+from jgraph.view.svg import Picture, draw
+from jgraph.view.units import bytes_text, count_text, flops_text
+from jgraph.view.views import views
 
 _ACCESS: dict[type, str] = {
     ReadNode: "read",

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName, VariableSpec
-from jgraph.graph.units import bytes_text, count_text, names_text
-from jgraph.plan.assemble import Edge, SegmentInfo
-from jgraph.plan.spread import nbytes_of
-from jgraph.plan.types import value_type
+from jgraph.plan.partition.assemble import Edge, SegmentInfo
+from jgraph.plan.placement.spread import nbytes_of
+from jgraph.plan.program.types import value_type
+from jgraph.view.units import bytes_text, count_text, names_text
 
 
 def table(

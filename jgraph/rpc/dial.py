@@ -17,10 +17,10 @@ from jgraph.errors import (
     PortInUseError,
     TaskLostError,
 )
-from jgraph.rpc.auth import check_token
-from jgraph.rpc.tls import Identity, expected_at
-from jgraph.rpc.tls_probe import encryption_problem
-from jgraph.rpc.token import Token
+from jgraph.rpc.security.auth import check_token
+from jgraph.rpc.security.tls import Identity, expected_at
+from jgraph.rpc.security.tls_probe import encryption_problem
+from jgraph.rpc.security.token import Token
 from jgraph.rpc.transport import Address
 
 Channel: TypeAlias = grpc.aio.Channel

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias, final
 import jax
 import numpy as np
 
-from jgraph.plan.nodes import (
+from jgraph.plan.program.nodes import (
     ConstNode,
     FeedNode,
     FetchNode,
@@ -21,10 +21,10 @@ from jgraph.plan.nodes import (
     SegmentNode,
     WriteNode,
 )
-from jgraph.plan.program import Partition, Program, StoredVariable
+from jgraph.plan.program.program import Partition, Program, StoredVariable
 from jgraph.runtime.loaded import LoadedPartition
-from jgraph.runtime.local_mesh import SpreadExecutable
-from jgraph.runtime.store import VariableStore
+from jgraph.runtime.store.local_mesh import SpreadExecutable
+from jgraph.runtime.store.store import VariableStore
 
 SHORT_S: Final = 5e-3
 """What a step may take, as far as known, to run in the thread that asks for it."""

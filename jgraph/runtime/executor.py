@@ -1,8 +1,8 @@
 """One step of one partition: a node runs as soon as what it takes is there.
 
 The executor is driven from one thread (a server's event loop). It holds no clock, no
-socket and no thread: work that may take long is given to ``ExecutorHost.submit``, which runs
-it elsewhere and reports back on the same thread.
+socket and no thread: work that may take long is given to ``ExecutorHost.submit``, which
+runs it elsewhere and reports back on the same thread.
 """
 
 from collections import deque
@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from jgraph.coordination.run_metadata import END, READY, START
+from jgraph.coordination.step.run_metadata import END, READY, START
 from jgraph.errors import MalformedMessageError
 from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
-from jgraph.plan.nodes import (
+from jgraph.plan.program.nodes import (
     ConstNode,
     ContributeNode,
     FeedNode,
@@ -26,15 +26,15 @@ from jgraph.plan.nodes import (
     SendNode,
     ValueType,
 )
-from jgraph.plan.row_values import padded
+from jgraph.plan.program.row_values import padded
 from jgraph.runtime.cost import Cost
 from jgraph.runtime.gate import Gate, key_of
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.node_work import work_of
-from jgraph.runtime.recording import Recording
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.step_times import StepTimes
-from jgraph.runtime.store import VariableStore
+from jgraph.runtime.store.change_log import Recording
+from jgraph.runtime.store.store import VariableStore
 
 T = TypeVar("T")
 Outcome: TypeAlias = "list[np.ndarray[Any, Any]] | BaseException"

@@ -5,8 +5,8 @@ from typing import Any
 
 from jgraph.errors import FeedError
 from jgraph.graph.sizes import Sizes
-from jgraph.plan.nodes import ValueType
-from jgraph.plan.program import Program
+from jgraph.plan.program.nodes import ValueType
+from jgraph.plan.program.program import Program
 
 
 def by_name(program: Program, arrays: Sequence[Any]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from jgraph.errors import JGError
-from jgraph.plan.accumulate import mean, mean_of_rows
-from jgraph.plan.nodes import AggregateNode
-from jgraph.plan.program import Partition, StoredVariable
+from jgraph.plan.program.accumulate import mean, mean_of_rows
+from jgraph.plan.program.nodes import AggregateNode
+from jgraph.plan.program.program import Partition, StoredVariable
 from jgraph.runtime.rendezvous import StepKey
 
 Key: TypeAlias = tuple[str, str]

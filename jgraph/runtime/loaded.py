@@ -7,7 +7,7 @@ from typing import final
 
 from jgraph.errors import InvalidProgramError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.nodes import (
+from jgraph.plan.program.nodes import (
     AggregateNode,
     ConstNode,
     FeedNode,
@@ -22,10 +22,10 @@ from jgraph.plan.nodes import (
     inputs_of,
     outputs_of,
 )
-from jgraph.plan.program import Partition, SegmentCode, row_type
-from jgraph.runtime.compile_cache import CompileCache, Executable
+from jgraph.plan.program.program import Partition, SegmentCode, row_type
+from jgraph.runtime.compiled.compile_cache import CompileCache, Executable
+from jgraph.runtime.compiled.sized import SizedExecutable
 from jgraph.runtime.cost import Cost
-from jgraph.runtime.sized import SizedExecutable
 
 
 @final

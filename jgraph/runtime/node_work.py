@@ -13,7 +13,7 @@ import numpy as np
 
 from jgraph import _compat
 from jgraph.errors import MalformedMessageError
-from jgraph.plan.nodes import (
+from jgraph.plan.program.nodes import (
     AggregateNode,
     LookupNode,
     MergeNode,
@@ -25,17 +25,17 @@ from jgraph.plan.nodes import (
     ValueId,
     WriteNode,
 )
-from jgraph.plan.program import StoredVariable, row_type
-from jgraph.plan.replay import changes_state
-from jgraph.plan.row_counts import at_level, level_of
-from jgraph.plan.row_values import moved, padded
-from jgraph.runtime.before import Undo
-from jgraph.runtime.entry import RowsOf
+from jgraph.plan.program.program import StoredVariable, row_type
+from jgraph.plan.program.replay import changes_state
+from jgraph.plan.program.row_counts import at_level, level_of
+from jgraph.plan.program.row_values import moved, padded
+from jgraph.runtime.compiled.sized import SizedExecutable
 from jgraph.runtime.gate import Gate, averages
 from jgraph.runtime.loaded import LoadedPartition
-from jgraph.runtime.local_mesh import SpreadExecutable, whole
-from jgraph.runtime.sized import SizedExecutable
-from jgraph.runtime.store import Told, VariableStore
+from jgraph.runtime.store.entry import RowsOf
+from jgraph.runtime.store.local_mesh import SpreadExecutable, whole
+from jgraph.runtime.store.store import Told, VariableStore
+from jgraph.runtime.store.undo import Undo
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Note: TypeAlias = Callable[[Sequence[Array]], None]

@@ -15,18 +15,18 @@ from jgraph.errors import (
     VariableMismatchError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.plan.nodes import AggregateNode, SegmentNode
-from jgraph.plan.program import Program
+from jgraph.plan.program.nodes import AggregateNode, SegmentNode
+from jgraph.plan.program.program import Program
 from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
-from jgraph.runtime.compile_cache import CompileCache
+from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.runtime.executor import ExecutorHost, Outcome, StepRun
 from jgraph.runtime.feeds import by_name, check_feeds
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.loaded import LoadedPartition, load_partition
-from jgraph.runtime.recording import Recording
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.step_times import StepTimes
-from jgraph.runtime.store import VariableStore
+from jgraph.runtime.store.change_log import Recording
+from jgraph.runtime.store.store import VariableStore
 
 MAX_EARLY_BYTES: Final = 8 << 30
 """Of values for steps that have not begun; a server sets what its memory allows."""

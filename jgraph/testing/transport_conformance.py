@@ -5,7 +5,7 @@ of one network. ``CHECKS`` holds all of them by name.
 
 Example:
   >>> import asyncio
-  >>> from jgraph.rpc.inprocess import InProcessNetwork
+  >>> from jgraph.testing.in_process_transport import InProcessNetwork
   >>> check = CHECKS["frames_arrive_in_order"]
   >>> asyncio.run(check(InProcessNetwork().transport))
 """

@@ -3,8 +3,8 @@
 import numpy as np
 
 from jgraph.errors import MalformedMessageError
-from jgraph.rpc.codec import DTYPES
 from jgraph.rpc.transport import Tensor
+from jgraph.rpc.wire.codec import DTYPES
 from jgraph.testing.transport_harness import (
     PS,
     WORKER,

@@ -6,12 +6,12 @@ import flax.linen as nn
 import numpy as np
 from flax import nnx
 
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
-from jgraph.train.adapters import Model
-from jgraph.train.losses import Loss, positional
-from jgraph.train.optimizer import check_optimizer
-from jgraph.train.row_step import SPARSE
+from jgraph.train.model.adapters import Model
+from jgraph.train.model.losses import Loss, positional
+from jgraph.train.model.optimizer import check_optimizer
+from jgraph.train.tables.row_step import SPARSE
 
 
 def check_arguments(

@@ -11,27 +11,27 @@ from typing import Any, TypeAlias, final
 
 import jax
 
-from jgraph.cluster.client import Cluster
-from jgraph.cluster.patience import show_wait
+from jgraph.client.cluster import Cluster
+from jgraph.cluster.wait_message import show_wait
 from jgraph.errors import ConfigError
-from jgraph.plan.types import from_plain, plain_type
-from jgraph.runtime.manifest import is_ours
-from jgraph.runtime.step_files import our_steps, put_back
-from jgraph.train import checkpoint
-from jgraph.train.attached import check_detachable
-from jgraph.train.checkpoints import Checkpoints, is_checkpoint, newest_good
-from jgraph.train.data import Data, Dataset
-from jgraph.train.evaluations import Evaluation, Evaluations
-from jgraph.train.flax_checkpoints import Imported, find, match, read
-from jgraph.train.handed import RemoteSaver, check_remote_saving
-from jgraph.train.on_tasks import RunSnapshot
+from jgraph.plan.program.types import from_plain, plain_type
+from jgraph.runtime.files.manifest import is_ours
+from jgraph.runtime.files.step_files import our_steps, put_back
+from jgraph.train.attach import check_detachable
+from jgraph.train.checkpoint import checkpoint
+from jgraph.train.checkpoint.checkpoints import Checkpoints, is_checkpoint, newest_good
+from jgraph.train.checkpoint.flax_checkpoints import Imported, find, match, read
+from jgraph.train.checkpoint.remote_saver import RemoteSaver, check_remote_saving
+from jgraph.train.checkpoint.saver import Saver, Snapshot, Take
+from jgraph.train.data.data import Data, Dataset
+from jgraph.train.data.source import Source, as_source_or_dataset
+from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
+from jgraph.train.evaluation.evaluator_task import as_evaluated, make_evaluations
+from jgraph.train.model.trees import Tree
 from jgraph.train.parts import Built, Rebuilt, TrainerBuild, TrainerConfig
-from jgraph.train.runner import Order, Position, Runner
-from jgraph.train.saving import Saver, Snapshot, Take
-from jgraph.train.side_car import as_evaluated, make_evaluations
-from jgraph.train.source import Source, as_source_or_dataset
-from jgraph.train.strategies import batches_per_update
-from jgraph.train.trees import Tree
+from jgraph.train.state.remote_arrays import RunSnapshot
+from jgraph.train.state.runner import Order, Position, Runner
+from jgraph.train.strategies.strategies import batches_per_update
 
 
 @final

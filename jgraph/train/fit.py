@@ -11,10 +11,10 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
+from jgraph.client.cluster import Cluster
+from jgraph.client.runs.failover import ask_with_failover
 from jgraph.clock import Clock
-from jgraph.cluster.client import Cluster
-from jgraph.cluster.failover import ask_with_failover
-from jgraph.coordination.loop_ends import BATCH_ERRORS
+from jgraph.coordination.run.loop_outcome import BATCH_ERRORS
 from jgraph.errors import (
     CheckpointWriterError,
     ClusterError,
@@ -24,18 +24,18 @@ from jgraph.errors import (
     TaskLeavingError,
 )
 from jgraph.train.attempt import Attempt
-from jgraph.train.handed import RemoteSaver
-from jgraph.train.history import History
-from jgraph.train.hooks import Callback, hook
-from jgraph.train.large import KEPT_BYTES
-from jgraph.train.progress import Display
-from jgraph.train.recover import Recover
-from jgraph.train.report import Report
-from jgraph.train.run import Run
-from jgraph.train.runner import Position, Runner
-from jgraph.train.saving import Saver
-from jgraph.train.standing import Standings
-from jgraph.train.watch import Watch
+from jgraph.train.checkpoint.remote_saver import RemoteSaver
+from jgraph.train.checkpoint.saver import Saver
+from jgraph.train.recovery import Recover
+from jgraph.train.run.history import History
+from jgraph.train.run.hooks import Callback, hook
+from jgraph.train.run.progress import Display
+from jgraph.train.run.report import Report
+from jgraph.train.run.run import Run
+from jgraph.train.run.standings import Standings
+from jgraph.train.run.watch import Watch
+from jgraph.train.state.runner import Position, Runner
+from jgraph.train.state.size_limits import KEPT_BYTES
 
 _BATCH_ERRORS: Final = (DataSlotError, *BATCH_ERRORS)
 """Errors of one batch: all updates before it are applied, and good."""

@@ -9,33 +9,33 @@ from typing import Any, TypeAlias, final
 
 import flax.linen as nn
 
+from jgraph.client.cluster import Cluster
+from jgraph.client.wait_for_tasks import incarnations_of
 from jgraph.clock import Clock
-from jgraph.cluster.client import Cluster
-from jgraph.cluster.waiting import incarnations_of
 from jgraph.errors import ClusterError, ConfigError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
-from jgraph.train.adapters import Adapter, Metric, Model, adapt
-from jgraph.train.async_ps import AsyncRunner
-from jgraph.train.data import Dataset, check_alike, naming_data
-from jgraph.train.evaluate import Evaluator
-from jgraph.train.holdings import ClusterResources
-from jgraph.train.local import Local
-from jgraph.train.losses import Loss
-from jgraph.train.observed import StatefulMetrics
-from jgraph.train.optimizer import Optimizer
-from jgraph.train.placing import new_container
-from jgraph.train.row_step import Sparse
-from jgraph.train.runner import Position, Runner
-from jgraph.train.side_car import EvaluatorTask, make_evaluator_task
-from jgraph.train.step import TrainStep
-from jgraph.train.strategies import (
+from jgraph.train.data.data import Dataset, check_alike, naming_data
+from jgraph.train.evaluation.evaluate import Evaluator
+from jgraph.train.evaluation.evaluator_task import EvaluatorTask, make_evaluator_task
+from jgraph.train.model.adapters import Adapter, Metric, Model, adapt
+from jgraph.train.model.losses import Loss
+from jgraph.train.model.optimizer import Optimizer
+from jgraph.train.model.stateful_metrics import StatefulMetrics
+from jgraph.train.model.trees import Tree
+from jgraph.train.state.holdings import ClusterResources
+from jgraph.train.state.placement import new_container
+from jgraph.train.state.runner import Position, Runner
+from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.async_runner import AsyncRunner
+from jgraph.train.strategies.local import Local
+from jgraph.train.strategies.strategies import (
     Strategy,
     arrangement_on,
     gradient_dtype_of,
     make_runner,
 )
-from jgraph.train.sync_ps import SyncRunner
-from jgraph.train.trees import Tree
+from jgraph.train.strategies.sync_runner import SyncRunner
+from jgraph.train.tables.row_step import Sparse
 
 Built: TypeAlias = tuple[TrainStep, Runner, Evaluator]
 Rebuilt: TypeAlias = tuple[Built, EvaluatorTask | None]

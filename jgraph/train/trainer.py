@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from flax import nnx
 
+from jgraph.client.cluster import Cluster
 from jgraph.clock import SystemClock
-from jgraph.cluster.client import Cluster
-from jgraph.cluster.patience import hide_wait, show_wait
+from jgraph.cluster.wait_message import hide_wait, show_wait
 from jgraph.errors import ClusterBusyError, ConfigError, hints
 from jgraph.errors.tracebacks import short_traceback
-from jgraph.graph import markup
-from jgraph.train import checkpoint as checkpoints
-from jgraph.train.adapters import Model
 from jgraph.train.arguments import check_arguments
-from jgraph.train.attached import attach
+from jgraph.train.attach import attach
 from jgraph.train.attempt import Attempts, FitRequest, fill_from, make_saving
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.data import Data, Dataset, as_dataset
+from jgraph.train.checkpoint import checkpoint as checkpoints
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.checkpoint.flax_checkpoints import Imported
+from jgraph.train.data.data import Data, Dataset, as_dataset
+from jgraph.train.data.source import Source, as_source_or_dataset
 from jgraph.train.fit import (
     Fit,
     check_counts,
@@ -30,22 +30,22 @@ from jgraph.train.fit import (
     one_of,
     wait_or_stop,
 )
-from jgraph.train.flax_checkpoints import Imported
-from jgraph.train.history import History
-from jgraph.train.hooks import Callback, as_callbacks
-from jgraph.train.losses import Loss
-from jgraph.train.observed import Metrics, split_metrics
-from jgraph.train.optimizer import Optimizer, unwrapped
+from jgraph.train.model.adapters import Model
+from jgraph.train.model.losses import Loss
+from jgraph.train.model.optimizer import Optimizer, unwrapped
+from jgraph.train.model.stateful_metrics import Metrics, split_metrics
+from jgraph.train.model.trees import Tree
 from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
-from jgraph.train.progress import display_of
-from jgraph.train.recover import make_recover
-from jgraph.train.row_step import Sparse
-from jgraph.train.run import Run
-from jgraph.train.runner import Position
-from jgraph.train.source import Source, as_source_or_dataset
-from jgraph.train.state import TrainingState
-from jgraph.train.strategies import Strategy, choose_strategy, replica_names
-from jgraph.train.trees import Tree
+from jgraph.train.recovery import make_recover
+from jgraph.train.run.history import History
+from jgraph.train.run.hooks import Callback, as_callbacks
+from jgraph.train.run.progress import display_of
+from jgraph.train.run.run import Run
+from jgraph.train.state.runner import Position
+from jgraph.train.state.training_state import TrainingState
+from jgraph.train.strategies.strategies import Strategy, choose_strategy, replica_names
+from jgraph.train.tables.row_step import Sparse
+from jgraph.view import markup
 
 
 @final

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgraph.cluster.client import Cluster, connect
+from jgraph.client.cluster import Cluster, connect
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
-from tests.cluster.conftest import Servers
+from tests.support.servers import Servers
 
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
 X = np.ones((3, 2), np.float32)

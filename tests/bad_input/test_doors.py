@@ -11,20 +11,20 @@ import psutil
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from jgraph.cluster import loop
-from jgraph.cluster.keeper import find, up
-from jgraph.cluster.local import LocalCluster
+from jgraph.client.inspect import inspecting
+from jgraph.cluster import event_loop
 from jgraph.cluster.requests import REQUESTS
-from jgraph.cluster.visit import inspecting
 from jgraph.errors import (
     ClusterSpecError,
     ConfigError,
     DeviceSpecError,
     UnknownDeviceError,
 )
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.launch.local.daemon import find, up
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.asking import ASKS_METHOD
-from jgraph.rpc.exchange import EXCHANGE_METHOD
+from jgraph.rpc.calls.caller import ASKS_METHOD
+from jgraph.rpc.exchange.link import EXCHANGE_METHOD
 from jgraph.rpc.frames import frame
 from tests.bad_input.conftest import PS, WORKER, Served
 
@@ -112,7 +112,7 @@ def test_row_25_a_page_that_speaks_http_2_is_nobody_without_the_token(
             return await call.code()
 
     for server in served.servers.servers:
-        assert loop.run(ask(server.address)) is grpc.StatusCode.UNAUTHENTICATED
+        assert event_loop.run(ask(server.address)) is grpc.StatusCode.UNAUTHENTICATED
 
 
 ELSEWHERE = ("../../etc/passwd", "/etc/passwd", "..", "/job:ps/task:0/../x", "ps-0.log")

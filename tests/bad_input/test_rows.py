@@ -15,12 +15,12 @@ import optax
 import pytest
 from flax import nnx
 
-from jgraph.cluster import loop
-from jgraph.cluster.client import Cluster, connect
+from jgraph.client.cluster import Cluster, connect
+from jgraph.client.inspect import status_of
+from jgraph.cluster import event_loop
+from jgraph.cluster.methods import ROLES
 from jgraph.cluster.requests import REQUESTS
-from jgraph.cluster.roles import ROLES
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.cluster.visit import status_of
 from jgraph.errors import (
     CheckpointPathError,
     ConfigError,
@@ -29,23 +29,24 @@ from jgraph.errors import (
     TaskLostError,
     TaskMissingError,
 )
-from jgraph.plan.nodes import RecvNode
-from jgraph.rpc import receiving, service
+from jgraph.plan.program.nodes import RecvNode
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.asking import ASKS_METHOD
-from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import lost_its_end
-from jgraph.rpc.exchange import EXCHANGE_METHOD
+from jgraph.rpc.exchange import receiver
+from jgraph.rpc.exchange.link import EXCHANGE_METHOD
 from jgraph.rpc.frames import frame, hello
-from jgraph.rpc.token import find_token
+from jgraph.rpc.grpc import service
+from jgraph.rpc.security.token import find_token
 from jgraph.rpc.transport import Frame
-from jgraph.train.checkpoints import Checkpoints
+from jgraph.rpc.wire.decoder import Decoder
+from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.trainer import Trainer
 from tests.bad_input.conftest import PS, WORKER, Served, X, step
-from tests.cluster.conftest import Servers
-from tests.rpc.test_codec import typed
 from tests.rpc.test_grpc_bad_inputs import data as encoded, error_in
-from tests.train.models import BATCH, NnxMLP, data, nnx_loss
+from tests.rpc.wire.test_codec import typed
+from tests.support.models import BATCH, NnxMLP, data, nnx_loss
+from tests.support.servers import Servers
 
 
 def talk(
@@ -69,7 +70,7 @@ def talk(
                     raise
             return frames
 
-    return error_in(loop.run(send()))
+    return error_in(event_loop.run(send()))
 
 
 def test_row_3_a_task_of_another_cluster_at_an_address_is_named(
@@ -165,7 +166,7 @@ def test_rows_9_and_10_gradients_of_another_program_change_nothing(
     async def send_before_the_step() -> None:
         worker._transport.post(PS, frame(values=values, tensors=sent))
 
-    loop.run(send_before_the_step())
+    event_loop.run(send_before_the_step())
     with pytest.raises(MalformedMessageError, match=f"message '{message.key}'") as told:
         served.session.run(step, X, timeout_s=20)
     assert said in told.value.message
@@ -178,7 +179,7 @@ def test_row_15_a_server_that_is_being_stopped_takes_no_step() -> None:
         session = cluster.session()
         session.run(step, X)
         assert worker._server is not None
-        loop.run(worker._server.service.drain(0.0))
+        event_loop.run(worker._server.service.drain(0.0))
         with pytest.raises(TaskLostError, match=f"{WORKER} is being stopped"):
             session.run(step, X)
         assert cluster.status().tasks[-1].state == "draining"
@@ -186,7 +187,7 @@ def test_row_15_a_server_that_is_being_stopped_takes_no_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "where"), [(ASKS_METHOD, service), (EXCHANGE_METHOD, receiving)]
+    ("method", "where"), [(ASKS_METHOD, service), (EXCHANGE_METHOD, receiver)]
 )
 def test_row_17_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
     served: Served, monkeypatch: pytest.MonkeyPatch, method: str, where: ModuleType

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.cluster.client import connect
+from jgraph.client.cluster import connect
 from jgraph.cluster.events import (
     Event,
     EventLog,
@@ -15,9 +15,9 @@ from jgraph.cluster.events import (
     from_json,
     in_order,
 )
-from jgraph.cluster.kept_log import FORMAT
-from jgraph.cluster.server import Server
+from jgraph.cluster.log_tail import FORMAT
 from jgraph.errors import GraphError, TaskLostError, VersionError
+from jgraph.server.server import Server
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:1"
 

@@ -2,8 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from jgraph.cluster.client import Cluster
-from tests.cluster.conftest import connected
+from jgraph.client.cluster import Cluster
+from tests.support.servers import connected
 
 
 @pytest.fixture(scope="package")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgraph import cli
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import DataError
 from jgraph.examples import criteo, dlrm
 from jgraph.examples.clicks import (
@@ -21,7 +21,7 @@ from jgraph.examples.clicks import (
     make_clicks,
 )
 from jgraph.examples.options import Options
-from jgraph.graph.hash_keys import NO_KEY, Keys, join_keys
+from jgraph.graph.rows.hash_keys import NO_KEY, Keys, join_keys
 from tests.examples.data import write_criteo
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jgraph import cli
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import DataError
 from jgraph.examples import lm
 from jgraph.examples.options import Options

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgraph import cli
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import DataError
 from jgraph.examples import wide_deep
 from jgraph.examples.census import CROSSES, WIDE_ROWS, load, read_table

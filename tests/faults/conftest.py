@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.local import LocalCluster
-from jgraph.cluster.records import RECORDS_DIR
-from jgraph.runtime.writer_lease import newest
-from tests.left import nothing_left
-from tests.train.stopping import once
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.runtime.files.writer_lease import newest
+from jgraph.server.replication.streams import RECORDS_DIR
+from tests.support.left import nothing_left
+from tests.support.stopping import once
 
 _LEFT = (
     *("*.orbax-checkpoint-tmp*", "*.going", "*.new-*", "*.old-*"),

@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jgraph.cluster.client import connect
-from jgraph.runtime.step_files import steps_in
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from tests.faults.counting import BATCH, IDS, trainer
+from jgraph.client.cluster import connect
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.strategies.async_runner import AsyncPS
+from tests.support.counting import BATCH, IDS, trainer
 
 
 def main(target: str, directory: str) -> None:

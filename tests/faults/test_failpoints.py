@@ -6,11 +6,11 @@ from typing import Final
 import pytest
 
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.kept_copies import Durability
-from jgraph.train.sync_ps import SyncPS
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.durability import Durability
+from jgraph.train.strategies.sync_runner import SyncPS
 from tests.faults.conftest import Fault
-from tests.faults.counting import BATCH, IDS, Ledger, check_together, trainer
+from tests.support.counting import BATCH, IDS, Ledger, check_together, trainer
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 

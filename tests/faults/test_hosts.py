@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.run import Run
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import BATCH, IDS, Ledger, after, trainer
-from tests.faults.hosts import cluster_on, hosts, lossy_hosts
-from tests.faults.links import NOTICED_S
-from tests.train.stopping import once
+from tests.support.counting import BATCH, IDS, Ledger, after, trainer
+from tests.support.hosts import cluster_on, hosts, lossy_hosts
+from tests.support.links import NOTICED_S
+from tests.support.stopping import once
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(240)]
 

@@ -1,6 +1,6 @@
 """The line of packets that tests of faults put between hosts."""
 
-from tests.faults.lossy import LossyLine
+from tests.support.lossy import LossyLine
 
 
 def test_what_is_sent_arrives_later_and_in_its_order() -> None:

@@ -18,16 +18,16 @@ import optax
 import pytest
 from flax import nnx
 
-from jgraph.cluster.local import LocalCluster
-from jgraph.runtime.step_files import steps_in
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault
-from tests.faults.counting import BATCH, IDS, check_recovered, gone_back_to, trainer
-from tests.train.models import NnxMLP, data, nnx_loss
+from tests.support.counting import BATCH, IDS, check_recovered, gone_back_to, trainer
+from tests.support.models import NnxMLP, data, nnx_loss
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(400)]
 

@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgraph.cluster.client import connect
+from jgraph.client.cluster import connect
 from jgraph.errors import JGError, MalformedMessageError, MessageTooLargeError
 from jgraph.graph.device import TaskName
-from jgraph.graph.function import function
+from jgraph.graph.tracing.function import function
 from jgraph.graph.variable import Variable
-from jgraph.rpc.certificates import make_certificates
-from jgraph.rpc.codec import encode
-from jgraph.rpc.decoder import Decoder
-from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.security.certificates import make_certificates
+from jgraph.rpc.wire.codec import encode
+from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS as TASK, Recorder, asked, numbers, step
-from jgraph.train.async_ps import AsyncPS
+from jgraph.train.strategies.async_runner import AsyncPS
 from tests.faults.conftest import Fault
-from tests.faults.counting import BATCH, IDS, Ledger, trainer
-from tests.faults.links import CLIENT, through_proxies
-from tests.rpc.run_async import run_async
-from tests.train.stopping import once
+from tests.support.counting import BATCH, IDS, Ledger, trainer
+from tests.support.links import CLIENT, through_proxies
+from tests.support.run_async import run_async
+from tests.support.stopping import once
 
 PS0, PS = "/job:ps/task:0", "/job:ps/task:1"
 MASTER, WORKER = "/job:worker/task:0", "/job:worker/task:1"

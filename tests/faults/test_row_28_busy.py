@@ -17,13 +17,13 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jgraph.cluster.client import Cluster, connect
+from jgraph.client.cluster import Cluster, connect
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.graph.function import function
+from jgraph.graph.tracing.function import function
 from jgraph.graph.variable import Variable
 from jgraph.launch.hosts import cluster_file
-from jgraph.rpc import grpc_transport
-from jgraph.rpc.ask_lines import FEW_CALLS
+from jgraph.rpc.calls.connections import FEW_CALLS
+from jgraph.rpc.grpc import transport
 from tests.faults.conftest import Fault
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
@@ -78,7 +78,7 @@ def test_row_28_memory_of_a_ps_has_a_bound_whatever_is_pushed_at_once(
 
     Without a bound it grows by 240 MiB, and by 600 over gRPC.
     """
-    monkeypatch.setattr(grpc_transport, "is_supported", lambda: near)
+    monkeypatch.setattr(transport, "is_supported", lambda: near)
     count = Variable("count", jnp.zeros((), jnp.int32), device="/job:ps/task:0")
 
     @function

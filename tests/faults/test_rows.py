@@ -9,16 +9,16 @@ import numpy as np
 import psutil
 import pytest
 
-from jgraph.cluster.client import connect
-from jgraph.graph.function import function
+from jgraph.client.cluster import connect
+from jgraph.graph.tracing.function import function
 from jgraph.graph.variable import Variable
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.report import Report
-from jgraph.train.run import Run
+from jgraph.train.run.report import Report
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import BATCH, IDS, Ledger, after, trainer
-from tests.faults.links import CLIENT, through_proxies
-from tests.train.stopping import once, once_both_took_part
+from tests.support.counting import BATCH, IDS, Ledger, after, trainer
+from tests.support.links import CLIENT, through_proxies
+from tests.support.stopping import once, once_both_took_part
 
 pytestmark = pytest.mark.procs
 

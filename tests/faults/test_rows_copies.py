@@ -11,17 +11,17 @@ import optax
 import psutil
 import pytest
 
-from jgraph.cluster.local import LocalCluster
-from jgraph.coordination.freezes import FROZEN_S
+from jgraph.coordination.liveness.freezes import FROZEN_S
 from jgraph.errors import CopyLostError
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.kept_copies import Durability
-from jgraph.train.sync_ps import SyncPS
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.durability import Durability
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import (
+from tests.support.counting import (
     BATCH,
     IDS,
     Ledger,

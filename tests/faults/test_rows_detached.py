@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.cluster.client import connect
-from jgraph.cluster.run_info import wait_saved
-from jgraph.runtime.step_files import steps_in
-from jgraph.train.report import Report
-from jgraph.train.run import Run
+from jgraph.client.cluster import connect
+from jgraph.client.runs.runs import wait_saved
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.run.report import Report
+from jgraph.train.run.run import Run
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import (
+from tests.support.counting import (
     BATCH,
     IDS,
     Ledger,
@@ -20,7 +20,7 @@ from tests.faults.counting import (
     trainer,
     write_files,
 )
-from tests.faults.detached_client import STRATEGIES, begin_and_kill
+from tests.support.detached_client import STRATEGIES, begin_and_kill
 
 pytestmark = pytest.mark.procs
 

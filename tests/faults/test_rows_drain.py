@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgraph.cluster.local import LocalCluster
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.run import Run
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import BATCH, IDS, counted, trainer
-from tests.train.ledger import examples_counted, examples_due
+from tests.support.counting import BATCH, IDS, counted, trainer
+from tests.support.ledger import examples_counted, examples_due
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(180)]
 

@@ -16,21 +16,21 @@ from typing import Any, final
 
 import pytest
 
-from jgraph.cluster.client import Cluster, connect
-from jgraph.cluster.processes import TaskProcess
+from jgraph.client.cluster import Cluster, connect
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.coordination.restarts import REPLACED
-from jgraph.coordination.tenure import DOUBT_S
+from jgraph.coordination.liveness.restarts import REPLACED
+from jgraph.coordination.liveness.self_fencing import DOUBT_S
 from jgraph.errors import FencedError
+from jgraph.launch.local.processes import TaskProcess
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.token import NAME, TOKEN_FILE, Token
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.kept_copies import Durability
-from jgraph.train.run import Run
+from jgraph.rpc.security.token import NAME, TOKEN_FILE, Token
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.durability import Durability
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import (
+from tests.support.counting import (
     BATCH,
     IDS,
     Ledger,
@@ -40,8 +40,8 @@ from tests.faults.counting import (
     gone_back_to,
     trainer,
 )
-from tests.faults.links import Link
-from tests.train.stopping import once_both_took_part
+from tests.support.links import Link
+from tests.support.stopping import once_both_took_part
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 

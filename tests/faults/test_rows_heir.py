@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 import pytest
 
-from jgraph.cluster.client import Cluster, connect
-from jgraph.cluster.local import LocalCluster
-from jgraph.cluster.run_info import RunInfo, wait_saved
-from jgraph.runtime.step_files import steps_in
-from jgraph.train.checkpoint import verify
-from jgraph.train.run import Run
+from jgraph.client.cluster import Cluster, connect
+from jgraph.client.runs.runs import RunInfo, wait_saved
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.checkpoint.checkpoint import verify
+from jgraph.train.run.run import Run
 from jgraph.train.trainer import Trainer
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import Ledger, check_together, trainer
-from tests.faults.detached_client import STRATEGIES, begin_and_kill
+from tests.support.counting import Ledger, check_together, trainer
+from tests.support.detached_client import STRATEGIES, begin_and_kill
 
 pytestmark = pytest.mark.procs
 

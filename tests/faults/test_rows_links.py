@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgraph.cluster.client import connect
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.sync_ps import SyncPS
+from jgraph.client.cluster import connect
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.sync_runner import SyncPS
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import BATCH, IDS, Ledger, after, check_together, trainer
-from tests.faults.links import NOTICED_S, through_proxies
-from tests.train.stopping import once
+from tests.support.counting import BATCH, IDS, Ledger, after, check_together, trainer
+from tests.support.links import NOTICED_S, through_proxies
+from tests.support.stopping import once
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 

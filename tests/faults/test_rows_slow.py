@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from jgraph.cluster.client import connect
-from jgraph.cluster.connection import unique
-from jgraph.cluster.local import LocalCluster
+from jgraph.client.cluster import connect
+from jgraph.client.connection import unique
 from jgraph.errors import FencedError
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
+from jgraph.launch.local.cluster import LocalCluster
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.runtime.step_files import steps_in
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.sync_ps import SyncPS
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.faults import fit_forever
 from tests.faults.conftest import Fault, Stopwatch
-from tests.faults.counting import (
+from tests.support.counting import (
     BATCH,
     IDS,
     Ledger,
@@ -35,8 +35,8 @@ from tests.faults.counting import (
     gone_back_to,
     trainer,
 )
-from tests.faults.links import NOTICED_S, through_proxies
-from tests.train.stopping import once_both_took_part
+from tests.support.links import NOTICED_S, through_proxies
+from tests.support.stopping import once_both_took_part
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -156,7 +156,7 @@ def test_row_20_a_master_that_was_frozen_and_replaced_changes_nothing_when_it_wa
         names.append(unique(what))
         return names[-1]
 
-    monkeypatch.setattr("jgraph.cluster.loops.unique", named)
+    monkeypatch.setattr("jgraph.client.runs.loops.unique", named)
     cluster = fault.cluster(ps=2, workers=2)
     lost = f"{MASTER}, the master, was lost"
     there, _ = trained_without(cluster, MASTER, fault.stop_after(lost))

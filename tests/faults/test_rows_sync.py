@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgraph.train.sync_ps import SyncPS
+from jgraph.train.strategies.sync_runner import SyncPS
 from tests.faults.conftest import Fault
-from tests.faults.counting import BATCH, IDS, check_together, trainer
+from tests.support.counting import BATCH, IDS, check_together, trainer
 
 pytestmark = pytest.mark.procs
 

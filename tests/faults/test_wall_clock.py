@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 
 import jgraph
-from jgraph.runtime.step_files import steps_in
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
-from tests.cluster.conftest import connected
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from tests.faults.conftest import Fault
-from tests.faults.counting import BATCH, IDS, check_recovered, trainer
-from tests.train.stopping import once
+from tests.support.counting import BATCH, IDS, check_recovered, trainer
+from tests.support.servers import connected
+from tests.support.stopping import once
 
 PACKAGE = Path(jgraph.__file__).parent
 DATES = {
     "clock.py": "is the wall clock",
     "cluster/events.py": "dates events",
-    "cluster/run_saver.py": "dates a checkpoint",
-    "rpc/certificates.py": "dates certificates",
-    "rpc/tls.py": "dates certificates",
-    "runtime/writer_lease.py": "compares with what another host wrote; a generation "
+    "server/runs/checkpointer.py": "dates a checkpoint",
+    "rpc/security/certificates.py": "dates certificates",
+    "rpc/security/tls.py": "dates certificates",
+    "runtime/files/writer_lease.py": "compares with what another host wrote; a generation "
     "fences whoever was taken for gone and was not",
-    "train/checkpoint.py": "dates a checkpoint",
-    "train/checkpoints.py": "dates a checkpoint",
+    "train/checkpoint/checkpoint.py": "dates a checkpoint",
+    "train/checkpoint/checkpoints.py": "dates a checkpoint",
 }
 """Who reads the time of day, and what for."""
 

@@ -17,30 +17,36 @@ from typing import Final
 import atheris
 
 with atheris.instrument_imports(include=["jgraph"]):
-    from jgraph.cluster.record_log import LogWriter, read_log
     from jgraph.cluster.requests import reading
     from jgraph.cluster.spec import ClusterSpec
-    from jgraph.coordination.dispatch import Dispatch
-    from jgraph.coordination.slots import Part, SlotPlan
+    from jgraph.coordination.data.dispatch import Dispatch
+    from jgraph.coordination.data.slots import Part, SlotPlan
     from jgraph.errors import JGError
     from jgraph.launch.hosts import read_hosts
     from jgraph.rpc._pb import jgraph_pb2 as pb
-    from jgraph.rpc.codec import encode
-    from jgraph.rpc.decoder import Decoder
     from jgraph.rpc.frames import body_of, frame, kind_of
-    from jgraph.rpc.program_codec import decode_program, encode_program
-    from jgraph.rpc.record_codec import record_from, record_to
-    from jgraph.rpc.table_codec import table_from, table_to
-    from jgraph.rpc.token import Token
-    from jgraph.runtime.manifest import FILE, Leaf, Manifest, checksum, read_manifest
+    from jgraph.rpc.security.token import Token
+    from jgraph.rpc.wire.codec import encode
+    from jgraph.rpc.wire.decoder import Decoder
+    from jgraph.rpc.wire.program_codec import decode_program, encode_program
+    from jgraph.rpc.wire.record_codec import record_from, record_to
+    from jgraph.rpc.wire.table_codec import table_from, table_to
+    from jgraph.runtime.files.manifest import (
+        FILE,
+        Leaf,
+        Manifest,
+        checksum,
+        read_manifest,
+    )
+    from jgraph.server.replication.wal import LogWriter, read_log
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from jgraph.graph.hash_spec import Column, HashSpec
-from jgraph.plan.replay import NodeRan, Record
+from jgraph.graph.rows.hash_spec import Column, HashSpec
+from jgraph.plan.program.replay import NodeRan, Record
 from jgraph.rpc.transport import Frame
-from tests.rpc.test_program_codec import small
+from tests.rpc.wire.test_program_codec import small
 
 _THERE: Final = Path(tempfile.mkdtemp())
 _PLAN: Final = SlotPlan([Part("data", 8)], 2, seed=0)

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 import jgraph as jg
-from jgraph.cluster.values import joined, split
+from jgraph.client.values import joined, split
 from jgraph.graph.ir import TaskName
-from jgraph.graph.trace import trace
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import plan
-from tests.cluster.test_inprocess import steps
 from tests.fuzz.recipes import (
     OPS,
     STATE_OPS,
@@ -31,8 +30,9 @@ from tests.fuzz.recipes import (
     run,
     task_names,
 )
-from tests.plan.support import FAST, check_program
-from tests.rpc.run_async import run_async
+from tests.support.plans import FAST, check_program
+from tests.support.run_async import run_async
+from tests.testing.test_in_process_steps import steps
 
 CASES = int(os.environ.get("JGRAPH_FUZZ_CASES", "50"))
 MAX_INSTRUCTIONS = 4 if CASES <= 100 else 12

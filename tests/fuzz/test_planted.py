@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from jgraph.plan.cut import _Links
-from jgraph.plan.flow import _Walk
+from jgraph.plan.analysis.flow import _Walk
+from jgraph.plan.partition.segments import _Links
 from tests.fuzz.recipes import Recipe
 from tests.fuzz.test_equivalence import check, recipes
 

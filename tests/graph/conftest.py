@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jgraph.graph.check import check
-from jgraph.graph.function import function
 from jgraph.graph.graph import Graph, eval_graph
+from jgraph.graph.tracing.function import function
 from jgraph.graph.variable import _BINDING, Variable
 
 Values: TypeAlias = Mapping[Variable, Any]

@@ -20,7 +20,7 @@ from jgraph.graph.check import check
 from jgraph.graph.device import device
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
-from jgraph.graph.trace import trace
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 
 X = jnp.arange(3.0)

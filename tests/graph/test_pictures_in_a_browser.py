@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 from jgraph.graph.device import device
-from jgraph.graph.svg import Picture
-from jgraph.graph.trace import trace
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.schedule import schedule
+from jgraph.view.svg import Picture
 
 CHROMIUM: Final = shutil.which("chromium") or shutil.which("chromium-browser")
 LOADS: Final = 50

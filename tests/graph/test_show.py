@@ -14,10 +14,10 @@ from hypothesis import given, strategies as st
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
 from jgraph.graph.graph import Graph
-from jgraph.graph.svg import draw
-from jgraph.graph.trace import trace
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.graph.views import Box, Edge, View
+from jgraph.view.svg import draw
+from jgraph.view.views import Box, Edge, View
 
 SVG = "{http://www.w3.org/2000/svg}"
 

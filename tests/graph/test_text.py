@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.graph.device import device
-from jgraph.graph.trace import trace
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 
 

@@ -15,7 +15,7 @@ from jgraph.errors import (
 )
 from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.graph import eval_graph
-from jgraph.graph.trace import trace
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable, colocate_with
 
 

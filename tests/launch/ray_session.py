@@ -16,7 +16,7 @@ import ray
 from flax import nnx
 
 import jgraph as jg
-from jgraph.runtime.step_files import steps_in
+from jgraph.runtime.files.step_files import steps_in
 
 PS = "/job:ps/task:0"
 

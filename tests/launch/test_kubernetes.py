@@ -16,7 +16,7 @@ from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
 from jgraph.launch.identity import task_here
 from jgraph.launch.kubernetes import Deployment, Manifest, Size, as_yaml
-from jgraph.rpc.certificates import make_certificates
+from jgraph.rpc.security.certificates import make_certificates
 
 HERE = Path(__file__).parent
 SCHEMA = json.loads((HERE / "kubernetes_schema.json").read_text(encoding="utf-8"))

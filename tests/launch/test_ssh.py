@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from jgraph.cluster.client import connect
+from jgraph.client.cluster import connect
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import ClusterSpecError
 from jgraph.launch.hosts import (

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jgraph.cluster.client import connect
+from jgraph.client.cluster import connect
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.rpc.certificates import make_certificates
+from jgraph.rpc.security.certificates import make_certificates
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/start_host.py"

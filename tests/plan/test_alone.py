@@ -9,10 +9,10 @@ import pytest
 
 import jgraph as jg
 from jgraph.errors import CallbackError, PlacementError
-from jgraph.graph.alone import alone
-from jgraph.plan.nodes import SegmentNode
+from jgraph.graph.tracing.alone import alone
 from jgraph.plan.plan import Plan
-from tests.plan.support import PS, WORKERS, check_plan, graph_of, nodes_of
+from jgraph.plan.program.nodes import SegmentNode
+from tests.support.plans import PS, WORKERS, check_plan, graph_of, nodes_of
 
 X = jnp.arange(6.0)
 

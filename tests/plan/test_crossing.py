@@ -14,9 +14,9 @@ from jgraph.errors import (
     NotExportableError,
     UnknownDeviceError,
 )
-from jgraph.plan.nodes import ConstNode, SegmentNode, SendNode
 from jgraph.plan.plan import plan
-from tests.plan.support import (
+from jgraph.plan.program.nodes import ConstNode, SegmentNode, SendNode
+from tests.support.plans import (
     DRIVER,
     PS,
     TASKS,

@@ -17,9 +17,9 @@ from jgraph.errors import UnknownDeviceError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName, VariableKey
-from jgraph.plan.nodes import ReadNode, SegmentNode, SendNode
 from jgraph.plan.plan import Plan, plan
-from tests.plan.support import (
+from jgraph.plan.program.nodes import ReadNode, SegmentNode, SendNode
+from tests.support.plans import (
     DRIVER,
     EXACT,
     FAST,
@@ -37,7 +37,7 @@ from tests.plan.support import (
     segments_per_task,
     simulated,
 )
-from tests.programs import (
+from tests.support.programs import (
     EXAMPLES,
     MLP,
     Example,

@@ -9,7 +9,7 @@ import pytest
 
 import jgraph as jg
 from jgraph.errors import GraphError, RowIdError
-from jgraph.graph.rows import (
+from jgraph.graph.rows.rows import (
     PAST_THE_END,
     Layout,
     merge_rows,
@@ -17,7 +17,8 @@ from jgraph.graph.rows import (
     split_rows,
     unique_rows,
 )
-from jgraph.plan.nodes import (
+from jgraph.plan.plan import Plan, plan
+from jgraph.plan.program.nodes import (
     LookupNode,
     MergeNode,
     RouteNode,
@@ -25,9 +26,8 @@ from jgraph.plan.nodes import (
     SplitNode,
     ValueType,
 )
-from jgraph.plan.plan import Plan, plan
-from jgraph.plan.row_values import merge, route, split
-from tests.plan.support import (
+from jgraph.plan.program.row_values import merge, route, split
+from tests.support.plans import (
     DRIVER,
     EXACT,
     PS,

@@ -11,7 +11,8 @@ import jgraph as jg
 from jgraph.errors import (
     PlacementError,
 )
-from jgraph.plan.nodes import (
+from jgraph.plan.plan import plan
+from jgraph.plan.program.nodes import (
     ConstNode,
     FeedNode,
     FetchNode,
@@ -19,8 +20,7 @@ from jgraph.plan.nodes import (
     SegmentNode,
     WriteNode,
 )
-from jgraph.plan.plan import plan
-from tests.plan.support import (
+from tests.support.plans import (
     DRIVER,
     PS,
     TASKS,

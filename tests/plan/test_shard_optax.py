@@ -13,10 +13,10 @@ import pytest
 
 from jgraph.graph.device import device
 from jgraph.graph.graph import Graph
-from jgraph.graph.trace import trace
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.train.optimizer import CalledOptimizer
-from tests.plan.sharded import check_shard
+from jgraph.train.model.optimizer import CalledOptimizer
+from tests.support.sharded import check_shard
 
 SHAPES = {"a": (5, 4), "b": (3,), "c": (2, 3, 4)}
 CUTS = {"a": [3, 1], "b": [2], "c": [1, 1, 2]}

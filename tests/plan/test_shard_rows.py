@@ -13,16 +13,15 @@ from hypothesis import given, settings, strategies as st
 
 from jgraph.graph.device import device
 from jgraph.graph.graph import Graph
-from jgraph.graph.kept_rows import spread_rows
-from jgraph.graph.rows import unique_rows
-from jgraph.graph.trace import trace
+from jgraph.graph.rows.padded_rows import spread_rows
+from jgraph.graph.rows.rows import unique_rows
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.plan.nodes import LookupNode
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.simulate import Compiled
-from jgraph.train.row_mean import row_layout
-from tests.plan.sharded import check_shard, checker, join_values, split_values
-from tests.plan.support import (
+from jgraph.plan.program.nodes import LookupNode
+from jgraph.testing.graph_interpreter import Compiled
+from jgraph.train.tables.row_mean import row_layout
+from tests.support.plans import (
     DRIVER,
     FAST,
     TASKS,
@@ -31,6 +30,7 @@ from tests.plan.support import (
     reference,
     simulated,
 )
+from tests.support.sharded import check_shard, checker, join_values, split_values
 
 ROWS = 7
 IDS = np.array([4, 1, 4, 6], np.int32)

@@ -12,8 +12,8 @@ import optax
 
 import jgraph as jg
 from jgraph.plan.plan import Plan, plan
-from tests.plan.support import DRIVER, PS, TASKS, WORKERS, graph_of
-from tests.programs import staged_mlp
+from tests.support.plans import DRIVER, PS, TASKS, WORKERS, graph_of
+from tests.support.programs import staged_mlp
 
 SVG = "{http://www.w3.org/2000/svg}"
 

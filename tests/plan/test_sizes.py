@@ -18,8 +18,8 @@ from jgraph.errors import (
 )
 from jgraph.graph.sizes import ASSUMED_SIZE, Sizes
 from jgraph.plan.plan import Plan, plan
-from jgraph.plan.simulate import Compiled
-from tests.plan.support import (
+from jgraph.testing.graph_interpreter import Compiled
+from tests.support.plans import (
     DRIVER,
     FAST,
     PS,

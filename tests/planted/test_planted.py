@@ -22,13 +22,13 @@ SYNCHRONOUS: Final = (
     "tests/simulation/test_sync.py::"
     "test_every_ps_makes_the_same_updates_and_no_batch_counts_twice"
 )
-PS_CORE: Final = "tests/cluster/test_ps_core.py::TestPsCore"
-SAVER: Final = "tests/cluster/test_run_saver.py::"
-INBOUND: Final = "tests/rpc/test_inbound.py::"
+PS_CORE: Final = "tests/server/test_ps_core.py::TestPsCore"
+SAVER: Final = "tests/server/runs/test_checkpointer.py::"
+INBOUND: Final = "tests/rpc/exchange/test_inbound.py::"
 CALLS: Final = "tests/rpc/test_calls_resume.py::"
-OUTBOX: Final = "tests/rpc/test_outbox.py::"
+OUTBOX: Final = "tests/rpc/calls/test_outbox.py::"
 ROWS: Final = "tests/plan/test_shard_rows.py::"
-BAGS: Final = "tests/train/test_bags.py::"
+BAGS: Final = "tests/train/tables/test_bags.py::"
 PATHS: Final = (
     "tests/train/test_row_paths.py::test_rows_are_trained_as_a_plain_loop_trains_them"
 )
@@ -53,133 +53,133 @@ class Bug:
 
 BUGS: Final = {
     "a frame that comes twice is taken twice": Bug(
-        "rpc/inbound.py",
+        "rpc/exchange/inbound.py",
         "if sequence <= sender.last:",
         "if sequence < sender.last:",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "a ps that was started again, and is empty, is taken for a lost link": Bug(
-        "coordination/loop_ends.py",
+        "coordination/run/loop_outcome.py",
         "return named in ready and ready[named] == began.get(named)",
         "return named in ready",
-        "tests/coordination/test_loop_ends.py::"
+        "tests/coordination/run/test_loop_outcome.py::"
         "test_row_21_task_that_master_reaches_as_it_began_is_not_lost",
     ),
     "updates are decided without a master": Bug(
-        "coordination/aggregation.py",
+        "coordination/sync/aggregation.py",
         "if self._unsupervised or len(there) < self.needed:",
         "if len(there) < self.needed:",
-        "tests/coordination/test_aggregation.py::"
+        "tests/coordination/sync/test_aggregation.py::"
         "test_row_22_no_update_begins_while_the_master_is_silent",
     ),
     "a run goes on to decide without its master": Bug(
-        "coordination/aggregation.py",
+        "coordination/sync/aggregation.py",
         "if self._unsupervised or len(there) < self.needed:",
         "if len(there) < self.needed:",
         "tests/simulation/test_sync.py::"
         "test_row_22_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals",
     ),
     "an older process of a task is taken for the newer": Bug(
-        "rpc/inbound.py",
+        "rpc/exchange/inbound.py",
         "if incarnation in sender.retired:",
         "if incarnation == 0:",
         f"{INBOUND}test_new_incarnation_starts_anew_and_retires_the_old",
     ),
     "a process that was away goes on without asking who has its place": Bug(
-        "coordination/tenure.py",
+        "coordination/liveness/self_fencing.py",
         "if away_s >= DOUBT_S:",
         "if away_s < 0:",
-        "tests/coordination/test_tenure.py::"
+        "tests/coordination/liveness/test_self_fencing.py::"
         "test_row_17_process_that_was_away_is_not_sure_before_it_has_asked",
     ),
     "what comes before the place is known is done": Bug(
-        "cluster/tenure_watch.py",
+        "server/self_fencing.py",
         "return self._is_sure() and self._service.replaced is None",
         "return self._service.replaced is None",
-        "tests/cluster/test_tenure_watch.py::"
+        "tests/server/test_self_fencing.py::"
         "test_row_17_what_comes_after_a_pause_waits_until_the_place_is_known",
     ),
     "a process that was replaced writes to its log": Bug(
-        "cluster/record_thread.py",
+        "server/replication/wal_thread.py",
         "                self._check_place()\n                number = record.number\n",
         "                number = record.number\n",
-        "tests/cluster/test_record_log.py::"
+        "tests/server/replication/test_wal.py::"
         "test_row_17_process_that_was_replaced_writes_nothing_to_its_log",
     ),
     "a log is applied to its end, whatever the other ps have": Bug(
-        "coordination/same_version.py",
+        "coordination/run/same_version.py",
         "return range(self._applied, self._progress.version + 1)",
         "return range(self._progress.version, self._progress.version + 1)",
-        "tests/coordination/test_same_version.py::"
+        "tests/coordination/run/test_same_version.py::"
         "test_no_update_that_all_had_is_lost_whoever_dies_and_whenever",
     ),
     "a ps that lives stays at an update that the others lack": Bug(
-        "coordination/same_version.py",
+        "coordination/run/same_version.py",
         "for task, there in held.items() if version not in there)",
         "for task, there in held.items() if not there)",
         "tests/simulation/test_sync.py::"
         "test_rows_13_and_14_all_ps_go_on_from_one_update_after_two_losses",
     ),
     "a ps goes on to change what another has taken the place of": Bug(
-        "runtime/recording.py",
+        "runtime/store/change_log.py",
         "            self._is_held = True\n",
         "            self._is_held = False\n",
-        "tests/runtime/test_recording.py::"
+        "tests/runtime/store/test_change_log.py::"
         "test_nothing_of_an_update_changes_once_a_task_has_told_its_version",
     ),
     "a frame that is missing is not noticed": Bug(
-        "rpc/inbound.py",
+        "rpc/exchange/inbound.py",
         "if sequence != sender.last + 1 and not stream.may_jump:",
         "if sequence != sender.last + 1 and sequence == 0:",
         f"{INBOUND}test_resumed_stream_may_not_jump",
     ),
     "a master that was replaced takes workers back": Bug(
-        "cluster/run_crew.py",
+        "server/runs/supervisor.py",
         "            await check_master(self._door, order.run, order.epoch)\n"
         "            order.handle",
         "            order.handle",
-        "tests/cluster/test_run_crew.py::"
+        "tests/server/runs/test_supervisor.py::"
         "test_row_20_master_that_was_replaced_takes_no_worker_back",
     ),
     "the batches of a lost worker are forgotten": Bug(
-        "coordination/dispatch.py",
+        "coordination/data/dispatch.py",
         "self._returned.extendleft(reversed(worker.held))",
         "worker.held.clear()",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "what was told twice counts twice": Bug(
-        "coordination/dispatch.py",
+        "coordination/data/dispatch.py",
         "new = min(done - worker.done, worker.batches)",
         "new = min(done, worker.batches)",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "a position has no holes": Bug(
-        "coordination/dispatch.py",
+        "coordination/data/dispatch.py",
         "for lease in [*held, *self._returned]",
         "for lease in self._returned",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "a contribution read at two versions counts": Bug(
-        "coordination/aggregation.py",
+        "coordination/sync/aggregation.py",
         "if len(set(versions.values())) > 1:",
         "if not versions:",
-        "tests/coordination/test_aggregation.py::"
+        "tests/coordination/sync/test_aggregation.py::"
         "test_contribution_read_at_two_versions_is_void",
     ),
     "a contribution read at two versions is averaged": Bug(
-        "coordination/aggregation.py",
+        "coordination/sync/aggregation.py",
         "if len(set(versions.values())) > 1:",
         "if not versions:",
         SYNCHRONOUS,
     ),
     "a replica contributes to an update twice": Bug(
-        "coordination/sync_gate.py",
+        "coordination/sync/sync_gate.py",
         "if self._contributed.get(step[0], -1) < self.version",
         "if self._contributed.get(step[0], -1) <= self.version",
         SYNCHRONOUS,
     ),
     "a batch that counts is dealt again": Bug(
-        "coordination/sync_data.py",
+        "coordination/data/sync_data.py",
         "        self.done += 1\n",
         "        self.done += 1\n        self._given_back.append(place)\n",
         SYNCHRONOUS,
@@ -188,7 +188,7 @@ BUGS: Final = {
         "coordination/epochs.py",
         "if epoch < newest:",
         "if epoch < 0:",
-        "tests/coordination/test_epochs.py::"
+        "tests/coordination/run/test_master_terms.py::"
         "test_row_20_orders_of_a_master_that_was_replaced_are_refused",
     ),
     "a master that was replaced still begins loops": Bug(
@@ -198,68 +198,68 @@ BUGS: Final = {
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "another master leaves out what nobody has told of": Bug(
-        "coordination/batch_ledger.py",
+        "coordination/data/batch_ledger.py",
         "self._open.update(range(self._end, place))",
         "pass",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "another master forgets what was given back before": Bug(
-        "coordination/batch_ledger.py",
+        "coordination/data/batch_ledger.py",
         "self._open = set(unfinished)",
         "self._open = set()",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "what is on its way is not kept": Bug(
-        "rpc/outbox.py",
+        "rpc/calls/outbox.py",
         "self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)",
         "pass",
         f"{OUTBOX}test_frames_of_an_outbox_arrive_once_over_streams_that_fail[0]",
     ),
     "more is taken as acknowledged than is": Bug(
-        "rpc/outbox.py",
+        "rpc/calls/outbox.py",
         "        self.acknowledge(received)\n",
         "        self.acknowledge(received + 1)\n",
         f"{OUTBOX}test_frames_of_an_outbox_arrive_once_over_streams_that_fail[0]",
     ),
     "acknowledgements behind calls are not read": Bug(
-        "rpc/outbox.py",
+        "rpc/calls/outbox.py",
         "if self._nbytes > FULL_BYTES and not self._has_to_wait:",
         "if self._nbytes > FULL_BYTES:",
         f"{OUTBOX}test_any_number_of_large_replies_at_once_all_arrive",
     ),
     "a step that was being replaced is not put back": Bug(
-        "runtime/step_files.py",
+        "runtime/files/step_files.py",
         "            put_back(directory / old[1])\n",
         "            pass\n",
-        "tests/runtime/test_step_files.py::"
+        "tests/runtime/files/test_step_files.py::"
         "test_row_25_a_step_that_is_replaced_is_there_before_and_after",
     ),
     "a caller that comes back is taken for a new one": Bug(
-        "rpc/callers.py",
+        "rpc/calls/sessions.py",
         "            return self._lines[key]\n",
         "            return self._make()\n",
         f"{CALLS}test_rows_4_to_7_a_call_is_made_once_whatever_of_it_was_lost",
     ),
     "a step is told of before its record is kept": Bug(
-        "coordination/kept_updates.py",
+        "coordination/step/commit_tracker.py",
         "return last <= self._kept",
         "return True",
         PS_CORE,
     ),
     "another loop begins a batch too late": Bug(
-        "coordination/batch_order.py",
+        "coordination/data/batch_order.py",
         'within = firsts[int(position["index"])] + int(position["first"])',
         'within = firsts[int(position["index"])] + int(position["first"]) + 1',
         SYNCHRONOUS,
     ),
     "another loop begins a batch too early": Bug(
-        "coordination/batch_order.py",
+        "coordination/data/batch_order.py",
         'within = firsts[int(position["index"])] + int(position["first"])',
         'within = max(0, firsts[int(position["index"])] + int(position["first"]) - 1)',
         SYNCHRONOUS,
     ),
     "a worker may be lost twice": Bug(
-        "coordination/aggregation.py",
+        "coordination/sync/aggregation.py",
         "if replica not in self._alive:",
         "if not replica:",
         SYNCHRONOUS,
@@ -272,191 +272,191 @@ BUGS: Final = {
         "test_row_20_gates_are_opened_by_the_newest_master_alone",
     ),
     "a task does not ask which master opens its gate": Bug(
-        "cluster/task_loops.py",
+        "server/loops/task_loops.py",
         "        self._epochs.check(order.run, order.epoch)\n        self._gates",
         "        self._gates",
-        "tests/cluster/test_failover.py::"
+        "tests/client/runs/test_failover.py::"
         "test_row_20_order_of_a_master_that_was_replaced_is_refused_by_every_task"
         "[/job:ps/task:0]",
     ),
     "a gate takes what was said to the one before": Bug(
-        "cluster/gates.py",
+        "server/gates/gates.py",
         "if event.opening == self._openings.get(event.gate):",
         "if event.gate in self._openings:",
-        "tests/cluster/test_gates.py::"
+        "tests/server/gates/test_gates.py::"
         "test_a_gate_takes_nothing_that_was_said_to_the_one_before",
     ),
     "an update is seen while it is applied": Bug(
-        "runtime/store.py",
+        "runtime/store/store.py",
         "with held([*entries, *others, *changed, *looked_at]):",
         "with held([]):",
-        "tests/runtime/test_store.py::test_readers_never_see_half_an_update",
+        "tests/runtime/store/test_store.py::test_readers_never_see_half_an_update",
     ),
     "a wait for a silent master never ends": Bug(
-        "coordination/supervision.py",
+        "coordination/liveness/master_lease.py",
         "case Unanswered(error) if silent_s >= self._end_s:",
         "case Unanswered(error) if silent_s < 0:",
-        "tests/coordination/test_supervision.py::"
+        "tests/coordination/liveness/test_master_lease.py::"
         "test_loop_ends_that_hears_nothing_for_a_minute",
     ),
     "a wait for contributions never ends": Bug(
-        "coordination/aggregation.py",
+        "coordination/sync/aggregation.py",
         'return self._finish("failed", self._late(timeout_s))',
         "return []",
-        "tests/coordination/test_aggregation.py::"
+        "tests/coordination/sync/test_aggregation.py::"
         "test_wait_that_is_too_long_names_who_is_missing",
     ),
     "a run that went back uses the variables of before": Bug(
         "train/parts.py",
         "container = container or new_container()",
         'container = container or "train"',
-        "tests/train/test_async_ps.py::"
+        "tests/train/strategies/test_async_runner.py::"
         "test_variables_made_anew_take_nothing_that_was_meant_for_those_before",
     ),
     "the master saves without a lease": Bug(
-        "cluster/run_saver.py",
+        "server/runs/checkpointer.py",
         "while not self._lease.generation:",
         "while False:",
         f"{SAVER}test_nothing_is_saved_before_the_directory_is_the_masters",
     ),
     "the position of a save is taken after its snapshot": Bug(
-        "cluster/run_saver.py",
+        "server/runs/checkpointer.py",
         "position=position,",
         "position=self.position(),",
         f"{SAVER}test_a_position_is_never_after_the_updates_that_it_is_saved_with",
     ),
     "what went on while it was copied is saved": Bug(
-        "cluster/run_saver.py",
+        "server/runs/checkpointer.py",
         "if go_on is not None and not await go_on():",
         "if go_on is not None and await go_on() is None:",
         f"{SAVER}test_a_run_that_went_on_while_it_was_copied_is_saved_at_its_end",
     ),
     "updates go on while a run is saved": Bug(
-        "coordination/aggregation.py",
+        "coordination/sync/aggregation.py",
         "        if self._halted:\n            return []\n",
         "",
-        "tests/coordination/test_aggregation.py::"
+        "tests/coordination/sync/test_aggregation.py::"
         "test_nothing_is_decided_at_a_multiple_until_it_may_go_on",
     ),
     "workers go on while a run is saved": Bug(
-        "coordination/replica_loop.py",
+        "coordination/step/replica_loop.py",
         "                self._halted\n                or self._computing",
         "                self._computing",
-        "tests/coordination/test_replica_loop.py::"
+        "tests/coordination/step/test_replica_loop.py::"
         "test_a_loop_that_halts_says_what_is_in_flight_and_starts_nothing",
     ),
     "retention removes the newest": Bug(
-        "runtime/step_files.py",
+        "runtime/files/step_files.py",
         "in beyond(directory, keep, is_whole):",
         "in our_steps(directory)[keep:]:",
         f"{SAVER}test_the_newest_steps_are_kept[1]",
     ),
     "checksums are not compared": Bug(
-        "runtime/manifest.py",
+        "runtime/files/manifest.py",
         "if self.leaves.get(name) != found.get(name)",
         "if name not in self.leaves",
         "tests/train/test_checkpoint_damage.py::"
         "test_row_27_a_flipped_bit_of_an_array_names_the_leaf",
     ),
     "a writer that was replaced commits": Bug(
-        "train/checkpoints.py",
+        "train/checkpoint/checkpoints.py",
         "before_commit=self._lease.check,",
         "before_commit=lambda: None,",
         "tests/train/test_failpoints.py::"
         "test_row_20_a_writer_that_is_replaced_during_a_save_commits_nothing",
     ),
     "a server writes its token to its log": Bug(
-        "cluster/server.py",
+        "server/server.py",
         'f"{self.task} listens on {server.address}"',
         'f"{self.task} listens on {server.address}, {self._token.metadata}"',
         "tests/test_smoke.py::"
         "test_a_graph_over_a_ps_and_a_worker_runs_and_leaves_no_process",
     ),
     "a server writes its key to its log": Bug(
-        "rpc/tls.py",
+        "rpc/security/tls.py",
         "        return Identity(self, cert, key, ca)",
         "        import logging\n"
         "        logging.getLogger(__name__).warning('%s', key)\n"
         "        return Identity(self, cert, key, ca)",
-        "tests/cluster/test_tls.py::"
+        "tests/server/test_tls.py::"
         "test_server_and_client_meet_with_the_files_of_one_run",
     ),
     "padding of ids is row 0 where a gradient is spread": Bug(
-        "graph/kept_rows.py",
+        "graph/rows/padded_rows.py",
         'return whole.at[ids].set(rows, mode="drop")',
         "return whole.at[jnp.where(ids < size, ids, 0)].set(rows)",
         f"{ROWS}test_rows_are_spread_over_the_whole_table_where_its_shards_are",
     ),
     "row 0 loses its gradient where rows are spread": Bug(
-        "graph/kept_rows.py",
+        "graph/rows/padded_rows.py",
         'return whole.at[ids].set(rows, mode="drop")',
         "return whole.at[jnp.where(ids < size, ids, 0)].set(rows)",
         f"{PATHS}[index-int32-momentum-exact-async-whole-40]",
     ),
     "no id of a bag is row 0": Bug(
-        "train/bags.py",
+        "train/tables/bags.py",
         "jnp.where(there, ids, NO_ID)",
         "jnp.where(there, ids, 0)",
         f"{PATHS}[bag-int8-adamw-lazy-local-whole-128]",
     ),
     "an unsigned id is padding": Bug(
-        "train/bags.py",
+        "train/tables/bags.py",
         "there = (ids != -1)",
         "there = (ids != 255)",
         f"{PATHS}[bag-uint8-adagrad-auto-async-div-256]",
     ),
     "gradients that wait are lost with rows alone": Bug(
-        "train/row_step.py",
+        "train/tables/row_step.py",
         'others & update.held_back if sparse == "lazy" else others',
         'others & frozenset() if sparse == "lazy" else others',
         f"{PATHS}[index-uint16-multi_steps-lazy-async-mod-40]",
     ),
     "joined ids of two shards end with row 0": Bug(
-        "graph/rows.py",
+        "graph/rows/rows.py",
         "merged = jnp.full_like(rows[0], padding_of(rows[0]))",
         "merged = jnp.zeros_like(rows[0])",
         "tests/plan/test_rows.py::"
         "test_padding_of_merged_ids_is_no_id_in_a_graph_and_on_a_server",
     ),
     "what a few steps show is all that is asked of an optimizer": Bug(
-        "train/row_update.py",
+        "train/tables/row_update.py",
         "if others and same[n] and n in still)",
         "if others and same[n])",
-        "tests/train/test_still_rows.py::"
+        "tests/train/tables/test_still_rows.py::"
         "test_an_optimizer_that_changes_other_rows_ever_updates_them_all"
         "[decay that begins later than anybody tries]",
     ),
     "ids are put together as rows are": Bug(
-        "plan/shard.py",
+        "plan/sharding/shard.py",
         "if choice.result and self.values.follows_from_ids(equation, choice.result):",
         "if False:",
         f"{ROWS}test_what_follows_from_ids_is_put_together_with_the_padding_of_ids",
     ),
     "padding of ids is an id": Bug(
-        "graph/rows.py",
+        "graph/rows/rows.py",
         "    if may_be_ids(type_):\n        return PAST_THE_END\n",
         "",
         "tests/plan/test_rows.py::"
         "test_padding_of_merged_ids_is_no_id_in_a_graph_and_on_a_server",
     ),
     "a bag has no largest id": Bug(
-        "train/bags.py",
+        "train/tables/bags.py",
         "ids = wide_ids(ids)",
         "ids = ids",
         f"{BAGS}test_a_bag_has_its_largest_id_and_its_padding_whatever_the_dtype[uint8]",
     ),
     "padding of a bag is row 0": Bug(
-        "train/bags.py",
+        "train/tables/bags.py",
         "ids = wide_ids(ids)",
         "wide, ids = wide_ids(ids), ids",
         f"{BAGS}test_training_changes_the_rows_of_a_bag_and_not_those_of_its_padding"
         "[int8-lazy]",
     ),
     "what is left over of gradients goes with a late contribution": Bug(
-        "train/compress.py",
+        "train/step/compress.py",
         "residual = jnp.where(counted, residual, before[...])",
         "residual += 0 * before[...]",
-        "tests/train/test_compress.py::"
+        "tests/train/step/test_compress.py::"
         "test_rounding_of_contributions_that_are_dropped_is_made_good"
         "[int8-True-200]",
     ),

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from jgraph.errors import JGError
-from jgraph.rpc import outbox
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.answering import MAX_UNANSWERED
-from jgraph.rpc.asking import ASKS_METHOD
-from jgraph.rpc.codec import encode, pack, prepare
-from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.calls import outbox
+from jgraph.rpc.calls.answering import MAX_UNANSWERED
+from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello, kind_of
-from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.local_socket import connect
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.shared_memory.local_socket import connect
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
+from jgraph.rpc.wire.codec import encode, pack, prepare
+from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import PS, Recorder, asked, numbers, step
-from tests.rpc.run_async import run_async
+from tests.support.run_async import run_async
 
 Asks: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 

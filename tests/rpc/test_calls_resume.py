@@ -12,13 +12,15 @@ import pytest
 
 from jgraph.errors import JGError, TaskLostError
 from jgraph.graph.ir import TaskName
-from jgraph.rpc import asking, callers, receiving, resuming
+from jgraph.rpc import resuming
+from jgraph.rpc.calls import sessions
+from jgraph.rpc.exchange import receiver
 from jgraph.rpc.frames import body_of
-from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Frame
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WAIT_S, asked, call, numbers, step
-from tests.rpc.run_async import run_async
+from tests.support.run_async import run_async
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -197,7 +199,7 @@ def test_server_that_was_started_again_is_not_asked_what_the_old_one_was() -> No
 def test_calls_stop_when_their_caller_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(callers, "RETURN_S", 0.1)
+    monkeypatch.setattr(sessions, "RETURN_S", 0.1)
 
     async def main() -> None:
         async with paired() as pair:
@@ -216,7 +218,7 @@ def test_calls_stop_when_their_caller_does_not_come_back(
 def test_caller_that_comes_back_too_late_learns_that_its_call_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(callers, "RETURN_S", 0.0)
+    monkeypatch.setattr(sessions, "RETURN_S", 0.0)
     monkeypatch.setattr(resuming, "RESUME_POLL_S", 0.3)
 
     async def main() -> None:
@@ -241,7 +243,7 @@ def test_call_with_many_replies_ends_on_the_server_when_its_caller_stops() -> No
             )
             await pair.at_ps.wait(lambda: pair.at_ps.asked == [0, 3])
             calling.cancel()
-            async with asyncio.timeout(receiving.RETURN_S / 2):
+            async with asyncio.timeout(receiver.RETURN_S / 2):
                 await pair.at_ps.wait(lambda: pair.at_ps.stopped == 1)
 
     run_async(main())

@@ -7,14 +7,14 @@ from typing import Literal
 import pytest
 
 from jgraph.graph.ir import TaskName
-from jgraph.rpc.certificates import make_certificates
-from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.inprocess import InProcessNetwork
-from jgraph.rpc.tls import TLS
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.security.certificates import make_certificates
+from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.transport import Address, Transport
+from jgraph.testing.in_process_transport import InProcessNetwork
 from jgraph.testing.transport_conformance import CHECKS
 from jgraph.testing.transport_harness import PS, WORKER
-from tests.rpc.run_async import run_async
+from tests.support.run_async import run_async
 
 SLOW = {"peer_that_never_listens_is_lost_in_seconds"}
 NAMES = [

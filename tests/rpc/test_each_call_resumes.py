@@ -10,20 +10,20 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.master import Master
+from jgraph.cluster.methods import ROLES
 from jgraph.cluster.requests import REQUESTS
-from jgraph.cluster.roles import ROLES
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.cluster.task_service import TaskService
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame, kind_of
-from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame, Transport
+from jgraph.server.master import Master
+from jgraph.server.task_service import TaskService
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WAIT_S, WORKER, Way, asked, call
-from tests.rpc.run_async import run_async
+from tests.support.run_async import run_async
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

@@ -19,18 +19,18 @@ from jgraph.errors import (
     MessageTooLargeError,
     VersionError,
 )
-from jgraph.rpc.asking import ASKS_METHOD
-from jgraph.rpc.codec import encode, pack
-from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
-from jgraph.rpc.exchange import EXCHANGE_METHOD
+from jgraph.rpc.exchange.link import EXCHANGE_METHOD
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
-from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
+from jgraph.rpc.wire.codec import encode, pack
+from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, call, step
-from tests.rpc.run_async import run_async
-from tests.rpc.test_grpc_transport import ps_process
+from tests.rpc.grpc.test_transport import ps_process
+from tests.support.run_async import run_async
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import pytest
 
-from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.inbound import Inbound
-from jgraph.rpc.token import Token
+from jgraph.rpc.exchange.inbound import Inbound
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.security.token import Token
 from jgraph.testing.transport_harness import PS, WAIT_S, WORKER, Recorder, asked, step
-from tests.rpc.run_async import run_async
+from tests.support.run_async import run_async
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

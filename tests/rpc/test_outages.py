@@ -12,9 +12,9 @@ from cryptography import x509
 
 from jgraph.errors import AddressError, CertificateError, JGError, TaskLostError
 from jgraph.rpc import dial
-from jgraph.rpc.certificates import make_certificates
-from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.tls import TLS
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.security.certificates import make_certificates
+from jgraph.rpc.security.tls import TLS
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import (
     PS,
@@ -25,7 +25,7 @@ from jgraph.testing.transport_harness import (
     numbers,
     step,
 )
-from tests.rpc.run_async import run_async
+from tests.support.run_async import run_async
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from jgraph.errors import TaskLostError
-from jgraph.rpc import exchange, receiving, resuming, unacknowledged
-from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc import in_flight, resuming
+from jgraph.rpc.exchange import link, receiver
+from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
-from tests.rpc.run_async import run_async
+from tests.support.run_async import run_async
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -131,8 +132,8 @@ def test_sender_whose_address_refuses_is_lost_at_once() -> None:
 def test_both_sides_give_up_a_connection_that_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "RESUME_S", 0.1)
-    monkeypatch.setattr(receiving, "RETURN_S", 0.3)
+    monkeypatch.setattr(link, "RESUME_S", 0.1)
+    monkeypatch.setattr(receiver, "RETURN_S", 0.3)
 
     async def main() -> None:
         async with paired() as pair:
@@ -149,7 +150,7 @@ def test_both_sides_give_up_a_connection_that_does_not_come_back(
 def test_sender_that_comes_back_too_late_learns_that_it_was_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiving, "RETURN_S", 0.0)
+    monkeypatch.setattr(receiver, "RETURN_S", 0.0)
     monkeypatch.setattr(resuming, "RESUME_POLL_S", 0.2)
 
     async def main() -> None:
@@ -169,8 +170,8 @@ def test_sender_that_comes_back_too_late_learns_that_it_was_given_up(
 def test_sender_stops_when_nothing_is_acknowledged_and_goes_on_when_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unacknowledged, "WINDOW_FRAMES", 8)
-    monkeypatch.setattr(receiving, "ACK_FRAMES", 4)
+    monkeypatch.setattr(in_flight, "WINDOW_FRAMES", 8)
+    monkeypatch.setattr(receiver, "ACK_FRAMES", 4)
 
     async def main() -> None:
         async with paired() as pair:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError, TaskLostError
-from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame, Tensor
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, step
-from tests.rpc.run_async import run_async
-from tests.rpc.spawned import spawned
+from tests.support.run_async import run_async
+from tests.support.spawned import spawned
 
 LARGE = np.arange(100_000, dtype=np.float32)
 SMALL = np.arange(100, dtype=np.float32)

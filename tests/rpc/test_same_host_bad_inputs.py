@@ -11,17 +11,17 @@ import pytest
 
 from jgraph.errors import MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.codec import encode, pack, prepare
-from jgraph.rpc.decoder import Decoder
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
-from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.memory_blocks import Budget
-from jgraph.rpc.shared_memory import SendMemory
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.shared_memory.memory_blocks import Budget
+from jgraph.rpc.shared_memory.shared_memory import SendMemory
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
+from jgraph.rpc.wire.codec import encode, pack, prepare
+from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, call, step
-from tests.rpc.run_async import run_async
+from tests.support.run_async import run_async
 
 LARGE = np.arange(100_000, dtype=np.float32)
 
@@ -87,7 +87,7 @@ def test_memory_out_of_reach_is_declined_with_one_line(
                 assert not rest
             assert not at_ps.frames
 
-    caplog.set_level(logging.INFO, "jgraph.rpc.receiving")
+    caplog.set_level(logging.INFO, "jgraph.rpc.exchange.receiver")
     run_async(main())
     memory.close()
     lines = [

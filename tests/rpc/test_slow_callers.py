@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ClusterUnreachableError, DeadlineError
-from jgraph.rpc import answering, grpc_transport
-from jgraph.rpc.asking import ASKS_METHOD
-from jgraph.rpc.codec import pack
-from jgraph.rpc.decoder import Decoder
+from jgraph.rpc.calls import answering
+from jgraph.rpc.calls.admission_control import RequestBudget
+from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, kind_of
-from jgraph.rpc.grpc_transport import GrpcTransport
-from jgraph.rpc.intake import RequestBudget
-from jgraph.rpc.local_socket import LocalSocket, connect
+from jgraph.rpc.grpc import transport
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.shared_memory.local_socket import LocalSocket, connect
 from jgraph.rpc.transport import Address, Frame
+from jgraph.rpc.wire.codec import pack
+from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import PS, WAIT_S, Recorder, asked, numbers, step
-from tests.rpc.run_async import run_async
+from tests.rpc.calls.test_admission_control import LARGE, LIMIT, ask, intake
 from tests.rpc.test_bad_asks import HELLO, Asks, error_in
-from tests.rpc.test_intake import LARGE, LIMIT, ask, intake
+from tests.support.run_async import run_async
 
 BEGUN = ask(1, step(1, LARGE))[:100_000]
 
@@ -127,7 +128,7 @@ def test_row_17_room_that_is_kept_for_a_call_that_does_not_come_is_given_back() 
 def test_row_17_more_streams_than_a_server_takes_are_refused_until_one_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grpc_transport, "MAX_CONCURRENT_STREAMS", 3)
+    monkeypatch.setattr(transport, "MAX_CONCURRENT_STREAMS", 3)
 
     async def main() -> None:
         server, client = GrpcTransport(PS), GrpcTransport(None)

@@ -5,11 +5,11 @@ import pytest
 from jgraph.errors import ClusterUnreachableError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.grpc_transport import GrpcTransport
+from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.serving import HELLO_METHOD
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WAIT_S, Recorder
-from tests.rpc.run_async import run_async
+from tests.support.run_async import run_async
 
 
 def test_row_17_a_task_learns_that_another_process_has_its_address() -> None:

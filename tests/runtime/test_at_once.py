@@ -13,14 +13,14 @@ import jgraph as jg
 from jgraph.errors import FeedError
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
-from jgraph.graph.trace import trace
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.plan.nodes import ValueType
 from jgraph.plan.plan import plan
-from jgraph.plan.program import Program, StoredVariable
+from jgraph.plan.program.nodes import ValueType
+from jgraph.plan.program.program import Program, StoredVariable
 from jgraph.runtime.at_once import SHORT_S
 from jgraph.runtime.task import TaskRuntime
-from tests.runtime.tasks import Tasks
+from tests.support.tasks import Tasks
 
 HERE, OTHER = TaskName("/job:worker/task:0"), TaskName("/job:worker/task:1")
 W = StoredVariable("w", ValueType((2,), "float32"))

@@ -6,10 +6,10 @@ from typing import Any, final
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from jgraph.graph.hash_keys import Keys
-from jgraph.graph.hash_spec import Admission, Column, Eviction, HashSpec
-from jgraph.runtime.hash_budget import nbytes_for
-from jgraph.runtime.hash_shard import HashShard
+from jgraph.graph.rows.hash_keys import Keys
+from jgraph.graph.rows.hash_spec import Admission, Column, Eviction, HashSpec
+from jgraph.runtime.store.hash_budget import nbytes_for
+from jgraph.runtime.store.hash_shard import HashShard
 
 ROOM, TTL, WORKERS = 5, 2, 2
 AT_ONCE = Admission()

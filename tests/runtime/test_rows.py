@@ -13,16 +13,16 @@ import pytest
 import jgraph as jg
 from jgraph.errors import MalformedMessageError, RowIdError
 from jgraph.graph.ir import TaskName
-from jgraph.graph.rows import Layout, merge_rows, route_rows, split_rows
-from jgraph.graph.trace import trace
-from jgraph.plan.nodes import SegmentNode, ValueType, WriteNode
+from jgraph.graph.rows.rows import Layout, merge_rows, route_rows, split_rows
+from jgraph.graph.tracing.trace import trace
 from jgraph.plan.plan import plan
-from jgraph.plan.program import Partition, Program, SegmentCode, StoredVariable
-from jgraph.runtime.compile_cache import CompileCache
-from jgraph.runtime.entry import RowsOf
+from jgraph.plan.program.nodes import SegmentNode, ValueType, WriteNode
+from jgraph.plan.program.program import Partition, Program, SegmentCode, StoredVariable
+from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.runtime.loaded import load_partition
-from jgraph.runtime.store import VariableStore
-from tests.runtime.tasks import Tasks
+from jgraph.runtime.store.entry import RowsOf
+from jgraph.runtime.store.store import VariableStore
+from tests.support.tasks import Tasks
 
 PS = TaskName("/job:ps/task:0")
 WORKERS = [TaskName(f"/job:worker/task:{i}") for i in range(2)]

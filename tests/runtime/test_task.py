@@ -11,12 +11,12 @@ from jgraph.errors import (
 )
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
-from jgraph.graph.trace import trace
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.plan.nodes import ValueType
 from jgraph.plan.plan import plan
-from jgraph.plan.program import Program, StoredVariable
-from tests.runtime.tasks import Tasks
+from jgraph.plan.program.nodes import ValueType
+from jgraph.plan.program.program import Program, StoredVariable
+from tests.support.tasks import Tasks
 
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
 W = StoredVariable("w", ValueType((3,), "float32"))

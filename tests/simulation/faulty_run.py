@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from jgraph.coordination.recovery import ATTEMPTS
-from jgraph.coordination.slots import DEATHS, Lease
+from jgraph.coordination.data.slots import DEATHS, Lease
+from jgraph.coordination.run.recovery import ATTEMPTS
 from jgraph.graph.ir import TaskName
 from tests.simulation.master import Master
 from tests.simulation.network import Network, Process, Simulation

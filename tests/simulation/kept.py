@@ -5,8 +5,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from jgraph.coordination.same_version import HeldBack
-from jgraph.plan.replay import NodeRan, Record
+from jgraph.coordination.run.same_version import HeldBack
+from jgraph.plan.program.replay import NodeRan, Record
 
 History: TypeAlias = list[tuple[int, ...]]
 DUE: Final = frozenset({1, 2})

@@ -4,11 +4,12 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from jgraph.coordination import aggregation, supervision
-from jgraph.coordination.aggregation import Arbiter, Step
-from jgraph.coordination.slots import Lease
-from jgraph.coordination.supervision import LeaseTracker
-from jgraph.coordination.sync_data import SyncData
+from jgraph.coordination.data.slots import Lease
+from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.liveness import master_lease
+from jgraph.coordination.liveness.master_lease import LeaseTracker
+from jgraph.coordination.sync import aggregation
+from jgraph.coordination.sync.aggregation import Arbiter, Step
 from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
 from tests.simulation.network import Message
@@ -154,23 +155,23 @@ class Leader:
     def supervise(self) -> None:
         """Asks the master, time and again, whether it is there."""
         if not self.is_over and self.shard.process.alive:
-            self.obey(supervision.TimePassed())
+            self.obey(master_lease.TimePassed())
             self.world.sim.later(self.supervision.look_every_s, self.supervise)
 
     def heard(self) -> None:
         """The master has answered."""
         self.asking, self.heard_at = False, self.world.sim.now
-        self.obey(supervision.Answered())
+        self.obey(master_lease.Answered())
 
-    def obey(self, event: supervision.Event) -> None:
+    def obey(self, event: master_lease.Event) -> None:
         for instruction in self.supervision.handle(event, self.world.sim.now):
             match instruction:
-                case supervision.Pause():
+                case master_lease.Pause():
                     self.world.pauses += 1
                     self.take(aggregation.MasterSilent())
-                case supervision.GoOn():
+                case master_lease.GoOn():
                     self.take(aggregation.MasterHeard())
-                case supervision.Ask() if not self.asking:
+                case master_lease.Ask() if not self.asking:
                     self.asking = True
                     self.send(self.master, ("there?", self.name))
 

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from jgraph.coordination.dispatch import (
+from jgraph.coordination.data.dispatch import (
     Asked,
     Deal,
     Dispatch,
@@ -17,7 +17,7 @@ from jgraph.coordination.dispatch import (
     WorkerEnded,
     WorkerLost,
 )
-from jgraph.coordination.slots import Lease
+from jgraph.coordination.data.slots import Lease
 from jgraph.graph.ir import TaskName
 from tests.simulation.network import Message
 

@@ -16,10 +16,10 @@ from typing import Any, Final, TypeAlias
 
 from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
-from jgraph.rpc.inbound import Inbound, InboundStream
-from jgraph.rpc.receiving import ACK_FRAMES, RETURN_S
+from jgraph.rpc.exchange.inbound import Inbound, InboundStream
+from jgraph.rpc.exchange.receiver import ACK_FRAMES, RETURN_S
+from jgraph.rpc.in_flight import InFlightWindow
 from jgraph.rpc.resuming import RESUME_POLL_S, RESUME_S
-from jgraph.rpc.unacknowledged import InFlightWindow
 
 Message: TypeAlias = tuple[Any, ...]
 KEEPALIVE_S: Final = 15.0

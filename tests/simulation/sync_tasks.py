@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from jgraph.coordination import sync_gate
-from jgraph.coordination.aggregation import Step
-from jgraph.coordination.succession import MasterTerms
-from jgraph.coordination.sync_gate import SyncGate
+from jgraph.coordination.run.succession import MasterTerms
+from jgraph.coordination.sync import sync_gate
+from jgraph.coordination.sync.aggregation import Step
+from jgraph.coordination.sync.sync_gate import SyncGate
 from jgraph.errors import (
     CopyLostError,
     FencedError,
@@ -17,8 +17,8 @@ from jgraph.errors import (
     TaskLostError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.plan.replay import NodeRan
-from jgraph.runtime.recording import Recorder
+from jgraph.plan.program.replay import NodeRan
+from jgraph.runtime.store.change_log import Recorder
 from tests.simulation.kept import DUE, History, Kept, as_arrays
 from tests.simulation.leader import NEVER, Leader
 from tests.simulation.network import Message

@@ -3,8 +3,8 @@
 What decides is real: which contributions make up an update (``Arbiter``), who reads
 when (``SyncGate``), who gets which batch (``SyncData``), when a replica begins a step
 (``ReplicaLoop``), whether a run goes back (``Recoveries``), whose orders are refused
-(``MasterTerms``). A run is a row of loops that decide: each begins at the position that the
-one before told, with the workers that are there.
+(``MasterTerms``). A run is a row of loops that decide: each begins at the position that
+the one before told, with the workers that are there.
 """
 
 from collections import Counter
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from jgraph.coordination.batch_order import BatchOrder
-from jgraph.coordination.recovery import GoBack, Recoveries
-from jgraph.coordination.same_version import Ask, Differ, meet
-from jgraph.coordination.slots import Part, SlotPlan
-from jgraph.coordination.supervision import END_S, LEASE_S
-from jgraph.coordination.sync_data import SyncData
+from jgraph.coordination.data.batch_order import BatchOrder
+from jgraph.coordination.data.slots import Part, SlotPlan
+from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.liveness.master_lease import END_S, LEASE_S
+from jgraph.coordination.run.recovery import GoBack, Recoveries
+from jgraph.coordination.run.same_version import Ask, Differ, meet
 from jgraph.graph.ir import TaskName
-from jgraph.plan.replay import Record
-from jgraph.train.kept_copies import Durability
+from jgraph.plan.program.replay import Record
+from jgraph.train.strategies.durability import Durability
 from tests.simulation.faulty_run import REJOIN_S, FaultyRun
 from tests.simulation.kept import History, Kept, as_arrays
 from tests.simulation.leader import NEVER, Leader, Order, Told

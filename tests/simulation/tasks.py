@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from jgraph.coordination.replica_loop import (
+from jgraph.coordination.data.slots import Lease, SlotPlan
+from jgraph.coordination.run.succession import MasterTerms
+from jgraph.coordination.step.replica_loop import (
     End,
     Event,
     LoopStarted,
@@ -20,8 +22,6 @@ from jgraph.coordination.replica_loop import (
     StepUnwanted,
     StopAsked,
 )
-from jgraph.coordination.slots import Lease, SlotPlan
-from jgraph.coordination.succession import MasterTerms
 from jgraph.errors import FencedError, TaskLostError
 from jgraph.graph.ir import TaskName
 from tests.simulation.network import Message, Network, Process, Simulation

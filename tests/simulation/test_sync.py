@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from jgraph.train.kept_copies import Durability
+from jgraph.train.strategies.durability import Durability
 from tests.simulation.faulty_run import FIRST, REJOIN_S, RUNS, check_each
 from tests.simulation.leader import Leader
 from tests.simulation.sync_world import SyncWorld

@@ -2,8 +2,8 @@
 
 What decides is real: who gets which batches (``Dispatch``), when a replica begins a
 step (``ReplicaLoop``), whether a run goes back (``Recoveries``), what another master
-goes on from (``BatchLedger``) and whose orders are refused (``MasterTerms``). The tasks only
-do what these say, with messages over a network that goes wrong.
+goes on from (``BatchLedger``) and whose orders are refused (``MasterTerms``). The tasks
+only do what these say, with messages over a network that goes wrong.
 """
 
 from collections import Counter
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jgraph.coordination.batch_ledger import BatchLedger
-from jgraph.coordination.dispatch import Dispatch
-from jgraph.coordination.recovery import GoBack, Recoveries
-from jgraph.coordination.slots import Lease, Part, SlotPlan
+from jgraph.coordination.data.batch_ledger import BatchLedger
+from jgraph.coordination.data.dispatch import Dispatch
+from jgraph.coordination.data.slots import Lease, Part, SlotPlan
+from jgraph.coordination.run.recovery import GoBack, Recoveries
 from jgraph.graph.ir import TaskName
 from tests.simulation.faulty_run import REJOIN_S, FaultyRun
 from tests.simulation.master import LEASE_S, Master

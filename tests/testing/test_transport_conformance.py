@@ -8,8 +8,8 @@ import pytest
 
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
-from jgraph.rpc.inprocess import InProcessNetwork
 from jgraph.rpc.transport import Address, Frame, Handler, Transport
+from jgraph.testing.in_process_transport import InProcessNetwork
 from jgraph.testing.transport_conformance import CHECKS
 from jgraph.testing.transport_harness import MakeTransport
 

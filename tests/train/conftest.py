@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from jgraph import cli
-from jgraph.cluster.client import Cluster
-from jgraph.cluster.session import Session
-from jgraph.runtime.step_files import steps_in
-from jgraph.train import checkpoint
-from tests.cluster.conftest import connected
+from jgraph.client.cluster import Cluster
+from jgraph.client.session import Session
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.checkpoint import checkpoint
+from tests.support.servers import connected
 
 
 @pytest.fixture(scope="module")

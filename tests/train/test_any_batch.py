@@ -8,8 +8,8 @@ import pytest
 
 import jgraph as jg
 from jgraph.errors import FeedError
-from tests.plan.support import PS
 from tests.plan.test_sizes import batch, check_sizes
+from tests.support.plans import PS
 
 
 def squares(y: Any, t: Any) -> Any:

@@ -12,16 +12,16 @@ import numpy as np
 import optax
 import pytest
 
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
-from jgraph.runtime.manifest import read_manifest
-from jgraph.runtime.step_files import best_in, steps_in
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.callbacks import EarlyStopping
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.local import Local
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.runtime.files.manifest import read_manifest
+from jgraph.runtime.files.step_files import best_in, steps_in
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.run.callbacks import EarlyStopping
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.local import Local
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.train.test_cuts import Counts, X, counting, one_more
 

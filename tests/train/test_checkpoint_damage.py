@@ -25,9 +25,9 @@ from jgraph.errors import (
     CheckpointPathError,
     CheckpointSpaceError,
 )
-from jgraph.runtime.manifest import FILE, Manifest, read_manifest
-from jgraph.runtime.step_files import TEMPORARY
-from jgraph.train import checkpoint
+from jgraph.runtime.files.manifest import FILE, Manifest, read_manifest
+from jgraph.runtime.files.step_files import TEMPORARY
+from jgraph.train.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 MANIFEST_KEYS = ["format", "crc32", "leaves", "step", "position", "shape", "dtype"]

@@ -14,15 +14,15 @@ import optax
 import pytest
 from flax import nnx
 
-from jgraph.cluster.client import Cluster, connect
-from jgraph.cluster.local import LocalCluster
-from jgraph.runtime.manifest import read_manifest
-from jgraph.runtime.step_files import steps_in
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.local import Local
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.client.cluster import Cluster, connect
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.runtime.files.manifest import read_manifest
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.local import Local
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")

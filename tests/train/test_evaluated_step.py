@@ -9,13 +9,13 @@ import pytest
 from flax import nnx
 
 from jgraph.errors import DataError
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.callbacks import EarlyStopping
-from jgraph.train.local import Local
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.train.run.callbacks import EarlyStopping
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.local import Local
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import connected
+from tests.support.servers import connected
 
 
 class Counter(nnx.Module):

@@ -15,16 +15,16 @@ import optax
 import pytest
 
 import jgraph as jg
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.run import Run
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import connected
-from tests.train.every_optimizer import makers, variants
-from tests.train.models import BATCH, batches_of, data
+from tests.support.every_optimizer import makers, variants
+from tests.support.models import BATCH, batches_of, data
+from tests.support.servers import connected
 
 STEPS = 5
 VARIANTS = dict(variants())

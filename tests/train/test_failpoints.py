@@ -12,10 +12,10 @@ import pytest
 
 from jgraph.errors import CheckpointError, CheckpointWriterError
 from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
-from jgraph.runtime.step_files import TEMPORARY, steps_in
-from jgraph.train import checkpoint
-from jgraph.train.checkpoints import CheckpointWriter, newest_good
-from jgraph.train.trees import Tree
+from jgraph.runtime.files.step_files import TEMPORARY, steps_in
+from jgraph.train.checkpoint import checkpoint
+from jgraph.train.checkpoint.checkpoints import CheckpointWriter, newest_good
+from jgraph.train.model.trees import Tree
 from tests.train.conftest import check_kept
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -32,7 +32,7 @@ SAVES = """
 import json, sys
 from pathlib import Path
 from tests.train.test_failpoints import tree
-from jgraph.train.checkpoints import CheckpointWriter
+from jgraph.train.checkpoint.checkpoints import CheckpointWriter
 
 for first in (1, 6):
     with CheckpointWriter(Path(sys.argv[1]), keep=2) as writer:

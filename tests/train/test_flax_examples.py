@@ -16,13 +16,13 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 
-from jgraph.cluster.client import Cluster
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.client.cluster import Cluster
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import connected
-from tests.train.models import batches_of
+from tests.support.models import batches_of
+from tests.support.servers import connected
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 

@@ -13,11 +13,11 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.errors import ConfigError, DataError, GraphError
-from jgraph.train.data import as_dataset
-from jgraph.train.hooks import as_callbacks
-from jgraph.train.optimizer import unwrapped
-from jgraph.train.strategies import batches_per_update
-from tests.train.test_forms import Loader, batches
+from jgraph.train.data.data import as_dataset
+from jgraph.train.model.optimizer import unwrapped
+from jgraph.train.run.hooks import as_callbacks
+from jgraph.train.strategies.strategies import batches_per_update
+from tests.train.data.test_forms import Loader, batches
 
 X = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]
 Y = 3 * X[:, 0]

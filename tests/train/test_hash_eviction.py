@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.graph.hash_keys import join_keys
-from jgraph.graph.hash_spec import Column, Eviction, HashSpec
-from jgraph.runtime.hash_budget import nbytes_for
-from jgraph.train.run import Run
-from tests.cluster.conftest import connected
+from jgraph.graph.rows.hash_keys import join_keys
+from jgraph.graph.rows.hash_spec import Column, Eviction, HashSpec
+from jgraph.runtime.store.hash_budget import nbytes_for
+from jgraph.train.run.run import Run
 from tests.runtime.test_hash_eviction import ROOM, TTL, Oracle
-from tests.train.ledger import examples_counted
+from tests.support.ledger import examples_counted
+from tests.support.servers import connected
 
 BATCH, KEYS = 2, 16
 

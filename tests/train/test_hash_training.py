@@ -14,16 +14,16 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.errors import CheckpointError, ConfigError, DataError
-from jgraph.graph.hash_keys import shard_of
-from jgraph.graph.hash_spec import Column, Initial
 from jgraph.graph.ir import TaskName
-from jgraph.plan.nodes import ContributeNode
-from jgraph.runtime.hash_rows import initial_rows
-from jgraph.train.adapters import adapt
-from jgraph.train.arrange import Arrangement
-from jgraph.train.hash_step import slot_columns
-from jgraph.train.step import TrainStep
-from tests.cluster.conftest import connected
+from jgraph.graph.rows.hash_keys import shard_of
+from jgraph.graph.rows.hash_spec import Column, Initial
+from jgraph.plan.program.nodes import ContributeNode
+from jgraph.runtime.store.hash_rows import initial_rows
+from jgraph.train.hash_tables.hash_step import slot_columns
+from jgraph.train.model.adapters import adapt
+from jgraph.train.step.arrange import Arrangement
+from jgraph.train.step.train_step import TrainStep
+from tests.support.servers import connected
 
 DIM, BATCH, BAG = 3, 8, 2
 RATE = 0.5

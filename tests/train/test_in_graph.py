@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.cluster.client import Cluster
-from jgraph.cluster.session import Session
+from jgraph.client.cluster import Cluster
+from jgraph.client.session import Session
 from jgraph.errors import ConfigError, FeedError, UnknownDeviceError
-from tests.plan.support import assert_same
-from tests.train.models import NnxMLP, batches_of, cross_entropy, data, nnx_loss
+from tests.support.models import NnxMLP, batches_of, cross_entropy, data, nnx_loss
+from tests.support.plans import assert_same
 
 WORKERS, BATCH, STEPS = 2, 8, 5
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import jgraph as jg
-from jgraph.cluster.local import LocalCluster
 from jgraph.graph.ir import TaskName
-from jgraph.plan.memory import held_nbytes
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.testing.memory_use import held_nbytes
 
 STAGES, MICROBATCHES, ROWS = 3, 8, 64
 PART = 4_000_000

@@ -14,15 +14,15 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import NonFiniteError, RowIdError
-from jgraph.runtime.step_files import steps_in
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.local import Local
-from jgraph.train.report import Report
-from jgraph.train.run import Run
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.run.report import Report
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.local import Local
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 
 EXAMPLES, BATCH, ROWS = 6000, 2, 4

@@ -16,16 +16,20 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import CheckpointError, CheckpointForeignError
-from jgraph.runtime.manifest import FILE
-from jgraph.runtime.step_files import TEMPORARY, our_steps, steps_in
-from jgraph.train import checkpoint
-from jgraph.train.checkpoints import Checkpoints, CheckpointWriter, newest_good
-from jgraph.train.flax_checkpoints import find, match
+from jgraph.runtime.files.manifest import FILE
+from jgraph.runtime.files.step_files import TEMPORARY, our_steps, steps_in
+from jgraph.train.checkpoint import checkpoint
+from jgraph.train.checkpoint.checkpoints import (
+    Checkpoints,
+    CheckpointWriter,
+    newest_good,
+)
+from jgraph.train.checkpoint.flax_checkpoints import find, match
 from jgraph.train.trainer import Trainer
-from tests.train import flax_program
-from tests.train.test_checkpoints import filled, tree
+from tests.support import flax_program
+from tests.train.checkpoint.test_checkpoints import filled, tree
 
 pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("nothing_is_left")]
 STEPS, MORE = flax_program.STEPS, flax_program.MORE

@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import jgraph as jg
-from jgraph.cluster.client import connect
-from jgraph.coordination.run_metadata import NodeTime, RunMetadata
-from tests.cluster.conftest import Servers
+from jgraph.client.cluster import connect
+from jgraph.coordination.step.run_metadata import NodeTime, RunMetadata
+from tests.support.servers import Servers
 from tests.train.test_in_graph import batches, layer, params_of, squares
 
 FIRST, LAST = "/job:worker/task:0", "/job:worker/task:1"

@@ -12,28 +12,28 @@ import optax
 import pytest
 from flax import nnx
 
+from jgraph.client.cluster import Cluster, connect
 from jgraph.clock import SystemClock
-from jgraph.cluster.client import Cluster, connect
-from jgraph.cluster.local import LocalCluster
 from jgraph.errors import DataSlotError, JGError
-from jgraph.runtime.step_files import steps_in
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.checkpoints import Checkpoints
-from jgraph.train.report import Report
-from jgraph.train.run import Run
-from jgraph.train.source import Source
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.data.source import Source
+from jgraph.train.run.report import Report
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.faults.counting import after
-from tests.train.ledger import examples_counted, examples_due, loss_that_counts
-from tests.train.models import (
+from tests.support.counting import after
+from tests.support.ledger import examples_counted, examples_due, loss_that_counts
+from tests.support.models import (
     NnxMLP,
     batches_of,
     data,
     nnx_loss,
 )
-from tests.train.stopping import once
+from tests.support.stopping import once
 
 pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.procs]
 
@@ -129,7 +129,7 @@ def is_alone(run: Run) -> bool:
     return bool(run.metrics("contributions")["value"][-1] == 1)
 
 
-@pytest.mark.nightly  # tests/train/test_sync_ps.py and tests/faults/test_rows_sync.py
+@pytest.mark.nightly  # tests/train/strategies/test_sync_runner.py and tests/faults/test_rows_sync.py
 def test_sync_workers_equal_one_process_and_a_killed_one_costs_no_example() -> None:
     tx = optax.sgd(0.1)
     x, y = data()
@@ -203,7 +203,7 @@ def test_training_goes_on_when_the_evaluator_is_killed(
         trainer.close()
 
 
-DEADLY = "tests.runtime.source_functions:deadly"
+DEADLY = "tests.support.source_functions:deadly"
 
 
 def at_ps(local: LocalCluster) -> str:

@@ -10,16 +10,16 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError, OuterStateError
-from jgraph.train.adapters import adapt
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.data import as_dataset
-from jgraph.train.step import TrainStep
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.train.data.data import as_dataset
+from jgraph.train.model.adapters import adapt
+from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.train.models import BATCH, NnxMLP, cross_entropy, data
+from tests.support.models import BATCH, NnxMLP, cross_entropy, data
 
 
 class Dropped(nnx.Module):

@@ -16,13 +16,13 @@ from jgraph.errors import (
     GraphError,
     NonFiniteError,
 )
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.local import Local
-from jgraph.train.run import Run
-from jgraph.train.strategies import Strategy
-from jgraph.train.sync_ps import SyncPS
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.local import Local
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.train.models import BATCH, LinenMLP, NnxMLP, data, linen_loss, nnx_loss
+from tests.support.models import BATCH, LinenMLP, NnxMLP, data, linen_loss, nnx_loss
 
 
 def nnx_trainer(loss: Any = nnx_loss, **options: Any) -> Trainer:

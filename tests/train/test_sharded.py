@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError, ShardingError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.spread import spread
-from jgraph.train.async_ps import AsyncPS
+from jgraph.plan.placement.spread import spread
+from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import connected
-from tests.train.models import NnxMLP, data, nnx_loss
+from tests.support.models import NnxMLP, data, nnx_loss
+from tests.support.servers import connected
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 HALVES = jg.fixed_size_partitioner(2)

@@ -8,14 +8,14 @@ import optax
 import pytest
 from flax import nnx
 
-from jgraph.cluster.client import Cluster
-from jgraph.cluster.loop_orders import LoopRequest
+from jgraph.client.cluster import Cluster
+from jgraph.cluster.loop_messages import LoopRequest
 from jgraph.graph.ir import TaskName
-from jgraph.train.async_ps import AsyncPS
-from jgraph.train.run import Run
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.workers import Workers
 from jgraph.train.trainer import Trainer
-from jgraph.train.workers import Workers
-from tests.train.models import NnxMLP, data, nnx_loss
+from tests.support.models import NnxMLP, data, nnx_loss
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

@@ -6,15 +6,15 @@ from typing import Any
 import optax
 from flax import nnx
 
-from jgraph.cluster import loop
-from jgraph.cluster.client import connect
-from jgraph.cluster.stale_shard import StaleGate
+from jgraph.client.cluster import connect
+from jgraph.cluster import event_loop
 from jgraph.errors import JGError, StaleGradientError
 from jgraph.graph.ir import TaskName
-from jgraph.train.async_ps import AsyncPS
+from jgraph.server.gates.stale_gate import StaleGate
+from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.trainer import Trainer
-from tests.cluster.conftest import Servers
-from tests.train.models import NnxMLP, data, nnx_loss
+from tests.support.models import NnxMLP, data, nnx_loss
+from tests.support.servers import Servers
 
 STEP = ("w0", 7)
 
@@ -51,7 +51,7 @@ def test_refused_step_is_computed_anew_and_every_batch_counts_once() -> None:
 
     def once(run: Any, report: Any) -> None:
         if not refused:
-            loop.run(revoke_a_later_step())
+            event_loop.run(revoke_a_later_step())
         ((gate, step),) = refused
         if step not in gate._revoked and run.dropped():
             run.stop()

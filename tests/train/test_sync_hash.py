@@ -10,17 +10,17 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import MalformedMessageError
-from jgraph.graph.hash_spec import Column, HashSpec, Initial
-from jgraph.plan.accumulate import mean_of_rows
-from jgraph.runtime.hash_budget import nbytes_for
-from jgraph.runtime.hash_rows import initial_rows
-from jgraph.train.adapters import adapt
-from jgraph.train.step import TrainStep
-from jgraph.train.sync_ps import SyncPS, SyncRunner
-from tests.cluster.conftest import connected
-from tests.train.models import values_alone
+from jgraph.graph.rows.hash_spec import Column, HashSpec, Initial
+from jgraph.plan.program.accumulate import mean_of_rows
+from jgraph.runtime.store.hash_budget import nbytes_for
+from jgraph.runtime.store.hash_rows import initial_rows
+from jgraph.train.model.adapters import adapt
+from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
+from tests.support.models import values_alone
+from tests.support.servers import connected
 
 DIM, BATCH, WORKERS, STEPS = 3, 8, 2, 8
 INITIAL = Initial("normal", 0.1, seed=4)

@@ -9,14 +9,14 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.cluster.client import Cluster
+from jgraph.client.cluster import Cluster
 from jgraph.errors import DataError, RowIdError
-from jgraph.plan.nodes import ContributeNode
-from jgraph.train.adapters import adapt
-from jgraph.train.step import TrainStep
-from jgraph.train.sync_ps import SyncPS, SyncRunner
+from jgraph.plan.program.nodes import ContributeNode
+from jgraph.train.model.adapters import adapt
+from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
-from tests.train.models import values_alone
+from tests.support.models import values_alone
 
 ROWS, DIM, BATCH, WORKERS, STEPS = 3000, 4, 8, 2, 12
 TABLE = "params/table/embedding"

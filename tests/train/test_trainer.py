@@ -18,10 +18,10 @@ from jgraph.errors import (
     DataError,
     DeadlineError,
 )
-from jgraph.train.report import Report
-from jgraph.train.run import Run
+from jgraph.train.run.report import Report
+from jgraph.train.run.run import Run
 from jgraph.train.trainer import Trainer
-from tests.train.models import (
+from tests.support.models import (
     BATCH,
     LinenMLP,
     LinenNorm,

@@ -1,0 +1,1 @@
+"""Client side of a cluster: connection, sessions, variables, runs, snapshots."""

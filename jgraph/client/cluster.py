@@ -1,0 +1,341 @@
+"""Cluster: a client's connection to a running cluster."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, final
+
+import jax
+
+from jgraph.client.connection import Connection
+from jgraph.client.logs import EventTail
+from jgraph.client.no_handler import NoHandler
+from jgraph.client.wait_for_tasks import (
+    ASK_AGAIN_S,
+    check_versions,
+    connect_request,
+    wait_for_tasks,
+)
+from jgraph.clock import SystemClock
+from jgraph.cluster import event_loop
+from jgraph.cluster.deadlines import CONTROL_S, DRAIN_S
+from jgraph.cluster.events import Event, in_order
+from jgraph.cluster.options import shutdown_order
+from jgraph.cluster.transport_choice import (
+    TLSFiles,
+    address_of,
+    as_tls,
+    certificates_of,
+    target_of,
+    token_file_in,
+)
+from jgraph.cluster.wait_message import show_wait
+from jgraph.errors import (
+    ClusterUnreachableError,
+    ConfigError,
+    TaskLostError,
+    hints,
+)
+from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.security.tls import TLS
+from jgraph.rpc.security.token import Token, find_token
+from jgraph.rpc.transport import Address
+
+if TYPE_CHECKING:
+    from jgraph.client.placement.auto import AutoPlacement
+    from jgraph.client.runs.runs import RunInfo
+    from jgraph.client.session import Session
+
+CONNECT_S = 60.0
+
+
+class Cluster(Connection):
+    """A running cluster, seen by a client.
+
+    Made by ``jg.connect`` and ``jg.LocalCluster``.
+
+    Attributes:
+      spec: which tasks there are and where.
+      master: the task whose server this client talks to.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        transport: GrpcTransport,
+        reply: Any,
+        tls: TLS | None = None,
+        token_file: Path | None = None,
+    ) -> None:
+        super().__init__(address, transport, reply, tls, token_file)
+        self._sessions: list[Session] = []
+
+    def session(
+        self,
+        *,
+        container: str = "",
+        soft_placement: bool = False,
+        platforms: Sequence[str] = (),
+        placement: "AutoPlacement | None" = None,
+    ) -> "Session":
+        """Opens a session: runs functions on this cluster.
+
+        Args:
+          container: see ``Session``.
+          soft_placement: see ``Session``.
+          platforms: see ``Session``.
+          placement: see ``Session``.
+        """
+        from jgraph.client.session import Session
+
+        self._check_open()
+        session = Session(
+            self,
+            container=container,
+            soft_placement=soft_placement,
+            platforms=platforms,
+            placement=placement,
+        )
+        self._sessions.append(session)
+        return session
+
+    @short_traceback
+    def logs(self, task: str, tail: int = 20) -> str:
+        """Returns the last lines of a task's log; the task tells them.
+
+        Raises:
+          UnknownDeviceError: the cluster has no such task.
+          TaskLostError, ClusterUnreachableError: it does not answer.
+        """
+        address = self.spec.address(TaskName(task))
+        query = frame(log_query=pb.LogQuery(limit=tail))
+        reply = self.call("TaskLog", query, to=address)
+        return "\n".join(body_of(reply).lines)
+
+    @short_traceback
+    def events(self) -> list[Event]:
+        """Returns what became of the cluster: who joined, was lost, what ran, in order.
+
+        Its tasks tell what they saw since they started, at most 1,000 events each, and
+        a ``jg.LocalCluster`` whose processes it started again.
+        """
+        seen = EventTail(self.transport, self.spec).new()
+        return in_order([*seen, *self._launcher_events()])
+
+    @short_traceback
+    def drain(self, task: str, grace_s: float = DRAIN_S) -> None:
+        """Tells a task to end as SIGTERM does, and returns once it was told.
+
+        It takes no new work and hands over what it has: a worker's steps in flight end
+        and are told of, and its batches go to the others. Of a ps the run that uses it
+        is saved first, or has a copy (``fit(checkpoint=…)``, ``durability=``), and goes
+        on when the task is started again; else it ends with that ps.
+
+        Args:
+          task: its name.
+          grace_s: what runs has so long.
+
+        Raises:
+          UnknownDeviceError: the cluster has no such task.
+          TaskLostError, ClusterUnreachableError: it does not answer.
+        """
+        address = self.spec.address(TaskName(task))
+        self.call("Shutdown", shutdown_order(grace_s), to=address)
+
+    @short_traceback
+    def runs(self) -> "list[RunInfo]":
+        """Returns the runs that go on without their clients; ``fit(detached=True)``."""
+        from jgraph.client.runs.runs import runs_of
+
+        return runs_of(self)
+
+    def explain(self) -> str:
+        """Says which steps are under way, since when, and who waits for whom."""
+        return self.status().explain()
+
+    @short_traceback
+    def wait_for_tasks(
+        self, timeout_s: float = CONNECT_S, *, stop: threading.Event | None = None
+    ) -> bool:
+        """Waits until every task answers, after some were lost and started again.
+
+        Args:
+          timeout_s: how long to wait.
+          stop: set from another thread: waits no longer.
+
+        Returns:
+          Whether all answer; False if it was stopped.
+
+        Raises:
+          TaskMissingError: a task did not answer in time, or nobody starts it again.
+        """
+        return wait_for_tasks(self, timeout_s, stop or threading.Event())
+
+    def _launcher_events(self) -> list[Event]:
+        return []
+
+    @short_traceback
+    def shutdown(self, grace_s: float = 5.0) -> None:
+        """Asks every task's server to end; steps in flight get ``grace_s``."""
+        tasks = [t for t in self.tasks() if t != self.master] + [self.master]
+        for task in tasks:
+            self.call("Shutdown", shutdown_order(grace_s), to=self.spec.address(task))
+
+    def close(self) -> None:
+        """Closes the sessions and the connection; the servers go on."""
+        if not self._closed:
+            self.drop_held()
+            for session in self._sessions:
+                session.close()
+        super().close()
+
+    if not TYPE_CHECKING:
+        __getattr__ = hints.hinting(hints.CLUSTER)
+
+    def __dir__(self) -> list[str]:
+        inner = {
+            *("at_close", "call", "check_startable", "drop_held", "gone", "move_to"),
+            *("platforms", "transport"),
+        }
+        return [name for name in super().__dir__() if name not in inner]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<{type(self).__name__} closed>"
+        jobs = ", ".join(f"{self.spec.num_tasks(j)} {j}" for j in self.spec.jobs)
+        where = target_of(self.address, self._tls)
+        return f"<{type(self).__name__} {where}: {jobs}>"
+
+    def __str__(self) -> str:
+        return repr(self) if self._closed else str(self.status())
+
+    def _repr_html_(self) -> str:
+        return repr(self) if self._closed else self.status()._repr_html_()
+
+
+@final
+class ConnectedCluster(Cluster):
+    """A cluster whose servers were started elsewhere; closing leaves them running."""
+
+    def _again(self) -> str:
+        return f"connect again with jg.connect('{self.target}')"
+
+
+@short_traceback
+def connect(
+    target: str,
+    *,
+    timeout_s: float = CONNECT_S,
+    tls: TLSFiles | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+) -> Cluster:
+    """Connects to a cluster through any of its servers.
+
+    Waits until the server at this address and every listed task answer.
+
+    Args:
+      target: ``"jgraph://host:port"`` (or ``"host:port"``) of one of its servers;
+        ``"jgraphs://host:port"`` of one with TLS.
+      timeout_s: how long to wait for all of them.
+      tls: the directory with ``client.crt``, ``client.key`` and ``ca.crt`` that
+        ``jgraph certs`` wrote, or these files as a ``TLS``.
+      token_file: the token of the cluster; if unset, that of ``?token_file=`` in
+        ``target``, of the environment variable ``JGRAPH_TOKEN_FILE``, beside the
+        certificates, or the user's own in ``~/.jgraph``.
+
+    Raises:
+      CertificateError, PlainTextError, RoleError: the two sides do not trust each
+        other, or only one of them speaks TLS.
+      TokenError: the cluster has another token, or the file cannot be read.
+      ConfigError: ``target`` is no text, or does not go with ``tls``.
+      ClusterUnreachableError: nothing of ours listens there in time, or something
+        that is certainly not ours does.
+      TaskMissingError: a listed task did not answer in time; it is named.
+      VersionError: a task runs versions that this client cannot talk to.
+
+    Example:
+      >>> from jgraph.server.server import Server
+      >>> server = Server({"worker": ["localhost:0"]})
+      >>> cluster = connect(server.target)
+      >>> cluster.tasks("worker")
+      ['/job:worker/task:0']
+      >>> cluster.close()
+      >>> server.stop()
+    """
+    if not isinstance(target, str):
+        raise ConfigError(
+            f"connect takes the address of a server, not {target!r:.60}; write for "
+            "example jg.connect('jgraph://localhost:8470')"
+        )
+    files = as_tls(tls, None)
+    address = address_of(target, files)
+    named = token_file or token_file_in(target)
+    token = find_token(named, certificates_of(files))
+    refused: list[str] = []
+
+    def waited_for() -> str:
+        if refused:
+            return f"{refused[0]}; waiting up to {timeout_s:g} s"
+        return f"connecting to {address} and all its tasks"
+
+    opening = _open_in_time(address, timeout_s, token, files, refused)
+    with show_wait(waited_for):
+        transport, reply = event_loop.run(opening)
+    kept = token.path if named else None
+    return ConnectedCluster(address, transport, reply, files, kept)
+
+
+async def open_cluster(
+    address: Address, timeout_s: float, token: Token, tls: TLS | None = None
+) -> tuple[GrpcTransport, pb.ClusterStatus]:
+    """Calls the roll at a master; returns the transport and who answered."""
+    transport = GrpcTransport(None, tls=tls, token=token)
+    await transport.start(NoHandler())
+    try:
+        # The master keeps the deadline and knows whom it waits for: ours is later.
+        reply = await transport.ask(
+            address,
+            "Master.Connect",
+            connect_request(timeout_s),
+            timeout_s=timeout_s + CONTROL_S,
+        )
+        status: pb.ClusterStatus = body_of(reply)
+        check_versions(status, jax.__version__)
+    except BaseException:
+        await asyncio.shield(transport.close())
+        raise
+    return transport, status
+
+
+async def _open_in_time(
+    address: Address,
+    timeout_s: float,
+    token: Token,
+    tls: TLS | None,
+    refused: list[str],
+) -> tuple[GrpcTransport, pb.ClusterStatus]:
+    """Opens a cluster whose server may still be starting; notes why it is not there."""
+    clock = SystemClock()
+    deadline = clock.now() + timeout_s
+    while True:
+        try:
+            return await open_cluster(address, deadline - clock.now(), token, tls)
+        except (ClusterUnreachableError, TaskLostError) as error:
+            restarts = isinstance(error, TaskLostError)
+            may_come = restarts or error.details.get("may_be_starting", False)
+            if not may_come or clock.now() + ASK_AGAIN_S >= deadline:
+                raise
+            refused[:] = [error.message]
+        await asyncio.sleep(ASK_AGAIN_S)

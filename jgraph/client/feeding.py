@@ -1,0 +1,231 @@
+"""Conversion of arguments to feeds, and of fetches to results, at the client."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph._compat import is_symbolic
+from jgraph.errors import FeedError, NonFiniteError
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import Feed
+from jgraph.graph.sizes import symbols_of
+from jgraph.graph.variable import KINDS
+from jgraph.plan.program.types import from_plain, is_key, num_elements, to_plain
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def feed_arrays(
+    graph: Graph,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    named: Mapping[str, Any],
+    *,
+    check_finite: bool,
+) -> list[Array]:
+    """Returns one plain array per feed of the graph, in order.
+
+    Args:
+      graph: traced with arguments of these types.
+      args: positional arguments of the step.
+      kwargs: keyword arguments of the step.
+      named: values by feed name, in place of those in the arguments.
+      check_finite: refuse NaN and infinity.
+
+    Raises:
+      FeedError: a name that is no feed, or another shape or dtype than traced.
+      NonFiniteError: a value that is not finite, when asked to check.
+    """
+    leaves = jax.tree_util.tree_leaves((tuple(args), dict(kwargs)))
+    return leaf_arrays(graph, leaves, named, check_finite=check_finite)
+
+
+def leaf_arrays(
+    graph: Graph,
+    leaves: Sequence[Any],
+    named: Mapping[str, Any],
+    *,
+    check_finite: bool,
+) -> list[Array]:
+    """Returns one plain array per feed, as ``feed_arrays``, of flat arguments.
+
+    Feeds beyond the arguments (tapped values) are in ``named``.
+    """
+    names = [feed.name for feed in graph.feeds]
+    for name in named:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise FeedError(
+                f"'{graph.name}' has no argument called {name}.{hint} Its feeds are: "
+                f"{', '.join(names) or 'none'}",
+                feed=name,
+            )
+    arrays = []
+    for index, feed in enumerate(graph.feeds):
+        if feed.name in named:
+            value = named[feed.name]
+        elif index < len(leaves):
+            value = leaves[index]
+        else:
+            raise FeedError(
+                f"the tapped value {feed.name} of '{graph.name}' is missing; give it "
+                f"with feeds={{{feed.name!r}: array}}",
+                feed=feed.name,
+            )
+        array = _plain(graph, feed, value)
+        if check_finite:
+            _check_finite(graph, feed, array)
+        arrays.append(array)
+    return arrays
+
+
+def plain_feeds(graph: Graph) -> Callable[[Sequence[Any]], bool]:
+    """Returns what tells whether leaves are the feeds of a graph just as they are.
+
+    Those that are not may be feeds after a conversion, or are refused with a sentence:
+    ``leaf_arrays`` knows.
+    """
+    kinds = [(feed.aval.shape, feed.aval.dtype) for feed in graph.feeds]
+
+    def fit(leaves: Sequence[Any]) -> bool:
+        if len(leaves) != len(kinds):
+            return False
+        for leaf, (shape, dtype) in zip(leaves, kinds, strict=True):
+            if type(leaf) is not np.ndarray and not isinstance(leaf, np.generic):
+                return False
+            if leaf.dtype != dtype or leaf.shape != shape:
+                return False
+        return True
+
+    return fit
+
+
+def as_result(graph: Graph, arrays: Sequence[Array]) -> Any:
+    """Returns the fetched arrays in the structure that the function returned."""
+    avals = [v.aval for v in graph.jaxpr.outvars]
+    leaves = [
+        from_plain(a, aval) if is_key(aval) else a
+        for a, aval in zip(arrays, avals, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(graph.out_tree, leaves)
+
+
+def _plain(graph: Graph, feed: Feed, value: Any) -> Array:
+    """Returns a value in its feed's type, converted where JAX would lose nothing."""
+    wanted = feed.aval
+    if (
+        isinstance(value, np.ndarray | np.generic)
+        and value.dtype == wanted.dtype
+        and value.shape == wanted.shape
+    ):
+        return np.asarray(value)  # nearly always, and quickly seen
+    if is_key(wanted):
+        return _key_data(graph, feed, value)
+    array = _as_array(graph, feed, value)
+    converts = _converts if hasattr(value, "dtype") else _takes_numbers
+    fits = array.dtype == wanted.dtype or converts(array, wanted.dtype)
+    if not fits or not _same_shape(array.shape, wanted.shape):
+        raise FeedError(
+            f"argument {feed.name} of '{graph.name}' is "
+            f"{_describe(array.dtype, array.shape)}; this step wants "
+            f"{_describe(wanted.dtype, wanted.shape)}{_hint(array, wanted)}",
+            feed=feed.name,
+        )
+    if array.dtype.kind in "biu" and array.dtype != wanted.dtype:
+        _check_range(graph, feed, array)
+    return np.asarray(array, wanted.dtype)
+
+
+def _key_data(graph: Graph, feed: Feed, value: Any) -> Array:
+    wanted = feed.aval
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype != wanted.dtype or not _same_shape(shape or (), wanted.shape):
+        given = f"{value!r:.60}" if shape is None else f"{dtype}{list(shape)}"
+        raise FeedError(
+            f"argument {feed.name} of '{graph.name}' is {given}; this step wants "
+            f"{wanted.dtype}{list(wanted.shape)}, as jax.random.key and "
+            "jax.random.split give",
+            feed=feed.name,
+        )
+    return np.asarray(to_plain(value))
+
+
+def _as_array(graph: Graph, feed: Feed, value: Any) -> Array:
+    try:
+        array = np.asarray(value)
+        jax.dtypes.canonicalize_dtype(array.dtype)
+    except (TypeError, ValueError):  # text, objects, lists of several lengths
+        raise FeedError(
+            f"argument {feed.name} of '{graph.name}' is {value!r:.60}, which is no "
+            "array of numbers; give one, for example with np.array",
+            feed=feed.name,
+        ) from None
+    return array
+
+
+def _converts(array: Array, wanted: Any) -> bool:
+    """Whether JAX makes an array narrower to this dtype: it has no 64-bit types."""
+    return bool(jax.dtypes.canonicalize_dtype(array.dtype) == wanted)
+
+
+def _takes_numbers(array: Array, wanted: Any) -> bool:
+    """Whether Python's numbers are of the dtype's kind, or of a lower one."""
+    kinds = KINDS.get(array.dtype.kind)
+    return not array.size or (kinds is not None and bool(jnp.issubdtype(wanted, kinds)))
+
+
+def _check_range(graph: Graph, feed: Feed, array: Array) -> None:
+    wanted = feed.aval.dtype
+    if not array.size or not jnp.issubdtype(wanted, np.integer):
+        return
+    limits: Any = jnp.iinfo(wanted)  # type: ignore[no-untyped-call]
+    low, high = int(array.min()), int(array.max())
+    if low < limits.min or high > limits.max:
+        raise FeedError(
+            f"argument {feed.name} of '{graph.name}' has values from {low} to {high}; "
+            f"this step wants {np.dtype(wanted).name}, which has {limits.min} to "
+            f"{limits.max}: give smaller numbers, or make the step with a wider type",
+            feed=feed.name,
+        )
+
+
+def _same_shape(shape: Sequence[int], wanted: Sequence[Any]) -> bool:
+    """Whether a shape may be this; the driver compares the sizes of its names."""
+    if tuple(shape) == tuple(wanted):
+        return True
+    return len(shape) == len(wanted) and all(
+        is_symbolic(due) or have == due for have, due in zip(shape, wanted, strict=True)
+    )
+
+
+def _describe(dtype: Any, shape: Sequence[int]) -> str:
+    return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
+
+
+def _hint(array: Array, wanted: Any) -> str:
+    hints = []
+    if array.dtype != wanted.dtype:
+        hints.append(f".astype(np.{np.dtype(wanted.dtype).name})")
+    if array.size == num_elements(wanted) and not symbols_of(wanted.shape):
+        hints.append(f".reshape{tuple(wanted.shape)}")
+    return f". Perhaps you forgot {' and '.join(hints)}" if hints else ""
+
+
+def _check_finite(graph: Graph, feed: Feed, array: Array) -> None:
+    if not np.issubdtype(array.dtype, np.inexact) and array.dtype.kind != "V":
+        return
+    # numpy knows its own kinds; the others are narrow.
+    known = array if array.dtype.kind in "fc" else array.astype(np.float32)
+    bad = array.size - int(np.isfinite(known).sum())
+    if bad:
+        raise NonFiniteError(
+            f"argument {feed.name} of '{graph.name}' has {bad} of {array.size} values "
+            "that are NaN or infinite; clean the input, or run with "
+            "check_finite=False",
+            feed=feed.name,
+        )

@@ -1,0 +1,142 @@
+"""Inspection of a cluster from outside, without waiting for missing tasks."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import final
+
+from jgraph.client.logs import EventTail, LogTail
+from jgraph.client.no_handler import NoHandler
+from jgraph.client.runs.runs import RunInfo, run_infos
+from jgraph.client.status import ClusterStatus
+from jgraph.cluster import event_loop
+from jgraph.cluster.options import shutdown_order
+from jgraph.cluster.transport_choice import (
+    TLSFiles,
+    address_of,
+    as_tls,
+    certificates_of,
+    token_file_in,
+)
+from jgraph.errors import ClusterUnreachableError, TaskLostError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.security.token import find_token
+from jgraph.rpc.transport import Address, Frame
+
+
+@final
+class ClusterInspector:
+    """What one may ask a cluster without joining it; made by ``inspecting``."""
+
+    def __init__(
+        self, transport: GrpcTransport, address: Address, timeout_s: float
+    ) -> None:
+        self._transport = transport
+        self._address = address
+        self._timeout_s = timeout_s
+
+    def status(self) -> ClusterStatus:
+        """Returns how the tasks are; names those that do not answer."""
+        reply = self._ask(self._address, "Master.Status", frame(empty=pb.Empty()))
+        return ClusterStatus.from_message(body_of(reply))
+
+    def runs(self) -> list[RunInfo]:
+        """Returns the runs that outlive their clients."""
+        reply = self._ask(self._address, "Master.Runs", frame(empty=pb.Empty()))
+        return run_infos(reply)
+
+    def logs(self, task: str, behind: int) -> LogTail:
+        """Returns the end of a task's log, and what it writes from now on.
+
+        Raises:
+          UnknownDeviceError: the cluster has no such task.
+        """
+        spec = self.status().cluster
+        spec.address(task)
+        return LogTail(
+            *(self._transport, spec, [TaskName(task)]), behind=behind, must_answer=True
+        )
+
+    def events(self) -> EventTail:
+        """Returns what became of the cluster, and what comes, as its tasks tell."""
+        return EventTail(self._transport, self.status().cluster)
+
+    def drain(self, task: str, grace_s: float) -> Callable[[], bool]:
+        """Tells a task to end, see ``Cluster.drain``; returns what says if it has.
+
+        Raises:
+          UnknownDeviceError: the cluster has no such task.
+        """
+        address = self.status().cluster.address(task)
+        self._ask(address, "Shutdown", shutdown_order(grace_s))
+        query = frame(log_query=pb.LogQuery(limit=0))
+
+        def gone() -> bool:
+            try:
+                self._ask(address, "TaskLog", query)
+            except (ClusterUnreachableError, TaskLostError):
+                return True
+            return False
+
+        return gone
+
+    def _ask(self, to: Address, method: str, request: Frame) -> Frame:
+        return event_loop.run(
+            self._transport.ask(to, method, request, timeout_s=self._timeout_s)
+        )
+
+
+@contextmanager
+def inspecting(
+    target: str,
+    *,
+    timeout_s: float = 10.0,
+    tls: TLSFiles | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+) -> Iterator[ClusterInspector]:
+    """Connects to a cluster through any of its servers, for a look.
+
+    Args:
+      target: as for ``connect``.
+      timeout_s: limit for each question.
+      tls: as for ``connect``.
+      token_file: as for ``connect``.
+
+    Raises:
+      ClusterUnreachableError: nothing of ours listens there; when it is asked.
+    """
+    files = as_tls(tls, None)
+    address = address_of(target, files)
+    token = find_token(token_file or token_file_in(target), certificates_of(files))
+
+    async def make() -> GrpcTransport:
+        made = GrpcTransport(None, tls=files, token=token)
+        await made.start(NoHandler())
+        return made
+
+    transport = event_loop.run(make())
+    try:
+        yield ClusterInspector(transport, address, timeout_s)
+    finally:
+        event_loop.run(transport.close())
+
+
+def status_of(
+    target: str,
+    *,
+    timeout_s: float = 10.0,
+    tls: TLSFiles | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+) -> ClusterStatus:
+    """Asks a cluster how its tasks are, without waiting for those that are missing.
+
+    Raises:
+      ClusterUnreachableError: nothing of ours listens there.
+    """
+    with inspecting(
+        target, timeout_s=timeout_s, tls=tls, token_file=token_file
+    ) as visit:
+        return visit.status()

@@ -1,0 +1,1 @@
+"""Automatic placement: measured costs, predicted step times."""

@@ -1,0 +1,106 @@
+"""Program registry of one client: registers, runs and unregisters its programs."""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, final
+
+from jgraph.client.connection import Connection, unique
+from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S, bulk_timeout_s
+from jgraph.cluster.in_process import run_in_process
+from jgraph.coordination.step.run_metadata import PartTimes
+from jgraph.errors import ClusterError
+from jgraph.graph.ir import TaskName
+from jgraph.plan.program.program import Program
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.rpc.wire.program_codec import encode_program
+
+STEP_S = 60.0
+
+
+@final
+class Programs:
+    """Registers programs with the master, runs them, and takes them back."""
+
+    def __init__(self, cluster: Connection) -> None:
+        self._cluster = cluster
+        self._handles: list[str] = []
+        self._given_up: deque[str] = deque()
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def register(self, program: Program, name: str | None = None) -> str:
+        """Compiles a program on its tasks and returns its handle."""
+        while self._given_up:
+            with suppress(ClusterError):
+                self.unregister(self._given_up.popleft())
+        handle = unique(name or program.name)
+        message, tensors = encode_program(program)
+        self._cluster.call(
+            "Master.RegisterProgram",
+            frame(
+                register_program=pb.RegisterProgram(handle=handle, program=message),
+                tensors=tensors,
+            ),
+            timeout_s=COMPILE_S + CONTROL_S,
+        )
+        self._handles.append(handle)
+        return handle
+
+    def register_all(self, programs: Sequence[Program]) -> list[str]:
+        """Compiles programs side by side and returns their handles."""
+        with ThreadPoolExecutor(max(1, min(8, len(programs)))) as threads:
+            return list(threads.map(self.register, programs))
+
+    def unregister(self, handle: str) -> None:
+        """Makes all tasks forget a program."""
+        self._handles.remove(handle)
+        order = pb.ProgramHandle(handle=handle)
+        self._cluster.call("Master.UnregisterProgram", frame(program_handle=order))
+
+    def give_up(self, handle: str) -> None:
+        """Takes a program back when the next one is registered; never waits."""
+        self._given_up.append(handle)
+
+    def run(self, handle: str, arrays: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Runs one step and returns its fetches; ``arrays`` are its feeds in order."""
+        fetches = run_in_process(self._cluster.address, handle, arrays)
+        if fetches is None:
+            order = pb.RunStep(handle=handle, timeout_s=timeout_s)
+            fetches = list(self._run(order, arrays).tensors)
+        return fetches
+
+    def run_traced(
+        self, handle: str, arrays: Sequence[Any], timeout_s: float
+    ) -> tuple[list[Any], list[PartTimes]]:
+        """Runs one step as ``run`` does, and returns when its nodes ran as well."""
+        order = pb.RunStep(handle=handle, timeout_s=timeout_s, trace=True)
+        reply = self._run(order, arrays)
+        told = list(body_of(reply).parts)
+        first = len(reply.tensors) - len(told)
+        parts = [
+            PartTimes(TaskName(part.task), times, part.asked_s, part.told_s)
+            for part, times in zip(told, reply.tensors[first:], strict=True)
+        ]
+        return list(reply.tensors[:first]), parts
+
+    def _run(self, order: pb.RunStep, arrays: Sequence[Any]) -> Frame:
+        request = frame(run_step=order, tensors=arrays)
+        spare_s = bulk_timeout_s(sum(array.nbytes for array in arrays))
+        return self._cluster.call(
+            "RunStep",
+            request,
+            timeout_s=order.timeout_s + spare_s,
+            begin_s=order.timeout_s,
+        )
+
+    def unregister_all(self) -> None:
+        """Makes the tasks forget them all; one that is gone has forgotten them."""
+        self._given_up.clear()
+        for handle in list(self._handles):
+            with suppress(ClusterError):
+                self.unregister(handle)

@@ -1,0 +1,1 @@
+"""Runs on a cluster as their client follows them."""

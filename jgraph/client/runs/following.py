@@ -1,0 +1,142 @@
+"""Report streams of a run's replica loops, merged in one queue at the client."""
+
+import asyncio
+import concurrent.futures
+import queue
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar, final
+
+from jgraph.client.connection import Connection
+from jgraph.client.runs.loop_items import Item, Loop
+from jgraph.client.runs.runs import RunInfo
+from jgraph.client.runs.seen_reports import ReportDeduplicator
+from jgraph.cluster import event_loop
+from jgraph.cluster.deadlines import loop_timeout_s
+from jgraph.cluster.loop_messages import LoopReport, LoopRequest, report_of
+from jgraph.coordination.run.supervisor import WAIT_S
+from jgraph.errors import DeadlineError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
+
+T = TypeVar("T")
+Judge: TypeAlias = Callable[[Loop, JGError, TaskName, int], Item]
+"""Says what the end of a loop's reports means: the loop, why, the master, the epoch."""
+
+
+@final
+class ReportStreams:
+    """Follows the loops of one run.
+
+    Args:
+      cluster: its client.
+      judge: called in the event loop's thread.
+      requests: the loops.
+      came: is given each report as it comes, in the event loop's thread.
+      detached: tell also that the reports of a replica are over.
+    """
+
+    def __init__(
+        self,
+        cluster: Connection,
+        judge: Judge,
+        requests: Sequence[LoopRequest],
+        came: Callable[[Loop, LoopReport], LoopReport],
+        *,
+        detached: bool,
+    ) -> None:
+        self._cluster = cluster
+        self._judge = judge
+        self._came = came
+        self._detached = detached
+        # A worker reports at least once per step; silence beyond that is an error.
+        longest_s = max(
+            (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
+        )
+        self._silence_s = 30.0 + longest_s + (WAIT_S if detached else 0.0)
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._calls: list[concurrent.futures.Future[None]] = []
+        self._seen: defaultdict[int, ReportDeduplicator] = defaultdict(
+            ReportDeduplicator
+        )
+        self._beside: set[concurrent.futures.Future[Any]] = set()
+
+    def put(self, item: Item) -> None:
+        """Adds what else happened; from any thread."""
+        self._items.put(item)
+
+    def next(self, timeout_s: float) -> Item:
+        """Returns what came next.
+
+        Raises:
+          queue.Empty: nothing, within ``timeout_s``.
+        """
+        return self._items.get(timeout=timeout_s)
+
+    def report(self) -> Item:
+        """Returns what came next.
+
+        Raises:
+          DeadlineError: nothing, for longer than a step takes.
+        """
+        try:
+            return self.next(self._silence_s)
+        except queue.Empty:
+            raise DeadlineError(
+                f"no report from the training loops for {self._silence_s:g} s; look at "
+                "the tasks with cluster.status()"
+            ) from None
+
+    def begin(self, one: Loop, order: pb.RunLoop) -> None:
+        """Sets a loop going, and follows it."""
+        self._call(one, "Master.RunLoop", frame(run_loop=order), order.epoch)
+
+    def again(self, loops: Iterable[Loop], run: RunInfo) -> None:
+        """Follows the loops of a run at another master, which knows them all."""
+        for one in loops:
+            query = pb.RunQuery(run=run.name, replica=one.request.replica)
+            self._call(one, "Master.Attach", frame(run_query=query), run.epoch)
+
+    def _call(self, one: Loop, method: str, request: Frame, epoch: int) -> None:
+        following = self._follow(one, method, request, self._cluster.master, epoch)
+        self._calls.append(self.beside(following))
+
+    def beside(self, work: Coroutine[None, None, T]) -> concurrent.futures.Future[T]:
+        """Does something meanwhile, without waiting for it."""
+        future = event_loop.start(work)
+        self._beside.add(future)
+        future.add_done_callback(self._beside.discard)
+        return future
+
+    def cut(self, wait_s: float) -> list[Item]:
+        """Ends all calls that do not end within ``wait_s``; returns what had come."""
+        concurrent.futures.wait(self._calls, timeout=wait_s)
+        for call in self._calls:
+            call.cancel()
+        self._calls = []
+        event_loop.run(
+            asyncio.sleep(0)
+        )  # behind the cancelling: nothing comes of them now
+        return [self._items.get_nowait() for _ in range(self._items.qsize())]
+
+    async def _follow(
+        self, one: Loop, method: str, request: Frame, master: TaskName, epoch: int
+    ) -> None:
+        asked = one.request
+        try:
+            replies = self._cluster.transport.call(
+                *(self._cluster.address, method, request),
+                timeout_s=loop_timeout_s(asked.steps, asked.step_timeout_s),
+            )
+            async for reply in replies:
+                new: Frame | None = reply
+                if self._detached:
+                    new = self._seen[asked.replica].unseen(reply)
+                if new is not None:
+                    self._items.put((one, self._came(one, report_of(asked, new))))
+            if self._detached:
+                self._items.put((one, None))
+        except JGError as error:
+            self._items.put(self._judge(one, error, master, epoch))

@@ -1,0 +1,98 @@
+"""Holds of a client on the parameter servers and the master of its run."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import aclosing
+from typing import final
+
+from jgraph.client.connection import Connection
+from jgraph.cluster import event_loop
+from jgraph.cluster.deadlines import CONTROL_S, bounded_s
+from jgraph.cluster.drain import holding
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+
+
+@final
+class DrainHolds:
+    """Holds the ps and the master for a client; used by one thread.
+
+    Args:
+      cluster: theirs.
+    """
+
+    def __init__(self, cluster: Connection) -> None:
+        self._cluster = cluster
+        self._calls: dict[TaskName, Future[None]] = {}
+        self._told: set[TaskName] = set()
+        self._tell: Callable[[TaskName], None] = lambda task: None
+        self.hold(self._needed())
+
+    def hold(self, tasks: Iterable[TaskName]) -> None:
+        """Holds these too; returns when they know, or do not answer."""
+        begun: list[Future[None]] = []
+        for task in tasks:
+            if task not in self._calls or self._calls[task].done():
+                held = Future[None]()
+                self._calls[task] = asyncio.run_coroutine_threadsafe(
+                    self._hold(task, held), event_loop.event_loop()
+                )
+                begun.append(held)
+        wait(begun, timeout=CONTROL_S)
+
+    def listen(self, tell: Callable[[TaskName], None]) -> None:
+        """Calls ``tell`` for each task that ends, from the event loop's thread.
+
+        At once for those that have told so already, and are held still.
+        """
+
+        async def begin() -> None:
+            self._tell = tell
+            for task in sorted(self._told):
+                tell(task)
+
+        event_loop.run(begin())
+
+    def let_go(self, tasks: Iterable[TaskName]) -> None:
+        """Lets tasks end."""
+
+        async def hang_up(calls: list[Future[None]]) -> None:
+            for call in calls:
+                call.cancel()
+
+        gone = [task for task in tasks if task in self._calls]
+        event_loop.run(hang_up([self._calls.pop(task) for task in gone]))
+        self._told.difference_update(gone)
+
+    @property
+    def told(self) -> frozenset[TaskName]:
+        """Held tasks that have told of their end."""
+        return frozenset(self._told)
+
+    def close(self) -> None:
+        """Lets all go."""
+        self.let_go(list(self._calls))
+
+    def _needed(self) -> list[TaskName]:
+        return [*self._cluster.tasks("ps"), self._cluster.master]
+
+    async def _hold(self, task: TaskName, held: Future[None]) -> None:
+        address = self._cluster.spec.address(task)
+        call = lambda: self._cluster.transport.call(
+            address, "Farewell", frame(empty=pb.Empty()), timeout_s=bounded_s(0.0)
+        )
+        try:
+            async with aclosing(holding(call)) as news:
+                async for said in news:
+                    if not held.done():
+                        held.set_result(None)
+                    if task not in self._needed():
+                        return  # a master that was replaced may end
+                    if said == "told":
+                        self._told.add(task)
+                        self._tell(task)
+        finally:
+            if not held.done():
+                held.set_result(None)

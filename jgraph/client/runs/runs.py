@@ -1,0 +1,138 @@
+"""Runs of a cluster at the client: list, follow, stop, wait for checkpoints."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from jgraph.client.connection import Connection
+from jgraph.cluster import event_loop
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.view.markup import data
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """A run that its master follows, whether or not its client is there.
+
+    Attributes:
+      name: what ``Trainer.attach`` takes.
+      state: "running", "done", "stopped", or "failed".
+      step: updates that were told of, those before the run included.
+      steps: updates when it has all.
+      seconds: how long it has gone on.
+      master: the task that follows it.
+      first_step: updates before it.
+      batch_size: examples per step.
+      metrics: names of what is told of each step.
+      container: of its variables.
+      data_run: under which its data is dealt out.
+      synchronous: whether each step is one of all workers.
+      checkpoints: where its master saves; empty: nowhere.
+      epoch: how many masters it has had.
+    """
+
+    name: str
+    state: str
+    step: int
+    steps: int
+    seconds: float
+    master: TaskName
+    first_step: int
+    batch_size: int
+    metrics: tuple[str, ...]
+    container: str
+    data_run: str
+    synchronous: bool
+    checkpoints: str
+    epoch: int
+
+    def _repr_html_(self) -> str:
+        return data(self)
+
+
+def run_infos(reply: Frame) -> list[RunInfo]:
+    """Returns what "Master.Runs" answered, the newest run last."""
+    table = sorted(body_of(reply).runs, key=lambda row: -row.age_s)
+    rows = [(row, json.loads(row.info)) for row in table]
+    return [
+        RunInfo(
+            name=row.run,
+            state=row.state,
+            step=info["first_step"] + row.steps,
+            steps=info["steps"],
+            seconds=row.seconds,
+            master=TaskName(row.task),
+            first_step=info["first_step"],
+            batch_size=info["batch_size"],
+            metrics=tuple(info["metrics"]),
+            container=info["container"],
+            data_run=row.data_run,
+            synchronous=info["synchronous"],
+            checkpoints=info["checkpoints"],
+            epoch=row.epoch,
+        )
+        for row, info in rows
+    ]
+
+
+def runs_of(cluster: Connection) -> list[RunInfo]:
+    """Returns the runs of a cluster that outlive their clients; see ``RunInfo``."""
+    return run_infos(cluster.call("Master.Runs", frame(empty=pb.Empty())))
+
+
+def reports_of(cluster: Connection, run: RunInfo, timeout_s: float) -> Iterator[Any]:
+    """Yields the frames of all reports of a run so far, and those to come.
+
+    Raises:
+      ConfigError: its master knows it no more.
+      TaskLostError: its master was lost.
+    """
+    replies = cluster.transport.call(
+        cluster.spec.address(run.master),
+        "Master.Attach",
+        frame(run_query=pb.RunQuery(run=run.name)),
+        timeout_s=timeout_s,
+    )
+
+    async def next_one() -> Frame | None:
+        return await anext(replies, None)
+
+    while (reply := event_loop.run(next_one())) is not None:
+        yield reply
+
+
+def position_of(cluster: Connection, run: RunInfo) -> dict[str, Any]:
+    """Returns where in its data a run is, as its master knows."""
+    name = run.name if run.synchronous else run.data_run
+    query = frame(data_run=pb.DataRun(run=name))
+    address = cluster.spec.address(run.master)
+    reply = cluster.call("Master.DataPosition", query, to=address)
+    position: dict[str, Any] = json.loads(body_of(reply).position)
+    return position
+
+
+def wait_saved(cluster: Connection, directory: str, timeout_s: float) -> None:
+    """Waits until the newest run that is saved to a directory is over and saved.
+
+    Raises:
+      DeadlineError: it is not, after ``timeout_s``.
+      TaskLostError, ClusterUnreachableError: its master was lost.
+    """
+    for run in reversed(runs_of(cluster)):
+        if run.checkpoints == directory:
+            query = frame(run_query=pb.RunQuery(run=run.name))
+            address = cluster.spec.address(run.master)
+            cluster.call("Master.RunSaved", query, to=address, timeout_s=timeout_s)
+            return
+
+
+def stop_run(cluster: Connection, run: RunInfo) -> None:
+    """Asks the loops of a run to stop after their steps in flight."""
+    query = frame(run_query=pb.RunQuery(run=run.name))
+    address = cluster.spec.address(run.master)
+    cluster.call("Master.StopRun", query, to=address)

@@ -1,0 +1,1 @@
+"""State of tasks in a client's hands: snapshots, checkpoint shards, tables."""

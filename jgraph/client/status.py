@@ -1,0 +1,258 @@
+"""ClusterStatus and TaskStatus: state of a cluster, as plain data and as a table."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self, final
+
+from rich.console import Console
+from rich.table import Table
+
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.coordination.step.explain import StepWait, explain
+from jgraph.graph.device import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.view import markup
+
+_COLUMNS = (
+    *("task", "address", "state", "platform", "pid", "incarnation"),
+    *("memory", "variables", "programs", "jax"),
+)
+
+
+_TABLE_COLUMNS = ("task", "hash table", "rows", "in use", "budget", "evicted")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HashTableStatus:
+    """How a task's shard of a hash table stands.
+
+    Attributes:
+      container: of the table; each Trainer has its own.
+      name: of the shard, by its parameter.
+      rows: ids that have a row now.
+      nbytes: in use now.
+      capacity_bytes: what it may use.
+      evicted: rows given up so far, for others or because of their age.
+    """
+
+    container: str
+    name: str
+    rows: int
+    nbytes: int
+    capacity_bytes: int
+    evicted: int
+
+    @classmethod
+    def from_message(cls, message: pb.HashTableStatus) -> Self:
+        """Returns what a task told of a table."""
+        report = message.report
+        return cls(
+            container=message.container,
+            name=message.name,
+            rows=report.rows,
+            nbytes=report.nbytes,
+            capacity_bytes=message.capacity_bytes,
+            evicted=report.evicted + report.expired,
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TaskStatus:
+    """How one task is.
+
+    Attributes:
+      task: its name.
+      address: where it listens.
+      state: ``"ready"``, or ``"draining"`` when it takes no new work.
+      incarnation: another one for each start of its process, in hexadecimal.
+      pid: its process.
+      platform: as ``jax.export`` names it: ``"cpu"``, ``"cuda"``, ``"tpu"``.
+      device_count: devices of that platform.
+      rss_bytes: memory of the process.
+      variable_bytes: what its variables take of that.
+      programs: handles of the programs that it has.
+      compilations: segments compiled since it started.
+      health_port: port of its health service.
+      jgraph: version.
+      jax: version.
+      python: version.
+      busy_s: CPU seconds since the start: all of ``"process"``, and of that work of the
+        kinds ``"lookup"``, ``"update"`` and ``"compute"`` (without XLA's own threads),
+        ``"rows"`` (ids and rows put in order) and ``"copy"`` (to shared memory).
+      hash_tables: the shards that it has.
+      steps: under way, the oldest of each program; see ``ClusterStatus.explain``.
+    """
+
+    task: TaskName
+    address: str
+    state: str
+    incarnation: str
+    pid: int
+    platform: str
+    device_count: int
+    rss_bytes: int
+    variable_bytes: int
+    programs: tuple[str, ...]
+    compilations: int
+    health_port: int
+    jgraph: str
+    jax: str
+    python: str
+    busy_s: Mapping[str, float]
+    hash_tables: tuple[HashTableStatus, ...]
+    steps: tuple[StepWait, ...] = ()
+
+    @classmethod
+    def from_message(cls, message: pb.TaskStatus) -> Self:
+        """Returns what a task told of itself."""
+        return cls(
+            task=TaskName(message.task),
+            address=message.address,
+            state=message.state,
+            incarnation=f"{message.incarnation:016x}",
+            pid=message.pid,
+            platform=message.platform,
+            device_count=message.device_count,
+            rss_bytes=message.rss_bytes,
+            variable_bytes=message.variable_bytes,
+            programs=tuple(message.programs),
+            compilations=message.compilations,
+            health_port=message.health_port,
+            jgraph=message.jgraph,
+            jax=message.jax,
+            python=message.python,
+            busy_s=dict(message.busy_s),
+            hash_tables=tuple(map(HashTableStatus.from_message, message.hash_tables)),
+            steps=tuple(map(wait_of, message.steps)),
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """How all tasks of a cluster are; printed, it is a table.
+
+    Attributes:
+      master: the task that asked the others.
+      cluster: which tasks there are, and where.
+      tasks: those that answered.
+      missing: those that did not.
+    """
+
+    master: TaskName
+    cluster: ClusterSpec
+    tasks: tuple[TaskStatus, ...]
+    missing: tuple[TaskName, ...]
+
+    @classmethod
+    def from_message(cls, message: pb.ClusterStatus) -> Self:
+        """Returns what a master told."""
+        return cls(
+            master=TaskName(message.master),
+            cluster=ClusterSpec.from_json(message.cluster_json),
+            tasks=tuple(TaskStatus.from_message(task) for task in message.tasks),
+            missing=tuple(TaskName(name) for name in message.missing),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, as ``jgraph status --json`` prints them."""
+        return {
+            "master": self.master,
+            "cluster": self.cluster.as_dict(),
+            "tasks": [asdict(task) for task in self.tasks],
+            "missing": list(self.missing),
+        }
+
+    def explain(self) -> str:
+        """Returns who waits for whom, since when: of the steps that are under way."""
+        return "\n".join(explain({t.task: t.steps for t in self.tasks}, self.missing))
+
+    def __repr__(self) -> str:
+        ready = sum(task.state == "ready" for task in self.tasks)
+        missing = f", no answer from {', '.join(self.missing)}" if self.missing else ""
+        count = len(self.tasks) + len(self.missing)
+        return f"<ClusterStatus {ready} of {count} tasks ready{missing}>"
+
+    def __str__(self) -> str:
+        console = Console(width=140, no_color=True)
+        with console.capture() as capture:
+            for title, columns, rows in self._tables():
+                table = Table(*columns, title=title)
+                for row in rows:
+                    table.add_row(*row)
+                console.print(table)
+        return capture.get().rstrip()
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            markup.table(columns, rows, title)
+            for title, columns, rows in self._tables()
+        )
+
+    def _tables(self) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+        """Yields title, columns and rows; of hash tables only if there are any."""
+        yield f"jgraph cluster (master {self.master})", _COLUMNS, list(self._rows())
+        shards: list[tuple[str, ...]] = [
+            (
+                task.task,
+                " ".join(filter(None, (table.container, table.name))),
+                f"{table.rows:,}",
+                megabytes(table.nbytes),
+                megabytes(table.capacity_bytes),
+                f"{table.evicted:,}",
+            )
+            for task in self.tasks
+            for table in task.hash_tables
+        ]
+        if shards:
+            yield "hash tables", _TABLE_COLUMNS, shards
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for task in self.tasks:
+            yield (
+                task.task,
+                task.address,
+                task.state,
+                f"{task.platform} x{task.device_count}",
+                str(task.pid),
+                task.incarnation,
+                megabytes(task.rss_bytes),
+                megabytes(task.variable_bytes),
+                str(len(task.programs)),
+                task.jax,
+            )
+        for name in self.missing:
+            address = self.cluster.address(name)
+            yield (name, address, "no answer", *[""] * (len(_COLUMNS) - 3))
+
+
+def megabytes(nbytes: int) -> str:
+    """Returns a size for people, in units of 1000.
+
+    Example:
+      >>> megabytes(1_234_000), megabytes(12)
+      ('1.2 MB', '12 B')
+    """
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def wait_of(message: pb.StepWait) -> StepWait:
+    """Returns what a task told of a step."""
+    senders = map(TaskName, message.senders)
+    return StepWait(
+        handle=message.handle,
+        step_id=message.step_id,
+        program=message.program,
+        age_s=message.age_s,
+        state=message.state,
+        values=tuple(zip(message.keys, senders, strict=True)),
+        drives=message.drives,
+        pending=tuple(map(TaskName, message.pending)),
+    )

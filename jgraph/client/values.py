@@ -1,0 +1,237 @@
+"""Values of a cluster's variables: initialize, read and write them piece by piece."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+
+from jgraph._compat import is_wide, wide_types
+from jgraph.client.feeding import as_result, feed_arrays
+from jgraph.client.programs import STEP_S, Programs
+from jgraph.client.variables import VariableDirectory, shards_of
+from jgraph.errors import ConfigError, UninitializedError, VariableMismatchError
+from jgraph.graph.ir import VariableKey
+from jgraph.graph.tracing.trace import trace
+from jgraph.graph.variable import Variable
+from jgraph.plan.lowering.row_blocks import initial_value
+from jgraph.plan.placement.spread import nbytes_of
+from jgraph.plan.program.program import Program
+from jgraph.plan.program.types import value_type
+
+# What a task has in hand at once when variables are read or written by a client.
+_PIECE_BYTES = 16 << 20
+
+# Smaller ones are not looked at: they may be shards, but never of anything huge.
+_SMALL_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 30
+
+_logger = logging.getLogger(__name__)
+
+# Random numbers are made at 50 MB/s and more by one core, and a table has many.
+_SLOW_BYTES_PER_S = 10e6
+
+
+@final
+class VariableValues:
+    """Makes, reads and writes values of variables; each piece is a step of its own."""
+
+    def __init__(self, variables: VariableDirectory, programs: Programs) -> None:
+        self._variables = variables
+        self._programs = programs
+
+    def initialize(self, wanted: Sequence[Variable], *, again: bool = False) -> None:
+        """Gives variables their initial values.
+
+        Raises:
+          UninitializedError: one has neither a value nor an init function.
+        """
+        stored = self.initialize_where_possible(wanted, again=again)
+        for variable in wanted:
+            keys = {spec.key for spec in variable.spec.shards}
+            if variable.init is None and not keys <= stored:
+                raise UninitializedError(
+                    f"variable '{variable.name}' has no init function; give it a value "
+                    f"with session.write({{{variable.name}: array}})",
+                    variable=variable.name,
+                )
+
+    def initialize_where_possible(
+        self, wanted: Sequence[Variable], *, again: bool = False
+    ) -> set[VariableKey]:
+        """Leaves variables without an init function; returns what had values."""
+        stored = self._variables.look_up(v.spec for v in wanted)
+        missing = [
+            v
+            for v in shards_of(wanted)
+            if v.init is not None and (again or v.spec.key not in stored)
+        ]
+        self._variables.choose([v.spec for v in missing])
+        for piece in in_pieces(missing):
+            self.run_once("initialize", partial(assign_initial, piece), piece)
+        self._variables.note_initialized(wanted)
+        return stored
+
+    def read(self, variables: Sequence[Variable]) -> dict[str, Any]:
+        """Returns the values of variables by name.
+
+        Raises:
+          ConfigError: two of them have one name, in different containers.
+        """
+        _check_names(variables)
+        self._variables.look_up(v.spec for v in variables)
+        values: dict[VariableKey, Any] = {}
+        for piece in in_pieces(shards_of(variables)):
+            new = self.run_once("read", partial(values_of, piece), piece)
+            values |= zip((v.spec.key for v in piece), new, strict=True)
+        return {v.name: joined(v, values) for v in variables}
+
+    def write(self, variables: Sequence[Variable], values: Sequence[Any]) -> None:
+        """Replaces the values of variables; creates those that have none."""
+        self._variables.look_up(v.spec for v in variables)
+        pairs = zip(variables, values, strict=True)
+        parts = iter([part for pair in pairs for part in split(*pair)])
+        self._variables.choose([v.spec for v in variables])
+        for piece in in_pieces(shards_of(variables)):
+            given = [next(parts) for _ in piece]
+            self.run_once("write", partial(assign, piece), piece, given)
+        self._variables.note_initialized(variables)
+
+    def run_once(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        variables: Sequence[Variable],
+        *args: Any,
+    ) -> Any:
+        """Runs a function of variables as a step, and forgets it."""
+        with types_of(variables):
+            graph, _ = trace(fn, *args, variables=variables, name=name)
+            planned = self._variables.plan(graph)
+        handle = self._programs.register(planned.program)
+        try:
+            arrays = feed_arrays(graph, args, {}, {}, check_finite=False)
+            nbytes = sum(nbytes_of(variable.spec) for variable in variables)
+            timeout_s = STEP_S + nbytes / _SLOW_BYTES_PER_S
+            return as_result(graph, self._programs.run(handle, arrays, timeout_s))
+        finally:
+            self._programs.unregister(handle)
+
+    def prepared(self, program: Program, nbytes: int) -> Callable[[], None]:
+        """Compiles a step that moves ``nbytes``; returns what runs it, each time."""
+        handle = self._programs.register(program)
+        timeout_s = STEP_S + nbytes / _SLOW_BYTES_PER_S
+
+        def run() -> None:
+            self._programs.run(handle, (), timeout_s)
+
+        return run
+
+
+def types_of(variables: Iterable[Variable]) -> AbstractContextManager[Any]:
+    """Keeps the types of variables inside, as JAX was set where they were made."""
+    wide = any(is_wide(variable.dtype) for variable in variables)
+    return wide_types() if wide else nullcontext()
+
+
+def _check_names(variables: Sequence[Variable]) -> None:
+    keys: dict[str, VariableKey] = {}
+    for variable in variables:
+        container, name = variable.spec.key
+        other = keys.setdefault(name, (container, name))[0]
+        if other != container:
+            raise ConfigError(
+                f"two variables are called '{name}', in the containers '{other}' and "
+                f"'{container}', and read gives values by name; read them one after "
+                "the other",
+                variable=name,
+            )
+
+
+def in_pieces(
+    variables: Sequence[Variable], nbytes: int = _PIECE_BYTES
+) -> list[list[Variable]]:
+    """Cuts variables into runs of at most ``nbytes`` together (a larger one alone)."""
+    pieces: list[list[Variable]] = []
+    room = 0
+    for variable in variables:
+        size = value_type(variable.spec.aval).nbytes
+        if not pieces or size > room:
+            pieces.append([])
+            room = nbytes
+        pieces[-1].append(variable)
+        room -= size
+    return pieces
+
+
+def joined(variable: Variable, values: Mapping[VariableKey, Any]) -> Any:
+    """Returns the value of a variable, given those of its shards."""
+    sharding = variable.spec.sharding
+    parts = [values[spec.key] for spec in variable.spec.shards]
+    return parts[0] if sharding is None else sharding.joined(parts)
+
+
+def split(variable: Variable, value: Any) -> list[Any]:
+    """Returns the values of a variable's shards."""
+    sharding = variable.spec.sharding
+    if sharding is None:
+        return [value]
+    array = np.asarray(value)
+    return [array[sharding.index(array.ndim, n)] for n in range(sharding.shards)]
+
+
+def checked_values(values: Mapping[Variable, Any]) -> list[Any]:
+    """Returns the arrays to write, each of its variable's type.
+
+    Raises:
+      VariableMismatchError: a value has another shape or dtype than its variable.
+    """
+    arrays = []
+    for variable, value in values.items():
+        array = variable.typed(value)
+        array = array if hasattr(array, "dtype") else np.asarray(array)
+        if tuple(array.shape) != variable.shape or array.dtype != variable.dtype:
+            raise VariableMismatchError(
+                f"variable '{variable.name}' is {variable.dtype}"
+                f"{list(variable.shape)}, and the value to write is "
+                f"{array.dtype}{list(array.shape)}; give an array of that type, for "
+                "example with .astype(…)",
+                variable=variable.name,
+            )
+        arrays.append(array)
+    return arrays
+
+
+# What is traced here; the variables are bound, the arrays are fed.
+
+
+def assign_initial(variables: Sequence[Variable]) -> None:
+    """Gives variables what their init functions make, large ones block by block."""
+    for variable in variables:
+        assert variable.init is not None  # chosen by the caller
+        size = value_type(variable.spec.aval).nbytes
+        if size < _SMALL_BYTES:
+            variable[...] = variable.init()
+            continue
+        variable[...], largest = initial_value(variable.init)
+        if largest > _LARGE_BYTES:
+            _logger.warning(
+                "the initial value of '%s' (%.1f GB) is not made row by row; its task "
+                "needs memory for several arrays of %.1f GB while it is made",
+                variable.name,
+                size / 1e9,
+                largest / 1e9,
+            )
+
+
+def values_of(variables: Sequence[Variable]) -> list[Any]:
+    """Returns the values of variables."""
+    return [variable[...] for variable in variables]
+
+
+def assign(variables: Sequence[Variable], arrays: list[Any]) -> None:
+    """Gives variables these values."""
+    for variable, array in zip(variables, arrays, strict=True):
+        variable[...] = array

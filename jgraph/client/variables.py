@@ -1,0 +1,153 @@
+"""Variable directory of a client: the task of every variable, known or to be chosen."""
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from jgraph.client.connection import Connection
+from jgraph.errors import ConfigError, VariableMismatchError
+from jgraph.graph.device import DeviceSpec
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
+from jgraph.graph.variable import Variable
+from jgraph.plan.auto.auto import AutoPlanner
+from jgraph.plan.placement.tasks import Tasks, assign_variables, may_be
+from jgraph.plan.plan import Plan, plan
+from jgraph.plan.program.types import value_type
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.status import from_status
+
+
+@final
+class VariableDirectory:
+    """Tasks of variables: those the cluster has stored, and those chosen here.
+
+    A variable keeps its task for the life of the directory, so that every function of
+    a session finds it in the same place.
+    """
+
+    def __init__(
+        self,
+        cluster: Connection,
+        *,
+        soft_placement: bool = False,
+        platforms: Sequence[str] = (),
+        auto: AutoPlanner | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._platforms = tuple(platforms)
+        self._auto = auto
+        self._soft_placement = soft_placement
+        self._initialized: dict[VariableKey, VariableSpec] = {}
+        self.tasks: dict[VariableKey, TaskName] = {}
+
+    def look_up(self, specs: Iterable[VariableSpec]) -> set[VariableKey]:
+        """Asks the cluster what it has stored and takes over where that is.
+
+        Sharded variables are stored as their shards.
+
+        Returns:
+          (container, name) of everything stored.
+
+        Raises:
+          TaskLostError: one of ``specs`` may be on a task that does not answer.
+          VariableMismatchError: one of ``specs`` is stored with another shape or dtype,
+            or on another task than it asks for.
+        """
+        query = frame(variable_query=pb.VariableQuery())
+        table = body_of(self._cluster.call("Master.Variables", query))
+        stored = {(row.container, row.name): row for row in table.variables}
+        lost = [from_status(status) for status in table.missing]
+        for spec in (shard for logical in specs for shard in logical.shards):
+            if (row := stored.get(spec.key)) is not None:
+                _check_stored(spec, row)
+                self.tasks[spec.key] = TaskName(row.task)
+                continue
+            for error in lost:
+                if may_be(error.details["task"], spec.device):
+                    raise error
+        return set(stored)
+
+    def choose(self, specs: Sequence[VariableSpec]) -> dict[VariableKey, TaskName]:
+        """Returns the task of each variable, choosing where that is open.
+
+        Of a sharded variable, those of its shards.
+        """
+        cluster = self._cluster
+        specs = [shard for spec in specs for shard in spec.shards]
+        tasks = Tasks(tuple(cluster.tasks()), cluster.master, DeviceSpec())
+        found = assign_variables(specs, tasks, self.tasks)
+        chosen = {s.key: task for s, task in zip(specs, found, strict=True)}
+        self.tasks.update(chosen)
+        return chosen
+
+    def plan(self, graph: Graph) -> Plan:
+        """Returns what goes where in a graph, and remembers where its variables go."""
+        planned = plan(
+            graph,
+            tasks=self._cluster.tasks(),
+            driver=self._cluster.master,
+            variable_tasks=self.tasks,
+            platforms=self._cluster.platforms,
+            soft_placement=self._soft_placement,
+            also_for=self._platforms,
+            auto=self._auto,
+        )
+        self.tasks.update(planned.variable_tasks)
+        return planned
+
+    def forget(self) -> None:
+        """Forgets which variables have values, and where."""
+        self._initialized.clear()
+        self.tasks.clear()
+
+    def unknown(self, variables: Iterable[Variable]) -> list[Variable]:
+        """Returns those not known to have a value."""
+        return [v for v in variables if self._initialized.get(v.spec.key) != v.spec]
+
+    def note_initialized(self, variables: Iterable[Variable]) -> None:
+        """Remembers that these have values."""
+        self._initialized.update({v.spec.key: v.spec for v in variables})
+
+
+def shards_of(variables: Iterable[Variable]) -> list[Variable]:
+    """Returns the shards of variables, or themselves where they are whole."""
+    return [shard for variable in variables for shard in variable.shards]
+
+
+def as_variables(given: object, method: str) -> list[Variable]:
+    """Returns the variables that a method of a session was given, or one alone.
+
+    Raises:
+      ConfigError: names, or anything else.
+    """
+    if isinstance(given, Variable):
+        return [given]
+    variables = []
+    for one in given if isinstance(given, Iterable) else [given]:
+        if not isinstance(one, Variable):
+            raise ConfigError(
+                f"{method} takes jg.Variable objects, not {one!r:.60}; keep the object "
+                "that jg.Variable(name, …) gave"
+            )
+        variables.append(one)
+    return variables
+
+
+def _check_stored(spec: VariableSpec, row: pb.VariableInfo) -> None:
+    wanted, shape = value_type(spec.aval), tuple(row.type.shape)
+    if (wanted.dtype, wanted.shape) != (row.type.dtype, shape):
+        raise VariableMismatchError(
+            f"variable '{spec.name}' is {wanted} here, and the cluster already has it "
+            f"as {row.type.dtype}[{','.join(map(str, shape))}] on {row.task}; choose "
+            "another name, or drop the old one with cluster.reset()",
+            variable=spec.name,
+        )
+    asked = spec.device.task_name
+    if asked is not None and asked != row.task:
+        raise VariableMismatchError(
+            f"variable '{spec.name}' is asked to live on {asked}, and the cluster has "
+            f"it on {row.task}; choose another name, or drop the old one with "
+            "cluster.reset()",
+            variable=spec.name,
+        )

@@ -1,0 +1,131 @@
+"""Waiting until all tasks of a cluster answer, also after restarts."""
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
+
+import jax
+
+from jgraph.client.connection import Connection
+from jgraph.clock import SystemClock
+from jgraph.cluster import event_loop
+from jgraph.cluster.deadlines import CONTROL_S
+from jgraph.cluster.options import check_seconds
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.errors import (
+    ClusterError,
+    ClusterUnreachableError,
+    DeadlineError,
+    JGError,
+    TaskLostError,
+    TaskMissingError,
+    VersionError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame, installed_version
+from jgraph.rpc.transport import Address, Frame
+
+ASK_AGAIN_S: Final = 0.2
+_ROUND_S: Final = 2.0
+
+
+def connect_request(timeout_s: float) -> Frame:
+    """Returns what asks a master to wait for all tasks."""
+    return frame(
+        connect=pb.ConnectRequest(
+            timeout_s=timeout_s,
+            jgraph=installed_version("jgraph"),
+            jax=jax.__version__,
+        )
+    )
+
+
+def wait_for_tasks(
+    cluster: Connection, timeout_s: float, stop: threading.Event
+) -> bool:
+    """Waits; see ``Cluster.wait_for_tasks``."""
+    check_seconds("timeout_s", timeout_s)
+    clock, found = SystemClock(), None
+    deadline = clock.now() + timeout_s
+    # In rounds: a master that dies meanwhile does not keep this one waiting.
+    while (left := deadline - clock.now()) > 0 and not stop.wait(ASK_AGAIN_S):
+        cluster.check_startable()
+        try:
+            if _all_answer(cluster, min(left, _ROUND_S)):
+                return True
+        except TaskMissingError as error:
+            found = error
+        except (ClusterUnreachableError, TaskLostError, DeadlineError) as error:
+            found = TaskMissingError(error.message, missing=[cluster.master])
+    if stop.is_set():
+        return False
+    raise TaskMissingError(
+        f"not all tasks came back within {timeout_s:g} s: "
+        f"{found.message if found else 'none answered'}",
+        **(found.details if found else {"missing": cluster.tasks()}),
+    )
+
+
+def incarnations_of(cluster: Connection) -> Mapping[TaskName, str]:
+    """Returns which start of each task answers now; none of one that does not."""
+    with suppress(ClusterError):
+        return {TaskName(t.task): t.incarnation for t in cluster.status().tasks}
+    return {}
+
+
+async def view_of(cluster: Connection, address: Address) -> pb.ClusterStatus | None:
+    """Asks a task whom it reaches, as any may be master; None if it cannot say."""
+    ask, question = cluster.transport.ask, frame(empty=pb.Empty())
+    with suppress(JGError):
+        reply = await ask(address, "Master.Status", question, timeout_s=2 * CONTROL_S)
+        status: pb.ClusterStatus = body_of(reply)
+        return status
+    return None
+
+
+async def ready_tasks(cluster: Connection) -> Mapping[TaskName, str]:
+    """Returns which start answers of each task that takes new work."""
+    view = await view_of(cluster, cluster.address)
+    return {
+        TaskName(told.task): f"{told.incarnation:x}"
+        for told in (view.tasks if view else ())
+        if told.state == "ready"
+    }
+
+
+def reaches_every_ps(cluster: Connection, worker: TaskName) -> bool:
+    """Whether a worker's links to the ps are whole; so they are if it cannot say."""
+    view = event_loop.run(view_of(cluster, cluster.spec.address(worker)))
+    return view is None or not set(cluster.tasks("ps")) & set(view.missing)
+
+
+def _all_answer(cluster: Connection, timeout_s: float) -> bool:
+    reply = cluster.call(
+        "Master.Connect",
+        connect_request(timeout_s),
+        timeout_s=timeout_s + CONTROL_S,
+    )
+    # A master that was started again may not know the others yet.
+    return ClusterSpec.from_json(body_of(reply).cluster_json) == cluster.spec
+
+
+def check_versions(status: pb.ClusterStatus, own_jax: str) -> None:
+    """Refuses tasks whose JAX is older than the client's: they may not read our code.
+
+    Raises:
+      VersionError: names every such task.
+    """
+
+    def minor(version: str) -> tuple[int, ...]:
+        return tuple(int(p) for p in version.split(".")[:2] if p.isdecimal())
+
+    older = [t for t in status.tasks if minor(t.jax) < minor(own_jax)]
+    if older:
+        who = ", ".join(f"{t.task} runs jax {t.jax}" for t in older)
+        raise VersionError(
+            f"{who}, and this client jax {own_jax}; a task must run the client's JAX "
+            f"or a newer one. Upgrade there: pip install 'jax=={own_jax}'",
+            tasks=[t.task for t in older],
+        )

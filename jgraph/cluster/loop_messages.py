@@ -1,0 +1,361 @@
+"""Messages of replica loops: requests and reports, as plain data and as protos."""
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+
+from jgraph.coordination.data.dispatch import LEASE_S
+from jgraph.coordination.data.slots import Lease, SlotPlan
+from jgraph.coordination.step.finite import FiniteCheck
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of
+from jgraph.rpc.status import from_status
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.data.batches import Reader
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """What makes the master look after a run also when its client is gone.
+
+    Attributes:
+      about: what whoever attaches to the run must know.
+      saves: what the master saves; None: nothing.
+      source: JSON of what workers open; empty: they were given arrays.
+      records: what tasks record of a worker's program.
+      programs: of workers and ps, and what is run before; see ``Master.KeepProgram``.
+      gate: of asynchronous training.
+    """
+
+    about: Mapping[str, Any]
+    saves: pb.RunSaves | None = None
+    source: str = ""
+    records: Sequence[pb.TaskRecords] = ()
+    programs: Sequence[Frame] = ()
+    gate: pb.OpenGate | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DealtData:
+    """Data that the master deals out to all loops of a run.
+
+    Attributes:
+      plan: its slots; every worker has the data under the same name.
+      batches: how many to deal, all loops together.
+      workers: how many loops there are.
+      position: where to begin; see ``Dispatch``.
+      lease_s: a worker that holds data and is silent for so long is lost.
+      updates: says how many updates are applied to the model; set: the run goes on
+        without a master that was lost.
+      wait_s: where all workers are lost, how long to wait until one takes part again.
+      stop: set from another thread: wait no longer.
+      detached: set: the run goes on when its client is gone.
+      first: updates before the run.
+      halt_every: halt all loops when a multiple of so many updates is passed, and let
+        them go on with ``LoopHandle.go_on``; 0: never.
+      halt_s: or after so long.
+    """
+
+    plan: SlotPlan
+    batches: int
+    workers: int
+    position: Mapping[str, Any] | None = None
+    lease_s: float = LEASE_S
+    updates: Callable[[], int] | None = None
+    wait_s: float = 0.0
+    stop: threading.Event = field(default_factory=threading.Event)
+    detached: Detached | None = None
+    first: int = 0
+    halt_every: int = 0
+    halt_s: float = 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SyncRequest:
+    """What the ps that decides in synchronous training must know.
+
+    Attributes:
+      gate: name of the gates.
+      version: updates applied so far.
+      wanted: contributions of an update.
+      replicas: worker of each replica, by the handle of its program.
+      shards: the tasks with gates; the first one decides.
+      plan: slots of the data that it deals out to the replicas.
+      position: where in the data to begin; see ``Dispatch``.
+      run: which run it is part of, and under which epoch of masters; empty: its own.
+      epoch: likewise.
+      detached: as in ``DealtData``.
+      halt_every: stand still at multiples of so many updates until told to go on; 0:
+        never.
+      halt_s: or until so long.
+    """
+
+    gate: str
+    version: int
+    wanted: int
+    replicas: Mapping[str, TaskName]
+    shards: Sequence[TaskName]
+    plan: SlotPlan
+    position: Mapping[str, Any] | None = None
+    run: str = ""
+    epoch: int = 1
+    detached: Detached | None = None
+    halt_every: int = 0
+    halt_s: float = 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoopRequest:
+    """Run ``steps`` steps of a program on the worker that drives it.
+
+    Attributes:
+      task: the worker; the driver of the program.
+      handle: the registered program.
+      data: name of a data set put on that worker; its fields are feeds.
+      data_feeds: where its fields have other names: the feeds, in the order of those.
+      steps: how many steps; at most, where data is dealt.
+      batch_size: examples per step.
+      seed: decides the order of the examples.
+      replica: number of this replica.
+      first_step: number of the first step.
+      step_feed: int32 feed that gets the number of the step; empty: none.
+      replica_feed: int32 feed that gets the number of the replica; empty: none.
+      batch_feed: int32 feed that gets the number of the batch; empty: none.
+      step_timeout_s: limit for one step.
+      report_every_s: least time between reports.
+      sync: set: decide and apply updates of synchronous training; ``handle`` applies.
+      compute_wait_s: for benchmarks: emulated computing in each step.
+      plan: the slots, where the task has data of its own and all of it once, in order,
+        is not shuffled by ``seed``.
+      finite: says which results of a step are finite: one that is not ends the loop,
+        and that fetch is not reported.
+      tell_every: say how many batches are done after so many steps; 0: with reports.
+    """
+
+    task: TaskName
+    handle: str
+    data: str
+    steps: int
+    batch_size: int
+    seed: int = 0
+    replica: int = 0
+    first_step: int = 0
+    step_feed: str = ""
+    replica_feed: str = ""
+    batch_feed: str = ""
+    step_timeout_s: float = 60.0
+    report_every_s: float = 0.25
+    sync: SyncRequest | None = None
+    compute_wait_s: float = 0.0
+    data_feeds: tuple[str, ...] = ()
+    plan: SlotPlan | None = None
+    finite: FiniteCheck | None = None
+    tell_every: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoopReport:
+    """What one replica has done since its last report.
+
+    Attributes:
+      replica: number of the replica.
+      task: its worker.
+      state: "running", "done", "stopped", "left": its worker was told to end and has
+        handed over, or "lost": its worker is gone; others go on with its data. Of who
+        decides in synchronous training also "paused", where it was asked to, "alone":
+        no worker is left, and "silent": the master does not reach it, and it is waited
+        for. "halted": all loops stand still until ``LoopHandle.go_on``.
+      steps: numbers of the steps, int64[n].
+      seconds: when each was computed, since the loop began, float64[n].
+      fetches: per fetch of the program, its values stacked over the n steps.
+      times: seconds by part, summed over the n steps: ``wait`` (for acknowledgements
+        of earlier steps), ``input``, ``pull``, ``compute``, ``push``, ``other``.
+      dropped: gradients that came too late so far, by worker: contributions that
+        did not count, or steps that were refused and computed anew.
+      position: of synchronous training: where in the data it is; see ``Dispatch``.
+      done: where data is dealt: batches that are done since the last report.
+      number: of this report of its loop, from 1.
+      loop: of a detached run: the name of the loop.
+      handle: of the program of a loop that begins.
+      sent_s: when it was sent, since the loop began, by the clock of its task.
+      began_s: how much later than its order the loop began, as far as is known: the
+        times of its steps are since the order.
+      data_done: batches done since the loop began.
+      halted: of a loop that stands still: the number of the order, or of updates.
+      in_flight: then, steps that may still be applied.
+    """
+
+    replica: int
+    task: TaskName
+    state: str
+    steps: np.ndarray[Any, Any]
+    seconds: np.ndarray[Any, Any]
+    fetches: tuple[np.ndarray[Any, Any], ...]
+    times: Mapping[str, float]
+    error: JGError | None = None
+    dropped: Mapping[TaskName, int] = field(default_factory=dict)
+    position: Mapping[str, Any] | None = None
+    done: tuple[Lease, ...] = ()
+    number: int = 0
+    loop: str = ""
+    handle: str = ""
+    sent_s: float = 0.0
+    began_s: float = 0.0
+    data_done: int = 0
+    halted: int = 0
+    in_flight: int = 0
+
+
+def report_of(request: LoopRequest, message: Frame) -> LoopReport:
+    """Returns a report as it came."""
+    body = body_of(message)
+    steps, seconds, *fetches = message.tensors
+    return LoopReport(
+        request.replica,
+        request.task,
+        body.state,
+        steps,
+        seconds,
+        tuple(fetches),
+        dict(body.times),
+        from_status(body.error) if body.HasField("error") else None,
+        dropped={TaskName(task): count for task, count in body.dropped.items()},
+        position=json.loads(body.data_position or "null"),
+        done=tuple(leases_of(body.done)),
+        number=body.number,
+        loop=body.loop,
+        handle=body.handle,
+        sent_s=body.seconds,
+        data_done=body.data_done,
+        halted=body.halted,
+        in_flight=body.in_flight,
+    )
+
+
+def lost_report(request: LoopRequest, error: JGError) -> LoopReport:
+    """Returns what to tell of a worker that is lost."""
+    none = np.empty(0)
+    return LoopReport(request.replica, request.task, "lost", none, none, (), {}, error)
+
+
+def order_of(request: LoopRequest) -> pb.RunLoop:
+    """Returns a request as it travels, without what its run says of it."""
+    return pb.RunLoop(
+        handle=request.handle,
+        data=request.data,
+        steps=request.steps,
+        batch_size=request.batch_size,
+        seed=request.seed,
+        replica=request.replica,
+        step_timeout_s=request.step_timeout_s,
+        report_every_s=request.report_every_s,
+        task=request.task,
+        first_step=request.first_step,
+        step_feed=request.step_feed,
+        replica_feed=request.replica_feed,
+        batch_feed=request.batch_feed,
+        data_plan="" if request.plan is None else plain(request.plan),
+        compute_wait_s=request.compute_wait_s,
+        sync=_sync_order(request.sync),
+        data_feeds=request.data_feeds,
+        finite_leaves=() if request.finite is None else request.finite.leaves,
+        finite_fetch=0 if request.finite is None else request.finite.fetch,
+        tell_every=request.tell_every,
+    )
+
+
+def finite_check_of(order: pb.RunLoop) -> FiniteCheck | None:
+    """Returns what an order says of results that are not finite; None: nothing."""
+    leaves = tuple(order.finite_leaves)
+    return FiniteCheck(order.finite_fetch, leaves) if leaves else None
+
+
+def plain(plan: SlotPlan) -> str:
+    """Returns a plan as it travels."""
+    return json.dumps(plan.to_dict())
+
+
+def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
+    if request is None:
+        return None
+    return pb.SyncOrder(
+        gate=request.gate,
+        version=request.version,
+        wanted=request.wanted,
+        handles=list(request.replicas),
+        tasks=list(request.replicas.values()),
+        shards=request.shards,
+        data_position=json.dumps(request.position),
+        halt_every=request.halt_every,
+        halt_s=request.halt_s,
+    )
+
+
+def halted_report(request: LoopRequest, in_flight: int) -> LoopReport:
+    """Returns what to tell when all loops of a run stand still."""
+    none = np.empty(0)
+    return LoopReport(
+        *(request.replica, request.task, "halted", none, none, (), {}),
+        in_flight=in_flight,
+    )
+
+
+def silent_report(request: LoopRequest) -> LoopReport:
+    """Returns what to tell while a loop is waited for that may be there still."""
+    none = np.empty(0)
+    return LoopReport(request.replica, request.task, "silent", none, none, (), {})
+
+
+def ended_report(request: LoopRequest) -> LoopReport:
+    """Returns what to tell of a loop that has done nothing, and will not."""
+    none = np.empty(0)
+    return LoopReport(request.replica, request.task, "stopped", none, none, (), {})
+
+
+def source_info(reader: Reader) -> pb.SourceInfo:
+    """Returns the answer of a task that has opened a source."""
+    return pb.SourceInfo(
+        fields=[
+            pb.SourceField(
+                name=name,
+                type=pb.TensorType(dtype=field.dtype.name, shape=field.shape),
+            )
+            for name, field in sorted(reader.fields.items())
+        ],
+        parts=[part.name for part in reader.parts],
+        examples=[part.examples for part in reader.parts],
+        shuffle=reader.shuffle,
+    )
+
+
+def deal_of(leases: tuple[Lease, ...] | None) -> pb.DataDeal:
+    """Returns an answer: leases, or None when all is over."""
+    if leases is None:
+        return pb.DataDeal(over=True)
+    return pb.DataDeal(leases=rows_of(leases))
+
+
+def rows_of(leases: Iterable[Lease]) -> list[pb.DataLease]:
+    """Returns leases as they travel."""
+    return [
+        pb.DataLease(
+            epoch=lease.epoch, slot=lease.slot, first=lease.first, batches=lease.batches
+        )
+        for lease in leases
+    ]
+
+
+def leases_of(rows: Iterable[pb.DataLease]) -> list[Lease]:
+    """Returns leases that came."""
+    return [Lease(d.epoch, d.slot, d.first, d.batches) for d in rows]

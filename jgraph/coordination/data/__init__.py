@@ -1,0 +1,1 @@
+"""Batches: slots, order, leases to workers, the ledger of what is done."""

@@ -1,0 +1,1 @@
+"""Liveness: leases, self-fencing, joins, restarts, backoff."""

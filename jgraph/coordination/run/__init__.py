@@ -1,0 +1,1 @@
+"""Supervision of runs: workers lost and back, masters, recovery."""

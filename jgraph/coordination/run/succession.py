@@ -1,0 +1,149 @@
+"""Succession of masters: picks the standby of a run, and what it has to restart.
+
+The heir knows what made the run and what its loops told. It ends the loops that go on,
+which tell in an account what the old master has not passed on any more; then it begins
+their next ones. Orders of the old master, should it still be there, are refused by all
+tasks that have heard of the heir; see ``epochs``.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, TypeAlias, final
+
+from jgraph.coordination.run.supervisor import (
+    Event,
+    Failed,
+    LoopEnded,
+    LoopLost,
+    RoundEnded,
+    StopAsked,
+    WorkerReady,
+)
+from jgraph.errors import FencedError, JGError
+from jgraph.graph.ir import TaskName
+
+Accounts: TypeAlias = Mapping[int, str | JGError]
+_ON_A_PS: Final = "/job:ps/"
+
+
+def standby_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
+    """Returns who goes on with the runs of a master; None: nobody could.
+
+    A run needs every ps. So the first one is the heir, and a ps that is the master
+    needs none: without what it holds the run cannot go on.
+
+    Args:
+      tasks: of the cluster.
+      master: of a run.
+
+    Example:
+      >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+      >>> standby_of([worker, ps], worker), standby_of([worker, ps], ps)
+      ('/job:ps/task:0', None)
+    """
+    if master.startswith(_ON_A_PS):
+        return None
+    return min((task for task in tasks if task.startswith(_ON_A_PS)), default=None)
+
+
+def resume_events(
+    accounts: Accounts,
+    row: str | JGError | None = None,
+    *,
+    stopping: bool = False,
+) -> Iterator[Event]:
+    """Returns what a new ``Supervisor`` is told of loops that a lost master had begun.
+
+    Args:
+      accounts: how the last loop of each replica ended, or why nobody can say.
+      row: likewise of the loop that decides; None: training is asynchronous.
+      stopping: the run was asked to stop.
+
+    Example:
+      >>> from jgraph.coordination.run.supervisor import Supervisor
+      >>> from jgraph.errors import TaskLostError
+      >>> crew, lost = Supervisor(together=False), TaskLostError("gone")
+      >>> events = resume_events({0: "stopped", 1: lost})
+      >>> [crew.handle(event, 0.0) for event in events], crew.missing
+      ([[], [Begin(replicas=(0,))]], [1])
+    """
+    if row is None:
+        return _each_alone(accounts, stopping=stopping)
+    return _together(accounts, row, stopping=stopping)
+
+
+def _each_alone(accounts: Accounts, *, stopping: bool) -> Iterator[Event]:
+    go_on: list[int] = []
+    for replica, account in accounts.items():
+        if isinstance(account, JGError):
+            yield LoopLost(replica, account)
+        elif account in {"left", "done"}:
+            yield LoopEnded(replica, account)
+        else:
+            go_on.append(replica)
+    if stopping:
+        yield StopAsked()
+    for replica in go_on:
+        yield WorkerReady(replica)
+
+
+def _together(
+    accounts: Accounts, row: str | JGError, *, stopping: bool
+) -> Iterator[Event]:
+    if isinstance(row, JGError):
+        yield Failed(row)
+        return
+    for replica, account in accounts.items():
+        if isinstance(account, JGError):
+            yield LoopLost(replica, account)
+        else:  # with its row, and begins with the next
+            yield LoopEnded(replica, "left" if account == "left" else "stopped")
+    if stopping:
+        yield StopAsked()
+    # It may have ended because its master was gone.
+    yield RoundEnded("paused" if row == "stopped" and not stopping else row)
+
+
+_KEPT: Final = 256
+"""Runs that a task remembers."""
+
+
+@final
+class MasterTerms:
+    """The newest master that a task has heard of, by run.
+
+    Example:
+      >>> epochs = MasterTerms()
+      >>> epochs.check("run-1", 1), epochs.check("run-1", 2)
+      (None, None)
+      >>> epochs.check("run-1", 1)
+      Traceback (most recent call last):
+      jgraph.errors.FencedError: JG-139 an order of master 1 of run ...
+    """
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[str, int] = OrderedDict()
+
+    def check(self, run: str, epoch: int) -> None:
+        """Takes note of who gives an order.
+
+        Args:
+          run: empty: one that nobody takes over.
+          epoch: of the master.
+
+        Raises:
+          FencedError: a later master of that run was here already.
+        """
+        if not run:
+            return
+        newest = max(epoch, self._newest.pop(run, 0))
+        self._newest[run] = newest
+        if len(self._newest) > _KEPT:
+            self._newest.popitem(last=False)
+        if epoch < newest:
+            raise FencedError(
+                f"an order of master {epoch} of run '{run}' came after master {newest} "
+                "had taken over; it is not carried out",
+                run=run,
+                epoch=newest,
+            )

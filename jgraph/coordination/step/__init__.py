@@ -1,0 +1,1 @@
+"""Steps: their driver, replica loops, commit tracking, timelines."""

@@ -1,0 +1,1 @@
+"""Synchronous and bounded-staleness training: who may start, what counts."""

@@ -1,0 +1,372 @@
+"""Synchronous aggregation: the arbiter picks the contributions of each update.
+
+Two machines. Every ps has a ``SyncGate``: it lets a replica's step read only at a
+version that the replica has not contributed to, and keeps what replicas contribute.
+One ps has the ``Arbiter``: it hears from every ps which contributions are there, and
+decides once, for all ps and so for all variables, which of them are averaged.
+
+A contribution is known by its version (the updates applied to what it was computed
+from) and its data slot: a slot that is computed twice is one contribution. It counts if
+every ps let it read at one and the same version, and has it before that version is
+decided; the others are late, dropped, and counted for their replica. Who decides also
+deals out the data, so that each batch counts exactly once; see ``sync_data``.
+
+    gate     open at v --(decided v)--> closed --(applied)--> open at v+1
+    arbiter  collecting v --(enough)--> applying --(applied)--> collecting v+1
+
+Source: tensorflow/python/training/sync_replicas_optimizer.py, whose accumulators decide
+for each variable alone, so that one step may mix sets of replicas.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from jgraph.coordination.data.slots import Lease
+from jgraph.coordination.data.sync_data import SyncData
+from jgraph.errors import DeadlineError, JGError
+from jgraph.graph.ir import TaskName
+
+Step: TypeAlias = tuple[str, int]
+"""(program handle, step id). Each replica has a handle of its own."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """A ps has what a step contributed; the step had been let in at ``version``."""
+
+    shard: TaskName
+    step: Step
+    version: int
+    slot: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DataAsked:
+    """A replica would like ``batches`` more; with ``idle`` it holds none."""
+
+    replica: str
+    batches: int
+    idle: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """A replica went away; it contributes no more."""
+
+    replica: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The update that was decided last has been applied on every ps."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NotApplied:
+    """The update that was decided last changed nothing: it was not finite."""
+
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TimeIsUp:
+    """An update has been waited for too long."""
+
+    timeout_s: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """Somebody asked to stop after the update under way; with ``pause`` for a while."""
+
+    pause: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GoOnAsked:
+    """What was to be done while the machine stood still, after ``version``, is done."""
+
+    version: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MasterSilent:
+    """The master of the run has not been heard of for too long; see ``supervision``."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MasterHeard:
+    """The master is there again."""
+
+
+Event: TypeAlias = (
+    Contributed
+    | DataAsked
+    | ReplicaLost
+    | Applied
+    | NotApplied
+    | TimeIsUp
+    | StopAsked
+    | GoOnAsked
+    | MasterSilent
+    | MasterHeard
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Apply the mean of what these steps contributed, in this order: that of slots."""
+
+    version: int
+    steps: tuple[Step, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Void:
+    """Forget a contribution that was not of one version; its replica tries again."""
+
+    step: Step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DealData:
+    """Answer a replica with these leases; none: not now; None: nothing any more."""
+
+    replica: str
+    leases: tuple[Lease, ...] | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """So many updates are applied on every ps, and none begins before ``GoOnAsked``."""
+
+    version: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class End:
+    """No more updates from here.
+
+    Attributes:
+      state: "done", "stopped", "paused": another arbiter goes on, "alone": no replica
+        is left, or "failed".
+      error: why it failed.
+    """
+
+    state: str
+    error: JGError | None = None
+
+
+Instruction: TypeAlias = Decide | Void | DealData | Halt | End
+
+
+@final
+class Arbiter:
+    """State machine that decides what each update is the mean of.
+
+    Args:
+      shards: the ps that keep contributions; each reports every contribution.
+      replicas: task of each replica, by its program handle.
+      data: what these replicas are dealt; a contribution's slot is the number of its
+        batch.
+      wanted: contributions of an update. When fewer replicas are left, as many.
+      version: updates applied so far.
+      steps: how many updates to decide.
+      halt_every: stand still at multiples of so many updates, so that they can be
+        saved; 0: never. Not at the end: there nothing goes on anyway.
+
+    Example:
+      >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+      >>> from jgraph.coordination.data.slots import Part, SlotPlan
+      >>> data = SyncData(SlotPlan([Part("data", 4)], 2, seed=0), ["w0"])
+      >>> arbiter = Arbiter([ps], {"w0": worker}, data, wanted=1, version=0, steps=1)
+      >>> arbiter.handle(DataAsked("w0", batches=1))[0].leases
+      (Lease(epoch=0, slot=0, first=0, batches=1),)
+      >>> arbiter.handle(Contributed(ps, ("w0", 1), version=0, slot=0))
+      [Decide(version=0, steps=(('w0', 1),))]
+      >>> arbiter.handle(Applied())
+      [End(state='done', error=None)]
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[TaskName],
+        replicas: Mapping[str, TaskName],
+        data: SyncData,
+        *,
+        wanted: int,
+        version: int,
+        steps: int,
+        halt_every: int = 0,
+    ) -> None:
+        self._shards = frozenset(shards)
+        self._replicas = dict(replicas)
+        self._alive = set(replicas)
+        self._data = data
+        self._wanted = wanted
+        self._version = version
+        self._end = version + steps
+        self._halt_every = halt_every
+        self._halted = False
+        self._applying = False
+        self._unsupervised = False
+        self._stopping = ""
+        self._over = False
+        # Contributions that some ps have, and those that all have: slot -> step.
+        self._partial: dict[Step, dict[TaskName, int]] = {}
+        self._whole: defaultdict[int, dict[int, Step]] = defaultdict(dict)
+        self._chosen: list[int] = []  # places of the batches of the newest update
+        self.dropped: Counter[str] = Counter()
+        """Contributions that came too late, by replica."""
+
+    @property
+    def halted(self) -> int | None:
+        """After how many updates it stands still; None: it does not."""
+        return self._version if self._halted and not self._over else None
+
+    @property
+    def needed(self) -> int:
+        """How many contributions the next update takes."""
+        return max(1, min(self._wanted, len(self._alive)))
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Takes an event; returns what to do now."""
+        if isinstance(event, DataAsked):
+            return [DealData(event.replica, self._deal(event))]
+        if self._over:
+            return []
+        match event:
+            case Contributed():
+                return [*self._take(event), *self._go_on()]
+            case ReplicaLost(replica):
+                return self._lose(replica) or self._go_on()
+            case Applied():
+                return self._applied()
+            case GoOnAsked(version):
+                self._halted = self._halted and version != self._version
+            case StopAsked() | MasterSilent() | MasterHeard():
+                self._note(event)
+            case NotApplied(error):
+                self._data.take_back(self._chosen)
+                return self._finish("failed", error)
+            case TimeIsUp(timeout_s):
+                return self._finish("failed", self._late(timeout_s))
+        return self._go_on()
+
+    def _note(self, event: StopAsked | MasterSilent | MasterHeard) -> None:
+        match event:
+            case StopAsked(pause):
+                self._stopping = self._stopping or ("paused" if pause else "stopped")
+            case _:
+                self._unsupervised = isinstance(event, MasterSilent)
+
+    def _applied(self) -> list[Instruction]:
+        self._applying = False
+        self._version += 1
+        if self._halt_every and not self._version % self._halt_every:
+            self._halted = self._version < self._end and not self._stopping
+        return [Halt(self._version)] if self._halted else self._go_on()
+
+    def _deal(self, asked: DataAsked) -> tuple[Lease, ...] | None:
+        if self._over or asked.replica not in self._alive:
+            return None
+        together = len(self._alive) <= self._wanted
+        return self._data.deal(
+            asked.replica, asked.batches, together=together, idle=asked.idle
+        )
+
+    def _lose(self, replica: str) -> list[Instruction]:
+        if replica not in self._alive:
+            return []
+        self._alive.remove(replica)
+        for step in [s for s in self._partial if s[0] == replica]:
+            del self._partial[step]
+        computed = {
+            slot
+            for whole in self._whole.values()
+            for slot, step in whole.items()
+            if step[0] == replica
+        }
+        error = self._data.lost(replica, computed)
+        return [] if error is None else self._finish("failed", error)
+
+    def _take(self, event: Contributed) -> list[Instruction]:
+        step = event.step
+        if not self._data.holds(step[0], event.slot):
+            return []  # another computes it now, as this one seemed lost
+        versions = self._partial.setdefault(step, {})
+        versions[event.shard] = event.version
+        if versions.keys() < self._shards:
+            return []
+        del self._partial[step]
+        if len(set(versions.values())) > 1:
+            self._drop(event.slot, step)
+            return [Void(step)]
+        if event.version < self._version + self._applying:
+            self._drop(event.slot, step)
+        else:
+            self._whole[event.version].setdefault(event.slot, step)
+        return []
+
+    def _drop(self, slot: int, step: Step) -> None:
+        self.dropped[step[0]] += 1
+        self._data.late(slot)
+
+    def _go_on(self) -> list[Instruction]:
+        if self._applying:
+            return []
+        if self._version >= self._end:
+            return self._finish("done")
+        if self._stopping:
+            return self._finish(self._stopping)
+        if self._halted:
+            return []
+        there = list(self._whole[self._version].items())
+        if not there and not self._alive:
+            return self._finish("alone")
+        if self._unsupervised or len(there) < self.needed:
+            return []
+        # First come, first counted.
+        chosen, late = there[: self.needed], there[self.needed :]
+        del self._whole[self._version]
+        self._chosen = [self._data.counted(slot) for slot, _ in chosen]
+        for slot, step in late:
+            self._drop(slot, step)
+        self._applying = True
+        return [Decide(self._version, tuple(step for _, step in sorted(chosen)))]
+
+    def _finish(self, state: str, error: JGError | None = None) -> list[Instruction]:
+        self._over = True
+        return [End(state, error)]
+
+    def _late(self, timeout_s: float) -> DeadlineError:
+        if self._applying:
+            what, missing = "its update was not applied", sorted(self._shards)
+        else:
+            there = {step[0] for step in self._whole[self._version].values()}
+            missing = sorted(self._replicas[r] for r in self._alive - there)
+            what = f"it has {len(there)} of {self.needed} contributions"
+        return DeadlineError(
+            f"global step {self._version} was not done after {timeout_s:g} s: {what}; "
+            f"still to come: {', '.join(missing)}. Look at these tasks with `jgraph "
+            "status`, use SyncPS(backup_workers=…), or give step_timeout_s=… a larger "
+            "value",
+            pending=missing,
+        )

@@ -1,0 +1,198 @@
+"""Synchronous gate of one ps; see ``aggregation`` for the whole."""
+
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from jgraph.coordination.sync.aggregation import Step
+from jgraph.errors import JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepAsked:
+    """A replica's step wants to read here."""
+
+    step: Step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ContributionCame:
+    """A step's contribution for a data slot is here."""
+
+    step: Step
+    slot: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """A step is over here, or was given up."""
+
+    step: Step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The arbiter chose what these steps contributed; they are of this version."""
+
+    steps: tuple[Step, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Voided:
+    """What a step contributed is not of one version on all ps."""
+
+    step: Step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UpdateApplied:
+    """The update that was decided is applied here."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """There are no more updates, for this reason."""
+
+    error: JGError
+
+
+Event: TypeAlias = (
+    StepAsked | ContributionCame | StepEnded | Decided | Voided | UpdateApplied | Closed
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LetIn:
+    """Let the step read now."""
+
+    step: Step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End the step with this error."""
+
+    step: Step
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep what the step contributed."""
+
+    step: Step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget what the step contributed."""
+
+    step: Step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell the arbiter that the step, let in at ``version``, has contributed."""
+
+    step: Step
+    version: int
+    slot: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choose:
+    """Take the mean of what these steps contributed, and forget all others."""
+
+    steps: tuple[Step, ...]
+
+
+Instruction: TypeAlias = LetIn | Refuse | Keep | Drop | Tell | Choose
+
+
+@final
+class SyncGate:
+    """State machine of the gate of one ps.
+
+    Args:
+      version: updates applied so far.
+
+    Example:
+      >>> gate = SyncGate(version=3)
+      >>> gate.handle(StepAsked(("w0", 1)))
+      [LetIn(step=('w0', 1))]
+      >>> gate.handle(ContributionCame(("w0", 1), slot=8))
+      [Keep(step=('w0', 1)), Tell(step=('w0', 1), version=3, slot=8)]
+      >>> gate.handle(StepAsked(("w0", 2)))  # until version 4
+      []
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self._deciding = False
+        self._closed: JGError | None = None
+        self._waiting: dict[Step, None] = {}
+        self._inside: dict[Step, int] = {}
+        self._contributed: dict[str, int] = {}
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Takes an event; returns what to do now."""
+        match event:
+            case StepAsked(step):
+                if self._closed is not None:
+                    return [Refuse(step, self._closed)]
+                self._waiting[step] = None
+                return self._open()
+            case ContributionCame(step, slot):
+                return self._take(step, slot)
+            case StepEnded(step):
+                self._waiting.pop(step, None)
+                self._inside.pop(step, None)
+                return []
+            case Decided(steps):
+                self._deciding = True
+                return [Choose(steps)]
+            case Voided(step):
+                self._contributed.pop(step[0], None)
+                return [Drop(step), *self._open()]
+            case UpdateApplied():
+                self._deciding = False
+                self.version += 1
+                return self._open()
+            case Closed(error):
+                self._closed = error
+                waiting, self._waiting = self._waiting, {}
+                return [Refuse(step, error) for step in waiting]
+
+    def _open(self) -> list[Instruction]:
+        if self._deciding:
+            return []
+        ready = [
+            step
+            for step in self._waiting
+            if self._contributed.get(step[0], -1) < self.version
+        ]
+        for step in ready:
+            del self._waiting[step]
+            self._inside[step] = self.version
+        return [LetIn(step) for step in ready]
+
+    def _take(self, step: Step, slot: int) -> list[Instruction]:
+        version = self._inside.get(step)
+        if version is None:
+            return []  # of an earlier life of this gate
+        self._contributed[step[0]] = version
+        told = Tell(step, version, slot)
+        late = version < self.version or self._deciding or self._closed is not None
+        return [told] if late else [Keep(step), told]

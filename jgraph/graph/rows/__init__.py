@@ -1,0 +1,1 @@
+"""Rows of tables as operations of a graph; hash tables' keys."""

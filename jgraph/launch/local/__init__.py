@@ -1,0 +1,1 @@
+"""Clusters of processes on this machine: start, watch, start again."""

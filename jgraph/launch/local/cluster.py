@@ -1,0 +1,216 @@
+"""A cluster of separate processes on this machine."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+from jgraph.client.cluster import Cluster, open_cluster
+from jgraph.clock import Clock, SystemClock
+from jgraph.cluster import event_loop
+from jgraph.cluster.deadlines import DRAIN_S
+from jgraph.cluster.events import Event
+from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
+from jgraph.cluster.wait_message import show_wait
+from jgraph.coordination.liveness.freezes import FROZEN_S
+from jgraph.errors import TaskMissingError, hints
+from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph.ir import TaskName
+from jgraph.launch.local.freezes import check_frozen_s
+from jgraph.launch.local.processes import (
+    START_S,
+    TaskProcesses,
+    check_counts,
+    tasks_of,
+)
+from jgraph.launch.local.restarts import check_restarts
+from jgraph.rpc.security.token import NAME, TOKEN_FILE, Token
+
+_END_S = 10.0
+"""After the grace; a process has to end, too."""
+
+
+@final
+class LocalCluster(Cluster):
+    """A cluster of separate processes on this machine, on loopback.
+
+    The processes end with ``close()``, at the end of a ``with`` block, and whenever
+    this process ends, however it ends.
+
+    Args:
+      ps: how many parameter servers.
+      workers: how many workers.
+      evaluators: 1: a task that evaluates while the workers train on.
+      allow_sources: see ``Server``.
+      jobs: further jobs, ``{"name": count}``.
+      timeout_s: how long to wait until all tasks serve.
+      env: environment variables for the processes, for example
+        ``{"JAX_PLATFORMS": "cpu"}``; a ps and an evaluator get that one by default,
+        since they must not take an accelerator from a worker.
+      log_dir: existing directory for the tasks' logs; a temporary one if unset,
+        which goes with the cluster.
+      transport: ``"auto"`` uses shared memory and Unix sockets; ``"grpc"`` as between
+        machines.
+      tls: whether all connections are encrypted, with certificates made for this
+        cluster alone.
+      restarts: how often a task that died is started again within a minute, at its
+        old address and without what it held; the next death is the last, and is an
+        error in the log. See ``Trainer.fit(checkpoint=…)`` for what a run does then.
+      frozen_s: with ``restarts``, a task whose process is stopped (SIGSTOP, not a
+        debugger) for so many seconds is killed and started again. One that is slow is
+        not, and one that goes on before that is waited for.
+
+    Raises:
+      ConfigError: no task, no such transport, or no such number or time.
+      StartError: a task's process ended while starting; shows the end of its log.
+      TaskMissingError: a task did not answer in time.
+
+    Example:
+      >>> cluster = LocalCluster(ps=1, workers=1)
+      >>> cluster.tasks()
+      ['/job:ps/task:0', '/job:worker/task:0']
+      >>> cluster.close()
+    """
+
+    ends_with_client = True
+
+    @short_traceback
+    @hints.naming_arguments(hints.CLUSTER_ARGUMENTS)
+    def __init__(
+        self,
+        ps: int = 2,
+        workers: int = 2,
+        *,
+        evaluators: int = 0,
+        allow_sources: Sequence[str] = (),
+        jobs: Mapping[str, int] | None = None,
+        timeout_s: float = START_S,
+        env: Mapping[str, str] | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        transport: TransportChoice = "auto",
+        tls: bool = False,
+        restarts: int = 0,
+        frozen_s: float = FROZEN_S,
+        clock: Clock | None = None,
+    ) -> None:
+        check_transport(transport)
+        counts = {"ps": ps, "worker": workers, **(jobs or {})}
+        if evaluators:
+            counts["evaluator"] = evaluators
+        check_counts(counts)
+        check_restarts(restarts)
+        check_frozen_s(frozen_s)
+        clock = clock or SystemClock()
+        deadline = clock.now() + timeout_s
+        self._temporary = log_dir is None
+        self._directory = Path(log_dir or tempfile.mkdtemp(prefix="jgraph-"))
+        # Of this cluster alone; only the name of the directory leaves this process.
+        self._secrets = tempfile.mkdtemp(prefix="jgraph-secrets-")
+        self._certificates = self._secrets if tls else ""
+        try:
+            if tls:
+                from jgraph.rpc.security.certificates import make_certificates
+
+                make_certificates(self._certificates, tasks_of(counts))
+            token = Token.make(Path(self._secrets) / NAME)
+            environment = {**(env or {}), TOKEN_FILE: str(token.path)}
+            with show_wait(f"starting {sum(counts.values())} tasks"):
+                self._processes = TaskProcesses(
+                    *(counts, self._directory, environment, transport, timeout_s),
+                    tls_directory=self._certificates,
+                    allow_sources=allow_sources,
+                    restarts=restarts,
+                    frozen_s=frozen_s,
+                    clock=clock,
+                )
+        except BaseException:
+            self._forget_files()
+            raise
+        atexit.register(self._end_processes)
+        try:
+            address = self._processes.spec.address(self._processes.master)
+            left = max(1.0, deadline - clock.now())
+            files = as_tls(self._certificates or None, None)
+            client, reply = event_loop.run(open_cluster(address, left, token, files))
+        except BaseException:
+            self._end_processes()
+            raise
+        super().__init__(address, client, reply, files, token.path)
+
+    def logs(self, task: str, tail: int = 20) -> str:
+        """Returns the last lines of a task's log."""
+        return self._processes[task].tail(tail)
+
+    def pid(self, task: str) -> int:
+        """Returns the process id of a task."""
+        return self._processes[task].process.pid
+
+    def kill(self, task: str) -> None:
+        """Kills a task's process, as a crash of its host would."""
+        self._processes[task].kill()
+
+    def restart(self, task: str) -> int:
+        """Ends a task by SIGTERM, starts it again where it was, and waits for that.
+
+        A run that goes on notices a pause at most: a worker hands over what it has and
+        takes part again, another server becomes the master, and for a ps the run is
+        saved, or has a copy of it (``fit(checkpoint=…)``, ``durability=``), waits, and
+        goes on from the same step.
+
+        Returns:
+          The exit code of its process: 0 unless it was killed, 40 s later.
+
+        Raises:
+          StartError: it ended while starting.
+          UnknownDeviceError: the cluster has no such task.
+
+        Example:
+          ``for task in cluster.tasks(): cluster.restart(task)`` restarts all, one after
+          the other.
+        """
+        return self._processes.restart(task, DRAIN_S + _END_S)
+
+    def _launcher_events(self) -> list[Event]:
+        return self._processes.events()
+
+    def gone(self) -> Mapping[TaskName, str]:
+        """See ``Cluster.gone``."""
+        return self._processes.gone()
+
+    def check_startable(self) -> None:
+        """See ``Cluster.check_startable``."""
+        if gone := self.gone():
+            raise TaskMissingError(
+                f"{'; '.join(gone.values())}\nNothing starts it again; give "
+                "jg.LocalCluster more restarts, for example restarts=5",
+                missing=list(gone),
+            )
+
+    def close(self) -> None:
+        """Ends all processes and frees their ports."""
+        if not self._closed:
+            try:
+                super().close()
+            finally:
+                self._end_processes()
+
+    def drop_held(self) -> None:
+        """Drops nothing: all of it goes with the processes."""
+
+    def _end_processes(self) -> None:
+        atexit.unregister(self._end_processes)
+        self._processes.end()
+        self._forget_files()
+
+    @property
+    def tls_directory(self) -> str:
+        """Where the certificates are, for other clients; empty without TLS."""
+        return self._certificates
+
+    def _forget_files(self) -> None:
+        shutil.rmtree(self._secrets, ignore_errors=True)
+        if self._temporary:
+            shutil.rmtree(self._directory, ignore_errors=True)

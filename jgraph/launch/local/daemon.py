@@ -1,0 +1,283 @@
+"""Daemon of a named local cluster: ``jgraph up`` starts it, ``jgraph down`` ends it.
+
+A keeper process starts the tasks' processes and writes what it is to a state file; the
+tasks end when it ends, however it ends. The file is in the user's own directory, which
+others cannot read. Nothing here imports JAX: the tasks' processes do that meanwhile.
+"""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import psutil
+
+from jgraph.clock import SystemClock
+from jgraph.cluster.signals import wait_signalled
+from jgraph.cluster.wait_message import show_wait
+from jgraph.errors import (
+    ClusterBusyError,
+    ClusterUnreachableError,
+    ConfigError,
+    JGError,
+    StartError,
+    UnknownDeviceError,
+)
+from jgraph.launch.local.processes import TaskProcesses, check_counts, hand_over_stdout
+from jgraph.launch.local.restarts import check_restarts
+from jgraph.rpc.security.token import home
+
+_NAME: Final = re.compile(r"[\w-]{1,100}")
+_START_S = 90.0
+_END_S = 20.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NamedCluster:
+    """What the state file says of a named cluster.
+
+    Attributes:
+      name: its name.
+      target: what ``jg.connect`` takes.
+      keeper: process id of its keeper.
+      pids: process id of each task, by task name.
+      log_dir: where the tasks' logs are.
+    """
+
+    name: str
+    target: str
+    keeper: int
+    pids: dict[str, int]
+    log_dir: str
+
+    @property
+    def running(self) -> bool:
+        """Whether the keeper lives."""
+        return _is_daemon(self.keeper)
+
+
+def state_directory() -> Path:
+    """Returns the directory of state files, made for this user alone.
+
+    ``JGRAPH_HOME`` moves it; ``~/.jgraph`` is the default.
+    """
+    directory = home() / "clusters"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def find(name: str) -> NamedCluster | None:
+    """Returns a named cluster that runs; None if there is none.
+
+    Raises:
+      ConfigError: no cluster can be called so.
+    """
+    path = _state_file(name)
+    with suppress(OSError, ValueError, TypeError):
+        kept = NamedCluster(**json.loads(path.read_text()))
+        return kept if kept.running else None
+    return None
+
+
+def named_cluster(name: str) -> NamedCluster:
+    """Returns a named cluster that runs.
+
+    Raises:
+      ClusterUnreachableError: there is none.
+    """
+    kept = find(name)
+    if kept is None:
+        raise ClusterUnreachableError(
+            f"no cluster '{name}' runs on this machine; start one with `jgraph up`, or "
+            "name a server: jgraph://host:port",
+            name=name,
+        )
+    return kept
+
+
+def up(
+    name: str, ps: int, workers: int, restarts: int, timeout_s: float = _START_S
+) -> NamedCluster:
+    """Starts a named cluster in the background and waits until it serves.
+
+    A task that dies is started again, up to ``restarts`` times within a minute.
+
+    Raises:
+      ConfigError: no task at all, or no cluster can be called so.
+      ClusterBusyError: it runs already.
+      StartError: it could not be started; shows why.
+    """
+    check_counts({"ps": ps, "worker": workers})
+    check_restarts(restarts)
+    if (running := find(name)) is not None:
+        raise ClusterBusyError(
+            f"cluster '{name}' runs already at {running.target}; stop it with "
+            f"`jgraph down --name {name}`, or start another with --name",
+            name=name,
+        )
+    log_dir = state_directory().parent / "logs" / name
+    log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    order = [name, *map(str, (ps, workers, restarts, log_dir))]
+    with (log_dir / "keeper.log").open("w") as log:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "jgraph.launch.local.daemon", *order],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+    assert keeper.stdout is not None  # a pipe
+    timer = threading.Timer(timeout_s, keeper.kill)
+    timer.start()
+    with show_wait(f"starting {ps + workers} tasks"):
+        told = keeper.stdout.readline()
+    timer.cancel()
+    keeper.stdout.close()
+    kept = find(name) if told else None
+    if kept is None:
+        keeper.kill()
+        keeper.wait(_END_S)
+        tail = "\n".join((log_dir / "keeper.log").read_text().splitlines()[-20:])
+        raise StartError(
+            f"cluster '{name}' did not start. The end of its log:\n{tail}", name=name
+        )
+    return kept
+
+
+def down(name: str, timeout_s: float = _END_S) -> NamedCluster:
+    """Ends a named cluster and waits until nothing of it is left.
+
+    What has not ended after ``timeout_s`` is killed.
+
+    Raises:
+      ClusterUnreachableError: no such cluster runs.
+      StartError: a process did not end; it is named.
+    """
+    kept = named_cluster(name)
+    pids = [kept.keeper, *kept.pids.values()]
+    processes = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    with suppress(ProcessLookupError):
+        os.kill(kept.keeper, signal.SIGTERM)
+    with show_wait(f"ending {len(kept.pids)} tasks"):
+        left = _wait_ended(processes, timeout_s)
+    for process in left:
+        process.kill()
+    left = _wait_ended(left, 5.0)
+    if left:
+        pids = [process.pid for process in left]
+        raise StartError(f"cluster '{name}': killed processes {pids} did not end")
+    _state_file(name).unlink(missing_ok=True)
+    return kept
+
+
+def log_of(name: str, task: str) -> Path:
+    """Returns the log of a task of a named cluster that runs.
+
+    Raises:
+      ClusterUnreachableError: no such cluster runs.
+      UnknownDeviceError: it has no such task.
+    """
+    kept = named_cluster(name)
+    if task not in kept.pids:
+        raise UnknownDeviceError(
+            f"cluster '{name}' has no task '{task}'; it has {', '.join(kept.pids)}"
+        )
+    stem = task.removeprefix("/job:").replace("/task:", "-")
+    return Path(kept.log_dir) / f"{stem}.log"
+
+
+def _wait_ended(
+    processes: list[psutil.Process], timeout_s: float
+) -> list[psutil.Process]:
+    """Returns those that still run after ``timeout_s``."""
+    clock = SystemClock()
+    deadline = clock.now() + timeout_s
+    left = processes
+    while left and clock.now() < deadline:
+        # A keeper that has ended is a zombie until init looks after it, which may take
+        # seconds and matters to nobody: psutil alone would wait for that too.
+        left = [p for p in psutil.wait_procs(left, timeout=0.05)[1] if _runs(p)]
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def describe(kept: NamedCluster) -> dict[str, Any]:
+    """Returns the facts of a named cluster as plain values."""
+    return asdict(kept)
+
+
+def _state_file(name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"'{name:.80}' is no name of a cluster: files are called so; take letters, "
+            "digits, _ and -, as in --name default",
+            name=name,
+        )
+    return state_directory() / f"{name}.json"
+
+
+def _is_daemon(pid: int) -> bool:
+    # A process id is given to others after its end: look at what it runs.
+    try:
+        command = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False
+    return "jgraph.launch.local.daemon" in command
+
+
+def main(name: str, ps: int, workers: int, restarts: int, log_dir: str) -> None:
+    """Holds a cluster until SIGTERM or SIGINT."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jgraph.events").setLevel(logging.INFO)
+    parent = hand_over_stdout()
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    writing = threading.Lock()
+
+    def note() -> None:
+        with writing:
+            target = f"jgraph://{tasks.spec.address(tasks.master)}"
+            kept = NamedCluster(name, target, os.getpid(), tasks.pids, log_dir)
+            path = _state_file(name)
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(asdict(kept)))
+            new.replace(path)
+
+    counts = {"ps": ps, "worker": workers}
+    tasks = TaskProcesses(counts, Path(log_dir), {}, restarts=restarts, told=note)
+    try:
+        note()
+        parent.write("ready\n")
+        parent.close()
+        wait_signalled(ended)
+    finally:
+        tasks.end()
+
+
+if __name__ == "__main__":
+    try:
+        name, *numbers, log_dir = sys.argv[1:]
+        ps, workers, restarts = map(int, numbers)
+        main(name, ps, workers, restarts, log_dir)
+    except JGError as failure:
+        sys.exit(str(failure))  # the end of the log, which `jgraph up` shows

@@ -1,0 +1,398 @@
+"""Task processes on this machine, as their parent starts, watches and ends them.
+
+Imports no JAX: a parent need not have loaded what its tasks load at the same time.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO, final
+
+import psutil
+
+from jgraph.clock import Clock, SystemClock
+from jgraph.cluster.events import Event
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.transport_choice import TransportChoice
+from jgraph.coordination.liveness.freezes import FROZEN_S
+from jgraph.errors import ConfigError, JGError, StartError
+from jgraph.graph.device import TaskName
+from jgraph.launch.local.exit_codes import how_it_ended, memory_kills
+from jgraph.launch.local.freezes import FreezeWatch
+from jgraph.launch.local.restarts import Restarter, wait_started
+
+START_S = 60.0
+_END_S = 5.0
+_LOG_LINES = 20
+
+
+@final
+class TaskProcess:
+    """One task's process.
+
+    Args:
+      job: its job.
+      index: its index in the job.
+      directory: where its log goes.
+      environment: variables to set for it.
+      transport: see ``Server``.
+      tls_directory: with its certificate; empty for plain text.
+      allow_sources: see ``Server``.
+      overdue_s: see ``Server``.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        index: int,
+        directory: Path,
+        environment: Mapping[str, str],
+        transport: TransportChoice = "auto",
+        tls_directory: str = "",
+        allow_sources: Sequence[str] = (),
+        overdue_s: float | None = None,
+    ) -> None:
+        self.task = TaskName(f"/job:{job}/task:{index}")
+        self.address = ""
+        self.log = directory / f"{job}-{index}.log"
+        self.log.unlink(missing_ok=True)
+        self._which = [job, str(index)]
+        overdue = "" if overdue_s is None else str(overdue_s)
+        self._options = [transport, tls_directory, overdue, *allow_sources]
+        self._environment = {**os.environ, **environment}
+        self._kills_before = 0
+        alone = ClusterSpec({job: {index: "127.0.0.1:0"}}, port_zero=True)
+        self.process = self._started(alone)
+
+    def start(self, spec: ClusterSpec) -> None:
+        """Starts it again, after its end, where it is in ``spec``."""
+        self.end()
+        self.process = self._started(spec)
+
+    def _started(self, spec: ClusterSpec) -> "subprocess.Popen[str]":
+        child = [sys.executable, "-m", "jgraph.launch.local.child", *self._which]
+        self._kills_before = memory_kills()
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                [*child, spec.to_json(), *self._options],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._environment,
+                # Ctrl-C in the client's terminal is for the client alone.
+                start_new_session=True,
+            )
+
+    def wait_started(self) -> None:
+        """Waits for the process to tell its address.
+
+        Raises:
+          StartError: it ended instead; the message has the end of its log.
+        """
+        self.address = json.loads(self._line())["address"]
+
+    def join(self, spec: ClusterSpec) -> None:
+        """Gives the process the description of its cluster, and waits till it has it.
+
+        Raises:
+          StartError: it ended instead; the message has the end of its log.
+        """
+        assert self.process.stdin is not None  # a pipe
+        with suppress(BrokenPipeError):  # it has ended, which the answer tells
+            self.process.stdin.write(spec.to_json() + "\n")
+            self.process.stdin.flush()
+        self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None  # a pipe
+        line = self.process.stdout.readline()
+        if not line:
+            code = self.process.wait(_END_S)
+            raise StartError(
+                f"{self.task} ended with exit code {code} while starting. The end of "
+                f"its log:\n{self.tail()}",
+                task=self.task,
+            )
+        return line
+
+    def tail(self, lines: int = _LOG_LINES) -> str:
+        """Returns the last lines of the log."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def end(self) -> None:
+        """Asks the process to end by closing its input."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None and not stream.closed:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    continue
+
+    def wait_dead(self) -> int:
+        """Waits for the end, however long it takes; returns the exit code."""
+        return self.process.wait()
+
+    def how_it_ended(self) -> str:
+        """Returns why it ended, as a part of a sentence."""
+        return how_it_ended(self.process.wait(_END_S), self._kills_before)
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Waits for the end; kills the process after ``timeout_s``."""
+        _ended(self.process, timeout_s)
+
+    def terminate(self, grace_s: float) -> int:
+        """Ends the process by SIGTERM, killed after ``grace_s``; returns its code."""
+        process = self.process  # another one when this is over, if it is restarted
+        process.terminate()
+        return _ended(process, grace_s)
+
+    def is_frozen(self) -> bool:
+        """Whether the kernel has stopped it (SIGSTOP), and no debugger has."""
+        try:
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            return False  # it has ended
+
+    def kill(self) -> None:
+        """Kills the process, as a crash of its host would."""
+        process = self.process  # another one when this is over, if it is restarted
+        process.send_signal(signal.SIGKILL)
+        process.wait(_END_S)
+
+
+@final
+class TaskProcesses:
+    """The processes of all tasks of a cluster, started together.
+
+    Their parent holds their inputs open: they end when it ends, however it ends.
+
+    Args:
+      counts: how many tasks each job has.
+      directory: where their logs go.
+      environment: variables to set for them; a ps and an evaluator get
+        ``JAX_PLATFORMS=cpu`` unless told otherwise, since they must not take an
+        accelerator from a worker.
+      transport: see ``Server``.
+      timeout_s: how long to wait until all listen and know each other.
+      tls_directory: where certificates of all tasks are; empty for plain text.
+      allow_sources: see ``Server``.
+      restarts: how often a task that died is started again within a minute.
+      frozen_s: a task that is started again is killed when it is frozen for so long,
+        and ends when a computation goes on for so long after its step.
+      told: called after one was, in another thread.
+      clock: dates their ends.
+
+    Raises:
+      StartError: one ended while starting, or was not ready in time; none is left.
+    """
+
+    def __init__(
+        self,
+        counts: Mapping[str, int],
+        directory: Path,
+        environment: Mapping[str, str],
+        transport: TransportChoice = "auto",
+        timeout_s: float = START_S,
+        tls_directory: str = "",
+        allow_sources: Sequence[str] = (),
+        *,
+        restarts: int = 0,
+        frozen_s: float = FROZEN_S,
+        told: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._processes: dict[TaskName, TaskProcess] = {}
+        self._restarter: Restarter | None = None
+        self._freeze_watch: FreezeWatch | None = None
+        self._again: set[TaskName] = set()
+        try:
+            for job, count in counts.items():
+                modest = job in ("ps", "evaluator")
+                default = {"JAX_PLATFORMS": "cpu"} if modest else {}
+                for index in range(count):
+                    process = TaskProcess(
+                        job,
+                        index,
+                        directory,
+                        {**default, **environment},
+                        transport,
+                        tls_directory,
+                        allow_sources,
+                        frozen_s if restarts else None,
+                    )
+                    self._processes[process.task] = process
+            self._each(TaskProcess.wait_started, timeout_s)
+            self.spec = self._spec()
+            # A task that does not know the others yet would call itself the cluster.
+            self._each(lambda process: process.join(self.spec), timeout_s)
+            if restarts:
+                self._restarter = Restarter(
+                    list(self._processes.values()),
+                    self.spec,
+                    restarts,
+                    start_s=START_S,
+                    clock=clock or SystemClock(),
+                    told=told,
+                )
+                self._freeze_watch = FreezeWatch(
+                    list(self._processes.values()),
+                    self._restarter.events,
+                    clock or SystemClock(),
+                    frozen_s,
+                )
+        except BaseException:
+            self.end()
+            raise
+
+    def __getitem__(self, task: str) -> TaskProcess:
+        self.spec.address(task)  # refuses a task that the cluster lacks
+        return self._processes[TaskName(task)]
+
+    @property
+    def master(self) -> TaskName:
+        """The chief (worker 0) if there is one: it serves no variables to others."""
+        chief = TaskName("/job:worker/task:0")
+        return chief if chief in self._processes else next(iter(self._processes))
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by task."""
+        return {task: p.process.pid for task, p in self._processes.items()}
+
+    def events(self) -> list[Event]:
+        """Returns what became of processes that are started again."""
+        return [] if self._restarter is None else self._restarter.events.newest()
+
+    def gone(self) -> dict[TaskName, str]:
+        """Returns why, by task, for those that ended and are not started again."""
+        if self._restarter is not None:
+            return dict(self._restarter.left)
+        return {
+            task: f"{task} ended by {process.how_it_ended()}"
+            for task, process in self._processes.items()
+            if process.process.poll() is not None and task not in self._again
+        }
+
+    def restart(self, task: str, grace_s: float) -> int:
+        """Ends a task by SIGTERM and starts it again where it was.
+
+        Returns:
+          The exit code of its process, which is killed after ``grace_s``.
+
+        Raises:
+          StartError: it ended while starting.
+        """
+        process = self[task]
+        self._again.add(process.task)  # it is not gone meanwhile
+        try:
+            code = process.terminate(grace_s)
+            if code == 0 or self._restarter is None:  # which starts those that died
+                process.start(self.spec)
+                wait_started(process, self.spec, START_S)
+                if self._restarter is not None:
+                    self._restarter.watch(process)
+        finally:
+            self._again.discard(process.task)
+        return code
+
+    def end(self) -> None:
+        """Ends all processes and waits until they have ended."""
+        if self._freeze_watch is not None:
+            self._freeze_watch.close()
+        if self._restarter is not None:
+            self._restarter.close()
+        for process in self._processes.values():
+            process.end()
+        for process in self._processes.values():
+            process.wait_ended(_END_S)
+        if self._restarter is not None:
+            self._restarter.join()
+
+    def _each(self, act: Callable[[TaskProcess], None], timeout_s: float) -> None:
+        """Does something with all processes at once; kills them all if one fails."""
+        processes = list(self._processes.values())
+        with ThreadPoolExecutor(len(processes)) as pool:
+            waiting = [pool.submit(act, process) for process in processes]
+            try:
+                for process, future in zip(processes, waiting, strict=True):
+                    try:
+                        future.result(timeout_s)
+                    except TimeoutError as error:
+                        if isinstance(error, JGError):
+                            raise
+                        raise StartError(
+                            f"{process.task} did not start within {timeout_s:g} s. "
+                            f"The end of its log:\n{process.tail()}",
+                            task=process.task,
+                        ) from None
+            except BaseException:
+                for process in processes:
+                    process.process.kill()
+                raise
+
+    def _spec(self) -> ClusterSpec:
+        jobs: dict[str, list[str]] = {}
+        for task, process in self._processes.items():
+            job = task.removeprefix("/job:").partition("/")[0]
+            jobs.setdefault(job, []).append(process.address)
+        return ClusterSpec(jobs)
+
+
+def _ended(process: "subprocess.Popen[str]", timeout_s: float) -> int:
+    """Waits for the end, killed after ``timeout_s``; returns the exit code."""
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(_END_S)
+
+
+def tasks_of(counts: Mapping[str, int]) -> list[TaskName]:
+    """Returns the names of so many tasks per job."""
+    return [
+        TaskName(f"/job:{job}/task:{index}")
+        for job, count in counts.items()
+        for index in range(count)
+    ]
+
+
+def check_counts(counts: Mapping[str, object]) -> None:
+    """Refuses a cluster of no tasks, counts that are no whole numbers, and odd names.
+
+    Before anything is written: logs and certificates are called as the jobs are.
+
+    Raises:
+      ConfigError: shows what was given.
+    """
+    told = ", ".join(f"{count!r} {job}" for job, count in counts.items())
+    if not all(isinstance(count, int) and count >= 0 for count in counts.values()):
+        raise ConfigError(
+            f"counts of tasks are whole numbers, not {told}; write for example "
+            "jg.LocalCluster(ps=2, workers=2)"
+        )
+    if not any(counts.values()):
+        raise ConfigError(
+            f"a cluster needs at least one task, and this has {told}; write for "
+            "example jg.LocalCluster(ps=2, workers=2)"
+        )
+    ClusterSpec({job: {0: "127.0.0.1:0"} for job in counts}, port_zero=True)
+
+
+def hand_over_stdout() -> TextIO:
+    """Returns the standard output, and sends later prints to standard error.
+
+    The first line on a child's standard output is for its parent; whatever a library
+    prints afterwards belongs into the log.
+    """
+    handed = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return handed

@@ -1,0 +1,1 @@
+"""Analysis of graphs: data flow, row accesses, axes, affinity."""

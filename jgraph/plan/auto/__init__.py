@@ -1,0 +1,1 @@
+"""Automatic placement: cost model, search, predicted time and memory."""

@@ -1,0 +1,1 @@
+"""Lowering: segments to StableHLO."""

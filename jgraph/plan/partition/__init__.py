@@ -1,0 +1,1 @@
+"""Partitioning: one partition per task, cut into segments."""

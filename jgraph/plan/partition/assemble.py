@@ -1,0 +1,370 @@
+"""Assembly of a Program: segments and messages become the nodes of partitions.
+
+Nodes are emitted in an order in which the whole program can run, so each partition
+is in topological order, and no set of partitions can wait for each other.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from jgraph._compat import Atom, Equation, Literal, Var
+from jgraph.graph.ir import TaskName
+from jgraph.plan.analysis.flow import Op
+from jgraph.plan.analysis.row_access import RowAccess
+from jgraph.plan.lowering.lower import Segment, label_of, segment_of
+from jgraph.plan.lowering.lowered import Lowered
+from jgraph.plan.partition.builder import Builder
+from jgraph.plan.partition.segments import Segmentation, SegmentGroup
+from jgraph.plan.program.nodes import (
+    FeedNode,
+    FetchNode,
+    LookupNode,
+    MergeNode,
+    Node,
+    ReadNode,
+    RecvNode,
+    RouteNode,
+    Rows,
+    SegmentNode,
+    SendNode,
+    SplitNode,
+    ValueId,
+    ValueType,
+    WriteNode,
+    inputs_of,
+    outputs_of,
+)
+from jgraph.plan.program.program import Partition, Program, SegmentCode, StoredVariable
+from jgraph.plan.program.types import value_type
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One message of a step: from task, to task, its values and their bytes."""
+
+    src: TaskName
+    dst: TaskName
+    key: str
+    values: tuple[ValueType, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return sum(v.nbytes for v in self.values)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """Where a segment runs, and what it computes, for people."""
+
+    task: TaskName
+    digest: str
+    label: str
+    updates: tuple[str, ...]
+    body: tuple[Equation, ...] = field(repr=False)
+
+    @property
+    def equations(self) -> int:
+        """How many equations it has."""
+        return len(self.body)
+
+
+@final
+@dataclass(slots=True)
+class Assembler:
+    """Builds a program from a cut.
+
+    Args:
+      cut: the clusters.
+      driver: where feeds enter and fetches leave.
+      platforms: what each task's segments are exported for; ``("cpu",)`` if unset.
+    """
+
+    cut: Segmentation
+    driver: TaskName
+    platforms: Mapping[TaskName, tuple[str, ...]]
+    edges: list[Edge] = field(default_factory=list)
+    segments: list[SegmentInfo] = field(default_factory=list)
+    _codes: dict[str, SegmentCode] = field(default_factory=dict)
+    _lowered: Lowered = field(default_factory=Lowered)
+    _builders: dict[TaskName, Builder] = field(default_factory=dict)
+
+    def program(self) -> Program:
+        """Returns the program; fills ``edges`` and ``segments``."""
+        flow = self.cut.flow
+        self._builder(self.driver)
+        self._feeds()
+        for position, cluster in enumerate(self.cut.clusters):
+            self._cluster(position, cluster)
+        self._fetch()
+        graph = flow.graph
+        return Program(
+            name=graph.name,
+            driver=self.driver,
+            partitions=tuple(
+                self._partition(self._builders[t]) for t in sorted(self._builders)
+            ),
+            segments=tuple(self._codes.values()),
+            feeds=tuple((f.name, value_type(f.aval)) for f in graph.feeds),
+            fetches=tuple(
+                (name, value_type(atom.aval))
+                for name, atom in zip(graph.fetches, graph.jaxpr.outvars, strict=True)
+            ),
+        )
+
+    def _builder(self, task: TaskName) -> Builder:
+        return self._builders.setdefault(task, Builder(task))
+
+    def _partition(self, builder: Builder) -> Partition:
+        specs = self.cut.flow.graph.variables
+        variables = (specs[i] for i in builder.variables)
+        return Partition(
+            task=builder.task,
+            values=tuple(builder.types),
+            variables=tuple(
+                StoredVariable(v.name, value_type(v.aval), v.container, v.table)
+                for v in variables
+            ),
+            nodes=tuple(_with_donation(builder)),
+        )
+
+    def _feeds(self) -> None:
+        flow, builder = self.cut.flow, self._builder(self.driver)
+        fetched = set(_vars(flow.fetches))
+        used = [v for v in flow.feeds if v in self.cut.users or v in fetched]
+        for var in used:
+            name = flow.graph.feeds[flow.feeds[var]].name
+            builder.nodes.append(FeedNode(name, self._define(builder, var)))
+        self._send(self.driver, used)
+
+    def _send(self, src: TaskName, values: list[Var]) -> None:
+        """Sends values to the other tasks that need them, one message per task."""
+        wanted: dict[TaskName, list[Var]] = {}
+        fetched = set(_vars(self.cut.flow.fetches))
+        for var in dict.fromkeys(values):
+            tasks = {self.cut.clusters[c].task for c in self.cut.users.get(var, ())}
+            tasks |= {self.driver} if var in fetched else set()
+            for task in sorted(tasks - {src}):
+                wanted.setdefault(task, []).append(var)
+        for dst in sorted(wanted):
+            self._message(src, dst, wanted[dst])
+
+    def _message(self, src: TaskName, dst: TaskName, values: list[Var]) -> None:
+        flow, key = self.cut.flow, f"m{len(self.edges)}"
+        sender, receiver = self._builder(src), self._builder(dst)
+        sent = tuple(sender.ids[v] for v in values)
+        sender.nodes.append(SendNode(dst, key, sent))
+        received = tuple(self._define(receiver, v) for v in values)
+        receiver.nodes.append(RecvNode(src, key, received))
+        types = tuple(flow.type_of(v) for v in values)
+        self.edges.append(Edge(src, dst, key, types))
+
+    def _value(self, builder: Builder, atom: Atom) -> ValueId:
+        """Returns the id of a value at a partition; makes a constant's node."""
+        if isinstance(atom, Literal):
+            return builder.constant(atom, atom.val)
+        if atom in self.cut.flow.consts:
+            return builder.constant(atom, self.cut.flow.consts[atom])
+        return builder.ids[atom]
+
+    def _cluster(self, position: int, cluster: SegmentGroup) -> None:
+        builder = self._builder(cluster.task)
+        ops = [self.cut.flow.ops[i] for i in cluster.ops]
+        leaving = self._leaving(position, cluster)
+        if cluster.kind == "read":
+            indices = [op.reads[0][0] for op in ops]
+            after = builder.order(set(indices), set())
+            ids = tuple(self._define(builder, op.equation.outvars[0]) for op in ops)
+            variables = tuple(builder.variable(i) for i in indices)
+            builder.nodes.append(ReadNode(variables, ids, after))
+        elif cluster.kind == "lookup":
+            self._lookup(builder, ops)
+        elif cluster.kind not in {"segment", "alone"}:
+            for op in ops:
+                self._move(builder, op)
+        elif self._only_writes(cluster):
+            pairs = [
+                (op.writes[0], self._value(builder, op.equation.invars[1]))
+                for op in ops
+            ]
+            self._write(builder, pairs, self._awaited(builder, cluster))
+        else:
+            self._segment(builder, cluster, leaving)
+        self._send(cluster.task, leaving)
+
+    def _leaving(self, position: int, cluster: SegmentGroup) -> list[Var]:
+        fetched = set(_vars(self.cut.flow.fetches))
+        made = [
+            v
+            for i in sorted(cluster.roots)
+            for v in self.cut.flow.ops[i].equation.outvars
+        ]
+        return [
+            v
+            for v in made
+            if v in fetched or any(u != position for u in self.cut.users.get(v, ()))
+        ]
+
+    def _define(self, builder: Builder, var: Var) -> ValueId:
+        return builder.define(var, self.cut.flow.type_of(var))
+
+    def _lookup(self, builder: Builder, ops: list[Op]) -> None:
+        after = builder.order({op.reads[0][0] for op in ops}, set())
+        taken = [(op.reads[0][0], op.rows) for op in ops if op.rows is not None]
+        rows = self._rows(builder, taken)
+        outs = tuple(self._define(builder, op.equation.outvars[0]) for op in ops)
+        builder.nodes.append(LookupNode(rows, outs, after))
+
+    def _rows(
+        self, builder: Builder, accesses: Iterable[RowAccess]
+    ) -> tuple[Rows, ...]:
+        return tuple(Rows(builder.variable(v), builder.ids[ids]) for v, ids in accesses)
+
+    def _move(self, builder: Builder, op: Op) -> None:
+        """Emits the node of one of the primitives of ``jgraph.graph.rows.rows``."""
+        params, operands = op.equation.params, op.equation.invars
+        values = [self._value(builder, a) for a in operands]
+        outs = tuple(self._define(builder, v) for v in op.equation.outvars)
+        shards = params["layout"].shards
+        match op.equation.primitive.name:
+            case "route_rows":
+                node: Node = RouteNode(
+                    ids=values[0],
+                    layout=params["layout"],
+                    feature=params["feature"],
+                    drop=params["drop"],
+                    positions=outs[0],
+                    local=outs[1:],
+                )
+            case "merge_rows":
+                node = MergeNode(
+                    tuple(values[:shards]), tuple(values[shards:]), outs[0]
+                )
+            case _:
+                node = SplitNode(values[0], tuple(values[1:]), outs)
+        builder.nodes.append(node)
+
+    def _only_writes(self, cluster: SegmentGroup) -> bool:
+        return all(self.cut.flow.ops[i].is_whole_write for i in cluster.ops)
+
+    def _awaited(self, builder: Builder, cluster: SegmentGroup) -> set[int]:
+        """Returns the nodes that make what a cluster waits for and does not take."""
+        wanted = {
+            builder.ids[v] for i in cluster.roots for v in self.cut.awaited.get(i, ())
+        }
+        if not wanted:
+            return set()
+        return {
+            n for n, node in enumerate(builder.nodes) if wanted & {*outputs_of(node)}
+        }
+
+    def _write(
+        self,
+        builder: Builder,
+        pairs: list[tuple[int, ValueId]],
+        awaited: Collection[int] = (),
+    ) -> None:
+        after = builder.order(set(), {v for v, _ in pairs})
+        after = tuple(sorted({*after, *awaited}))
+        variables = tuple(builder.variable(v) for v, _ in pairs)
+        values = tuple(value for _, value in pairs)
+        builder.nodes.append(WriteNode(variables, values, after))
+
+    def _segment(
+        self, builder: Builder, cluster: SegmentGroup, leaving: list[Var]
+    ) -> None:
+        flow = self.cut.flow
+        ops = [flow.ops[i] for i in cluster.ops]
+        segment = segment_of(flow, ops, leaving)
+        code = self._lowered.code(
+            flow, segment, self.platforms.get(cluster.task, ("cpu",))
+        )
+        self._codes.setdefault(code.digest, code)
+        taken = tuple(self._value(builder, v) for v in segment.inputs)
+        row_updates = self._rows(builder, segment.row_updates)
+        row_reads = self._rows(builder, segment.row_reads)
+        after = builder.order(
+            {*segment.reads, *(v for v, _ in segment.row_reads)},
+            {*segment.updates, *(v for v, _ in segment.row_updates)},
+        )
+        if cluster.kind == "alone":
+            after = (*after, *builder.order_alone())
+        after = tuple(sorted({*after, *self._awaited(builder, cluster)}))
+        outs = tuple(
+            self._define(builder, a)
+            if n < len(leaving) and not isinstance(a, Literal)
+            else builder.new(value_type(a.aval))
+            for n, a in enumerate(segment.outs)
+        )
+        builder.made_here.update(outs)
+        builder.nodes.append(
+            SegmentNode(
+                digest=code.digest,
+                updates=tuple(builder.variable(v) for v in segment.updates),
+                reads=tuple(builder.variable(v) for v in segment.reads),
+                inputs=taken,
+                outs=outs,
+                after=after,
+                row_updates=row_updates,
+                row_reads=row_reads,
+            )
+        )
+        self._note(cluster, segment, code)
+        pairs = [(v, outs[n]) for v, n in segment.blind]
+        pairs += [(v, self._value(builder, value)) for v, value in segment.passed]
+        if pairs:
+            self._write(builder, pairs)
+
+    def _note(self, cluster: SegmentGroup, segment: Segment, code: SegmentCode) -> None:
+        specs = self.cut.flow.graph.variables
+        written = [
+            *segment.updates,
+            *(v for v, _ in segment.row_updates),
+            *(v for v, _ in (*segment.blind, *segment.passed)),
+        ]
+        self.segments.append(
+            SegmentInfo(
+                cluster.task,
+                code.digest,
+                label_of([op.equation for op in segment.ops], call=True),
+                tuple(specs[v].name for v in written),
+                tuple(op.equation for op in segment.ops),
+            )
+        )
+
+    def _fetch(self) -> None:
+        builder = self._builder(self.driver)
+        values = tuple(self._value(builder, a) for a in self.cut.flow.fetches)
+        builder.nodes.append(FetchNode(values))
+
+
+def _vars(atoms: tuple[Atom, ...]) -> list[Var]:
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def _with_donation(builder: Builder) -> list[Node]:
+    """Marks the inputs whose buffers a segment may reuse for its results.
+
+    Only what an earlier segment of this partition made and nobody else uses; what
+    came over the wire may lie in the transport's memory. One per result of the same
+    type, because JAX warns about buffers it has no use for.
+    """
+    uses = Counter(v for node in builder.nodes for v in inputs_of(node))
+    nodes: list[Node] = []
+    for node in builder.nodes:
+        if not isinstance(node, SegmentNode):
+            nodes.append(node)
+            continue
+        room = Counter(builder.types[v] for v in node.outs)
+        donate = []
+        for position, value in enumerate(node.inputs):
+            type_ = builder.types[value]
+            if value in builder.made_here and uses[value] == 1 and room[type_]:
+                room[type_] -= 1
+                donate.append(position)
+        nodes.append(replace(node, donate=tuple(donate)))
+    return nodes

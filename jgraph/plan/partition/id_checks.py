@@ -1,0 +1,83 @@
+"""Order of id checks and writes: a refused step writes nothing.
+
+Routing refuses ids that name no row. Most writes follow from the rows, so they come
+later anyway; a counter, say, does not, and may be on another task.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+from jgraph._compat import Var
+from jgraph.graph.ir import TaskName
+from jgraph.plan.analysis.flow import Flow, Op
+
+Taken: TypeAlias = Callable[[int], Iterable[Var]]
+"""Returns the values that an op takes from others."""
+
+
+def awaited_checks(
+    flow: Flow,
+    task: Mapping[int, TaskName],
+    after: Mapping[int, Iterable[int]],
+    taken: Taken,
+) -> dict[int, list[Var]]:
+    """Returns, per write, a value of each check that it does not follow from yet.
+
+    A write that ids of this step are made from comes before their check.
+
+    Args:
+      flow: the graph.
+      task: of each op.
+      after: per op, those that follow it.
+      taken: what an op takes from others.
+    """
+    checks = [i for i in after if _refuses(flow.ops[i])]
+    if not checks:
+        return {}
+    followers = {check: _reached([check], after) for check in checks}
+    before: dict[int, list[int]] = {i: [] for i in after}
+    for first, later in after.items():
+        for then in later:
+            before[then].append(first)
+    earlier = _reached(checks, before)
+    here: dict[TaskName, set[Var]] = {}
+    for index in after:
+        here.setdefault(task[index], set()).update(taken(index))
+    awaited: dict[int, list[Var]] = {}
+    for index in after:
+        op = flow.ops[index]
+        made_early = {flow.producer.get(v) for v in taken(index)} & earlier
+        if not op.writes or index in earlier or made_early:
+            continue
+        for check in checks:
+            if index not in followers[check]:
+                value = _least(flow, check, here.get(task[index], set()))
+                here[task[index]].add(value)
+                awaited.setdefault(index, []).append(value)
+    return awaited
+
+
+def _refuses(op: Op) -> bool:
+    if op.equation.primitive.name != "route_rows":
+        return False
+    # Every key may have a row.
+    return (
+        not op.equation.params["drop"] and op.equation.params["layout"].kind != "hash"
+    )
+
+
+def _reached(start: Iterable[int], after: Mapping[int, Iterable[int]]) -> set[int]:
+    found: set[int] = set()
+    todo = list(start)
+    while todo:
+        for index in after[todo.pop()]:
+            if index not in found:
+                found.add(index)
+                todo.append(index)
+    return found
+
+
+def _least(flow: Flow, check: int, there: set[Var]) -> Var:
+    """Returns the result of a check that costs least where some are needed anyway."""
+    made: list[Var] = flow.ops[check].equation.outvars
+    return min(made, key=lambda v: (v not in there, flow.type_of(v).nbytes))

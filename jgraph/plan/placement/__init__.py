@@ -1,0 +1,1 @@
+"""Placement: the task of every variable and operation."""

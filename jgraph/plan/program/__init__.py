@@ -1,0 +1,1 @@
+"""Program: partitions, nodes and values as plain data."""

@@ -1,0 +1,305 @@
+"""The nodes that a task runs, over numbered values. Plain data, no code.
+
+Every value between nodes is a plain array (``ValueType``): typed PRNG keys travel and
+are stored as their key data (uint32); segments wrap and unwrap them inside.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from jgraph.graph.ir import TaskName
+from jgraph.graph.rows.rows import Layout
+
+ValueId: TypeAlias = int
+"""Index into ``Partition.values``; ids are per partition."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """Shape and numpy/ml_dtypes dtype name (``"float32"``, ``"bfloat16"``, …).
+
+    A ``ragged`` value has at most ``shape[0]`` rows at run time: those that are there.
+    Executables take it padded, see ``jgraph.plan.program.row_values.padded``.
+
+    ``symbols`` has the text of each dimension whose size is known at run time only,
+    such as ``"b"`` (``""`` for others); ``shape`` then has ``ASSUMED_SIZE`` for names.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    ragged: bool = False
+    symbols: tuple[str, ...] = ()
+
+    @property
+    def np_dtype(self) -> np.dtype[Any]:
+        """The dtype as numpy knows it (ml_dtypes included)."""
+        return _dtype_named(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire and in memory; of a ragged value the most there can be.
+
+        Of sizes that are names, for ``ASSUMED_SIZE``.
+        """
+        return int(np.prod(self.shape, dtype=np.int64)) * self.np_dtype.itemsize
+
+    def __str__(self) -> str:
+        most = "≤" if self.ragged else ""
+        names = self.symbols or ("",) * len(self.shape)
+        sizes = [t or str(n) for t, n in zip(names, self.shape, strict=True)]
+        return f"{self.dtype}[{most}{','.join(sizes)}]"
+
+
+@functools.cache
+def _dtype_named(name: str) -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FeedNode:
+    """Takes the step's feed ``name`` (driver only)."""
+
+    name: str
+    out: ValueId
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FetchNode:
+    """Gives the step's fetches, in order (driver only; one per program)."""
+
+    values: tuple[ValueId, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ConstNode:
+    """Gives an array that the function closed over; shipped once with the program."""
+
+    value: np.ndarray[Any, Any]
+    out: ValueId
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReadNode:
+    """Reads whole variables, all at one version of the task's store.
+
+    ``after`` names earlier nodes of this partition (by index) that must be done
+    first: program order of state operations inside the step.
+    """
+
+    variables: tuple[int, ...]
+    outs: tuple[ValueId, ...]
+    after: tuple[int, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WriteNode:
+    """Replaces whole variables, all at one version of the task's store."""
+
+    variables: tuple[int, ...]
+    values: tuple[ValueId, ...]
+    after: tuple[int, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a variable that a ragged value of ids names, each once."""
+
+    variable: int
+    ids: ValueId
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SegmentNode:
+    """Runs one XLA executable.
+
+    The executable's flat arguments are: the ``updates`` variables (donated), the
+    ``reads`` variables, the rows of ``row_updates`` and of ``row_reads``, padded, then
+    ``inputs``. Its flat results are: the new values of ``updates``, the new rows of
+    ``row_updates``, then ``outs``. Taking variables and rows and putting back the new
+    ones is atomic per task: no other step sees or changes them in between. ``donate``
+    are positions in ``inputs`` whose buffers may be reused.
+    """
+
+    digest: str
+    updates: tuple[int, ...]
+    reads: tuple[int, ...]
+    inputs: tuple[ValueId, ...]
+    outs: tuple[ValueId, ...]
+    donate: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    row_updates: tuple[Rows, ...] = ()
+    row_reads: tuple[Rows, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RouteNode:
+    """Finds the rows of a sharded table that ids need (``route_rows``).
+
+    Gives the position of each id among the merged rows, and per shard the rows there:
+    each once, ascending, only those that are needed.
+    """
+
+    ids: ValueId
+    layout: Layout
+    feature: str
+    drop: bool
+    positions: ValueId
+    local: tuple[ValueId, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LookupNode:
+    """Reads rows of variables, all at one version of the task's store."""
+
+    rows: tuple[Rows, ...]
+    outs: tuple[ValueId, ...]
+    after: tuple[int, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MergeNode:
+    """Puts the rows of all shards one after the other, padded (``merge_rows``)."""
+
+    local: tuple[ValueId, ...]
+    values: tuple[ValueId, ...]
+    out: ValueId
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SplitNode:
+    """Cuts merged rows into those of each shard (``split_rows``)."""
+
+    value: ValueId
+    local: tuple[ValueId, ...]
+    outs: tuple[ValueId, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SendNode:
+    """Sends values to one task in one message; never blocks the partition."""
+
+    dst: TaskName
+    key: str
+    values: tuple[ValueId, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RecvNode:
+    """Takes the message of the same ``key`` from ``src``."""
+
+    src: TaskName
+    key: str
+    outs: tuple[ValueId, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ContributeNode:
+    """Gives the gate a step's values for variables; ``slot`` names its piece of data.
+
+    The variables themselves change only in an ``AggregateNode``.
+    """
+
+    variables: tuple[int, ...]
+    values: tuple[ValueId, ...]
+    slot: ValueId
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowMean:
+    """The variables of the mean of rows that contributions have of one table.
+
+    ``ids`` is set to the ids that any has, ``rows`` to the sums of their rows over the
+    number of contributions: one without a row counts as zeros.
+    """
+
+    ids: int
+    rows: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AggregateNode:
+    """Sets variables to the means of the contributions that the gate has chosen."""
+
+    variables: tuple[int, ...]
+    row_means: tuple[RowMean, ...] = ()
+
+    @property
+    def all_variables(self) -> tuple[int, ...]:
+        """Everything that it sets."""
+        kept = [v for mean in self.row_means for v in (mean.ids, *mean.rows)]
+        return (*self.variables, *kept)
+
+
+Node: TypeAlias = (
+    FeedNode
+    | FetchNode
+    | ConstNode
+    | ReadNode
+    | WriteNode
+    | SegmentNode
+    | RouteNode
+    | LookupNode
+    | MergeNode
+    | SplitNode
+    | SendNode
+    | RecvNode
+    | ContributeNode
+    | AggregateNode
+)
+
+
+def inputs_of(node: Node) -> tuple[ValueId, ...]:
+    """Returns the values a node takes."""
+    match node:
+        case SegmentNode():
+            rows = *node.row_updates, *node.row_reads
+            return (*(r.ids for r in rows), *node.inputs)
+        case RouteNode():
+            return (node.ids,)
+        case LookupNode():
+            return tuple(r.ids for r in node.rows)
+        case MergeNode():
+            return (*node.local, *node.values)
+        case SplitNode():
+            return (node.value, *node.local)
+        case SendNode() | WriteNode() | FetchNode():
+            return node.values
+        case ContributeNode():
+            return (*node.values, node.slot)
+        case _:
+            return ()
+
+
+def outputs_of(node: Node) -> tuple[ValueId, ...]:
+    """Returns the values a node makes."""
+    match node:
+        case SegmentNode() | ReadNode() | RecvNode() | LookupNode() | SplitNode():
+            return node.outs
+        case FeedNode() | ConstNode() | MergeNode():
+            return (node.out,)
+        case RouteNode():
+            return (node.positions, *node.local)
+        case _:
+            return ()

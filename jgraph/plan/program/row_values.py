@@ -1,0 +1,228 @@
+"""Row nodes of the runtime (route, merge, split) in numpy, without padding.
+
+Source: the primitives of ``jgraph.graph.rows.rows`` say the same on arrays of fixed
+  length.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jgraph.errors import MalformedMessageError, RowIdError
+from jgraph.graph.rows.hash_keys import join_keys, route_keys
+from jgraph.graph.rows.rows import NO_ID, Layout, check_row_count, id_text, padding_of
+from jgraph.plan.program.nodes import (
+    MergeNode,
+    RouteNode,
+    SplitNode,
+    ValueId,
+    ValueType,
+)
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_ALIGNMENT = 64
+
+
+def route(
+    ids: Array, layout: Layout, feature: str = "", *, drop: bool = False
+) -> tuple[Array, list[Array]]:
+    """Returns (position of each id in the merged rows, needed rows per shard).
+
+    Args:
+      ids: int32[n], ids in the whole table; uint32[n, 2], keys, of a hash table.
+      layout: the shards.
+      feature: where the ids come from, for the message.
+      drop: an id out of range is not an error; its position is ``n``.
+
+    Returns:
+      positions: int32[n].
+      local: per shard int32[m]: rows of that shard, each once, ascending; of a hash
+        table int64[m]: keys.
+
+    Raises:
+      RowIdError: an id is out of range, and not ``NO_ID``.
+      GraphError: the table has more rows than int32 counts.
+
+    Example:
+      >>> positions, (a, b) = route(np.array([4, 1, 4]), Layout((3, 2)))
+      >>> positions.tolist(), a.tolist(), b.tolist()
+      ([1, 0, 1], [1], [1])
+    """
+    ids = np.asarray(ids)
+    if layout.kind == "hash":
+        return route_keys(join_keys(ids), layout.shards)
+    check_row_count(layout.rows, feature)
+    starts = np.concatenate([[0], np.cumsum(layout.sizes)]).astype(np.int32)
+    known = None
+    if ids.size and (ids.min() < 0 or ids.max() >= layout.rows):
+        known = (ids >= 0) & (ids < layout.rows)
+        wrong = ~known & (ids != NO_ID)
+        if not drop and wrong.any():
+            raise _out_of_range(ids, wrong, layout.rows, feature)
+    # The number of a row among those of all shards, one shard after the other.
+    places = ids if known is None else ids[known]
+    if layout.kind == "mod":
+        places = starts[places % layout.shards] + places // layout.shards
+    needed, found = np.unique(places, return_inverse=True)
+    positions: Array = found.astype(np.int32).reshape(-1)
+    if known is not None:
+        all_positions = np.full(ids.shape, len(ids), np.int32)
+        all_positions[known] = positions
+        positions = all_positions
+    cuts = np.searchsorted(needed, starts)
+    local = [
+        (needed[cuts[s] : cuts[s + 1]] - starts[s]).astype(np.int32)
+        for s in range(layout.shards)
+    ]
+    return positions, local
+
+
+def merge(local: Sequence[Array], rows: Sequence[Array], type_: ValueType) -> Array:
+    """Returns the rows of all shards one after the other, then padding.
+
+    Ids are followed by a number past the end of any table: zero would be row 0.
+
+    Args:
+      local: from ``route``.
+      rows: per shard at least as many rows; more are left out.
+      type_: of the result.
+
+    Raises:
+      MalformedMessageError: rows that are not what ``local`` names.
+
+    Example:
+      >>> ids, rows = np.array([7]), np.array([[1.0, 2.0]])
+      >>> merge([ids], [rows], ValueType((2, 2), "float32")).tolist()
+      [[1.0, 2.0], [0.0, 0.0]]
+    """
+    padding = padding_of(type_)
+    if len(rows) == 1 and rows[0].dtype == type_.np_dtype:
+        whole = rows[0]
+        if whole.shape == type_.shape and _is_all(whole[len(local[0]) :], padding):
+            return whole
+    merged = aligned_empty(type_)
+    at = 0
+    for ids, part in zip(local, rows, strict=True):
+        end = at + len(ids)
+        if end > len(merged) or part.shape[1:] != merged.shape[1:]:
+            raise _not_the_rows(part, type_)
+        if len(part) < len(ids):
+            raise _not_the_rows(part, type_)
+        merged[at:end] = part[: len(ids)]
+        at = end
+    merged[at:] = padding
+    return merged
+
+
+def split(values: Array, local: Sequence[Array]) -> list[Array]:
+    """Returns the rows of each shard, as views: the reverse of ``merge``.
+
+    Of a single shard that needs nearly all, padding at the end is left on: what takes
+    the rows padded would make a copy for it.
+
+    Example:
+      >>> a, b = split(np.array([5, 6, 0]), [np.array([2]), np.array([9])])
+      >>> a.tolist(), b.tolist()
+      ([5], [6])
+    """
+    ends = np.cumsum([len(ids) for ids in local])
+    if len(local) == 1 and nearly(len(local[0]), len(values)):
+        is_padded = _is_all(values[ends[0] :], padding_of(values))
+        return [values] if is_padded else [values[: ends[0]]]
+    return [values[end - len(ids) : end] for ids, end in zip(local, ends, strict=True)]
+
+
+def moved(
+    node: RouteNode | MergeNode | SplitNode,
+    value_of: Callable[[ValueId], Array],
+    types: Sequence[ValueType],
+) -> list[Array]:
+    """Returns the results of a node that moves rows.
+
+    Args:
+      node: the node.
+      value_of: gives the values that it takes.
+      types: of the values of its partition.
+    """
+    if isinstance(node, RouteNode):
+        ids = value_of(node.ids)
+        positions, local = route(ids, node.layout, node.feature, drop=node.drop)
+        return [positions, *local]
+    local = [value_of(v) for v in node.local]
+    if isinstance(node, SplitNode):
+        return split(np.asarray(value_of(node.value)), local)
+    rows = [np.asarray(value_of(v)) for v in node.values]
+    return [merge(local, rows, types[node.out])]
+
+
+def padded(value: Any, type_: ValueType) -> Any:
+    """Returns a ragged value at its full length: what an executable takes.
+
+    Ids are followed by a number past the end of any table, rows by zeros.
+
+    Raises:
+      MalformedMessageError: it has more rows than its type, or others.
+
+    Example:
+      >>> two = ValueType((2,), "int32", ragged=True)
+      >>> padded(np.array([3], np.int32), two).tolist()
+      [3, 2147483647]
+    """
+    if not type_.ragged or value.shape == type_.shape:
+        return value
+    count = len(value)
+    if count > type_.shape[0] or value.shape[1:] != type_.shape[1:]:
+        raise _not_the_rows(value, type_)
+    full = aligned_empty(type_)
+    full[:count] = value
+    full[count:] = padding_of(type_)
+    return full
+
+
+def nearly(count: int, most: int) -> bool:
+    """Whether padding ``count`` rows to ``most`` costs less than copying them later.
+
+    Example:
+      >>> nearly(90, 100), nearly(60, 100)
+      (True, False)
+    """
+    return most - most // 8 <= count <= most
+
+
+def aligned_empty(type_: ValueType) -> Array:
+    """Returns fresh memory for a value; JAX takes it without a copy on a CPU."""
+    raw = np.empty(type_.nbytes + _ALIGNMENT, np.uint8)
+    offset = -raw.__array_interface__["data"][0] % _ALIGNMENT
+    flat = raw[offset : offset + type_.nbytes]
+    return flat.view(type_.np_dtype).reshape(type_.shape)
+
+
+def _is_all(values: Array, number: int) -> bool:
+    return not (values.any() if number == 0 else (values != number).any())
+
+
+def _out_of_range(ids: Array, wrong: Array, rows: int, feature: str) -> RowIdError:
+    first = int(np.argmax(wrong))
+    where = f"feature '{feature}'" if feature else "a lookup"
+    count = int(np.sum(wrong))
+    more = f" and {count - 1:,} more" if count > 1 else ""
+    return RowIdError(
+        f"{where} has the id {id_text(int(ids[first]))} at position {first}{more}, and "
+        f"its table has rows 0 to {rows - 1:,}; mend the ids, use a larger table, or "
+        "let such ids have no row: jnp.take(table, ids, axis=0, mode='fill', "
+        "fill_value=0)",
+        feature=feature,
+        id=int(ids[first]),
+        rows=rows,
+    )
+
+
+def _not_the_rows(value: Array, type_: ValueType) -> MalformedMessageError:
+    shape = math.prod(value.shape[:1]), *value.shape[1:]
+    return MalformedMessageError(
+        f"rows of shape {list(shape)} came where {type_} are due; the sender's program "
+        "is another one"
+    )

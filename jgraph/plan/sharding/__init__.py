@@ -1,0 +1,1 @@
+"""Sharding: a graph over variables becomes one over their shards."""

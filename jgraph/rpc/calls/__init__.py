@@ -1,0 +1,1 @@
+"""Calls to a task over a resumable stream: requests, replies, admission."""

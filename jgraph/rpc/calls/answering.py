@@ -1,0 +1,342 @@
+"""Server side of call streams: answers calls over one resumable stream."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import aclosing, suppress
+from typing import Any, Final, final
+
+import grpc
+
+from jgraph.errors import (
+    ClusterBusyError,
+    DeadlineError,
+    JGError,
+    MalformedMessageError,
+    MessageTooLargeError,
+    NotTakingError,
+)
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.calls.admission_control import (
+    LOOK_EVERY_S,
+    CallAdmission,
+    RequestBudget,
+)
+from jgraph.rpc.calls.outbox import Outbox
+from jgraph.rpc.calls.stream import StreamState
+from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.serving import ROOM_METHOD, answer, only_reply
+from jgraph.rpc.shared_memory.local_listener import LocalListener, LocalOffer
+from jgraph.rpc.shared_memory.local_socket import LAST_WORDS_S, LocalSocket
+from jgraph.rpc.statistics import Counters
+from jgraph.rpc.status import to_status
+from jgraph.rpc.transport import Frame, Handler
+from jgraph.rpc.wire.codec import Buffer, Prepared, encode, pack, prepare, too_large
+
+_logger = logging.getLogger(__name__)
+
+MAX_UNANSWERED: Final = 1024
+"""More calls of one caller at once are refused."""
+_GIVES_UP: Final = (NotTakingError, DeadlineError)
+END: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # stubs lack it
+
+
+@final
+class Answers:
+    """Answers one line of a caller, each call as soon as it is done.
+
+    Args:
+      handler: what the task does with calls.
+      hello: who answers.
+      counters: where calls are counted.
+      max_frame_bytes: larger replies become errors.
+      room: for the bytes of calls, given back as they are answered.
+
+    Attributes:
+      turn: how many streams it has had.
+      may_return: the last stream broke; another may go on where it ended.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        hello: pb.Hello,
+        counters: Counters,
+        max_frame_bytes: int,
+        room: RequestBudget,
+    ) -> None:
+        self.turn = 0
+        self.may_return = False
+        self._handler = handler
+        self._hello = hello
+        self._counters = counters
+        self._max_frame_bytes = max_frame_bytes
+        self._room = room
+        self._talk = StreamState()
+        self._answering: dict[int, asyncio.Task[None]] = {}
+        self._is_over = False
+        # Of the stream that there is now.
+        self._serving: asyncio.Task[Any] | None = None
+        self._check: Callable[[str], None] | None = None
+        self._given_up: NotTakingError | DeadlineError | None = None
+        self._intake: CallAdmission | None = None
+        self._socket: LocalSocket | None = None
+        self._beside: set[asyncio.Task[None]] = set()
+
+    async def serve(
+        self,
+        context: Any,
+        intake: CallAdmission,
+        first: list[Frame],
+        check: Callable[[str], None],
+        door: LocalListener | None,
+    ) -> None:
+        """Answers until the stream ends; takes over from one that is still there.
+
+        Args:
+          context: gRPC's, of the stream.
+          intake: lets calls in.
+          first: the Hello of the caller, and what came with it.
+          check: refuses methods that the caller may not call.
+          door: where callers of this machine may connect; None: nowhere.
+
+        Raises:
+          MalformedMessageError: the stream is not one of calls.
+          NotTakingError: the caller acknowledges nothing.
+          DeadlineError: it does not go on with a call that it began.
+        """
+        hello, *early = first
+        await self._take_over()
+        self._check, self._intake, self.may_return = check, intake, False
+
+        def feed(chunk: Buffer) -> None:
+            self._feed(intake.feed(chunk), len(chunk))
+
+        offer = LocalOffer(door, feed, self._move) if door and self.turn == 1 else None
+        streamed = self._talk.outbox
+        try:
+            await self._greet(context, offer)
+            self._do(streamed.run(context.write, body_of(hello).received))
+            self._do(self._watch(intake))
+            for asked in early:
+                self._take(asked)
+            reading = self._read(context, feed)
+            await (reading if offer is None else offer.beside(reading))
+            self.may_return = self._resumable(body_of(hello), offer)
+            if not self.may_return:
+                intake.decoder.finish()
+                await _flush(streamed)
+        except asyncio.CancelledError:  # so gRPC tells of a connection that broke
+            if self._given_up is not None:
+                raise self._given_up from None
+            self.may_return = self._resumable(body_of(hello), offer)
+            raise
+        except JGError:
+            await _flush(streamed)
+            raise
+        finally:
+            await _end(self._beside)
+
+    def _resumable(self, hello: pb.Hello, offer: LocalOffer | None) -> bool:
+        return (
+            bool(hello.line) and not self._is_over and not (offer and offer.was_taken)
+        )
+
+    async def _take_over(self) -> None:
+        before, self._serving = self._serving, asyncio.current_task()
+        if before is not None and not before.done():
+            before.cancel()
+            await asyncio.wait([before])
+        self.turn += 1
+
+    def stop(self) -> None:
+        """Stops what is being answered: nobody waits for it any more."""
+        for answering in self._answering.values():
+            answering.cancel()
+
+    async def end(self) -> None:
+        """Stops what is being answered, and waits until it has."""
+        await _end(self._answering.values())
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._beside.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()  # a connection that broke: who reads it learns it
+        if isinstance(error, _GIVES_UP) and self._serving is not None:
+            _logger.warning("%s gives a caller up: %s", self._hello.task, error.message)
+            self._given_up = error
+            self._serving.cancel()
+
+    async def _greet(self, context: Any, offer: LocalOffer | None) -> None:
+        reply = pb.Hello(received=self._talk.received)
+        reply.MergeFrom(self._hello)
+        if offer is not None:
+            reply.local_socket.CopyFrom(offer.message)
+        for chunk in pack(encode(frame(hello=reply)).pieces):
+            await context.write(chunk)
+
+    async def _read(self, context: Any, feed: Callable[[Buffer], None]) -> None:
+        while not self._is_over and (chunk := await context.read()) is not END:
+            feed(chunk)
+            # Or who takes no replies would fill our memory.
+            await self._talk.outbox.room()
+
+    async def _watch(self, intake: CallAdmission) -> None:
+        """Gives a caller up that has room for a call and does not go on sending it."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            # While its replies wait, nothing is read of it.
+            if not self._talk.outbox.is_full and intake.is_stuck():
+                raise DeadlineError(
+                    f"a call to {self._hello.task} did not go on arriving for "
+                    f"{2 * LOOK_EVERY_S:g} s, and its room was given back; look at the "
+                    "caller and at the network, and make the call again",
+                    task=self._hello.task,
+                )
+
+    def _feed(self, received: list[Frame], nbytes: int) -> None:
+        for asked in received:
+            self._take(asked)
+        if self._socket is None:
+            self._talk.took(nbytes)
+        elif self._talk.outbox.is_full:
+            self._socket.pause_reading()
+            self._do(self._read_again(self._socket))
+
+    async def _read_again(self, socket: LocalSocket) -> None:
+        await self._talk.outbox.room()
+        socket.resume_reading()
+
+    def _move(self, socket: LocalSocket) -> None:
+        """Sends replies over a socket from now on."""
+        self._talk.outbox, self._socket = Outbox(), socket
+        self._do(self._talk.outbox.run_over(socket))
+
+    def _take(self, asked: Frame) -> None:
+        number, method = asked.header.sequence, asked.header.method
+        kind = kind_of(asked)
+        if kind == "ack":
+            self._talk.outbox.acknowledge(body_of(asked).received)
+            return
+        self._talk.received += 1
+        if kind == "goodbye":
+            self._is_over = True
+        elif kind == "abandon":
+            if number in self._answering:
+                self._answering[number].cancel()
+        elif not number or not method:
+            raise MalformedMessageError(
+                f"a call has a number and a method; '{kind}' came with "
+                f"number {number} and method '{method[:80]}'"
+            )
+        elif number in self._answering:
+            raise MalformedMessageError(f"call {number} was made twice")
+        else:
+            self._begin(number, method, asked)
+
+    def _begin(self, number: int, method: str, asked: Frame) -> None:
+        assert self._intake is not None  # something was read
+        try:
+            nbytes = self._intake.begin(number, method, self._hello.task)
+        except ClusterBusyError as error:
+            self._refuse(number, error)
+            return
+        self._counters.calls_served += 1
+        work = self._answer_each if asked.header.every_reply else self._answer
+        if method == ROOM_METHOD:
+            work = self._make_room
+        for name in ("sequence", "method", "every_reply"):
+            asked.header.ClearField(name)
+        answering = asyncio.create_task(work(number, method, asked))
+        self._answering[number] = answering
+        # Also of one that is given up before it began.
+        answering.add_done_callback(lambda _: self._end_of(number, nbytes))
+
+    def _end_of(self, number: int, nbytes: int) -> None:
+        del self._answering[number]
+        self._room.give(nbytes)
+
+    def _refuse(self, number: int, error: ClusterBusyError) -> None:
+        if not self._room.has_refused:  # one line while it lasts
+            self._room.has_refused = True
+            _logger.warning("%s.", error.message)
+        self._put(number, prepare(frame(status=to_status(error))))
+
+    async def _make_room(self, number: int, method: str, request: Frame) -> None:
+        """Tells the caller when the call that it names will be let in."""
+        intake = self._intake
+        assert intake is not None  # something was read
+        try:
+            if kind_of(request) != "call":
+                raise MalformedMessageError(
+                    f"'{method}' takes a 'call', and '{kind_of(request)}' was sent"
+                )
+            wanted = body_of(request)
+            if wanted.nbytes > self._max_frame_bytes:
+                limit = self._max_frame_bytes
+                raise MessageTooLargeError(too_large("call", wanted.nbytes, limit))
+            self._may_answer(wanted.method)
+            await intake.reserve(wanted.nbytes, wanted.method, self._hello.task)
+            self._put(number, prepare(frame(empty=pb.Empty())))
+        except ClusterBusyError as error:
+            self._refuse(number, error)
+        except JGError as error:
+            self._put(number, prepare(frame(status=to_status(error))))
+
+    async def _answer(self, number: int, method: str, request: Frame) -> None:
+        try:
+            self._may_answer(method)
+            replies = answer(self._handler, self._hello, method, request)
+            reply = await only_reply(replies, method, self._hello.task)
+            self._put(number, self._prepared(reply))
+        except JGError as error:
+            self._put(number, prepare(frame(status=to_status(error))))
+
+    async def _answer_each(self, number: int, method: str, request: Frame) -> None:
+        try:
+            self._may_answer(method)
+            replies = answer(self._handler, self._hello, method, request)
+            async with aclosing(replies):
+                async for reply in replies:
+                    self._put(number, self._prepared(reply))
+                    await self._talk.outbox.room()
+            self._put(number, prepare(frame(goodbye=pb.Empty())))
+        except JGError as error:
+            self._put(number, prepare(frame(status=to_status(error))))
+
+    def _may_answer(self, method: str) -> None:
+        if len(self._answering) > MAX_UNANSWERED:
+            raise ClusterBusyError(
+                f"{self._hello.task} answers {MAX_UNANSWERED} calls of yours "
+                f"already and refused '{method}'; wait for some of them",
+                refused=method,
+                task=self._hello.task,
+            )
+        assert self._check is not None  # something was read
+        self._check(method)
+
+    def _prepared(self, reply: Frame) -> Prepared:
+        return prepare(reply, max_frame_bytes=self._max_frame_bytes)
+
+    def _put(self, number: int, reply: Prepared) -> None:
+        self._talk.outbox.put(reply.encoded(sequence=number))
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    left = list(tasks)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _flush(outbox: Outbox) -> None:
+    """Lets go what waits for a stream: gRPC says nothing else while it is writing."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORDS_S):
+            await outbox.flushed()

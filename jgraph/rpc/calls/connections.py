@@ -1,0 +1,83 @@
+"""Pool of call connections, one list per server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Final, TypeAlias, final
+
+from jgraph.rpc.calls.caller import CallConnection
+from jgraph.rpc.calls.stream import Stream
+from jgraph.rpc.transport import Address
+
+FEW_CALLS: Final = 4
+"""Of large calls at once to a server, so many are sent before there is room there."""
+Dial: TypeAlias = Callable[[Address, float], Awaitable[Stream]]
+
+
+@final
+class ConnectionPool:
+    """Gives each call a line: small ones share one, others have one to themselves.
+
+    Opening a line takes as long as sending megabytes over it. So one that a call had to
+    itself waits for the next such call to the same server; one at a time, more are
+    closed.
+
+    Args:
+      dial: opens a stream to a server, within some seconds.
+      make: makes a line of it.
+    """
+
+    def __init__(
+        self, dial: Dial, make: Callable[[Address, Stream], CallConnection]
+    ) -> None:
+        self._dial = dial
+        self._make = make
+        self._shared: dict[Address, CallConnection] = {}
+        self._idle: dict[Address, CallConnection] = {}
+        self._taken: dict[CallConnection, Address] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def shared(self, dst: Address, timeout_s: float) -> CallConnection:
+        """Returns the line of all small calls to a server."""
+        line = self._shared.get(dst)
+        if line is None or line.is_broken:
+            stream = await self._dial(dst, timeout_s)
+            line = self._shared.get(dst)  # perhaps another caller opened one meanwhile
+            if line is None or line.is_broken:
+                line = self._shared[dst] = self._make(dst, stream)
+            else:
+                stream.cancel()
+        return line
+
+    @asynccontextmanager
+    async def own(
+        self, dst: Address, timeout_s: float
+    ) -> AsyncIterator[tuple[CallConnection, float]]:
+        """Gives a line for one call, and how much of its time is left."""
+        now = asyncio.get_running_loop().time
+        end = now() + timeout_s
+        line = self._idle.pop(dst, None)
+        if line is None or line.is_broken:
+            line = self._make(dst, await self._dial(dst, timeout_s))
+        self._taken[line] = dst
+        is_over = False
+        try:
+            yield line, max(end - now(), 1e-3)
+            is_over = True
+        finally:
+            del self._taken[line]
+            if is_over and not line.is_broken and dst not in self._idle:
+                self._idle[dst] = line
+            else:  # of a call that failed, some may still wait to leave
+                closing = asyncio.create_task(line.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+
+    def is_crowded(self, dst: Address) -> bool:
+        """Whether many calls to a server have a line to themselves."""
+        return list(self._taken.values()).count(dst) > FEW_CALLS
+
+    async def close(self) -> None:
+        """Closes all lines; what is asked fails."""
+        lines = [*self._shared.values(), *self._idle.values(), *self._taken]
+        await asyncio.gather(*(line.close() for line in lines), *self._closing)

@@ -1,0 +1,1 @@
+"""Posted frames between tasks: one resumable numbered stream per pair."""

@@ -1,0 +1,335 @@
+"""One Exchange stream to a task, from its Hello to its end."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeAlias, final
+
+import grpc
+
+from jgraph.errors import (
+    ClusterUnreachableError,
+    JGError,
+    MalformedMessageError,
+    VersionError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.dial import (
+    SHUTTING_DOWN,
+    ended_link,
+    is_cancelled,
+    lost_its_end,
+    unanswered,
+)
+from jgraph.rpc.exchange.backlog import Backlog
+from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.in_flight import InFlightWindow
+from jgraph.rpc.shared_memory.lending import SHARED_FRAME_BYTES, lend
+from jgraph.rpc.shared_memory.local_socket import LocalSocket, connect, end_late
+from jgraph.rpc.shared_memory.shared_memory import SendMemory
+from jgraph.rpc.statistics import Counters
+from jgraph.rpc.status import from_status
+from jgraph.rpc.transport import Address, Frame
+from jgraph.rpc.wire.codec import Encoded, Packer, Prepared, encode, pack
+from jgraph.rpc.wire.decoder import Decoder
+
+HELLO_TIMEOUT_S: Final = 10.0
+"""How long either side waits for the first frame of the other."""
+
+_logger = logging.getLogger(__name__)
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
+_Write: TypeAlias = Callable[[bytes], Awaitable[None]]
+
+
+def check_protocol(ours: pb.Hello, theirs: pb.Hello, who: str) -> None:
+    """Refuses another version of the wire contract.
+
+    Raises:
+      VersionError: naming both versions and both packages.
+    """
+    if ours.protocol == theirs.protocol:
+        return
+    older, newer = sorted((ours, theirs), key=lambda hello: hello.protocol)
+    raise VersionError(
+        f"{who} speaks protocol {theirs.protocol} (jgraph {theirs.jgraph}), this side "
+        f"{ours.protocol} (jgraph {ours.jgraph}); install one version of jgraph "
+        f"everywhere, e.g. pip install jgraph=={newer.jgraph} where "
+        f"{older.jgraph} is",
+        ours=ours.protocol,
+        theirs=theirs.protocol,
+    )
+
+
+class Interrupted(Exception):  # noqa: N818  # perhaps it goes on
+    """A stream broke, and another may go on; nothing was lost on it.
+
+    Attributes:
+      error: what it is if it cannot be.
+      was_accepted: the other side had answered on it.
+    """
+
+    def __init__(self, error: JGError, *, was_accepted: bool) -> None:
+        super().__init__()
+        self.error = error
+        self.was_accepted = was_accepted
+
+
+@final
+@dataclass(slots=True)
+class Outgoing:
+    """What outlives a stream: the frames for one task, and who that is.
+
+    Attributes:
+      backlog: frames that have not begun to leave.
+      kept: frames that left over gRPC, and may have to be sent again.
+      number: gives the sequence number of the next frame.
+      wake: set when there is something to do.
+      acknowledged: set when frames were.
+      is_finishing: nothing is added any more.
+      incarnation: of the task that accepted the first stream; 0 before that.
+      idle_socket: where a small frame may be written at once.
+      now: gives the time.
+    """
+
+    peer: TaskName
+    address: Address
+    hello: pb.Hello
+    backlog: Backlog[Prepared]
+    counters: Counters
+    number: Callable[[], int]
+    kept: InFlightWindow[Prepared] = field(default_factory=InFlightWindow)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
+    is_finishing: bool = False
+    incarnation: int = 0
+    idle_socket: LocalSocket | None = None
+    now: Callable[[], float] = field(
+        default_factory=lambda: asyncio.get_running_loop().time
+    )
+
+
+@final
+class ExchangeStream:
+    """Sends the frames of an ``Outgoing`` until it is finishing or the stream ends.
+
+    No frame is written before the other side has said who it is, so that a wrong
+    task or version never gets one.
+
+    Args:
+      out: the frames, and for whom.
+      stream: of the method Exchange, just opened.
+      memory: to share with a task of the same machine; None: nothing goes around the
+        stream.
+    """
+
+    def __init__(self, out: Outgoing, stream: _Call, memory: SendMemory | None) -> None:
+        self._out = out
+        self._stream = stream
+        self._memory = memory
+        self._resumes = out.incarnation != 0
+        self._theirs: asyncio.Future[pb.Hello] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._may_resume = False
+
+    async def run(self) -> None:
+        """Sends; returns when all is sent and the other side has it.
+
+        Raises:
+          Interrupted: the connection broke.
+          JGError: it cannot be used, or must not be resumed.
+        """
+        sending = asyncio.create_task(self._send())
+        sending.add_done_callback(self._end_failed)
+        try:
+            await self._read()
+        except grpc.aio.AioRpcError as error:
+            raise self._lost(error.code(), error.details() or "") from error
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise self._lost(grpc.StatusCode.CANCELLED, "") from None
+        finally:
+            self._out.idle_socket = None
+            self._stream.cancel()
+            sending.cancel()
+            await asyncio.wait([sending])
+            if self._memory is not None:
+                self._memory.close()
+
+    def _end_failed(self, sending: "asyncio.Task[None]") -> None:
+        """Ends the stream if sending failed; whoever reads the stream says so."""
+        if sending.cancelled() or (error := sending.exception()) is None:
+            return
+        if not isinstance(error, grpc.aio.AioRpcError | asyncio.InvalidStateError):
+            _logger.error("Sending to a task failed.", exc_info=error)
+        self._stream.cancel()
+
+    async def _send(self) -> None:
+        """Writes what is queued; a failure of the stream is told by reading it."""
+        first = pb.Hello(resumes=self._resumes)
+        first.MergeFrom(self._out.hello)
+        if self._memory is not None:
+            first.shared_memory.CopyFrom(self._memory.announcement())
+        await self._write_small(frame(hello=first))
+        theirs = await self._theirs
+        socket = await self._connect(theirs)
+        if socket is None:
+            self._may_resume = True
+            await self._send_again(theirs.received)
+            await self._send_over(self._stream.write, None)
+            await self._write_small(frame(goodbye=pb.Empty()))
+        else:
+            socket.ended.add_done_callback(partial(end_late, self._stream))
+            try:
+                await self._send_over(socket.write, socket)
+            finally:
+                self._out.idle_socket = None
+                socket.close()
+        await self._stream.done_writing()
+
+    async def _write_small(self, message: Frame) -> None:
+        for chunk in pack(encode(message).pieces):
+            await self._stream.write(chunk)
+
+    async def _connect(self, theirs: pb.Hello) -> LocalSocket | None:
+        """Returns the socket that goes with the stream, if the peer is near."""
+        if self._memory is None or not theirs.HasField("local_socket"):
+            return None
+        socket = await connect(theirs.local_socket, _refuse)
+        if socket is None:
+            _logger.info(
+                "Frames for %s go through a gRPC stream, not through a socket of this "
+                "machine: that is out of reach from here.",
+                self._out.peer,
+            )
+        return socket
+
+    async def _send_again(self, received: int) -> None:
+        self._out.kept.acknowledge(received)
+        for number, item in list(self._out.kept):
+            for chunk in pack((await self._encoded(item, number)).pieces):
+                await self._write(self._stream.write, chunk)
+
+    async def _send_over(self, write: _Write, socket: LocalSocket | None) -> None:
+        out = self._out
+        while True:
+            await self._drain(write, keep=socket is None)
+            if not out.backlog:  # or what came during the last write would wait
+                out.backlog.left()
+                if out.is_finishing:
+                    return
+                out.idle_socket = socket
+            await out.wake.wait()
+
+    async def _drain(self, write: _Write, *, keep: bool) -> None:
+        """Writes all that is queued, also what is queued while a chunk is written."""
+        out, packer = self._out, Packer()
+        out.wake.clear()
+        while out.backlog:
+            if out.kept.is_full:
+                if rest := packer.rest():
+                    await self._write(write, rest)
+                await self._room()
+            item, number = out.backlog.take(now=out.now()), out.number()
+            if keep:
+                out.kept.add(number, item, item.nbytes)
+            encoded = await self._encoded(item, number)
+            for piece in encoded.pieces:
+                for chunk in packer.add(piece):
+                    await self._write(write, chunk)
+        if rest := packer.rest():
+            await self._write(write, rest)
+
+    async def _room(self) -> None:
+        """Waits until the other side has told what it has."""
+        while self._out.kept.is_full:
+            self._out.acknowledged.clear()
+            await self._out.acknowledged.wait()
+
+    async def _encoded(self, item: Prepared, number: int) -> Encoded:
+        if self._memory is None or item.nbytes < SHARED_FRAME_BYTES:
+            encoded, shared = item.encoded(sequence=number), 0
+        else:
+            lent = await lend(item, self._memory)
+            shared = sum(item.arrays[at].nbytes for at in lent)
+            encoded = item.encoded(lent, sequence=number)
+        self._out.counters.sent(self._out.peer, frames=1, shared=shared)
+        return encoded
+
+    async def _write(self, write: _Write, chunk: bytes) -> None:
+        self._out.counters.sent(self._out.peer, nbytes=len(chunk))
+        await write(chunk)
+        self._out.backlog.moved(now=self._out.now())
+
+    async def _read(self) -> None:
+        decoder, out = Decoder(), self._out
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S) as limit:
+                async for chunk in self._stream:
+                    for answer in decoder.feed(chunk):
+                        self._take(answer)
+                        limit.reschedule(None)
+        except TimeoutError as error:
+            raise ClusterUnreachableError(
+                f"{out.peer} at {out.address} accepted a connection, but did not "
+                f"introduce itself within {HELLO_TIMEOUT_S:g} s",
+                task=out.peer,
+                address=out.address,
+            ) from error
+        if not out.is_finishing:
+            raise ended_link(out.peer, out.address, "ended by the other side")
+
+    def _take(self, answer: Frame) -> None:
+        kind = kind_of(answer)
+        if kind == "status":
+            raise from_status(body_of(answer))
+        if kind == "ack" and self._theirs.done():
+            self._out.kept.acknowledge(body_of(answer).received)
+            self._out.acknowledged.set()
+            return
+        if kind != "hello":
+            raise MalformedMessageError(
+                f"{self._out.address} answered a connection with '{kind}'"
+            )
+        self._welcome(body_of(answer))
+
+    def _welcome(self, theirs: pb.Hello) -> None:
+        out = self._out
+        check_protocol(out.hello, theirs, f"{out.peer} at {out.address}")
+        if theirs.task != out.peer:
+            raise ClusterUnreachableError(
+                f"{out.address} should be {out.peer}, but is "
+                f"{theirs.task or 'a client'}; correct the cluster description",
+                task=out.peer,
+                address=out.address,
+            )
+        if self._resumes and theirs.incarnation != out.incarnation:
+            raise ended_link(out.peer, out.address, "started again since")
+        out.incarnation = theirs.incarnation
+        if not theirs.shares_memory and self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if not self._theirs.done():
+            self._theirs.set_result(theirs)
+
+    def _lost(self, code: grpc.StatusCode, details: str) -> Exception:
+        out = self._out
+        was_accepted = self._theirs.done()
+        is_new = not (was_accepted or self._resumes)
+        error: JGError = ended_link(out.peer, out.address, code.name.lower())
+        if is_new and not lost_its_end(code, details):
+            return unanswered(code, out.address, out.peer) or error
+        # Nothing leaves before the other side has said who it is.
+        if not (self._may_resume or self._resumes or is_new):
+            return error
+        if details == SHUTTING_DOWN:
+            return error
+        return Interrupted(error, was_accepted=was_accepted)
+
+
+def _refuse(data: memoryview) -> None:
+    raise MalformedMessageError("a task sent frames to the sender of an exchange")

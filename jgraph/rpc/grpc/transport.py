@@ -1,0 +1,401 @@
+"""gRPC transport of real clusters: asyncio, one Exchange stream per pair of tasks."""
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Final, Literal, final
+
+import grpc
+
+from jgraph.errors import ConfigError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.calls.admission_control import RequestBudget
+from jgraph.rpc.calls.caller import ASKS_METHOD, MAX_ASK_BYTES, CallConnection
+from jgraph.rpc.calls.connections import ConnectionPool
+from jgraph.rpc.calls.stream import Stream
+from jgraph.rpc.dial import (
+    CONNECT_TIMEOUT_S,
+    SERVER_OPTIONS,
+    bind_error,
+    open_channel,
+    split_address,
+)
+from jgraph.rpc.exchange.backlog import default_queue_limit
+from jgraph.rpc.exchange.link import ExchangeLink
+from jgraph.rpc.exchange.links import Links
+from jgraph.rpc.exchange.receiver import is_gone
+from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello
+from jgraph.rpc.grpc.listening import listen, stop_listening
+from jgraph.rpc.grpc.service import Service
+from jgraph.rpc.security.auth import Roles, TokenGate
+from jgraph.rpc.security.tls import TLS
+from jgraph.rpc.security.token import Token
+from jgraph.rpc.serving import HELLO_METHOD
+from jgraph.rpc.shared_memory.local_listener import LocalListener
+from jgraph.rpc.shared_memory.memory_blocks import Budget
+from jgraph.rpc.shared_memory.memory_files import is_supported
+from jgraph.rpc.shared_memory.shared_memory import SendMemory, default_limit
+from jgraph.rpc.statistics import Counters, TransportStatistics
+from jgraph.rpc.transport import Address, Frame, Handler
+from jgraph.rpc.wire.buffer_pool import BufferPool
+from jgraph.rpc.wire.codec import MAX_FRAME_BYTES, Prepared, prepare
+from jgraph.rpc.wire.decoder import Decoder
+
+STOP_GRACE_S: Final = 1.0
+"""How long ``close`` waits for streams that it ended to be over."""
+MAX_CONCURRENT_STREAMS: Final = 4096
+"""More streams and calls at once are refused at once, instead of queueing."""
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class GrpcTransport:
+    """Moves frames over gRPC; see ``jgraph.rpc.transport.Transport``.
+
+    All methods belong to the event loop that ``start`` runs on.
+
+    Args:
+      task: the task that it speaks for; None for a client, which listens nowhere
+        and only calls.
+      bind: ``host:port`` to listen at; port 0 takes a free one.
+      max_frame_bytes: larger frames are refused, on both ends.
+      same_machine: ``"auto"`` passes frames to and from processes of the same machine
+        and user over a Unix socket, and their large tensors through shared memory;
+        ``"off"`` never does.
+      max_shared_bytes: the most shared memory to keep for sending; what does not fit
+        goes through the stream. 8 GiB unless given, or half of the memory that is
+        available if that is less.
+      max_queued_bytes: a task for which more waits is given up as lost; half of the
+        memory that is available unless given, and 1 GiB at least.
+      max_request_bytes: what clients may ask at once, in bytes of arrays; more is
+        refused until something was answered. A single call may be larger. A quarter of
+        the memory that is available unless given, and 256 MiB at least.
+      token: what callers must show here, and what this one shows; None: nothing, for
+        what is no cluster.
+      roles: which role may call which method; None: every one all.
+      tls: certificates; both sides of every connection then show theirs. None speaks
+        plain text.
+      incarnation: identity of this start of the task; random unless given.
+      protocol: version of the wire contract, for tests.
+
+    Raises:
+      ConfigError: ``same_machine`` is something else, or a limit below 1.
+      CertificateError: the certificates of ``tls`` cannot be used.
+      RoleError: they are of another task.
+
+    Example:
+      >>> from jgraph.rpc.frames import frame
+      >>> class Greeter:
+      ...     async def handle_call(self, method, request):
+      ...         yield request
+      >>> async def main():
+      ...     server = GrpcTransport(TaskName("/job:ps/task:0"))
+      ...     client = GrpcTransport(None)
+      ...     address = await server.start(Greeter())
+      ...     await client.start(Greeter())
+      ...     request = frame(call=pb.Call(method="for you"))
+      ...     replies = client.call(address, "Echo", request, timeout_s=10)
+      ...     print([reply.header.call.method async for reply in replies])
+      ...     await client.close()
+      ...     await server.close()
+      >>> asyncio.run(main())
+      ['for you']
+    """
+
+    def __init__(
+        self,
+        task: TaskName | None,
+        *,
+        bind: Address = "127.0.0.1:0",
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        same_machine: Literal["auto", "off"] = "auto",
+        max_shared_bytes: int | None = None,
+        max_queued_bytes: int | None = None,
+        max_request_bytes: int | None = None,
+        token: Token | None = None,
+        roles: Roles | None = None,
+        tls: TLS | None = None,
+        incarnation: int | None = None,
+        protocol: int = PROTOCOL,
+    ) -> None:
+        if same_machine not in {"auto", "off"}:
+            raise ConfigError(
+                f"same_machine='{same_machine}' is not an option; write "
+                f"same_machine='auto' or same_machine='off'",
+                same_machine=same_machine,
+            )
+        self.task = task
+        self.incarnation = incarnation or secrets.randbits(64) or 1
+        self._bind = bind
+        self._max_frame_bytes = max_frame_bytes
+        self._hello = hello(task, self.incarnation, protocol)
+        self._is_near = same_machine == "auto" and is_supported()
+        self._budget = Budget(
+            default_limit() if max_shared_bytes is None else max_shared_bytes
+        )
+        self._max_queued_bytes = max_queued_bytes or default_queue_limit()
+        self._room = RequestBudget(max_request_bytes)
+        self._identity = tls.load(task) if tls is not None else None
+        self._token = token
+        self._metadata = token.metadata if token is not None else None
+        self._roles = roles
+        self._buffers = BufferPool()
+        self._counters = Counters()
+        self._door = LocalListener() if self._is_near else None
+        self._service: Service | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._sequences: dict[TaskName, int] = {}
+        self._links: Links[Prepared] = Links(self._make_link)
+        self._channels: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
+        self._lines = ConnectionPool(self._dial, self._line)
+        self._line_numbers = itertools.count(1)
+        self._closed = False
+
+    async def start(self, handler: Handler) -> Address:
+        """Begins to accept frames and calls; returns the bound ``host:port``.
+
+        A client gets ``""``: it listens nowhere.
+
+        Raises:
+          AddressError: ``bind`` is not an address of this machine.
+          PortInUseError: another process listens there.
+        """
+        if self.task is None:
+            return ""
+        self._links.start(handler)
+        split_address(self._bind)
+        service = Service(
+            handler,
+            self._hello,
+            self._counters,
+            self._max_frame_bytes,
+            self._buffers,
+            self._room,
+            shares_memory=self._is_near,
+            is_gone=partial(is_gone, self.ask, self._links.address_of),
+            door=self._door,
+            checks_certificates=self._identity is not None,
+            roles=self._roles,
+        )
+        server = grpc.aio.server(
+            interceptors=() if self._token is None else (TokenGate(self._token),),
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CONCURRENT_STREAMS,
+        )
+        server.add_generic_rpc_handlers((service.generic_handler(),))
+        try:
+            if self._identity is None:
+                port = server.add_insecure_port(self._bind)
+            else:
+                secret = self._identity.server_credentials()
+                port = server.add_secure_port(self._bind, secret)
+        except RuntimeError as error:
+            await server.stop(None)
+            raise bind_error(self._bind) from error
+        if self._door is not None:
+            await self._door.open()
+        close = self._door.close if self._door is not None else None
+        self._listening = await listen(server, grace_s=STOP_GRACE_S, then=close)
+        self._service = service
+        return f"{self._bind.rpartition(':')[0]}:{port}"
+
+    def set_peers(self, peers: dict[TaskName, Address]) -> None:
+        """Tells where other tasks are; connections are made on first use.
+
+        A connection to an address that is no longer the peer's is given up, and
+        reported as lost.
+        """
+        self._links.set_peers(peers)
+
+    def post(self, dst: TaskName, frame: Frame) -> None:
+        """Queues a frame for ``dst``; never blocks. A failure is ``peer_lost``.
+
+        The arrays must not change afterwards. A peer that is not up yet is waited for
+        during 2 s.
+
+        Raises:
+          MalformedMessageError: a tensor that cannot be sent.
+          MessageTooLargeError: the frame is over ``max_frame_bytes``.
+        """
+        if not self._links.is_ready(dst):
+            return
+        prepared = prepare(frame, max_frame_bytes=self._max_frame_bytes)
+        self._links.push(dst, prepared)
+
+    def withdraw(self, handle: str, step_id: int) -> int:
+        """Drops the posted values of a step that have not begun to leave.
+
+        Returns:
+          How many frames.
+        """
+        return self._links.withdraw((handle, step_id))
+
+    def _number(self, dst: TaskName) -> int:
+        """Returns the number of the next frame that leaves for ``dst``."""
+        number = self._sequences[dst] = self._sequences.get(dst, 0) + 1
+        return number
+
+    def _make_link(self, peer: TaskName, address: Address) -> ExchangeLink:
+        return ExchangeLink(
+            peer,
+            address,
+            self._hello,
+            self._counters,
+            self._make_memory,
+            partial(self._number, peer),
+            self._max_queued_bytes,
+            self._identity,
+            self._token,
+        )
+
+    def _make_memory(self) -> SendMemory | None:
+        if not self._is_near:
+            return None
+        try:
+            return SendMemory(self._budget)
+        except OSError as error:
+            _logger.info(
+                "Tensors go through streams, not through shared memory: this process "
+                "cannot make any (%s).",
+                error.strerror or error,
+            )
+            self._is_near = False
+            return None
+
+    async def call(
+        self, dst: Address, method: str, request: Frame, *, timeout_s: float
+    ) -> AsyncGenerator[Frame, None]:
+        """Calls ``method`` at an address; yields the reply frames.
+
+        Raises:
+          AddressError: ``dst`` is no address, or its host does not resolve.
+          CertificateError, PlainTextError, RoleError: the two sides do not trust each
+            other, or only one of them speaks TLS.
+          ClusterUnreachableError: nothing of ours listens there.
+          DeadlineError: no end of the reply within ``timeout_s``.
+          TaskLostError: the server went away during the call.
+          TokenError: the server is of a cluster with another token.
+          JGError: whatever the other side raised.
+        """
+        prepared = prepare(request, max_frame_bytes=self._max_frame_bytes)
+        self._counters.calls_made += 1
+        async with (
+            self._lines.own(dst, timeout_s) as (line, left_s),
+            aclosing(line.call(method, prepared, left_s)) as replies,
+        ):
+            async for reply in replies:
+                yield reply
+
+    async def ask(
+        self, dst: Address, method: str, request: Frame, *, timeout_s: float
+    ) -> Frame:
+        """Calls ``method`` at an address; returns its only reply.
+
+        Raises:
+          InternalError: there was no reply.
+          JGError: as ``call``.
+        """
+        prepared = prepare(request, max_frame_bytes=self._max_frame_bytes)
+        self._counters.calls_made += 1
+        if prepared.nbytes > MAX_ASK_BYTES:
+            async with self._lines.own(dst, timeout_s) as (line, left_s):
+                at_once = not self._lines.is_crowded(dst)
+                return await line.ask_in_turn(method, prepared, left_s, at_once=at_once)
+        line = await self._lines.shared(dst, timeout_s)
+        return await line.ask(method, prepared, timeout_s)
+
+    async def who_is_at(self, dst: Address, timeout_s: float) -> pb.Hello:
+        """Returns who answers at an address now; raises as ``ask``.
+
+        Over a connection of its own: one of before leads to who was there then.
+        """
+        channel = await self._open(dst, timeout_s)
+        line = self._line(dst, self._asks(channel))
+        try:
+            request = prepare(frame(call=pb.Call(method=HELLO_METHOD)))
+            reply = await line.ask(HELLO_METHOD, request, timeout_s)
+            theirs: pb.Hello = body_of(reply)
+            return theirs
+        finally:
+            await line.close()
+            await channel.close(None)
+
+    async def _dial(self, dst: Address, timeout_s: float = CONNECT_TIMEOUT_S) -> Stream:
+        return self._asks(await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s)))
+
+    def _asks(self, channel: grpc.aio.Channel) -> Stream:
+        return channel.stream_stream(ASKS_METHOD, None, None)(
+            None, metadata=self._metadata
+        )
+
+    def _line(self, dst: Address, stream: Stream) -> CallConnection:
+        hello = pb.Hello(line=next(self._line_numbers))
+        hello.MergeFrom(self._hello)
+        dial = partial(self._dial, dst)
+        return CallConnection(
+            dst, stream, dial, self._decoder, hello, near=self._is_near
+        )
+
+    def _decoder(self) -> Decoder:
+        return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)
+
+    async def _channel(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
+        """Returns the connected channel to ``dst``, shared by all calls to it."""
+        opening = self._channels.get(dst)
+        if opening is not None and opening.done():
+            channel = opening.result()
+            if channel.get_state() is grpc.ChannelConnectivity.READY:
+                return channel
+            del self._channels[dst]
+            await channel.close(None)
+            opening = self._channels.get(dst)
+        if opening is None:
+            opening = asyncio.create_task(self._open(dst, timeout_s))
+            self._channels[dst] = opening
+            opening.add_done_callback(partial(self._forget_failed, dst))
+        return await asyncio.shield(opening)
+
+    async def _open(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
+        return await open_channel(
+            dst,
+            timeout_s=timeout_s,
+            patient=False,
+            identity=self._identity,
+            token=self._token,
+        )
+
+    def _forget_failed(
+        self, dst: Address, opening: "asyncio.Task[grpc.aio.Channel]"
+    ) -> None:
+        if opening.cancelled() or opening.exception() is not None:
+            self._channels.pop(dst, None)
+
+    def statistics(self) -> TransportStatistics:
+        """Returns what was sent and received so far."""
+        repeats = self._service.repeats if self._service is not None else 0
+        return self._counters.snapshot(repeats, self._budget.taken)
+
+    async def close(self) -> None:
+        """Sends what is posted (1 s at most), ends streams, and releases the port.
+
+        Calls that are still being served are cancelled. Closing twice is fine.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        await self._links.close()
+        if self._listening is not None and self._service is not None:
+            self._service.stop()
+            await stop_listening(self._listening)
+        await self._lines.close()
+        for opening in list(self._channels.values()):
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+            if not opening.cancelled() and opening.exception() is None:
+                await opening.result().close(None)

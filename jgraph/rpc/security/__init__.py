@@ -1,0 +1,1 @@
+"""Security: TLS, certificates, tokens, roles."""

@@ -1,0 +1,1 @@
+"""Frames between processes of one machine: shared memory, Unix socket."""

@@ -1,0 +1,1 @@
+"""Messages as bytes: frames, programs, records; checked before use."""

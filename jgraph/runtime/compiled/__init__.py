@@ -1,0 +1,1 @@
+"""Compiled segments: cache by digest, allowed native calls, sizes."""

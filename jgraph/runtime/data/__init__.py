@@ -1,0 +1,1 @@
+"""Data sources that a task reads: files, records, batches."""

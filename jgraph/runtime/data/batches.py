@@ -1,0 +1,117 @@
+"""Batch readers: cut batches from the leases of a data set."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from jgraph.coordination.data.slots import Lease, Part, Piece, Rows, Shuffle, SlotPlan
+from jgraph.runtime.data.checks import Array, check_lengths
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One example of a field: dtype and shape."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+
+
+class Reader(Protocol):
+    """Data that can be read by row, in any thread but one call at a time."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What there is."""
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """What an example has, in the order of the batches."""
+
+    @property
+    def shuffle(self) -> Shuffle:
+        """How it is read best."""
+
+    def read(self, part: int, rows: Rows) -> dict[str, Array]:
+        """Returns these examples of a part, in this order; fresh arrays."""
+
+
+@final
+class ArrayReader:
+    """Arrays in memory.
+
+    Args:
+      arrays: fields by name, all of one length, examples along axis 0.
+
+    Raises:
+      DataError: no field, no example, or lengths that differ.
+
+    Example:
+      >>> ArrayReader({"x": np.arange(4)}).read(0, np.array([2, 0]))["x"].tolist()
+      [2, 0]
+    """
+
+    shuffle: Shuffle = "examples"
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays: Mapping[str, Array] = dict(arrays)
+        length = check_lengths({name: len(a) for name, a in self.arrays.items()})
+        self.parts: tuple[Part, ...] = (Part("the arrays", length),)
+        self.fields: Mapping[str, Field] = {
+            name: Field(a.dtype, a.shape[1:]) for name, a in self.arrays.items()
+        }
+
+    def read(self, part: int, rows: Rows) -> dict[str, Array]:
+        """See ``Reader.read``."""
+        return {name: a.take(rows, axis=0) for name, a in self.arrays.items()}
+
+
+@final
+class LeasedBatches:
+    """Reads the batches of leases.
+
+    What is shuffled by slots is read a lease at a time, else batch by batch.
+
+    Example:
+      >>> reader = ArrayReader({"x": np.arange(8)})
+      >>> plan = SlotPlan(reader.parts, 2, seed=0, shuffle="none")
+      >>> LeasedBatches(reader, plan).read(Lease(0, 0, 1, 2), 2)["x"].tolist()
+      [4, 5]
+    """
+
+    def __init__(self, reader: Reader, plan: SlotPlan) -> None:
+        self._reader = reader
+        self._plan = plan
+        self._lease: Lease | None = None
+        self._read: dict[str, Array] = {}
+
+    def read(self, lease: Lease, index: int) -> dict[str, Array]:
+        """Returns batch ``index`` of the lease's slot; the caller owns its arrays."""
+        size = self._plan.batch_size
+        if self._plan.shuffle != "slots":
+            return self._joined(self._plan.where(lease, index))
+        if lease != self._lease:
+            pieces = self._plan.where(lease, lease.first, lease.batches)
+            self._read = self._joined(pieces)
+            self._lease = lease
+        first = (index - lease.first) * size
+        return {n: a[first : first + size].copy() for n, a in self._read.items()}
+
+    def _joined(self, pieces: Sequence[Piece]) -> dict[str, Array]:
+        read = [self._reader.read(piece.part, piece.rows) for piece in pieces]
+        if len(pieces) == 1:
+            return read[0]
+        count = sum(len(piece.rows) for piece in pieces)
+        joined = {
+            name: np.empty((count, *array.shape[1:]), array.dtype)
+            for name, array in read[0].items()
+        }
+        for piece, arrays in zip(pieces, read, strict=True):
+            for name, array in arrays.items():
+                joined[name][piece.places] = array
+        return joined

@@ -1,0 +1,295 @@
+"""Data source readers of a task: npz, Parquet, records, and allowed functions."""
+
+import fnmatch
+import glob
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jgraph._compat import narrow_types, wide_types
+from jgraph.coordination.data.slots import Part, Rows, Shuffle
+from jgraph.errors import ForbiddenSourceError, JGError, SourceError
+from jgraph.runtime.data.batches import ArrayReader, Field, Reader
+from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.record_files import (
+    ArrayRecordFile,
+    RecordReader,
+    TFRecordFile,
+    needs,
+)
+
+
+def open_source(spec: Mapping[str, Any], allowed: Sequence[str]) -> Reader:
+    """Opens a source.
+
+    Args:
+      spec: ``kind`` and what that needs; see ``jgraph.train.data.source``. ``wide``:
+        the
+        program has 64-bit types, whatever this task has by itself.
+      allowed: patterns of import paths that may be called.
+
+    Raises:
+      SourceError: no such file, a damaged one, or files of different schemas.
+      ForbiddenSourceError: an import path that no pattern matches.
+    """
+    if missing := [field for field in _fields(spec) if field not in spec]:
+        raise SourceError(f"a data source comes without its '{missing[0]}'")
+    wide = bool(spec.get("wide"))
+    match spec["kind"]:
+        case "npz":
+            return ArrayReader(_npz(str(spec["path"]), wide))
+        case "parquet":
+            return ParquetReader(_files(spec["path"]), spec["columns"], wide)
+        case "tfrecord" | "array_record" as kind:
+            files = _files(spec["path"])
+            open_file = TFRecordFile if kind == "tfrecord" else ArrayRecordFile
+            features = {
+                name: Field(np.dtype(dtype), tuple(shape))
+                for name, (dtype, shape) in spec["features"].items()
+            }
+            return RecordReader(files, [open_file(file) for file in files], features)
+        case "grain":
+            path = str(spec["function"])
+            made = _call(path, spec["arguments"], allowed)
+            return IndexedReader(made, path, wide)
+        case kind:
+            raise SourceError(f"'{kind}' is no kind of data source that this task has")
+
+
+def _fields(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = {
+        "npz": ("path",),
+        "parquet": ("path", "columns"),
+        "tfrecord": ("path", "features"),
+        "array_record": ("path", "features"),
+        "grain": ("function", "arguments"),
+    }
+    return ("kind", *kinds.get(str(spec.get("kind")), ()))
+
+
+@final
+class ParquetReader:
+    """Parquet files with one schema; columns of numbers, or of lists of one length.
+
+    Args:
+      files: path of each.
+      columns: those to read; None: all.
+      wide: keep 64-bit types.
+
+    Raises:
+      SourceError: a column that is missing or not of numbers, or another schema.
+    """
+
+    shuffle: Shuffle = "slots"
+
+    def __init__(
+        self, files: Sequence[Path], columns: Sequence[str] | None, wide: bool
+    ) -> None:
+        parquet = needs("pyarrow.parquet", "Parquet")
+        try:
+            self._opened = [parquet.ParquetFile(file) for file in files]
+        except (OSError, ValueError) as error:
+            raise SourceError(f"a Parquet file cannot be read: {error}") from error
+        first = self._opened[0].schema_arrow
+        for file, opened in zip(files, self._opened, strict=True):
+            if not opened.schema_arrow.equals(first):
+                raise SourceError(
+                    f"{file} has another schema than {files[0]}; write both alike, or "
+                    "name files of one kind",
+                    file=str(file),
+                )
+        self._columns = sorted(columns or first.names)
+        if missing := [name for name in self._columns if name not in first.names]:
+            raise SourceError(
+                f"{files[0]} has no column '{missing[0]}'; it has "
+                f"{', '.join(first.names)}",
+            )
+        self._files = files
+        self._wide = wide
+        self.parts = tuple(
+            Part(str(file), opened.metadata.num_rows)
+            for file, opened in zip(files, self._opened, strict=True)
+        )
+        # First row of each row group, and the end.
+        self._groups = [
+            np.cumsum([0, *(m.row_group(g).num_rows for g in range(m.num_row_groups))])
+            for m in (opened.metadata for opened in self._opened)
+        ]
+        full = next((i for i, part in enumerate(self.parts) if part.examples), None)
+        if full is None:
+            raise SourceError(f"{files[0]} has no rows")
+        self.fields: Mapping[str, Field] = {}
+        arrays = self.read(full, np.zeros(1, np.int64))
+        self.fields = {n: Field(a.dtype, a.shape[1:]) for n, a in arrays.items()}
+
+    def read(self, part: int, rows: Rows) -> dict[str, Array]:
+        """See ``Reader.read``."""
+        starts = self._groups[part]
+        first = int(np.searchsorted(starts, rows.min(), "right")) - 1
+        last = int(np.searchsorted(starts, rows.max(), "right")) - 1
+        table = self._opened[part].read_row_groups(
+            list(range(first, last + 1)), columns=self._columns
+        )
+        taken = table.take(rows - starts[first])
+        return {name: self._array(taken, name, part) for name in self._columns}
+
+    def _array(self, table: Any, name: str, part: int) -> Array:
+        column = table.column(name).combine_chunks()
+        where = f"column '{name}' of {self._files[part]}"
+        if column.null_count:
+            raise SourceError(f"{where} has empty values; fill them in")
+        try:
+            if hasattr(column, "flatten") and column.type.num_fields == 1:
+                flat = column.flatten().to_numpy(zero_copy_only=False)
+                array = flat.reshape(len(column), -1)
+                lengths = np.unique(column.value_lengths())
+            else:
+                array = column.to_numpy(zero_copy_only=False)
+                lengths = np.ones(1)
+        except ValueError as error:
+            raise SourceError(f"{where} has lists of different lengths") from error
+        if len(lengths) > 1:
+            raise SourceError(f"{where} has lists of different lengths; pad them")
+        array = as_jax_type(array, where, self._wide)
+        known = self.fields.get(name)
+        if known is not None and array.shape[1:] != known.shape:
+            raise SourceError(
+                f"{where} has examples of shape {array.shape[1:]}; the first one has "
+                f"{known.shape}"
+            )
+        return array
+
+
+@final
+class IndexedReader:
+    """Anything with a length that gives an example by number, as grain's sources do.
+
+    An example is a dict or a tuple of arrays, or one array.
+
+    Args:
+      source: the data source.
+      name: what to call it in messages.
+      wide: keep 64-bit types.
+
+    Raises:
+      SourceError: no length, no example, or an example of something else.
+    """
+
+    shuffle: Shuffle = "examples"
+
+    def __init__(self, source: Any, name: str, wide: bool) -> None:
+        self._source, self._name, self._wide = source, name, wide
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+            raise SourceError(
+                f"{name} returned a {type(source).__name__}; return something with a "
+                "length and examples by number, such as a grain data source"
+            )
+        if not len(source):
+            raise SourceError(f"{name} returned a source without examples")
+        self.parts = (Part(name, len(source)),)
+        example = self._example(0)
+        self.fields: Mapping[str, Field] = {
+            name: Field(array.dtype, array.shape) for name, array in example.items()
+        }
+
+    def read(self, part: int, rows: Rows) -> dict[str, Array]:
+        """See ``Reader.read``."""
+        examples = [self._example(row) for row in rows.tolist()]
+        for row, example in zip(rows.tolist(), examples, strict=True):
+            found = {n: Field(a.dtype, a.shape) for n, a in example.items()}
+            if found != self.fields:
+                raise SourceError(
+                    f"example {row} of {self._name} has {_told(found)}; the first one "
+                    f"has {_told(self.fields)}"
+                )
+        return {name: np.stack([e[name] for e in examples]) for name in self.fields}
+
+    def _example(self, row: int) -> dict[str, Array]:
+        example = self._source[row]
+        if isinstance(example, Mapping):
+            items = {str(name): example[name] for name in sorted(example)}
+        elif isinstance(example, tuple | list):
+            items = {f"{index:03d}": value for index, value in enumerate(example)}
+        else:
+            items = {"": example}
+        where = f"example {row} of {self._name}"
+        return {
+            n: as_jax_type(np.asarray(v), where, self._wide) for n, v in items.items()
+        }
+
+
+def as_jax_type(array: Array, where: str, wide: bool) -> Array:
+    """Returns an array in the type that JAX makes of its own.
+
+    Args:
+      array: as it was read.
+      where: for messages.
+      wide: 64-bit types are switched on in the program that it is for.
+
+    Raises:
+      SourceError: not numbers, or whole numbers too large for JAX's type.
+    """
+    if array.dtype.kind not in "biufcV":
+        raise SourceError(f"{where} is {array.dtype}, not numbers; store ids for text")
+    with wide_types() if wide else narrow_types():
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype != array.dtype and array.dtype.kind in "iu" and array.size:
+        limits, low, high = np.iinfo(dtype), int(array.min()), int(array.max())
+        if low < limits.min or high > limits.max:
+            raise SourceError(
+                f"{where} has values from {low} to {high}, too large for {dtype}; "
+                "store smaller numbers, or switch 64-bit types on with JAX_ENABLE_X64=1"
+            )
+    return array.astype(dtype, copy=False)
+
+
+def _npz(path: str, wide: bool) -> dict[str, Array]:
+    (file,) = _files(path)
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            return {
+                name: as_jax_type(archive[name], f"'{name}' of {file}", wide)
+                for name in sorted(archive.files)
+            }
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        if isinstance(error, JGError):
+            raise
+        raise SourceError(f"{file} is no .npz file: {error}") from error
+
+
+def _files(pattern: str) -> list[Path]:
+    found = sorted(glob.glob(str(Path(pattern).expanduser())))
+    if not found:
+        raise SourceError(
+            f"there is no file {pattern} where the data is read; give a path or a "
+            "pattern that every worker can open"
+        )
+    return [Path(path) for path in found]
+
+
+def _call(path: str, arguments: Mapping[str, Any], allowed: Sequence[str]) -> Any:
+    if not any(fnmatch.fnmatchcase(path, pattern) for pattern in allowed):
+        raise ForbiddenSourceError(
+            f"this server may not call '{path}' for data; allow it when the server is "
+            f"started: jgraph server --allow-source '{path}'",
+            path=path,
+        )
+    from importlib import import_module
+
+    module, _, function = path.partition(":")
+    try:
+        return getattr(import_module(module), function)(**arguments)
+    except JGError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"'{path}' cannot be called for data: {type(error).__name__}: {error}",
+            path=path,
+        ) from error
+
+
+def _told(fields: Mapping[str, Field]) -> str:
+    return ", ".join(f"{name or 'array'} {field}" for name, field in fields.items())

@@ -1,0 +1,1 @@
+"""Files of checkpoints: blocks, checksums, manifests, writer lease."""

@@ -1,0 +1,299 @@
+"""Step directories of checkpoints: created from the newest, committed, pruned.
+
+Every step of a run has the same arrays, so all but their content is known from one that
+is there: what describes the tree, in Orbax's words, is copied as it is.
+"""
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from jgraph.errors import (
+    CheckpointError,
+    CheckpointForeignError,
+    CheckpointSpaceError,
+)
+from jgraph.failpoints import failpoint
+from jgraph.runtime.files.manifest import (
+    FILE,
+    PROOF,
+    Manifest,
+    directory_of,
+    is_ours,
+    read_manifest,
+)
+from jgraph.runtime.files.shard_files import Slice, make_array
+
+TEMPORARY: Final = ".orbax-checkpoint-tmp"
+"""Ends the name of what Orbax writes; of others without ``.new-``."""
+BEST: Final = "best"
+"""Links to the step that was evaluated as the best one."""
+ITEM: Final = "default"
+"""Where ``CheckpointManager`` of Orbax looks for the only tree of a checkpoint."""
+UNFINISHED: Final = re.compile(r"\d+\.(new|old)-[0-9a-f]{8}(\..*)?|\d+\.going")
+"""What a writer of jgraph leaves beside the steps if it is killed."""
+_OLD: Final = re.compile(r"(.+)\.old-[0-9a-f]{8}")
+"""The name of a checkpoint while another takes its place."""
+_ROOM: Final = 1 << 20
+_MOST_BYTES: Final = 64 << 20
+"""Of what describes a tree."""
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Returns the steps of a directory, oldest first; reads the disk each time.
+
+    Those of other programs too. One that was being replaced when its writer was killed
+    has its name again.
+    """
+    if not directory.is_dir():
+        return []
+    for path in list(directory.glob("*.old-*")):
+        if (old := _OLD.fullmatch(path.name)) and old[1].isdecimal():
+            put_back(directory / old[1])
+    found = [p for p in directory.iterdir() if p.name.isdecimal() and p.is_dir()]
+    return sorted(int(path.name) for path in found)
+
+
+def our_steps(directory: Path) -> list[int]:
+    """Returns the steps that jgraph wrote, oldest first."""
+    return [step for step in steps_in(directory) if is_ours(directory / str(step))]
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint of jgraph has all its files; their content is not read."""
+    try:
+        for name, leaf in read_manifest(path).leaves.items():
+            array = Slice.whole(directory_of(name), leaf.type, leaf.block_rows)
+            for block in range(len(array.blocks)):
+                found = (path / array.array / array.file(block)).stat()
+                if found.st_size != array.blocks.file_nbytes:
+                    return False
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def begin_step(directory: Path) -> tuple[Path, Manifest]:
+    """Makes the files of a step like the newest one; their arrays have no content.
+
+    Returns:
+      Where they are, and what the other step holds.
+
+    Raises:
+      CheckpointError: there is no step to be like, or it cannot be read.
+      CheckpointSpaceError: there is no room.
+      OSError: what the disk says.
+    """
+    steps = our_steps(directory)
+    if not steps:
+        raise CheckpointError(f"there is no checkpoint in {directory} to be like")
+    like = directory / str(steps[-1])
+    manifest = read_manifest(like)
+    free = shutil.disk_usage(directory).free
+    if free < manifest.nbytes + _ROOM:
+        raise CheckpointSpaceError(
+            f"the next checkpoint in {directory} needs {manifest.nbytes + _ROOM:,} "
+            f"bytes, and {free:,} are free there; make room, or keep fewer (`jgraph "
+            "ckpt prune`). Nothing that was there is lost",
+            path=str(directory),
+            needed=manifest.nbytes + _ROOM,
+        )
+    made = unfinished(directory / str(steps[-1]))
+    made.mkdir()
+    for path in like.iterdir():
+        if path.name not in {FILE, PROOF} and not path.is_dir():
+            _copy(path, made / path.name)
+    for name, leaf in manifest.leaves.items():
+        make_array(made, Slice.whole(directory_of(name), leaf.type, leaf.block_rows))
+    make_item(made)
+    return made, manifest
+
+
+def make_item(made: Path) -> None:
+    """Makes the directory in which ``CheckpointManager`` of Orbax looks for the tree.
+
+    It has links to what is beside it. A file system without them has a checkpoint that
+    only the other readers of Orbax know.
+    """
+    names = [path.name for path in made.iterdir() if path.is_dir()]
+    item = made / ITEM
+    try:
+        item.mkdir()
+        for name in [*names, "_METADATA"]:
+            (item / name).symlink_to(Path("..", name))
+    except OSError:
+        shutil.rmtree(item, ignore_errors=True)
+
+
+def commit_step(
+    made: Path,
+    manifest: Manifest,
+    before_commit: Callable[[], None],
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Gives a step that is written its name; then it is there, and whole.
+
+    Args:
+      made: where ``begin_step`` made it.
+      manifest: of it.
+      before_commit: called when everything is on disk; what it raises stops the save.
+      overwrite: replace a step that is there.
+
+    Raises:
+      CheckpointError: the step is there already.
+      OSError: what the disk says.
+    """
+    target = made.with_name(str(manifest.step))
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target} exists", path=str(target))
+    (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
+    for path in made.iterdir():
+        _sync(path)
+    _sync(made)
+    failpoint("handed.on_disk")
+    before_commit()
+    put_in_place(made, target)
+    failpoint("handed.committed")
+    return target
+
+
+def put_in_place(made: Path, target: Path) -> None:
+    """Gives a checkpoint that is whole its name; another that has it goes last.
+
+    Raises:
+      CheckpointForeignError: the other is not of jgraph.
+      OSError: what the disk says; the other has its name again.
+    """
+    check_replaceable(target)
+    while True:
+        if target.exists():
+            target.rename(f"{target}.old-{secrets.token_hex(4)}")
+            failpoint("checkpoint.old_put_away")
+        try:
+            made.rename(target)
+            break
+        except OSError as error:
+            put_back(target)
+            # Unless somebody who looked just then had put it back already.
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                raise
+    _sync(target.parent)
+    for path in _put_away(target):
+        failpoint("checkpoint.replaced")
+        remove(path)
+
+
+def unfinished(target: Path) -> Path:
+    """Returns a path beside a checkpoint, to write what will have its name."""
+    return target.with_name(f"{target.name}.new-{secrets.token_hex(4)}")
+
+
+def check_replaceable(target: Path) -> None:
+    """Refuses to take the place of what jgraph did not write.
+
+    Raises:
+      CheckpointForeignError: that is there.
+    """
+    if is_ours(target) or not target.exists():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise CheckpointForeignError(
+            f"{target} is not of jgraph, so it is not replaced; give another directory",
+            path=str(target),
+        )
+
+
+def put_back(target: Path) -> None:
+    """Gives a checkpoint its name again, if its writer was killed while replacing it.
+
+    What was to replace it was not saved before it had the name.
+    """
+    if not target.exists():
+        for path in _put_away(target):
+            with suppress(OSError):  # somebody else did it, or may not
+                path.rename(target)
+
+
+def _put_away(target: Path) -> list[Path]:
+    """Returns where a checkpoint is, or was, that another takes the place of."""
+    found = [(p, _OLD.fullmatch(p.name)) for p in target.parent.glob("*.old-*")]
+    return [path for path, old in found if old and old[1] == target.name]
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint, or whatever else there is, if there is something."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def beyond(directory: Path, keep: int, is_good: Callable[[Path], bool]) -> list[int]:
+    """Returns the steps of jgraph before its newest good ones, oldest first.
+
+    Without the best one; see ``best_in``.
+    """
+    steps, best = our_steps(directory), best_in(directory)
+    while steps and keep:
+        keep -= is_good(directory / str(steps.pop()))
+    return [step for step in steps if step != best]
+
+
+def best_in(directory: Path) -> int | None:
+    """Returns the step that was evaluated as the best one; None: there is none."""
+    try:
+        name = os.readlink(directory / BEST)
+    except OSError:
+        return None
+    return int(name) if name.isdecimal() else None
+
+
+def mark_best(directory: Path, step: int) -> None:
+    """Makes a step of the directory the best one: a link to it."""
+    link = directory / f"{step}.new-{secrets.token_hex(4)}"
+    link.symlink_to(str(step))
+    link.replace(directory / BEST)
+
+
+def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:
+    """Deletes all but the newest whole steps of jgraph."""
+    for step in beyond(directory, keep, is_whole):
+        check()
+        failpoint("handed.prune_begun")
+        # Renamed first: a step that is there is whole.
+        going = directory / f"{step}.going"
+        (directory / str(step)).rename(going)
+        failpoint("handed.prune_renamed")
+        shutil.rmtree(going, ignore_errors=True)
+        failpoint("handed.pruned")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a small regular file with no other name: who put it there can read it.
+
+    Raises:
+      OSError: it is something else.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(source, flags), "rb") as file:
+        about = os.fstat(file.fileno())
+        regular = stat.S_ISREG(about.st_mode) and about.st_nlink == 1
+        if not regular or about.st_size > _MOST_BYTES:
+            raise OSError(errno.EINVAL, f"{source.name} is not a file of a checkpoint")
+        target.write_bytes(file.read(_MOST_BYTES))
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

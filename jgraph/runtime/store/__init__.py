@@ -1,0 +1,1 @@
+"""Variables and tables of a task: values, versions, locks, change log."""

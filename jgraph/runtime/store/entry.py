@@ -1,0 +1,197 @@
+"""One stored variable: its value, its version, its lock, and its rows."""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from jgraph.errors import MalformedMessageError
+from jgraph.plan.program.nodes import ValueType
+from jgraph.plan.program.program import StoredVariable
+from jgraph.plan.program.row_values import aligned_empty
+from jgraph.runtime.store.hash_shard import HashColumn, HashShard
+from jgraph.runtime.store.local_mesh import whole
+from jgraph.runtime.store.tables import ArrayTable, PackedTable, Table, on_cpu, table_of
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowsOf:
+    """Rows of a variable for an update.
+
+    Attributes:
+      variable: which.
+      ids: int32[m], the rows, each once.
+      type: of the rows as the update takes them: padded to its first dimension.
+    """
+
+    variable: StoredVariable
+    ids: np.ndarray[Any, Any]
+    type: ValueType
+
+
+@final
+class Entry:
+    """The value of one variable; whoever uses it holds its lock."""
+
+    __slots__ = (
+        "device",
+        "layout",
+        "lock",
+        "table",
+        "type",
+        "value",
+        "version",
+        "views",
+    )
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+        self.version = 0
+        self.lock = threading.Lock()
+        # As a program declared it that fits; values change, their type does not.
+        self.type: ValueType | None = None
+        self.table: ArrayTable | PackedTable | None = None
+        # Where functions take the value; set when its rows are used on the CPU.
+        self.device: Any = None
+        # Over the devices of a mesh; None: one has it.
+        self.layout: Sharding | None = None
+        self.views: list[weakref.ref[Any]] = []
+
+    def put(self, value: jax.Array, layout: Sharding | None = None) -> None:
+        """Replaces the value."""
+        self.value, self.device, self.layout = value, None, layout
+
+    def view(self) -> np.ndarray[Any, Any]:
+        """Returns a view that keeps its values, see ``rows``."""
+        view = (
+            _view(self.value) if self.layout is None else np.asarray(whole(self.value))
+        )
+        self.views = [ref for ref in self.views if ref() is not None]
+        self.views.append(weakref.ref(view))
+        return view
+
+    def argument(self, layout: Sharding | None = None) -> jax.Array:
+        """Returns the value for a function that may take it over.
+
+        Args:
+          layout: over the devices of a mesh; it then stays as it lies there.
+        """
+        if layout != self.layout:
+            if layout is None:
+                one: jax.Array = jax.device_put(self.value, jax.local_devices()[0])
+                return one
+            self.put(jax.device_put(self.value, layout), layout)
+        if self.device is None:
+            return self.value
+        moved: jax.Array = jax.device_put(self.value, self.device)
+        return moved
+
+    def seen(self, ids: np.ndarray[Any, Any]) -> None:
+        """Is told which rows are looked up; nothing follows for an array."""
+
+    def changed(self, ids: np.ndarray[Any, Any]) -> None:
+        """Ends an update of these rows."""
+        self.version += 1
+
+    def rows(self, *, write: bool) -> Table:
+        """Returns the table of the rows; to write, nobody else sees them change."""
+        if self.layout is not None:
+            self.put(self.argument())
+        if write and any(ref() is not None for ref in self.views):
+            self.value, self.views = jnp.array(self.value, copy=True), []
+        if not on_cpu(self.value):
+            (self.device,) = self.value.devices()
+            cpu = jax.local_devices(backend="cpu")[0]
+            self.value = jax.device_put(self.value, cpu)
+        if self.table is None or self.table.value is not self.value:
+            self.table = table_of(self.value)
+        table: Table = self.table
+        return table
+
+
+@final
+class HashEntry:
+    """One column of a hash table; whoever uses it holds the lock of the table.
+
+    Args:
+      shard: the table's shard of this task.
+      lock: of the shard.
+      column: name of the column.
+    """
+
+    __slots__ = ("_column", "_is_parameter", "lock", "shard")
+
+    def __init__(self, shard: HashShard, lock: threading.Lock, column: str) -> None:
+        self.shard = shard
+        self.lock = lock
+        self._column = HashColumn(shard, column)
+        self._is_parameter = shard.spec.columns[0].name == column
+
+    @property
+    def version(self) -> int:
+        """Updates of the table."""
+        return self.shard.version - 1
+
+    def rows(self, *, write: bool) -> Table:
+        """Returns the table of the rows."""
+        del write  # lookups copy
+        return self._column
+
+    def seen(self, ids: np.ndarray[Any, Any]) -> None:
+        """Lets ids that are looked up come in, and others go for them."""
+        if self._is_parameter:
+            self.shard.see(ids)
+
+    def changed(self, ids: np.ndarray[Any, Any]) -> None:
+        """Ends an update of these rows."""
+        if self._is_parameter:
+            self.shard.updated(ids)
+
+
+@contextmanager
+def held(entries: Sequence[Entry | HashEntry]) -> Iterator[None]:
+    """Holds the locks of these entries."""
+    # In one order for all, so that two updates never wait for each other.
+    # The columns of a hash table share one.
+    locks = sorted({id(entry.lock): entry.lock for entry in entries}.items())
+    for _, lock in locks:
+        lock.acquire()
+    try:
+        yield
+    finally:
+        for _, lock in locks:
+            lock.release()
+
+
+def padded_rows(entry: Entry | HashEntry, rows: RowsOf) -> np.ndarray[Any, Any]:
+    """Returns the rows as an executable takes them.
+
+    Raises:
+      MalformedMessageError: an id without a row, or more than are due.
+    """
+    padded, count = aligned_empty(rows.type), len(rows.ids)
+    if count > len(padded):
+        raise MalformedMessageError(
+            f"{count:,} rows of '{rows.variable.name}' are asked for where at most "
+            f"{len(padded):,} are due; the sender's program is another one"
+        )
+    entry.rows(write=False).lookup(rows.ids, padded[:count])
+    padded[count:] = 0
+    return padded
+
+
+def _view(array: jax.Array) -> np.ndarray[Any, Any]:
+    # Not np.asarray(array): that keeps the view in the array, and then every update
+    # would find the buffer in use.
+    try:
+        return np.asarray(memoryview(array))
+    except BufferError:  # not of numpy's own dtypes, or not on the CPU
+        return np.asarray(array.addressable_data(0))

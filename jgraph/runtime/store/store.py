@@ -1,0 +1,463 @@
+"""The variables of one task: values, versions, and locks that make updates atomic.
+
+A variable is found by (container, name). Its value is an immutable ``jax.Array``; an
+update runs a compiled function over donated values and puts the results back, holding
+the locks of the variables it touches: updates of different variables run side by side.
+
+A reader gets views of one version of all it asked for, without a copy, and never half
+an update. While a view lives, an update of that variable is computed into other memory
+and the view keeps its values; when nobody holds one, the update is made in place.
+
+Rows are looked up and updated in the memory of that same array, at the cost of these
+rows, so that a variable may be used by rows here and whole there.
+"""
+
+import itertools
+import threading
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from jgraph._compat import is_wide, wide_types
+from jgraph.errors import (
+    UninitializedError,
+    VariableMismatchError,
+)
+from jgraph.failpoints import failpoint
+from jgraph.graph.ir import TaskName
+from jgraph.graph.rows.hash_spec import HashSpec
+from jgraph.plan.program.nodes import ValueType
+from jgraph.plan.program.program import StoredVariable
+from jgraph.plan.program.row_values import aligned_empty, nearly
+from jgraph.runtime.compute_errors import as_error
+from jgraph.runtime.store.entry import Entry, HashEntry, RowsOf, held, padded_rows
+from jgraph.runtime.store.hash_shard import HashShard
+from jgraph.runtime.store.undo import Undo, keep_rows, keep_values
+
+Key: TypeAlias = tuple[str, str]
+"""(container, name)."""
+
+_SMALL_BYTES = 1 << 14
+_same = jax.jit(lambda value: value)
+
+Update: TypeAlias = Callable[..., Sequence[jax.Array]]
+Told: TypeAlias = Callable[[], object]
+Arrays: TypeAlias = Sequence[np.ndarray[Any, Any]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class VariableInfo:
+    """One row of a store's table."""
+
+    container: str
+    name: str
+    type: ValueType
+    version: int
+
+
+class VariableStore:
+    """Variables of one task; safe to use from several threads.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> store = VariableStore(TaskName("/job:ps/task:0"))
+      >>> w = StoredVariable("w", ValueType((2,), "float32"))
+      >>> store.write([w], [jnp.ones(2)])
+      >>> store.update([w], [], lambda w: [w * 3])
+      []
+      >>> store.read([w])[0].tolist()
+      [3.0, 3.0]
+    """
+
+    def __init__(self, task: TaskName) -> None:
+        self.task = task
+        self._entries: dict[Key, Entry] = {}
+        self._tables = HashTables(task)
+        self._lock = threading.Lock()
+
+    def read(self, variables: Sequence[StoredVariable]) -> list[np.ndarray[Any, Any]]:
+        """Returns read-only views of whole variables, all of one moment.
+
+        Waits for updates under way. Let go of the views soon: an update in the
+        meantime costs a copy.
+
+        Raises:
+          UninitializedError: one of them has no value yet.
+        """
+        entries = self._found(variables)
+        with held(entries):
+            return [entry.view() for entry in entries]
+
+    def lookup(
+        self, wanted: Sequence[RowsOf], told: Told | None = None
+    ) -> list[np.ndarray[Any, Any]]:
+        """Returns copies of rows of variables, all of one moment.
+
+        Where nearly all rows are there that there can be, they are padded with zeros.
+
+        Args:
+          wanted: rows of variables.
+          told: called before anybody else can look at these variables.
+
+        Raises:
+          UninitializedError: a variable has no value yet.
+          MalformedMessageError: a variable has no such row.
+        """
+        entries = self._with_rows([rows.variable for rows in wanted])
+        found = []
+        with held(entries):
+            for entry, rows in zip(entries, wanted, strict=True):
+                count, (most, *width) = len(rows.ids), rows.type.shape
+                size = most if nearly(count, most) else count
+                out = aligned_empty(ValueType((size, *width), rows.type.dtype))
+                entry.seen(rows.ids)
+                entry.rows(write=False).lookup(rows.ids, out[:count])
+                out[count:] = 0
+                found.append(out)
+            if told is not None:
+                told()
+        return found
+
+    def write(
+        self,
+        variables: Sequence[StoredVariable],
+        values: Sequence[Any],
+        owned: Container[int] = (),
+        told: Told | None = None,
+        undo: Undo | None = None,
+    ) -> None:
+        """Replaces whole variables at one moment; creates those that are absent.
+
+        Args:
+          variables: what to write, one per value.
+          values: arrays of the variables' types; they are copied.
+          owned: positions of values that nobody else has: these are taken as they are.
+          told: called before anybody else can look at these variables.
+          undo: is given what puts back the values of those that were there before.
+
+        Raises:
+          VariableMismatchError: a stored variable has another shape or dtype.
+        """
+        arrays = [
+            _as_jax(variable, value, owned=n in owned)
+            for n, (variable, value) in enumerate(zip(variables, values, strict=True))
+        ]
+        pairs = [(_key(v), a) for v, a in zip(variables, arrays, strict=True)]
+        with self._lock:
+            for variable in variables:
+                self._check_type(variable)
+            known = {k: self._entries[k] for k, _ in pairs if k in self._entries}
+        with held(list(known.values())):
+            for key, array in pairs:
+                if key in known:
+                    if undo is not None:
+                        keep_values(undo, [known[key]])
+                    known[key].put(array)
+                    known[key].version += 1
+            with self._lock:
+                for key, array in pairs:
+                    self._entries.setdefault(key, Entry(array))
+                if told is not None:
+                    told()
+
+    def update(
+        self,
+        updates: Sequence[StoredVariable],
+        reads: Sequence[StoredVariable],
+        run: Update,
+        row_updates: Sequence[RowsOf] = (),
+        row_reads: Sequence[RowsOf] = (),
+        layouts: Sequence[Sharding] = (),
+        told: Told | None = None,
+        undo: Undo | None = None,
+    ) -> list[jax.Array]:
+        """Runs ``run`` atomically and stores the new ``updates`` and ``row_updates``.
+
+        Updates of other variables, and work on none, go on at the same time.
+
+        Args:
+          updates: variables whose buffers are donated to ``run``.
+          reads: variables that ``run`` only reads.
+          run: takes the values of ``updates`` and ``reads``, then the padded rows of
+            ``row_updates`` and ``row_reads``; returns the new values of ``updates``,
+            the new rows of ``row_updates``, then other results.
+          row_updates: rows that are replaced by those that ``run`` returns.
+          row_reads: rows that ``run`` only reads.
+          layouts: how the arguments of ``run`` lie on several devices, if they do; the
+            variables then stay as they lie there.
+          told: called when it is done, before anybody else can look at them.
+          undo: is given what puts back the values of before; these are kept for that,
+            but for which keys a hash table has.
+
+        Returns:
+          The other results. Nothing is changed when ``run`` raises before it starts.
+        """
+        entries, others = self._found(updates), self._found(reads)
+        changed = self._with_rows([rows.variable for rows in row_updates])
+        looked_at = self._with_rows([rows.variable for rows in row_reads])
+        first = len(entries)
+        with held([*entries, *others, *changed, *looked_at]):
+            lie = zip(
+                [*entries, *others], layouts or itertools.repeat(None), strict=False
+            )
+            old = [entry.argument(layout) for entry, layout in lie]
+            both = zip([*changed, *looked_at], [*row_updates, *row_reads], strict=True)
+            taken = [padded_rows(entry, rows) for entry, rows in both]
+            if undo is not None:
+                old[:first] = keep_values(undo, entries, old[:first])
+                keep_rows(undo, changed, row_updates, taken)
+            try:
+                # Done when this returns: what is acknowledged has been applied.
+                results = list(run(*old, *taken))
+                for result in results:  # JAX's function for all takes twice as long
+                    result.block_until_ready()
+            except BaseException as error:
+                self._drop_donated(updates, error)
+                raise
+            changes = bool(entries or changed)
+            if changes:
+                failpoint("update.computed")
+            for entry, value in zip(entries, results, strict=False):
+                entry.put(value, entry.layout if layouts else None)
+                entry.version += 1
+            new = [np.asarray(r) for r in results[first : first + len(changed)]]
+            _put_rows(changed, row_updates, new)
+            if changes:
+                failpoint("update.applied")
+            if told is not None:
+                told()
+        if changes:
+            failpoint("update.recorded")
+        return results[first + len(changed) :]
+
+    def drop(self, containers: Iterable[str] = ()) -> int:
+        """Forgets the variables of these containers (none named: all).
+
+        Returns:
+          How many variables were forgotten.
+        """
+        chosen = set(containers)
+        with self._lock:
+            gone = [k for k in self._entries if not chosen or k[0] in chosen]
+            for key in gone:
+                del self._entries[key]
+            forgotten = self._tables.drop(chosen)
+        return len(gone) + forgotten
+
+    def table(self) -> list[VariableInfo]:
+        """Returns what is stored, sorted by container and name; waits for no update."""
+        with self._lock:
+            rows = [
+                VariableInfo(container, name, _type_of(entry.value), entry.version)
+                for (container, name), entry in self._entries.items()
+            ]
+            rows += [
+                VariableInfo(container, column.name, type_, shard.version - 1)
+                for container, shard in self._tables
+                for column, type_ in shard.types()
+            ]
+        return sorted(rows, key=lambda row: (row.container, row.name))
+
+    def hash_table(self, container: str, spec: HashSpec) -> HashEntry:
+        """Returns a shard of a hash table, made if it is not there.
+
+        Raises:
+          VariableMismatchError: the table is another one here.
+          ConfigError: this host cannot have such a table.
+        """
+        with self._lock:
+            return self._tables.entry(container, spec.columns[0].name, spec)
+
+    def hash_tables(self) -> list[tuple[str, HashShard]]:
+        """Returns (container, shard) of each hash table, to ask how it stands."""
+        with self._lock:
+            return list(self._tables)
+
+    def whole(
+        self, container: str, tell: Callable[[str | HashSpec, Arrays], object]
+    ) -> None:
+        """Tells of all that a container holds, at one moment.
+
+        Nothing of it changes meanwhile. Rows of hash tables are put in order, and what
+        was counted for admission is forgotten: a table made of them is the same.
+
+        Args:
+          container: of the variables.
+          tell: called with the name and the value of a variable, or with a hash table
+            and its rows; see ``HashShard.state``.
+        """
+        with self._lock:
+            found = {n: e for (c, n), e in self._entries.items() if c == container}
+            tables = [
+                self._tables.entry(container, shard.spec.columns[0].name, shard.spec)
+                for owner, shard in self._tables
+                if owner == container
+            ]
+        with held([*found.values(), *tables]):
+            for name, entry in found.items():
+                tell(name, [entry.view()])
+            for table in tables:
+                state = table.shard.state()
+                table.shard.restore(state)
+                tell(table.shard.spec, list(state.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(row.type.nbytes for row in self.table())
+
+    def _found(self, variables: Sequence[StoredVariable]) -> list[Entry]:
+        with self._lock:
+            return [self._entry(variable) for variable in variables]
+
+    def _with_rows(
+        self, variables: Sequence[StoredVariable]
+    ) -> list[Entry | HashEntry]:
+        with self._lock:
+            return [
+                self._entry(variable)
+                if variable.table is None
+                else self._tables.entry(
+                    variable.container, variable.name, variable.table
+                )
+                for variable in variables
+            ]
+
+    def _entry(self, variable: StoredVariable) -> Entry:
+        entry = self._entries.get(_key(variable))
+        if entry is None:
+            raise UninitializedError(
+                f"variable '{variable.name}' on {self.task} has no value yet; give it "
+                "one with session.initialize([variable]), session.write({variable: "
+                "array}) or from a checkpoint",
+                variable=variable.name,
+                task=self.task,
+            )
+        # Asked for each variable at each step: looking at an array takes too long.
+        if entry.type is not variable.type and entry.type != variable.type:
+            self._check_type(variable)
+            entry.type = variable.type
+        return entry
+
+    def _check_type(self, variable: StoredVariable) -> None:
+        entry = self._entries.get(_key(variable))
+        if entry is None:
+            return
+        value, wanted = entry.value, variable.type
+        if value.shape != wanted.shape or value.dtype != wanted.np_dtype:
+            stored = _type_of(value)
+            raise VariableMismatchError(
+                f"variable '{variable.name}' on {self.task} is {stored}, and this "
+                f"program says {variable.type}; choose another name, or drop the old "
+                "one with cluster.reset()",
+                variable=variable.name,
+                task=self.task,
+            )
+
+    def _drop_donated(
+        self, updates: Sequence[StoredVariable], cause: BaseException
+    ) -> None:
+        # A failure after the start has consumed the old buffers: there is no value
+        # left to go on with, and saying so beats a later "array was deleted".
+        with self._lock:
+            lost = [
+                v
+                for v in updates
+                if _key(v) in self._entries
+                and self._entries[_key(v)].value.is_deleted()
+            ]
+            for variable in lost:
+                del self._entries[_key(variable)]
+        if lost:
+            names = ", ".join(v.name for v in lost)
+            raise as_error(cause, self.task, names) from cause
+
+
+def _put_rows(
+    tables: Sequence[Entry | HashEntry],
+    updates: Sequence[RowsOf],
+    new: Sequence[np.ndarray[Any, Any]],
+) -> None:
+    for table, rows, values in zip(tables, updates, new, strict=True):
+        table.rows(write=True).update(rows.ids, values[: len(rows.ids)])
+    for table, rows in zip(tables, updates, strict=True):
+        table.changed(rows.ids)
+
+
+def _key(variable: StoredVariable) -> Key:
+    return variable.container, variable.name
+
+
+def _as_jax(variable: StoredVariable, value: Any, *, owned: bool) -> jax.Array:
+    # Asked for each write: entering the context takes longer than a small write.
+    if not is_wide(variable.type.dtype):
+        return _taken(value) if owned else jnp.array(value, copy=True)
+    with wide_types():
+        return _taken(value) if owned else jnp.array(value, copy=True)
+
+
+def _taken(value: Any) -> jax.Array:
+    """Returns a value that nobody else has as one of JAX, without a copy if large."""
+    # A call of a compiled function takes a small array in a fifth of the time.
+    small = isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES
+    taken: jax.Array = _same(value) if small else jax.device_put(value)
+    return taken
+
+
+def _type_of(array: jax.Array) -> ValueType:
+    return ValueType(tuple(array.shape), str(array.dtype))
+
+
+@final
+class HashTables:
+    """Shards by (container, name of the table); its user keeps threads apart."""
+
+    def __init__(self, task: TaskName) -> None:
+        self._task = task
+        self._shards: dict[tuple[str, str], tuple[HashShard, threading.Lock]] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, HashShard]]:
+        """Yields (container, shard) of each table."""
+        for (container, _), (shard, _) in self._shards.items():
+            yield container, shard
+
+    def entry(self, container: str, column: str, spec: HashSpec) -> HashEntry:
+        """Returns a column of a table.
+
+        Raises:
+          VariableMismatchError: the table is another one here.
+          ConfigError: this host cannot have such a table.
+        """
+        key = container, spec.name
+        if key not in self._shards:
+            self._shards[key] = HashShard(spec), threading.Lock()
+        shard, lock = self._shards[key]
+        if shard.spec != spec:
+            raise VariableMismatchError(
+                f"hash table '{spec.name}' on {self._task} has another budget, policy "
+                "or columns than this program says; choose another name, or drop the "
+                "old one with cluster.reset()",
+                variable=spec.name,
+                task=self._task,
+            )
+        return HashEntry(shard, lock, column)
+
+    def drop(self, containers: Collection[str]) -> int:
+        """Forgets the tables of these containers (none named: all)."""
+        gone = [key for key in self._shards if not containers or key[0] in containers]
+        for key in gone:
+            del self._shards[key]
+        return len(gone)

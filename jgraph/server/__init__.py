@@ -1,0 +1,1 @@
+"""Server side of a cluster: one task's service, its master, its way to end."""

@@ -1,0 +1,1 @@
+"""Gates of a parameter server: bounded staleness, synchronous aggregation."""

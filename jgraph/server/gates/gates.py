@@ -1,0 +1,247 @@
+"""All gates of one task, and their messages to the gates of other tasks."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias, final
+
+from jgraph.coordination.sync.admission import Admission, LetIn, StepAsked, StepEnded
+from jgraph.coordination.sync.aggregation import Contributed
+from jgraph.coordination.sync.sync_gate import Tell
+from jgraph.errors import JGError, MalformedMessageError, TaskLostError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.status import from_status, to_status
+from jgraph.rpc.transport import Transport
+from jgraph.runtime.gate import Gate
+from jgraph.runtime.rendezvous import StepKey
+from jgraph.server.gates.stale_gate import StaleGate
+from jgraph.server.gates.sync_gate import SyncGateShell
+
+OnContributed: TypeAlias = Callable[[Contributed], None]
+
+
+class Decides(NamedTuple):
+    """Who decides: what it does with contributions, and when a ps lost its messages."""
+
+    take: OnContributed
+    lost: Callable[[TaskName], None]
+
+
+@final
+class Gates:
+    """Opens the gates of a task, and carries their messages.
+
+    Args:
+      task: the task's name.
+      transport: to the other tasks.
+      opened: where the task's runtime looks gates up.
+    """
+
+    def __init__(
+        self, task: TaskName, transport: Transport, opened: dict[str, Gate]
+    ) -> None:
+        self._task = task
+        self._transport = transport
+        self._opened = opened
+        self._admissions: dict[str, Admission] = {}
+        self._shards: dict[str, list[TaskName]] = {}
+        self._openings: dict[str, str] = {}
+        self._drivers: defaultdict[TaskName, set[str]] = defaultdict(set)
+        self._arbiters: dict[str, Decides] = {}
+        self._unheard: defaultdict[str, list[Contributed]] = defaultdict(list)
+
+    # ------------------------------------------------------------ calls
+
+    def open(self, order: pb.OpenGate) -> None:
+        """Opens a gate, in place of an earlier one, if this task is one of its.
+
+        Raises:
+          MalformedMessageError: it has no name.
+        """
+        shards = [TaskName(shard) for shard in order.shards]
+        if self._task not in shards:
+            return
+        name = order.gate
+        if not name:
+            raise MalformedMessageError("a gate without a name would be that of all")
+        self.drop([name])
+        self._shards[name] = shards
+        self._openings[name] = order.opening
+        if order.synchronous:
+            tell = lambda told: self._contributed(name, told)
+            self._opened[name] = SyncGateShell(order.version, tell)
+            return
+        if not order.HasField("max_staleness"):
+            self._opened[name] = StaleGate()
+            return
+        if self._task == shards[0]:
+            bound = order.max_staleness
+            self._admissions[name] = Admission(shards, bound=bound)
+        self._opened[name] = StaleGate(
+            ask=lambda step: self._asked(name, step),
+            end=lambda step: self._ended(name, step, self._task),
+        )
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets gates."""
+        for name in names:
+            gate = self._opened.pop(name, None)
+            if isinstance(gate, SyncGateShell):
+                gate.settle()
+            self._admissions.pop(name, None)
+            self._shards.pop(name, None)
+            self._openings.pop(name, None)
+            self._unheard.pop(name, None)
+
+    def staleness(self, name: str) -> list[pb.StalenessRow]:
+        """Returns what a gate of this task has counted."""
+        gate = self._opened.get(name)
+        if not isinstance(gate, StaleGate):
+            return []
+        return [
+            pb.StalenessRow(
+                task=self._task, handle=handle, staleness=age, updates=updates
+            )
+            for handle, ages in gate.updates.items()
+            for age, updates in sorted(ages.items())
+        ]
+
+    # ------------------------------------------------------------ frames and peers
+
+    def step_started(self, driver: TaskName, handle: str) -> None:
+        """Learns which task drives the steps of a program."""
+        self._drivers[driver].add(handle)
+
+    def peer_lost(self, peer: TaskName) -> None:
+        """Lets nobody wait for the steps of a task that went away."""
+        for handle in self._drivers.pop(peer, ()):
+            for gate in list(self._opened.values()):
+                if isinstance(gate, StaleGate):
+                    gate.replica_lost(handle)
+        for name, gate in list(self._opened.items()):
+            if not isinstance(gate, SyncGateShell) or self._shards[name][0] != peer:
+                continue
+            if not gate.is_closed:
+                # What it was told, or decided, may be lost: nobody waits for it.
+                error = TaskLostError(f"{peer}, which decides, was lost", task=peer)
+                gate.closed(error)
+                # It may have noticed nothing, or before this gate was open.
+                self._post(peer, pb.GateEvent(gate=name, closed=to_status(error)))
+
+    def received(self, src: TaskName, event: pb.GateEvent) -> None:
+        """Takes a message from a gate, or from who decides for this one."""
+        # A gate is opened by calls of a master, which may overtake these messages.
+        if event.opening == self._openings.get(event.gate):
+            self._take(src, event)
+
+    def _take(self, src: TaskName, event: pb.GateEvent) -> None:
+        name, gate = event.gate, self._opened.get(event.gate)
+        match event.WhichOneof("kind"), gate:
+            case "contributed", _:
+                body = event.contributed
+                step = _step(body.step)
+                self._hear(name, Contributed(src, step, body.version, body.slot))
+            case "ended", _:
+                self._ended(name, _step(event.ended), src)
+            case "decided", SyncGateShell():
+                gate.decided(tuple(map(_step, event.decided.steps)))
+            case "voided", SyncGateShell():
+                gate.voided(_step(event.voided))
+            case "closed", SyncGateShell() if src == self._shards[name][0]:
+                gate.closed(from_status(event.closed))
+            case "closed", SyncGateShell():
+                if name in self._arbiters:
+                    self._arbiters[name].lost(src)
+            case "let_in", StaleGate():
+                gate.let_in(_step(event.let_in))
+
+    # ------------------------------------------------------------ synchronous
+
+    def when_settled(self, step: StepKey, callback: Callable[[], None]) -> None:
+        """Calls back when what a step contributed was applied or forgotten.
+
+        At once if it contributed nothing that waits for a decision here. Said then, the
+        end of a step needs no message of its own: it travels with the next values.
+        """
+        for gate in self._opened.values():
+            if isinstance(gate, SyncGateShell) and gate.keeps(step):
+                gate.when_settled(callback)
+                return
+        callback()
+
+    def listen(self, name: str, arbiter: Decides) -> None:
+        """Makes ``arbiter`` the one who decides; it hears also what came before."""
+        self._arbiters[name] = arbiter
+        for contributed in self._unheard.pop(name, ()):
+            arbiter.take(contributed)
+
+    def decide(self, name: str, steps: tuple[StepKey, ...]) -> None:
+        """Tells every gate what is averaged next."""
+        body = pb.Steps(steps=map(_step_id, steps))
+        self._tell_all(name, pb.GateEvent(gate=name, decided=body))
+
+    def void(self, name: str, step: StepKey) -> None:
+        """Tells every gate that a contribution cannot be used."""
+        self._tell_all(name, pb.GateEvent(gate=name, voided=_step_id(step)))
+
+    def close(self, name: str, error: JGError) -> None:
+        """Tells every gate that nothing more is decided."""
+        self._arbiters.pop(name, None)
+        self._tell_all(name, pb.GateEvent(gate=name, closed=to_status(error)))
+
+    def _contributed(self, name: str, told: Tell) -> None:
+        leader = self._shards[name][0]
+        if leader == self._task:
+            event = Contributed(self._task, told.step, told.version, told.slot)
+            self._hear(name, event)
+            return
+        body = pb.Contributed(
+            step=_step_id(told.step), version=told.version, slot=told.slot
+        )
+        self._post(leader, pb.GateEvent(gate=name, contributed=body))
+
+    def _hear(self, name: str, event: Contributed) -> None:
+        if name in self._arbiters:
+            self._arbiters[name].take(event)
+        else:
+            self._unheard[name].append(event)
+
+    # ------------------------------------------------------------ bounded staleness
+
+    def _asked(self, name: str, step: StepKey) -> None:
+        if name in self._admissions:
+            self._let_in(name, self._admissions[name].handle(StepAsked(step)))
+
+    def _ended(self, name: str, step: StepKey, shard: TaskName) -> None:
+        if name in self._admissions:
+            self._let_in(name, self._admissions[name].handle(StepEnded(shard, step)))
+        elif shard == self._task and name in self._shards:
+            event = pb.GateEvent(gate=name, ended=_step_id(step))
+            self._post(self._shards[name][0], event)
+
+    def _let_in(self, name: str, instructions: list[LetIn]) -> None:
+        for step in (instruction.step for instruction in instructions):
+            self._tell_all(name, pb.GateEvent(gate=name, let_in=_step_id(step)))
+
+    # ------------------------------------------------------------ sending
+
+    def _tell_all(self, name: str, event: pb.GateEvent) -> None:
+        shards = self._shards.get(name, [])
+        for shard in shards:
+            if shard != self._task:
+                self._post(shard, event)
+        if self._task in shards:
+            self._take(self._task, event)
+
+    def _post(self, dst: TaskName, event: pb.GateEvent) -> None:
+        event.opening = self._openings.get(event.gate, "")
+        self._transport.post(dst, frame(gate_event=event))
+
+
+def _step(message: pb.StepId) -> StepKey:
+    return message.handle, message.step_id
+
+
+def _step_id(step: StepKey) -> pb.StepId:
+    return pb.StepId(handle=step[0], step_id=step[1])

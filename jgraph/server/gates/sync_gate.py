@@ -1,0 +1,129 @@
+"""Gate of one ps in synchronous training: the shell of ``coordination.sync_gate``."""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from jgraph.coordination.sync.sync_gate import (
+    Choose,
+    Closed,
+    ContributionCame,
+    Decided,
+    Drop,
+    Event,
+    Keep,
+    LetIn,
+    Refuse,
+    StepAsked,
+    StepEnded,
+    SyncGate,
+    Tell,
+    UpdateApplied,
+    Voided,
+)
+from jgraph.errors import InternalError, JGError
+from jgraph.runtime.gate import Contribution
+from jgraph.runtime.rendezvous import StepKey
+
+
+@final
+class SyncGateShell:
+    """Performs what a ``SyncGate`` says; a ``Gate`` of the runtime.
+
+    Args:
+      version: updates applied so far.
+      tell: carries news to the arbiter.
+    """
+
+    def __init__(self, version: int, tell: Callable[[Tell], None]) -> None:
+        self._machine = SyncGate(version)
+        self._tell = tell
+        self._asking: dict[
+            StepKey, tuple[Callable[[], None], Callable[[JGError], None]]
+        ] = {}
+        self._new: Contribution = {}
+        self._kept: dict[StepKey, Contribution] = {}
+        self._chosen: tuple[Contribution, ...] = ()
+        self._settled: list[Callable[[], None]] = []
+        self.is_closed = False
+        """Whether nothing more is decided."""
+
+    def ask(
+        self,
+        step: StepKey,
+        let_in: Callable[[], None],
+        refuse: Callable[[JGError], None],
+    ) -> None:
+        """See ``Gate``."""
+        self._asking[step] = let_in, refuse
+        self._handle(StepAsked(step))
+
+    def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
+        """See ``Gate``."""
+        self._new = values
+        self._handle(ContributionCame(step, slot))
+        self._new = {}
+
+    def chosen(self) -> Sequence[Contribution]:
+        """See ``Gate``."""
+        chosen, self._chosen = self._chosen, ()
+        if not chosen:
+            raise InternalError("an update was started that nothing was chosen for")
+        return chosen
+
+    def ended(self, step: StepKey, *, done: bool) -> None:
+        """See ``Gate``."""
+        self._asking.pop(step, None)
+        self._handle(StepEnded(step))
+
+    def keeps(self, step: StepKey) -> bool:
+        """Whether what a step contributed waits here for a decision."""
+        return step in self._kept
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Calls back when what is kept now was applied or forgotten."""
+        self._settled.append(callback)
+
+    def settle(self) -> None:
+        """Calls all back who wait for the end of what is kept."""
+        settled, self._settled = self._settled, []
+        for callback in settled:
+            callback()
+
+    def applied(self) -> None:
+        """See ``Gate``."""
+        # First: what is said here travels with what the next steps read.
+        self.settle()
+        self._handle(UpdateApplied())
+
+    def decided(self, steps: tuple[StepKey, ...]) -> None:
+        """The arbiter chose these contributions, in this order."""
+        self._handle(Decided(steps))
+
+    def voided(self, step: StepKey) -> None:
+        """The arbiter cannot use what a step contributed."""
+        self._handle(Voided(step))
+        self.settle()
+
+    def closed(self, error: JGError) -> None:
+        """The arbiter decides nothing more."""
+        self.is_closed = True
+        self.settle()
+        self._handle(Closed(error))
+        self._kept.clear()
+
+    def _handle(self, event: Event) -> None:
+        for instruction in self._machine.handle(event):
+            match instruction:
+                case LetIn(step):
+                    self._asking.pop(step)[0]()
+                case Refuse(step, error):
+                    self._asking.pop(step)[1](error)
+                case Keep(step):
+                    self._kept[step] = self._new
+                case Drop(step):
+                    self._kept.pop(step, None)
+                case Tell():
+                    self._tell(instruction)
+                case Choose(steps):
+                    self._chosen = tuple(self._kept[step] for step in steps)
+                    self._kept.clear()

@@ -1,0 +1,1 @@
+"""Replica loops on a task, and the data that they read."""

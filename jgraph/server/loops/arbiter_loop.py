@@ -1,0 +1,248 @@
+"""Arbiter loop of synchronous training, on the first ps: decides, deals out data."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import final
+
+import numpy as np
+
+from jgraph.clock import Clock
+from jgraph.cluster.loop_messages import deal_of, finite_check_of
+from jgraph.coordination.data.slots import Lease, SlotPlan
+from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.liveness.master_lease import LeaseTracker
+from jgraph.coordination.sync.aggregation import (
+    Applied,
+    Arbiter,
+    DataAsked,
+    DealData,
+    Decide,
+    End,
+    Event,
+    GoOnAsked,
+    Halt,
+    Instruction,
+    NotApplied,
+    ReplicaLost,
+    StopAsked,
+    TimeIsUp,
+    Void,
+)
+from jgraph.errors import JGError, NonFiniteError, RunOverError, TaskLostError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.transport import Frame
+from jgraph.server.gates.gates import Decides, Gates
+from jgraph.server.loops.halt_timer import HaltTimer
+from jgraph.server.loops.master_lease import AskMaster, MasterLease
+from jgraph.server.loops.reports import LoopReports
+from jgraph.server.steps.driver import Fetches, StepDriver
+
+
+@final
+class ArbiterLoop:
+    """Decides and applies the updates of one order of ``RunLoop`` with ``sync``.
+
+    Args:
+      order: what to run; ``handle`` is the program that applies an update.
+      driver: drives the steps of that program.
+      gates: of this task; the order's is open.
+      clock: time for reports and the deadline.
+      ask_master: asks whether the master is there; None: it is here.
+
+    Attributes:
+      told: what it tells.
+    """
+
+    def __init__(
+        self,
+        order: pb.RunLoop,
+        driver: StepDriver,
+        gates: Gates,
+        clock: Clock,
+        ask_master: AskMaster | None = None,
+    ) -> None:
+        sync = order.sync
+        tasks = map(TaskName, sync.tasks)
+        self._order = order
+        self._gate = sync.gate
+        self._driver = driver
+        self._gates = gates
+        self._clock = clock
+        self._replicas = dict(zip(sync.handles, tasks, strict=True))
+        self._data = SyncData(
+            SlotPlan.from_dict(json.loads(order.data_plan)),
+            self._replicas,
+            json.loads(sync.data_position),
+        )
+        self._answer: tuple[Lease, ...] | None = None
+        self._finite = finite_check_of(order)
+        self._machine = Arbiter(
+            map(TaskName, sync.shards),
+            self._replicas,
+            self._data,
+            wanted=sync.wanted,
+            version=sync.version,
+            steps=order.steps,
+            halt_every=sync.halt_every,
+        )
+        self._halts = HaltTimer(order.loop, self.go_on)
+        self._events: deque[Event] = deque()
+        self._handling = False
+        self._progress_at = clock.now()
+        self.told = LoopReports(clock)
+        self._timer: asyncio.TimerHandle | None = None
+        self._lease: MasterLease | None = None
+        if ask_master is not None:
+            self._lease = MasterLease(
+                ask_master, LeaseTracker(clock.now()), clock, self._take, self._give_up
+            )
+
+    def stop(self, *, pause: bool = False) -> None:
+        """Asks the loop to end after the update under way; see ``StopAsked``."""
+        self._take(StopAsked(pause))
+
+    def go_on(self, version: int) -> bool:
+        """Ends a halt; returns whether no update was decided since it began."""
+        stood = self._machine.halted == version
+        if stood:
+            self._halts.end()
+            self._progress_at = self._clock.now()  # nobody was late meanwhile
+        self._take(GoOnAsked(version))
+        return stood
+
+    def peer_lost(self, peer: TaskName) -> None:
+        """Learns that a task went away: one that has contributions, or makes them."""
+        if peer in self._order.sync.shards:
+            # What it was about to tell of may be lost, and it would be waited for.
+            error = TaskLostError(f"{peer} was lost to who decides", task=peer)
+            self._end("failed", error)
+        for handle, task in self._replicas.items():
+            if task == peer:
+                self._take(ReplicaLost(handle))
+
+    async def ask(self, question: pb.AskData) -> pb.DataDeal:
+        """Answers a worker that asks for batches, at once."""
+        self._take(DataAsked(question.handle, question.batches, question.idle))
+        return deal_of(self._answer)
+
+    async def reports(self) -> AsyncIterator[Frame]:
+        """Runs the loop to its end; yields reports, the last with its final state.
+
+        Raises:
+          JGError: an update failed, or too much time passed without one.
+        """
+        self._gates.listen(self._gate, Decides(self._take, self.peer_lost))
+        self._watch_time()
+        if self._lease is not None:
+            self._lease.begin()
+        try:
+            async for report in self.told.stream():
+                yield report
+        finally:
+            self.stop()  # the watcher may be gone
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._lease is not None:
+                self._lease.close()
+
+    def _give_up(self, error: JGError) -> None:
+        self._end("failed", error)
+
+    def _watch_time(self) -> None:
+        ended = self._lease is not None and self._lease.has_ended
+        if ended or self._machine.halted is not None:
+            self._progress_at = self._clock.now()  # it is not this update's fault
+        limit = self._order.step_timeout_s
+        left = self._progress_at + limit - self._clock.now()
+        if left <= 0:
+            self._take(TimeIsUp(limit))
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(left, self._watch_time)
+
+    def _take(self, event: Event) -> None:
+        # One after the other: carrying out an instruction may bring the next event.
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for instruction in self._machine.handle(self._events.popleft()):
+                    self._perform(instruction)
+        finally:
+            self._handling = False
+
+    def _perform(self, instruction: Instruction) -> None:
+        match instruction:
+            case Decide(version, steps):
+                self._gates.decide(self._gate, steps)
+                self._apply(version, len(steps))
+            case Void(step):
+                self._gates.void(self._gate, step)
+            case DealData(_, leases):
+                self._answer = leases
+            case Halt(version):
+                self._halts.begin(version, self._order.sync.halt_s)
+                self._report("running", version)
+            case End(state, error):
+                self._end(state, error)
+
+    def _apply(self, version: int, count: int) -> None:
+        unwell: list[JGError] = []
+
+        def computed(fetches: Fetches, _: object) -> None:
+            if self._finite is not None:
+                where = f"in the mean of {count} worker{'s' if count > 1 else ''}"
+                error = self._finite.take(fetches, version, where)
+                unwell.extend([error] if error else [])
+            if not unwell:
+                self.told.add(version, [*fetches, np.array(count, np.int32)])
+
+        def over(error: JGError | None) -> None:
+            if error is not None:
+                self._end("failed", error)
+                return
+            if unwell:
+                self._take(NotApplied(unwell[0]))
+                return
+            self._progress_at = self._clock.now()
+            self._take(Applied())
+            silent_s = self._progress_at - self.told.reported_at
+            if silent_s >= self._order.report_every_s:
+                self._report("running")
+
+        try:
+            self._driver.start(
+                self._order.handle,
+                {},
+                computed,
+                over,
+                timeout_s=self._order.step_timeout_s,
+            )
+        except JGError as error:
+            self._end("failed", error)
+
+    def _end(self, state: str, error: JGError | None) -> None:
+        self._halts.end()
+        over = RunOverError("the training run has all its updates, or was stopped")
+        in_order = error is None or isinstance(error, NonFiniteError)
+        self._gates.close(self._gate, over if in_order else error or over)
+        if in_order:
+            self._report("running" if error else state)
+        self.told.end(error)
+
+    def _report(self, state: str, halted: int = 0) -> None:
+        dropped: dict[str, int] = {
+            self._replicas[handle]: count
+            for handle, count in self._machine.dropped.items()
+        }
+        position = json.dumps(self._data.state())
+        self.told.send(
+            pb.LoopReport(
+                state=state, dropped=dropped, data_position=position, halted=halted
+            )
+        )

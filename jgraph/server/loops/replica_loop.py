@@ -1,0 +1,274 @@
+"""Replica loop on a worker: takes batches, drives steps, streams reports."""
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator
+from typing import Any, final
+
+import numpy as np
+
+from jgraph.clock import Clock
+from jgraph.cluster.loop_messages import finite_check_of, rows_of
+from jgraph.coordination.run.loop_outcome import BATCH_ERRORS
+from jgraph.coordination.step.replica_loop import (
+    End,
+    Event,
+    GoOnAsked,
+    HaltAsked,
+    Halted,
+    LoopStarted,
+    ReplicaLoop,
+    Report,
+    StartStep,
+    StepAcknowledged,
+    StepComputed,
+    StepFailed,
+    StepNotStarted,
+    StepRefused,
+    StepUnwanted,
+    StepUnwell,
+    StopAsked,
+    Tell,
+)
+from jgraph.errors import JGError, RunOverError, StaleGradientError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.compute_errors import as_error
+from jgraph.runtime.step_times import StepTimes
+from jgraph.server.loops.data_feed import DataFeed, NumberedBatch
+from jgraph.server.loops.halt_timer import HaltTimer
+from jgraph.server.loops.reports import LoopReports
+from jgraph.server.steps.driver import Fetches, StepDriver
+
+
+@final
+class LoopRun:
+    """Runs one order of ``RunLoop`` and streams its reports.
+
+    Args:
+      order: what to run.
+      feed: gives the batches.
+      driver: drives the steps.
+      clock: time for reports.
+
+    Attributes:
+      told: what it tells.
+    """
+
+    def __init__(
+        self,
+        order: pb.RunLoop,
+        feed: DataFeed,
+        driver: StepDriver,
+        clock: Clock,
+    ) -> None:
+        self._order = order
+        self._driver = driver
+        self._clock = clock
+        self._feed = feed
+        self._waiting_step: int | None = None
+        # Batches of steps under way: a step that is refused is computed anew.
+        self._fed: dict[int, dict[str, Any]] = {}
+        self._refused = 0
+        self._finite = finite_check_of(order)
+        self._unwell: int | None = None
+        self._leaving = False
+        self._machine = ReplicaLoop(
+            first_step=order.first_step,
+            steps=order.steps,
+            report_every_s=order.report_every_s,
+            tell_every=order.tell_every,
+        )
+        self._events: deque[Event] = deque()
+        self._turn_used = False
+        self.told = LoopReports(clock)
+        self._halts = HaltTimer(order.loop, self.go_on)
+        # Where the time goes: seconds by part since the last report.
+        self._wanted_at = self._started_at = self._computed_at = clock.now()
+        self._times: dict[str, float] = defaultdict(float)
+        self._numbers = {
+            name: np.asarray(value, np.int32)
+            for name, value in [(order.replica_feed, order.replica)]
+            if name
+        }
+
+    def leave(self) -> None:
+        """Asks the loop to end likewise, and to say that its task does."""
+        self._leaving = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Asks the loop to end after the steps in flight."""
+        self._take(StopAsked())
+        if self._waiting_step is not None:
+            self._waiting_step = None
+            self._take(StepNotStarted(over=False))
+        self._feed.close()
+
+    def halt(self, number: int, limit_s: float) -> None:
+        """Asks the loop to start no more steps, for so long at most."""
+        self._halts.begin(number, limit_s)
+        self._take(HaltAsked(number))
+
+    def go_on(self, number: int) -> bool:
+        """Ends a halt; returns whether the loop stood still until now."""
+        stood = self._machine.halted == number
+        self._halts.end()
+        self._take(GoOnAsked(number))
+        return stood
+
+    async def reports(self) -> AsyncIterator[Frame]:
+        """Runs the loop to its end; yields reports, the last with its final state.
+
+        Raises:
+          JGError: a step failed.
+        """
+        self._take(LoopStarted())
+        try:
+            async for report in self.told.stream():
+                yield report
+        finally:
+            self.stop()  # the watcher may be gone
+
+    def _take(self, event: Event) -> None:
+        # Handled at once, so that the next step's start travels with this step's last
+        # values; but only one step is started per turn of the event loop: steps that
+        # need nobody else would end inside their own start, and nothing else would run.
+        self._events.append(event)
+        if not self._turn_used:
+            self._handle_events()
+
+    def _handle_events(self) -> None:
+        while self._events and not self._turn_used:
+            now = self._clock.now()
+            for instruction in self._machine.handle(self._events.popleft(), now):
+                match instruction:
+                    case StartStep(step):
+                        self._wanted_at = now
+                        self._use_turn()
+                        self._start(step)
+                    case Report():
+                        self._report("running")
+                    case Tell():
+                        done = self._feed.done
+                        self.told.tell(pb.LoopReport(state="running", data_done=done))
+                    case Halted(number, in_flight):
+                        self._report("running", number, in_flight)
+                    case End(state, error):
+                        self._end(state, error)
+
+    def _use_turn(self) -> None:
+        self._turn_used = True
+        asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._turn_used = False
+        self._handle_events()
+
+    def _start(self, step: int) -> None:
+        if step in self._fed:
+            self._drive(step)
+            return
+        self._waiting_step = step
+        self._feed.take(self._batch_ready)
+
+    def _batch_ready(self, batch: NumberedBatch | BaseException | None) -> None:
+        step, self._waiting_step = self._waiting_step, None
+        if step is None:  # stopped meanwhile
+            return
+        match batch:
+            case None:
+                self._take(StepNotStarted(over=True))
+            case NumberedBatch():
+                feeds = {**batch.fields, **self._numbers}
+                for name, value in [
+                    (self._order.step_feed, step),
+                    (self._order.batch_feed, batch.number),
+                ]:
+                    if name:
+                        feeds[name] = np.asarray(value, np.int32)
+                self._fed[step] = feeds
+                self._drive(step)
+            case error:
+                task = TaskName(self._order.task)
+                self._take(StepFailed(step, as_error(error, task)))
+
+    def _drive(self, step: int) -> None:
+        self._started_at = self._clock.now()
+        try:
+            self._driver.start(
+                self._order.handle,
+                self._fed[step],
+                lambda fetches, times: self._computed(step, fetches, times),
+                lambda error: self._over(step, error),
+                timeout_s=self._order.step_timeout_s,
+                ordered=True,
+                compute_wait_s=self._order.compute_wait_s,
+            )
+        except JGError as error:
+            self._take(StepFailed(step, error))
+
+    def _computed(self, step: int, fetches: Fetches, times: StepTimes) -> None:
+        now = self._clock.now()
+        parts = {
+            "wait": self._wanted_at - self._computed_at,
+            "input": self._started_at - self._wanted_at,
+            **times.parts(),
+        }
+        parts["other"] = now - self._computed_at - sum(parts.values())
+        for name, seconds in parts.items():
+            self._times[name] += seconds
+        self._computed_at = now
+        error = None
+        if self._finite is not None:
+            replica = self._order.replica
+            where = f"of replica {replica}"
+            error = self._finite.take(fetches, step, where, replica)
+        if error is None:
+            self.told.add(step, fetches)
+            self._take(StepComputed(step))
+        else:
+            self._unwell = step
+            self._take(StepUnwell(step, error))
+
+    def _over(self, step: int, error: JGError | None) -> None:
+        if isinstance(error, StaleGradientError):
+            self._refused += 1
+            self._take(StepRefused(step))
+            return
+        self._fed.pop(step, None)
+        match error:
+            case None:
+                if step != self._unwell:  # of which the batch comes again
+                    self._feed.acknowledge(step - self._order.first_step)
+                self._take(StepAcknowledged(step))
+            case RunOverError():
+                self._take(StepUnwanted(step))
+            case _ if isinstance(error, BATCH_ERRORS):
+                self._take(StepUnwell(step, error))
+                self._take(StepAcknowledged(step))
+            case _:
+                self._take(StepFailed(step, error))
+
+    def _end(self, state: str, error: JGError | None) -> None:
+        self._halts.end()
+        self._feed.close()
+        if error is None:
+            self._report("left" if self._leaving and state == "stopped" else state)
+        self.told.end(error)
+
+    def _report(self, state: str, halted: int = 0, in_flight: int = 0) -> None:
+        times, self._times = self._times, defaultdict(float)
+        dropped = {self._order.task: self._refused} if self._refused else {}
+        self.told.send(
+            pb.LoopReport(
+                state=state,
+                times=times,
+                data_done=self._feed.done,
+                dropped=dropped,
+                done=rows_of(self._feed.take_done()),
+                halted=halted,
+                in_flight=in_flight,
+            )
+        )

@@ -1,0 +1,428 @@
+"""Master service: one entry point to the whole cluster, offered by every server.
+
+Clients talk to a master only (uploads of training data excepted). It waits for tasks,
+passes partitions to them, runs steps as their driver, and relays loops and their
+reports. It is not on the path of a step of a loop.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.deadlines import (
+    COMPILE_S,
+    CONTROL_S,
+    SILENCE_S,
+    bounded_s,
+    bulk_timeout_s,
+    loop_timeout_s,
+)
+from jgraph.cluster.events import RunsSeen
+from jgraph.cluster.methods import Method
+from jgraph.cluster.requests import reading
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.coordination.liveness.join import (
+    AskAgain,
+    Complete,
+    Event,
+    GiveUp,
+    JoinBarrier,
+    TaskAnswered,
+    TaskRefused,
+    TimeIsUp,
+)
+from jgraph.errors import (
+    ClusterUnreachableError,
+    JGError,
+    TaskLostError,
+    UnknownDeviceError,
+)
+from jgraph.failpoints import failpoint
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.status import to_status
+from jgraph.rpc.transport import Frame, Transport
+from jgraph.rpc.wire.program_codec import decode_program, encode_program
+from jgraph.runtime.compute_errors import as_error
+from jgraph.server.runs.calls import Runs
+from jgraph.server.runs.journal import Journal
+from jgraph.server.runs.peers import Peers, of_task
+from jgraph.server.task_service import TaskService
+
+_ASK_AGAIN_S = 0.2
+
+
+@final
+class Master:
+    """Adds the ``Master.…`` methods to a task's service.
+
+    Args:
+      service: the service of the task that this master runs in.
+      transport: carries calls to the other tasks.
+      clock: dates what happens.
+    """
+
+    def __init__(
+        self, service: TaskService, transport: Transport, clock: Clock
+    ) -> None:
+        self._service = service
+        self._transport = transport
+        self.dealers = service.dealers
+        self._runs_seen = RunsSeen(service.events)
+        self.runs = Runs(self, clock, lambda run: self._position_in(run.data_run, run))
+        self._spec = ClusterSpec({})
+        self._addresses: dict[TaskName, str] = {}
+        methods: Mapping[str, Method] = {
+            "Master.Connect": self._connect,
+            "Master.Status": self._status,
+            "Master.RegisterProgram": self._register_program,
+            "Master.UnregisterProgram": self._each("UnregisterProgram", lost_ok=True),
+            "Master.Variables": self._variables,
+            "Master.ReadTable": self._of_a_table("ReadTable"),
+            "Master.LoadTable": self._of_a_table("LoadTable"),
+            "Master.Reset": self._each("Reset", lost_ok=True),
+            "Master.RunLoop": self._run_loop,
+            "Master.StopLoop": self._stop_loop,
+            "Master.OpenDataRun": self._open_data_run,
+            "Master.AskData": self._ask_data,
+            "Master.DataPosition": self._data_position,
+            "Master.CloseDataRun": self._close_data_run,
+        }
+        service.methods.update(methods)
+        service.methods.update(self.runs.methods)
+        service.methods.update(GateMethods(self).methods)
+
+    def set_cluster(self, spec: ClusterSpec) -> None:
+        """Tells which tasks the cluster has."""
+        self._spec = spec
+        self._addresses = {task: spec.address(task) for task in spec.tasks()}
+
+    @property
+    def task(self) -> TaskName:
+        """Where it is."""
+        return self._service.task
+
+    @property
+    def incarnation(self) -> int:
+        """Which start of its task it is."""
+        return self._service.incarnation
+
+    def tasks(self) -> list[TaskName]:
+        """Returns all tasks of the cluster."""
+        return list(self._addresses)
+
+    async def _connect(self, request: Frame) -> AsyncIterator[Frame]:
+        timeout_s = body_of(request).timeout_s
+        call = JoinBarrier(dict(self._addresses))
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        statuses: dict[TaskName, pb.TaskStatus] = {}
+        loop = asyncio.get_running_loop()
+        asking: dict[TaskName, asyncio.Task[None]] = {}
+        over = False
+
+        def ask(task: TaskName) -> None:
+            if not over:
+                question = self._ask(task, events, statuses)
+                asking[task] = loop.create_task(question)
+
+        for task in self._addresses:
+            ask(task)
+        timer = loop.call_later(timeout_s, events.put_nowait, TimeIsUp(timeout_s))
+        try:
+            while True:
+                for instruction in call.handle(await events.get()):
+                    match instruction:
+                        case AskAgain(task):
+                            loop.call_later(_ASK_AGAIN_S, ask, task)
+                        case GiveUp(error):
+                            raise error
+                        case Complete():
+                            yield self._cluster_status(statuses, [])
+                            return
+        finally:
+            over = True
+            timer.cancel()
+            for question in asking.values():
+                question.cancel()
+
+    async def _ask(
+        self,
+        task: TaskName,
+        events: asyncio.Queue[Event],
+        statuses: dict[TaskName, pb.TaskStatus],
+    ) -> None:
+        try:
+            status = await self._status_of(task)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is the answer
+            events.put_nowait(TaskRefused(task, as_error(error, task)))
+            return
+        if status.state != "ready":
+            gone = TaskLostError(f"{task} is being stopped", task=task)
+            events.put_nowait(TaskRefused(task, gone))
+            return
+        statuses[task] = status
+        events.put_nowait(TaskAnswered(task, status.incarnation))
+
+    async def _status(self, request: Frame) -> AsyncIterator[Frame]:
+        statuses: dict[TaskName, pb.TaskStatus] = {}
+
+        async def ask(task: TaskName) -> None:
+            with suppress(JGError):
+                statuses[task] = await self._status_of(task)
+
+        await asyncio.gather(*map(ask, self._addresses))
+        missing = [task for task in self._addresses if task not in statuses]
+        yield self._cluster_status(statuses, missing)
+
+    async def _status_of(self, task: TaskName) -> pb.TaskStatus:
+        reply = await self.call(task, "TaskStatus", frame(empty=pb.Empty()))
+        status: pb.TaskStatus = body_of(reply)
+        if status.task != task:
+            raise ClusterUnreachableError(
+                f"{self.address(task)} should be {task}, but is {status.task}; "
+                "correct the cluster description",
+                task=task,
+            )
+        return status
+
+    def _cluster_status(
+        self, statuses: Mapping[TaskName, pb.TaskStatus], missing: list[TaskName]
+    ) -> Frame:
+        return frame(
+            cluster_status=pb.ClusterStatus(
+                cluster_json=self._spec.to_json(),
+                master=self.task,
+                tasks=[statuses[task] for task in sorted(statuses)],
+                missing=missing,
+            )
+        )
+
+    async def _register_program(self, request: Frame) -> AsyncIterator[Frame]:
+        yield await self.register(request)
+
+    def stream(
+        self, task: TaskName, method: str, request: Frame
+    ) -> AsyncIterator[Frame]:
+        """Calls another task for all replies, however long they take."""
+        where = self.address(task)
+        return self._transport.call(where, method, request, timeout_s=bounded_s(0.0))
+
+    async def register(self, request: Frame, only: TaskName | None = None) -> Frame:
+        """Passes every task, or only one, its part of a program."""
+        body = body_of(request)
+        program = decode_program(body.program, request.tensors)
+        participants = [partition.task for partition in program.partitions]
+
+        async def register(task: TaskName) -> int:
+            message, tensors = encode_program(program.only(task))
+            order = pb.RegisterProgram(
+                handle=body.handle, program=message, participants=participants
+            )
+            reply = await self.call(
+                task,
+                "RegisterProgram",
+                frame(register_program=order, tensors=tensors),
+                timeout_s=COMPILE_S,
+            )
+            return int(body_of(reply).compilations)
+
+        wanted = [task for task in participants if only in (None, task)]
+        counts = await asyncio.gather(*map(register, wanted))
+        return frame(
+            program_handle=pb.ProgramHandle(
+                handle=body.handle, compilations=sum(counts)
+            )
+        )
+
+    async def _variables(self, request: Frame) -> AsyncIterator[Frame]:
+        # What a lost worker does not hold can be told without it; who asks for
+        # something that nobody has sees who is missing.
+        table = pb.VariableTable()
+        calls = (self.call(task, "Variables", request) for task in self._addresses)
+        for reply in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(reply, TaskLostError):
+                table.missing.append(to_status(reply))
+            elif isinstance(reply, BaseException):
+                raise reply
+            else:
+                table.variables.extend(body_of(reply).variables)
+        yield frame(variable_table=table)
+
+    async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
+        failpoint("loop.asked")
+        order = body_of(request)
+        crew = self.runs.find(order.run)
+        reports = self.loop(order) if crew is None else crew.follow(order)
+        async for report in reports:
+            yield report
+
+    def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Runs a loop on its task; yields its reports."""
+        watched = bool(order.data_run) and not order.dealer
+        order.dealer = order.dealer or self.task
+        order.master = self.task
+        return self._told(order, frame(run_loop=order), watched=watched)
+
+    async def _told(
+        self, order: pb.RunLoop, request: Frame, *, watched: bool
+    ) -> AsyncIterator[Frame]:
+        """Yields the reports of a loop, from which the dealer of its data learns."""
+        task = TaskName(order.task)
+        reports = self._relay(task, request)
+        if watched:
+            reports = self.dealers.get(order.data_run).watch(order.loop, reports)
+        steps, batch = order.steps, order.batch_size
+        what = f"{steps} steps" + (f", batches of {batch}" if batch else "")
+        with self._runs_seen.loop(order.run or order.loop, what):
+            try:
+                async for report in reports:
+                    yield report
+            except TaskLostError as error:
+                raise error if error.details else of_task(task, error) from error
+
+    async def _relay(self, task: TaskName, request: Frame) -> AsyncIterator[Frame]:
+        if task == self.task:
+            async for report in self._service.handle_call("RunLoop", request):
+                yield report
+            return
+        order, address = body_of(request), self.address(task)
+        reports = self._transport.call(
+            address,
+            "RunLoop",
+            request,
+            timeout_s=loop_timeout_s(order.steps, order.step_timeout_s),
+        )
+        try:
+            async for report in reports:
+                yield report
+        except (ClusterUnreachableError, TaskLostError) as error:
+            if error.details.get("address") != address:
+                raise  # another task's, which this one told of
+            raise of_task(task, error) from error
+
+    async def _open_data_run(self, request: Frame) -> AsyncIterator[Frame]:
+        self.dealers.open(body_of(request))
+        self.runs.note(request)
+        yield frame(empty=pb.Empty())
+
+    async def _ask_data(self, request: Frame) -> AsyncIterator[Frame]:
+        yield frame(data_deal=await self.dealers.ask(body_of(request)))
+
+    async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
+        name = body_of(request).run
+        crew = self.runs.find(name)
+        yield _position(self._position_in(name, crew and crew.record))
+
+    def _position_in(self, name: str, run: Journal | None) -> Mapping[str, Any]:
+        """Returns where in its data a run is, dealt under this name."""
+        if run is not None and run.position is not None:
+            with reading("the position of a run"):
+                told: Mapping[str, Any] = dict(json.loads(run.position))
+            return told
+        return self.dealers.position(name)
+
+    async def _close_data_run(self, request: Frame) -> AsyncIterator[Frame]:
+        yield _position(self.dealers.close(body_of(request).run))
+
+    async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
+        order = body_of(request)
+        # Until the steps under way have ended, if an account of them is wanted.
+        limit_s = CONTROL_S + (bounded_s(order.timeout_s) if order.account else 0.0)
+        task = TaskName(order.task)
+        yield await self.call(task, "StopLoop", request, timeout_s=limit_s)
+
+    def _of_a_table(self, method: str) -> Callable[[Frame], AsyncIterator[Frame]]:
+        async def forward(request: Frame) -> AsyncIterator[Frame]:
+            body = body_of(request)
+            limit_s = bulk_timeout_s(body.table.capacity_bytes)
+            task = TaskName(body.task)
+            yield await self.call(task, method, request, timeout_s=limit_s)
+
+        return forward
+
+    def _each(
+        self, method: str, *, lost_ok: bool = False
+    ) -> Callable[[Frame], AsyncIterator[Frame]]:
+        async def forward(request: Frame) -> AsyncIterator[Frame]:
+            # Every task is asked, also when one of them does not answer.
+            calls = (self.call(task, method, request) for task in self._addresses)
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            for result in results:
+                if lost_ok and isinstance(result, TaskLostError):
+                    continue  # a task that is gone has forgotten it
+                if isinstance(result, BaseException):
+                    raise result
+            yield frame(empty=pb.Empty())
+
+        return forward
+
+    def address(self, task: TaskName) -> str:
+        """Returns where a task listens."""
+        if task not in self._addresses:
+            raise UnknownDeviceError(
+                f"this cluster has no {task}; it has {', '.join(self._addresses)}"
+            )
+        return self._addresses[task]
+
+    async def call(
+        self,
+        task: TaskName,
+        method: str,
+        request: Frame,
+        *,
+        timeout_s: float = CONTROL_S,
+    ) -> Frame:
+        """Calls a task; who is lost is named."""
+        address = self.address(task)
+        if task != self.task:
+            try:
+                return await self._transport.ask(
+                    address, method, request, timeout_s=timeout_s
+                )
+            except (ClusterUnreachableError, TaskLostError) as error:
+                raise of_task(task, error) from error
+        answers = [reply async for reply in self._service.handle_call(method, request)]
+        return answers[-1]
+
+
+def _position(position: Mapping[str, Any]) -> Frame:
+    return frame(data_position=pb.DataPosition(position=json.dumps(position)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GateMethods:
+    """Passes calls about gates on to the tasks that have them.
+
+    Args:
+      door: to the tasks.
+    """
+
+    door: Peers
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """The calls, by name."""
+        return {"Master.OpenGate": self._open, "Master.GateReport": self._report}
+
+    async def _open(self, request: Frame) -> AsyncIterator[Frame]:
+        failpoint("gates.opening")
+        await self._each("OpenGate", request, SILENCE_S)
+        failpoint("gates.opened")
+        yield frame(empty=pb.Empty())
+
+    async def _report(self, request: Frame) -> AsyncIterator[Frame]:
+        replies = await self._each("GateReport", request, CONTROL_S)
+        rows = [row for reply in replies for row in body_of(reply).rows]
+        yield frame(gate_table=pb.GateTable(rows=rows))
+
+    async def _each(self, method: str, request: Frame, timeout_s: float) -> list[Frame]:
+        shards = map(TaskName, body_of(request).shards)
+        call = self.door.call
+        calls = (call(s, method, request, timeout_s=timeout_s) for s in shards)
+        return await asyncio.gather(*calls)

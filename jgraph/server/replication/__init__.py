@@ -1,0 +1,1 @@
+"""Change logs of tasks: streams to followers, write-ahead logs."""

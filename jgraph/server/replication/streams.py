@@ -1,0 +1,258 @@
+"""Change-log streams of one task: those it sends, and those it follows."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, final
+
+from jgraph.cluster.methods import Method
+from jgraph.errors import ConfigError, CopyLostError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.plan.program.replay import changing
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.status import from_status, to_status
+from jgraph.rpc.transport import Frame, Transport
+from jgraph.rpc.wire.record_codec import record_to
+from jgraph.runtime.rendezvous import StepKey
+from jgraph.runtime.store.change_log import Recorder, Recording
+from jgraph.runtime.task import TaskRuntime
+from jgraph.server.replication.follower import ChangeApplier, Follower
+from jgraph.server.replication.wal import read_log, remove_logs
+from jgraph.server.replication.wal_thread import WalThread
+from jgraph.server.steps.task_host import TaskHost
+
+_LOG = logging.getLogger("jgraph.server")
+RECORDS_DIR: Final = "JGRAPH_RECORDS_DIR"
+_OWN: Final = "jgraph-records"
+_BASE: StepKey = ("", 0)
+"""Stands for all that was there when a stream began; no program has such a handle."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A stream that begins here: at its ``backup``, or in the ``log``, it is kept."""
+
+    recorder: Recorder
+    backup: TaskName
+    log: WalThread | None
+
+
+@final
+class ChangeStreams:
+    """The streams of records that begin or end at a task.
+
+    Args:
+      transport: to the other tasks.
+      runtime: of this task.
+      shell: runs what is long.
+      directory: for logs; None: this task keeps none.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        runtime: TaskRuntime,
+        shell: TaskHost,
+        directory: Path | None,
+    ) -> None:
+        self._transport = transport
+        self._runtime = runtime
+        self._shell = shell
+        # A directory of our own: files that are not needed any more are deleted there.
+        self._directory = None if directory is None else directory / _OWN
+        self._loop = asyncio.get_running_loop()
+        self._sources: dict[str, _Source] = {}
+        self._copies: dict[str, Follower] = {}
+        self.methods: Mapping[str, Method] = {
+            "KeepRecords": self._keep,
+            "TakeRecords": self._take,
+            "EndRecords": self._end,
+        }
+
+    # ------------------------------------------------------------ of this task
+
+    async def _keep(self, request: Frame) -> AsyncIterator[Frame]:
+        """Answers when all that is there is kept."""
+        order = body_of(request)
+        if order.stream not in self._sources:
+            source = self._sources[order.stream] = self._source(order)
+            await self._shell.run(partial(self._begin, source, order.container))
+            await self._all_kept(source.recorder)
+        recorder = self._sources[order.stream].recorder
+        for handle, program in zip(order.handles, order.programs, strict=False):
+            due = None
+            if order.updates:
+                due = changing(self._runtime.loaded(handle).partition)
+            self._runtime.record(handle, Recording(recorder, program, due))
+        yield frame(empty=pb.Empty())
+
+    def _source(self, order: pb.KeepRecords) -> _Source:
+        stream, backup = order.stream, TaskName(order.backup)
+        if backup:
+            wake = partial(self._wake, stream)
+            return _Source(Recorder(wake, undoes=order.undoes), backup, None)
+        log = WalThread(
+            *(self._logs(), stream, order.container, self._runtime.store),
+            soon=self._loop.call_soon_threadsafe,
+            base=_BASE,
+            check_place=self._shell.check_place,
+        )
+        return _Source(log.recorder, backup, log)
+
+    def _logs(self) -> Path:
+        if self._directory is None:
+            raise ConfigError(
+                f"durability='log' needs a directory for the log of "
+                f"{self._runtime.task}; set {RECORDS_DIR} where it is started, for "
+                f"example with jg.LocalCluster(env={{'{RECORDS_DIR}': …}})"
+            )
+        return self._directory
+
+    def _begin(self, source: _Source, container: str) -> None:
+        if source.log is not None:
+            source.log.start()
+        else:
+            tell = partial(source.recorder.put, step=_BASE)
+            self._runtime.store.whole(container, tell)
+
+    async def _all_kept(self, recorder: Recorder) -> None:
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def kept(error: JGError | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        recorder.when_kept(_BASE, kept)
+        await done
+
+    def _wake(self, stream: str) -> None:
+        self._loop.call_soon_threadsafe(self._send, stream)
+
+    def _send(self, stream: str) -> None:
+        if (source := self._sources.get(stream)) is not None:
+            for record in source.recorder.take():
+                self._transport.post(source.backup, record_to(stream, record))
+
+    def kept(self, told: pb.RecordsKept) -> None:
+        """Learns what a backup keeps, or why it keeps nothing more."""
+        source = self._sources.get(told.stream)
+        if source is None:
+            return
+        if told.HasField("status"):
+            source.recorder.fail(from_status(told.status))
+        else:
+            source.recorder.kept(told.number)
+
+    # ------------------------------------------------------------ of others
+
+    async def _take(self, request: Frame) -> AsyncIterator[Frame]:
+        order = body_of(request)
+        src, stream = TaskName(order.src), order.stream
+        loaded = [self._runtime.loaded(h) if h else None for h in order.handles]
+        here = self._runtime.task, self._shell
+        if src == self._runtime.task:
+            copier = ChangeApplier(stream, loaded, self._runtime.store, first=None)
+            await self._shell.run(partial(self._replay, stream, copier))
+            unheard = lambda number, error: None  # nobody sends more
+            self._copies[stream] = Follower(copier, stream, src, *here, unheard)
+            yield frame(empty=pb.Empty())
+            return
+
+        def told(number: int, error: JGError | None) -> None:
+            kept = pb.RecordsKept(stream=stream, number=number)
+            if error is not None:
+                kept.status.CopyFrom(to_status(error))
+            self._transport.post(src, frame(records_kept=kept))
+
+        copier = ChangeApplier(stream, loaded, self._runtime.store)
+        self._copies[stream] = Follower(copier, stream, src, *here, told)
+        yield frame(empty=pb.Empty())
+
+    def _replay(self, stream: str, copier: ChangeApplier) -> None:
+        for record in read_log(self._logs(), stream):
+            copier.apply(record)
+        _LOG.info("applied the log '%s' up to record %d", stream, copier.number)
+
+    def received(self, src: TaskName, record: Frame) -> None:
+        """Takes a record of another task."""
+        stream = body_of(record).stream
+        copy = self._copies.get(stream)
+        if copy is not None and copy.src == src:
+            copy.received(record)
+            return
+        error = to_status(self._no_copy(stream))
+        kept = pb.RecordsKept(stream=stream, status=error)
+        self._transport.post(src, frame(records_kept=kept))
+
+    async def _end(self, request: Frame) -> AsyncIterator[Frame]:
+        order = body_of(request)
+        stream, copy = order.stream, self._copies.get(order.stream)
+        version = order.version if order.HasField("version") else None
+        if order.source:
+            number, versions = 0, await self._hold(stream, version)
+        elif copy is None:
+            raise self._no_copy(stream)
+        else:
+            number, versions = await copy.end(version)
+        first, last = versions.start, versions.stop
+        ended = pb.EndRecords(stream=stream, number=number, first=first, end=last)
+        yield frame(end_records=ended)
+
+    async def _hold(self, stream: str, version: int | None) -> range:
+        """Changes nothing more; returns the versions that what is here can have."""
+        source = self._sources.get(stream)
+        if source is None:
+            return range(0)
+        versions = await self._shell.run(source.recorder.hold)
+        source.recorder.fail(CopyLostError(f"'{stream[:80]}' is held: its run goes on"))
+        if source.log is not None:
+            source.log.end(remove=False)
+            await self._shell.run(source.log.join)  # it may be read next
+        if version is not None:
+            await self._shell.run(partial(source.recorder.end, version))
+        return versions
+
+    def _no_copy(self, stream: str) -> JGError:
+        task = self._runtime.task
+        return CopyLostError(
+            f"{task} keeps no copy '{stream[:80]}': it was started again, or the run "
+            "it was of is over",
+            task=task,
+        )
+
+    # ------------------------------------------------------------ ends
+
+    def peer_lost(self, peer: TaskName, error: JGError) -> None:
+        """Fails what only the lost task would keep."""
+        for source in list(self._sources.values()):
+            if source.backup == peer:
+                source.recorder.fail(error)
+
+    def drop(self, streams: Collection[str]) -> None:
+        """Ends these streams (none named: all), and removes their logs."""
+        over = CopyLostError(f"{self._runtime.task} records nothing any more")
+        for stream in [s for s in self._sources if not streams or s in streams]:
+            source = self._sources.pop(stream)
+            source.recorder.fail(over)
+            if source.log is not None:
+                source.log.end(remove=True)
+        for stream in [s for s in self._copies if not streams or s in streams]:
+            del self._copies[stream]
+        if self._directory is not None:
+            for stream in streams:
+                remove_logs(self._directory, stream)
+
+    def close(self) -> None:
+        """Ends the logs' threads; the logs stay."""
+        for source in self._sources.values():
+            if source.log is not None:
+                source.log.end(remove=False)

@@ -1,0 +1,1 @@
+"""Runs on a master: supervisor, journal, checkpoints, standby."""

@@ -1,0 +1,90 @@
+"""Silent links of a run: waits for a task to answer, then asks for its final report."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from jgraph.clock import Clock
+from jgraph.cluster.deadlines import CONTROL_S, bounded_s
+from jgraph.coordination.liveness.master_lease import END_S
+from jgraph.coordination.run.loop_outcome import is_link_loss
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.dial import is_refused
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.server.runs.peers import Peers, ready_tasks
+
+_LOG = logging.getLogger("jgraph.recover")
+_POLL_S: Final = 0.5
+"""Between two looks: that a link is back shows only by asking over it."""
+
+
+async def wait_reconnected(
+    task: TaskName,
+    error: JGError,
+    door: Peers,
+    known: Mapping[TaskName, str],
+    clock: Clock,
+) -> bool:
+    """Waits until a task answers again; False: its process is gone, or it stays silent.
+
+    Args:
+      task: was lost.
+      error: says how.
+      door: to the tasks.
+      known: which process of each task the run knows.
+      clock: limits the wait.
+    """
+    deadline = clock.now() + END_S
+    _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
+    while not is_link_loss(task, known, ready := await ready_tasks(door)):
+        is_gone = task in ready or await is_refused(door.address(task))
+        if is_gone or clock.now() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
+async def final_report_of(
+    order: pb.RunLoop,
+    after: int,
+    error: JGError,
+    door: Peers,
+    known: Mapping[TaskName, str],
+    clock: Clock,
+) -> Frame:
+    """Returns what a loop did after a report, when its task is reached again.
+
+    Args:
+      order: of the loop, which ends without its master.
+      after: number of the last report that came.
+      error: ended the reports.
+      door: to the tasks.
+      known: which process of each task the run knows.
+      clock: limits the wait.
+
+    Raises:
+      JGError: ``error``, as it is not the link alone that is lost; or its task knows
+        of no such loop.
+    """
+    task = TaskName(order.task)
+    if not await wait_reconnected(task, error, door, known, clock):
+        raise error
+    told = pb.StopLoop(
+        loop=order.loop,
+        task=task,
+        account=True,
+        after=after,
+        timeout_s=order.step_timeout_s,
+        run=order.run,
+        epoch=order.epoch,
+    )
+    limit_s = CONTROL_S + bounded_s(order.step_timeout_s)
+    request = frame(stop_loop=told)
+    account = await door.call(task, "StopLoop", request, timeout_s=limit_s)
+    if body_of(account).state == "failed":
+        raise error
+    return account

@@ -1,0 +1,95 @@
+"""Peers: calls from a run's supervisor, on the master, to all tasks of the cluster."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from typing import Final, Protocol
+
+from jgraph.cluster.deadlines import CONTROL_S
+from jgraph.errors import FencedError, JGError, TaskLostError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Address, Frame
+
+_NO_QUESTION: Final = frame(empty=pb.Empty())
+
+
+class Peers(Protocol):
+    """What a run asks of the master that it belongs to."""
+
+    @property
+    def task(self) -> TaskName:
+        """Where the master is."""
+
+    def tasks(self) -> Iterable[TaskName]:
+        """Returns all tasks of the cluster."""
+
+    def address(self, task: TaskName) -> Address:
+        """Returns where a task listens."""
+
+    async def call(
+        self, task: TaskName, method: str, request: Frame, *, timeout_s: float = ...
+    ) -> Frame:
+        """Calls a task."""
+
+    def stream(
+        self, task: TaskName, method: str, request: Frame
+    ) -> AsyncIterator[Frame]:
+        """Calls another task for all replies, however long they take."""
+
+    async def register(self, request: Frame, only: TaskName | None = None) -> Frame:
+        """Passes every task, or only one, its part of a program."""
+
+
+class LoopPeers(Peers, Protocol):
+    """A ``Peers`` through which loops are told and tell."""
+
+    def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Runs a loop on its task; yields its reports."""
+
+
+async def ready_tasks(door: Peers) -> dict[TaskName, str]:
+    """Returns which start answers of each task that takes new work."""
+    found: dict[TaskName, str] = {}
+
+    async def ask(task: TaskName) -> None:
+        with suppress(JGError):
+            reply = await door.call(task, "TaskStatus", _NO_QUESTION)
+            status: pb.TaskStatus = body_of(reply)
+            if status.task == task and status.state == "ready":
+                found[task] = f"{status.incarnation:x}"
+
+    await asyncio.gather(*map(ask, door.tasks()))
+    return found
+
+
+async def reaches_every_ps(door: Peers, worker: TaskName) -> bool:
+    """Whether a worker says so: what it lost may be no more than a link."""
+    with suppress(JGError):
+        reply = await door.call(
+            worker, "Master.Status", _NO_QUESTION, timeout_s=2 * CONTROL_S
+        )
+        missing = body_of(reply).missing
+        return not any(task.startswith("/job:ps/") for task in missing)
+    return False
+
+
+async def check_master(door: Peers, run: str, epoch: int) -> None:
+    """Tells all tasks that answer who is the master of a run.
+
+    Raises:
+      FencedError: one of them has heard of a later one.
+    """
+    told = frame(stop_loop=pb.StopLoop(run=run, epoch=epoch))
+    calls = [door.call(task, "StopLoop", told) for task in door.tasks()]
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, FencedError):
+            raise answer
+
+
+def of_task(task: TaskName, error: JGError) -> TaskLostError:
+    """Returns a transport's error, which knows addresses, as one of a task."""
+    if task in error.message:
+        return TaskLostError(error.message, **{**error.details, "task": task})
+    return TaskLostError(f"{task} does not answer: {error.message}", task=task)

@@ -1,0 +1,322 @@
+"""Standby master: follows the journal of a run, takes over if its master is lost."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, Final, Protocol, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.deadlines import CONTROL_S, bounded_s
+from jgraph.cluster.drain import holding
+from jgraph.cluster.loop_messages import leases_of
+from jgraph.coordination.data.batch_ledger import BatchLedger
+from jgraph.coordination.data.dispatch import Dispatch
+from jgraph.coordination.data.slots import SlotPlan
+from jgraph.coordination.run.succession import resume_events
+from jgraph.errors import (
+    ClusterUnreachableError,
+    CopyLostError,
+    FencedError,
+    JGError,
+    TaskLeavingError,
+    TaskLostError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.compute_errors import as_error
+from jgraph.server.loops.dealer import Dealers
+from jgraph.server.runs.journal import note_report
+from jgraph.server.runs.links import wait_reconnected
+from jgraph.server.runs.peers import LoopPeers, check_master
+from jgraph.server.runs.rolling_restart import version_if_known
+from jgraph.server.runs.supervisor import RunSupervisor
+
+_LOG = logging.getLogger("jgraph.recover")
+_LOST_REPLY_S: Final = 1.0
+
+
+class StandbyPeers(LoopPeers, Protocol):
+    """A ``LoopPeers`` through which a run is inherited."""
+
+    @property
+    def incarnation(self) -> int:
+        """Which start of its task the master is."""
+
+    @property
+    def dealers(self) -> Dealers:
+        """Deal out the data of runs here."""
+
+
+@final
+class Standby:
+    """Keeps what another task knows as the master of a run.
+
+    Args:
+      order: what the client said of the run; names the master.
+      door: to the tasks.
+      clock: dates what happens, and limits the wait for a master.
+      begins: called with who looks after the run when this task is its master.
+      saves: called when the run goes on, to save it.
+
+    Attributes:
+      master: whose heir this is.
+    """
+
+    def __init__(
+        self,
+        order: pb.OpenRun,
+        door: StandbyPeers,
+        clock: Clock,
+        begins: Callable[[pb.OpenRun, RunSupervisor], None],
+        saves: Callable[[pb.OpenRun, RunSupervisor], None],
+    ) -> None:
+        self.master = TaskName(order.master)
+        # It said so itself: one that is busy may not answer who asks.
+        self._known = {self.master: f"{order.incarnation:x}"}
+        self._order = order
+        self._door = door
+        self._clock = clock
+        self._begins, self._saves = begins, saves
+        self._supervisor = RunSupervisor(order, door, clock)
+        self._frames, self._needed = 0, order.frames
+        self._has_read = asyncio.Event()  # what there was when it was invited
+        if not order.frames:
+            self._has_read.set()
+        self._orders: dict[int, pb.RunLoop] = {}
+        self._arbiter: pb.RunLoop | None = None
+        self._began_s: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+        """Number of the last report of a loop."""
+        self._data: pb.OpenDataRun | None = None
+        self._ledger: BatchLedger | None = None
+        self._end = 0  # batches that are done when all are
+        self._is_over = False
+
+    async def work(self) -> None:
+        """Follows the master to the end of the run, or takes its place."""
+        held, leaves = self._hold()
+        try:
+            while (lost := await self._lost_or(leaves)) is not None:
+                if self._is_over:
+                    return
+                if not await self._is_there(lost):
+                    await self._take_over(lost)
+                    return
+        finally:
+            held.cancel()  # lets the master go
+
+    async def _is_there(self, lost: JGError) -> bool:
+        """Whether the master still is one; a link that is silent is waited for."""
+        if isinstance(lost, TaskLeavingError):
+            return False
+        world = self._door, self._known, self._clock
+        return await wait_reconnected(self.master, lost, *world)
+
+    async def _lost_or(self, leaves: asyncio.Future[JGError]) -> JGError | None:
+        """Follows the master; returns why it is to be replaced, None at the end."""
+        following = asyncio.ensure_future(self._follow())
+        either: set[asyncio.Future[Any]] = {following, leaves}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            following.cancel()
+        return leaves.result() if leaves.done() else await following
+
+    def _hold(self) -> tuple[asyncio.Task[None], asyncio.Future[JGError]]:
+        """Holds the master until the task is cancelled; tells when it is to end."""
+        leaves: asyncio.Future[JGError] = asyncio.get_running_loop().create_future()
+
+        async def hold() -> None:
+            nothing = frame(empty=pb.Empty())
+            call = lambda: self._door.stream(self.master, "Farewell", nothing)
+            async for said in holding(call):
+                if said == "told":
+                    await self._has_read.wait()
+                    what = f"{self.master}, the master, was told to end"
+                    leaves.set_result(TaskLeavingError(what, task=self.master))
+
+        return asyncio.ensure_future(hold()), leaves
+
+    async def _follow(self) -> JGError | None:
+        """Takes what the master tells; returns how its loss shows, if it does."""
+        query = frame(run_query=pb.RunQuery(run=self._order.run, after=self._frames))
+        try:
+            async for made in self._door.stream(self.master, "RunJournal", query):
+                self._take(made)
+                self._frames += 1
+                if self._frames >= self._needed:
+                    self._has_read.set()
+        except (ClusterUnreachableError, FencedError, TaskLostError) as error:
+            return error  # fenced: another process has the place of the master
+        except JGError as error:
+            _LOG.warning("run '%s' has no heir: %s", self._order.run, error.message)
+        return None
+
+    # ------------------------------------------------------------ the journal
+
+    def _take(self, made: Frame) -> None:
+        body, record = body_of(made), self._supervisor.record
+        match kind_of(made):
+            case "register_program":
+                self._supervisor.ready.keep(made)
+            case "open_run":
+                self._rested(body)
+            case "open_data_run":
+                self._open_ledger(body)
+            case "stop_loop":
+                self._supervisor.stopping = True
+            case "run_loop":
+                order = pb.RunLoop()
+                order.CopyFrom(body)  # it changes with what is told
+                if order.HasField("sync"):
+                    self._arbiter = order
+                else:
+                    self._orders[order.replica] = order
+                self._began_s[order.loop] = order.began_s
+                record.begins(order)
+            case "loop_report":
+                self._note(made)
+                record.again(made)
+            case "run_table":
+                self._is_over = True
+
+    def _rested(self, order: pb.OpenRun) -> None:
+        """Takes what is another since a ps was started again."""
+        if self._ledger is not None:
+            self._ledger.shift(order.version - self._order.version)
+        self._order.CopyFrom(order)
+
+    def _open_ledger(self, order: pb.OpenDataRun) -> None:
+        plan = SlotPlan.from_dict(json.loads(order.plan))
+        position = json.loads(order.position) if order.position else None
+        begin = Dispatch(
+            plan, budget=order.budget, workers=order.workers, position=position
+        ).state()
+        self._data = order
+        self._ledger = BatchLedger(plan, begin, self._order.version)
+        self._end = self._ledger.done + order.budget
+
+    def _note(self, report: Frame) -> None:
+        body = body_of(report)
+        self._seen[body.loop] = max(body.number, self._seen.get(body.loop, 0))
+        for order in self._newest():
+            if order.loop == body.loop:
+                note_report(order, report)
+        if self._ledger is not None:
+            self._ledger.add(leases_of(body.done))
+
+    def _newest(self) -> list[pb.RunLoop]:
+        """Returns the last order of each replica, and of who decides."""
+        arbiter = [] if self._arbiter is None else [self._arbiter]
+        return [*arbiter, *self._orders.values()]
+
+    # ------------------------------------------------------------ the succession
+
+    async def _take_over(self, error: JGError) -> None:
+        run, record = self._order.run, self._supervisor.record
+        epoch, loops = record.epoch + 1, self._newest()
+        has_read = self._has_read.is_set()
+        if not loops and has_read:
+            _LOG.warning("run '%s' ended with its master before it began", run)
+            return
+        why, here = error.message.rstrip("."), self._door.task
+        if not isinstance(error, TaskLeavingError):
+            why = f"{self.master}, the master, was lost: {why}"
+            _LOG.warning("%s. %s is that of run '%s' from here on", why, here, run)
+        else:
+            _LOG.info("%s. %s is that of run '%s' from here on", why, here, run)
+        if self._ledger is not None and has_read:  # until it is dealt out here
+            record.position = json.dumps(self._ledger.position(self._order.version))
+        self._begins(self._order, self._supervisor)
+        try:
+            await check_master(self._door, run, epoch)
+            await self._go_on(loops, epoch, error)
+        except FencedError as fenced:  # it goes on elsewhere
+            self._supervisor.fail(fenced)
+        except Exception as failed:  # noqa: BLE001  # who watches it would wait for ever
+            record.epoch = epoch
+            self._supervisor.fail(as_error(failed, here))
+
+    async def _go_on(self, loops: list[pb.RunLoop], epoch: int, why: JGError) -> None:
+        """Ends the loops of the lost master, and begins the next ones."""
+        if not self._has_read.is_set():
+            raise CopyLostError(
+                f"{self.master} was lost before {self._door.task} had read from it all "
+                f"that the run had done ({self._frames} of {self._needed} entries), so "
+                "nobody knows how to go on with it; go on with another run, from a "
+                "checkpoint: trainer.restore(…)",
+                task=self.master,
+            )
+        ends = [self._end_loop(order, epoch, why) for order in loops]
+        names = [order.loop for order in loops]
+        states = dict(zip(names, await asyncio.gather(*ends), strict=True))
+        await self._deal(epoch)
+        self._supervisor.record.epoch = epoch
+        for order in loops:
+            order.epoch = epoch
+        self._saves(self._order, self._supervisor)
+        arbiter = self._arbiter
+        events = resume_events(
+            {replica: states[o.loop] for replica, o in self._orders.items()},
+            None if arbiter is None else states[arbiter.loop],
+            stopping=self._supervisor.stopping,
+        )
+        self._supervisor.resume(self._orders, arbiter, events)
+
+    async def _end_loop(
+        self, order: pb.RunLoop, epoch: int, why: JGError
+    ) -> str | JGError:
+        """Ends a loop and takes what it has not told; returns how it ended."""
+        task, limit_s = TaskName(order.task), bounded_s(order.step_timeout_s)
+        if task == self.master and not isinstance(why, TaskLeavingError):
+            limit_s = _LOST_REPLY_S
+        told = pb.StopLoop(
+            loop=order.loop,
+            task=task,
+            account=True,
+            pause=True,
+            after=self._seen.get(order.loop, 0),
+            timeout_s=limit_s,
+            run=self._order.run,
+            epoch=epoch,
+        )
+        try:
+            report = await self._door.call(
+                *(task, "StopLoop", frame(stop_loop=told)),
+                timeout_s=told.timeout_s + 2 * CONTROL_S,
+            )
+        except JGError as error:
+            if order is self._arbiter and error.details.get("loop") == order.loop:
+                return "paused"  # it was never begun, and never will be
+            _LOG.warning("%s was lost: %s", task, error.message)
+            self._supervisor.record.lost(order, error)
+            await self._supervisor.ready.drop(order.handle)
+            return error
+        body = body_of(report)
+        state, body.state = str(body.state), "running"
+        if state == "failed" and order is self._arbiter:
+            return TaskLostError("the loop that decides had failed", task=task)
+        self._supervisor.record.keep(order, report, self._began_s[order.loop])
+        self._note(report)
+        return state
+
+    async def _deal(self, epoch: int) -> None:
+        """Deals out what is not known as done."""
+        if self._data is None or self._ledger is None:
+            return
+        updates = await version_if_known(self._door, self._order)
+        left = pb.OpenDataRun()
+        left.CopyFrom(self._data)
+        left.run = f"{self._order.run}~{epoch}"
+        left.budget = self._end - self._ledger.done
+        left.position = json.dumps(self._ledger.position(updates))
+        self._door.dealers.open(left)
+        self._supervisor.record.data_run, self._supervisor.record.position = (
+            left.run,
+            None,
+        )
+        for order in self._orders.values():
+            order.data_run = left.run

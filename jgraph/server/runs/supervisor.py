@@ -1,0 +1,464 @@
+"""Run supervisor on the master: starts, watches and replaces a run's replica loops."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Final, final
+
+from jgraph.clock import Clock
+from jgraph.cluster.deadlines import DRAIN_S
+from jgraph.coordination.run.loop_outcome import LoopOutcome, is_link_loss, judge
+from jgraph.coordination.run.supervisor import (
+    Begin,
+    Event,
+    Failed,
+    Instruction,
+    LeaveOut,
+    LoopBegan,
+    LoopEnded,
+    LoopLost,
+    Over,
+    Pause,
+    Prepare,
+    Rest,
+    RestartAsked,
+    Restarted,
+    RoundBegan,
+    RoundEnded,
+    StopAsked,
+    Supervisor,
+    TimePassed,
+    WorkerAnswered,
+    WorkerNotReady,
+    WorkerReady,
+)
+from jgraph.errors import (
+    ClusterUnreachableError,
+    DataSlotError,
+    FencedError,
+    JGError,
+    TaskLostError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.compute_errors import as_error
+from jgraph.server.runs.checkpointer import RunCheckpointer
+from jgraph.server.runs.halts import RunHalts
+from jgraph.server.runs.journal import Journal, note_report
+from jgraph.server.runs.links import final_report_of
+from jgraph.server.runs.peers import (
+    LoopPeers,
+    Peers,
+    check_master,
+    reaches_every_ps,
+    ready_tasks,
+)
+from jgraph.server.runs.rolling_restart import RollingRestart
+from jgraph.server.runs.worker_setup import WorkerSetup
+
+_LOG = logging.getLogger("jgraph.recover")
+_POLL_S: Final = 0.5
+"""Between two looks: that a worker answers again shows only by asking it."""
+
+
+@final
+class RunSupervisor:
+    """Acts for the ``Supervisor`` of one run.
+
+    Args:
+      order: what the client says of the run.
+      door: to the tasks.
+      clock: dates what happens.
+
+    Attributes:
+      record: what the loops told.
+      ready: gives workers what they need.
+      stopping: its loops are asked to end.
+    """
+
+    def __init__(self, order: pb.OpenRun, door: LoopPeers, clock: Clock) -> None:
+        self.record = Journal(door.task, order, clock)
+        self._order = order
+        self.ready = WorkerSetup(order, door)
+        self._door = door
+        self._clock = clock
+        self._supervisor: Supervisor | None = None
+        self._orders: dict[int, pb.RunLoop] = {}
+        """What the loop of each replica does next, or does."""
+        self._arbiter: pb.RunLoop | None = None
+        self._under_way: dict[str, pb.RunLoop] = {}
+        self._known: dict[TaskName, str] = {}
+        self._learning: asyncio.Future[dict[TaskName, str]] | None = None
+        self._number = 0
+        self._rest: RollingRestart | None = None
+        self._halts: RunHalts | None = None
+        self.stopping = False
+        self._looking = False
+        self._working: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------ from outside
+
+    def follow(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Begins a loop as a client asks; yields what its replica tells from now on."""
+        together = order.HasField("sync") or bool(order.batch_feed)
+        if self._supervisor is None:
+            self._supervisor = Supervisor(together=together)
+        if not self.record.is_over:
+            self._start(order)
+            self._handle(
+                RoundBegan() if order.HasField("sync") else LoopBegan(order.replica)
+            )
+        return self.record.of(order.replica)
+
+    def be_saved(self, saver: RunCheckpointer) -> None:
+        """Lets ``saver`` save the run now and then, and before a ps ends."""
+        self._halts = RunHalts(self._order, saver, self._ask, self._do)
+        self._rest = RollingRestart(
+            *(self._order, self._door, self.ready, saver, self._clock),
+            tell=lambda: self._handle(RestartAsked()),
+        )
+
+    def stop(self) -> None:
+        """Asks all loops to end after their steps in flight."""
+        self.stopping = True
+        self.record.note(frame(stop_loop=pb.StopLoop()))
+        for loop in list(self._under_way.values()):
+            self._tell(loop, pb.StopLoop())
+        self._handle(StopAsked())
+
+    def resume(
+        self,
+        orders: Mapping[int, pb.RunLoop],
+        arbiter: pb.RunLoop | None,
+        events: Iterable[Event],
+    ) -> None:
+        """Goes on with the run of a master that was lost.
+
+        Args:
+          orders: what the loop of each replica did last.
+          arbiter: likewise the loop that decides; None: training is asynchronous.
+          events: what became of them.
+        """
+        self._orders, self._arbiter = dict(orders), arbiter
+        self._supervisor = Supervisor(together=arbiter is not None)
+        for event in events:
+            self._handle(event)
+
+    def fail(self, error: JGError) -> None:
+        """Ends the run."""
+        if self._supervisor is None:
+            self._end("failed", error)
+        self._handle(Failed(error))
+
+    def close(self) -> None:
+        """Looks after nobody any more."""
+        for work in self._working:
+            work.cancel()
+        if self._rest is not None:
+            self._rest.hang_up()
+
+    # ------------------------------------------------------------ loops
+
+    def _start(self, order: pb.RunLoop) -> None:
+        if order.HasField("sync"):
+            self._arbiter = order
+        else:
+            self._orders[order.replica] = order
+        self._under_way[order.loop] = order
+        if self._halts is not None:
+            self._halts.began(order)
+        self.record.begins(order)
+        self._do(self._follow(order, self.record.seconds))
+
+    async def _follow(self, order: pb.RunLoop, began_s: float) -> None:
+        last, asked = pb.LoopReport(state="stopped"), pb.RunLoop()
+        asked.CopyFrom(order)  # the master adds to it
+        try:
+            await self._learn()
+            async for report in self._door.loop(asked):
+                body = body_of(report)
+                if body.number:  # else it tells how far it is, and no more
+                    last = self._keep(order, report, began_s)
+                await self._note_halt(order, body)
+                if self.stopping:  # it may have begun after the others were told
+                    self._tell(order, pb.StopLoop())
+            event = _ended(order, last.state)
+        except JGError as error:
+            event = await self._event_of(error, order, last.number, began_s)
+        del self._under_way[order.loop]
+        if self._halts is not None:
+            self._halts.over(order)
+        sync = order.HasField("sync")
+        newest = self._arbiter if sync else self._orders.get(order.replica)
+        if order is newest:  # else a client has begun others
+            self._handle(event)
+
+    async def _note_halt(self, order: pb.RunLoop, body: pb.LoopReport) -> None:
+        if self._halts is not None:
+            self._halts.note(order, body)
+        elif body.halted:  # it cannot be saved
+            await self._ask(order.loop, pb.StopLoop(go_on=body.halted))
+
+    async def _event_of(
+        self, error: JGError, order: pb.RunLoop, after: int, began_s: float
+    ) -> Event:
+        """Returns what the end of a loop by an error means for the run."""
+        task = TaskName(order.task)
+        if not order.HasField("sync"):
+            if not await self._is_lost(order, error):
+                return Failed(error)
+            return await self._leave_out(order, error)
+        if (
+            judge(error, task, self._door.task, decides=True)
+            != LoopOutcome.ARBITER_LOST
+        ):
+            return Failed(error)
+        world = self._door, self._known, self._clock
+        try:
+            account = await final_report_of(order, after, error, *world)
+        except JGError as another:
+            return Failed(another)
+        state = self._keep(order, account, began_s).state
+        if state == "stopped" and not self.stopping:
+            state = "paused"  # it was the loss of its master that ended it
+        return RoundEnded(state)
+
+    def _keep(self, order: pb.RunLoop, report: Frame, began_s: float) -> pb.LoopReport:
+        """Keeps a report, and learns from it where the next loop is to begin."""
+        body: pb.LoopReport = body_of(report)
+        note_report(order, report)
+        self.record.keep(order, report, began_s)
+        return body
+
+    async def _leave_out(self, order: pb.RunLoop, error: JGError) -> Event:
+        """Goes on without the worker of a loop, if this still is the master."""
+        try:
+            await check_master(self._door, order.run, order.epoch)
+        except FencedError as fenced:
+            return Failed(fenced)
+        _LOG.warning("%s was lost: %s", order.task, error.message)
+        self.record.lost(order, error)
+        await self.ready.drop(order.handle)
+        return LoopLost(order.replica, error)
+
+    async def _learn(self) -> None:
+        """Takes note of which processes the run begins with."""
+        if self._learning is None:
+            self._learning = asyncio.ensure_future(ready_tasks(self._door))
+            if self._rest is not None:
+                self._rest.hold()
+        self._known = {**await self._learning, **self._known}
+
+    async def _is_lost(self, order: pb.RunLoop, error: JGError) -> bool:
+        """Whether the others can go on without the worker of a loop."""
+        task = TaskName(order.task)
+        named = TaskName(str(error.details.get("task", "")))
+        if isinstance(error, DataSlotError | FencedError):
+            return False
+        ready = await ready_tasks(self._door)
+        if isinstance(error, TaskLostError | ClusterUnreachableError):
+            # A ps that is where it was, or only the worker does not reach it.
+            return named == task or is_link_loss(named, self._known, ready)
+        return ready.get(task) != self._known.get(task)
+
+    def _tell(self, order: pb.RunLoop, told: pb.StopLoop) -> None:
+        told.loop, told.task = order.loop, order.task
+        told.run, told.epoch = order.run, order.epoch
+        self._do(self._tell_loop(told))
+
+    async def _ask(self, loop: str, told: pb.StopLoop) -> int:
+        """Tells a loop something once; returns the halt that it has ended, if any."""
+        order = self._under_way.get(loop)
+        if order is None:
+            return 0
+        told.loop, told.task = order.loop, order.task
+        told.run, told.epoch = order.run, order.epoch
+        try:
+            request = frame(stop_loop=told)
+            reply = await self._door.call(TaskName(told.task), "StopLoop", request)
+        except JGError as error:
+            _LOG.info("%s is not told: %s", told.loop, error.message)
+            return 0
+        return int(body_of(reply).halted) if told.go_on else 0
+
+    async def _tell_loop(self, told: pb.StopLoop) -> None:
+        """Tells a loop something, unless it ends before it can be told."""
+        request = frame(stop_loop=told)
+        while told.loop in self._under_way:
+            try:
+                await self._door.call(TaskName(told.task), "StopLoop", request)
+            except FencedError:
+                return  # another master looks after it
+            except JGError as error:
+                _LOG.info("%s is not told yet: %s", told.loop, error.message)
+                await asyncio.sleep(_POLL_S)
+            else:
+                return
+
+    # ------------------------------------------------------------ decisions
+
+    def _handle(self, event: Event) -> None:
+        if self._supervisor is None:
+            return
+        for instruction in self._supervisor.handle(event, self._clock.now()):
+            self._perform(instruction)
+        if self._supervisor.missing and not self._looking:
+            self._looking = True
+            self._do(self._look())
+
+    def _perform(self, instruction: Instruction) -> None:
+        arbiter = self._arbiter
+        match instruction:
+            case Prepare(replica):
+                self._do(self._prepare(replica))
+            case Begin(replicas) if arbiter is not None:
+                # Known from here on, as it is told what comes while the gates open.
+                self._arbiter = again = self._again(arbiter)
+                self._under_way[again.loop] = again
+                self._do(self._begin_round(again, replicas))
+            case Begin(replicas):
+                for replica in replicas:
+                    self._start(self._again(self._orders[replica]))
+            case Pause():
+                self._pause()
+            case Rest():
+                self._do(self._restart_ps())
+            case LeaveOut(replica) if arbiter is not None:
+                self._tell(arbiter, pb.StopLoop(lost=self._orders[replica].task))
+            case Over(state, error):
+                self._end(state, error)
+
+    def _pause(self) -> None:
+        if self._arbiter is not None:
+            self._tell(self._arbiter, pb.StopLoop(pause=True))
+            return
+        for loop in list(self._under_way.values()):
+            self._tell(loop, pb.StopLoop())
+
+    def _end(self, state: str, error: JGError | None) -> None:
+        if error is not None:
+            replaced = isinstance(error, FencedError)  # it goes on elsewhere
+            level = logging.INFO if replaced else logging.ERROR
+            _LOG.log(level, "the run failed here: %s", error.message)
+            for loop in self._under_way.values():
+                self._tell(loop, pb.StopLoop())
+        self.record.end(state, error)
+        if self._rest is not None:
+            self._do(self._rest.close())
+
+    async def _restart_ps(self) -> None:
+        assert self._rest is not None  # who else would ask for it
+        loops = [*self._orders.values(), *filter(None, [self._arbiter])]
+        self._number += 1
+        await self._rest(self._known, loops, self._number)
+        self._handle(Restarted(again=self._rest.is_asked))
+
+    async def _look(self) -> None:
+        """Looks for workers that are missing, as long as there are any."""
+        assert self._supervisor is not None
+        try:
+            while self._supervisor.missing:
+                await asyncio.sleep(_POLL_S)
+                self._handle(TimePassed())
+                ready = await ready_tasks(self._door)
+                for replica in self._supervisor.missing:
+                    task = TaskName(self._orders[replica].task)
+                    if task in ready and await reaches_every_ps(self._door, task):
+                        self._known[task] = ready[task]
+                        self._handle(WorkerAnswered(replica))
+        finally:
+            self._looking = False
+
+    async def _prepare(self, replica: int) -> None:
+        order = self._orders[replica]
+        self._number += 1
+        try:
+            await check_master(self._door, order.run, order.epoch)
+            order.handle = await self.ready(order, self._number)
+        except FencedError as error:
+            self._handle(Failed(error))
+            return
+        except JGError as error:  # it went away again; the next look tells
+            _LOG.info("%s does not take part yet: %s", order.task, error.message)
+            self._handle(WorkerNotReady(replica))
+            return
+        _LOG.warning("%s answers again and takes part in the run", order.task)
+        self._handle(WorkerReady(replica))
+
+    def _again(self, order: pb.RunLoop) -> pb.RunLoop:
+        self._number += 1
+        return next_order(order, self._number)
+
+    async def _begin_round(
+        self, arbiter: pb.RunLoop, replicas: tuple[int, ...]
+    ) -> None:
+        """Begins the next row of loops of synchronous training."""
+        orders = [self._again(self._orders[r]) for r in replicas]
+        try:
+            await open_round_gates(self._door, arbiter, orders)
+        except JGError as error:
+            del self._under_way[arbiter.loop]  # it never began: nobody is to be told
+            self._handle(Failed(error))
+            return
+        for order in (arbiter, *orders):
+            self._start(order)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(self._done(work))
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+
+    async def _done(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  # nobody waits for it
+            self._handle(Failed(as_error(error, self._door.task)))
+
+
+def _ended(order: pb.RunLoop, state: str) -> Event:
+    if order.HasField("sync"):
+        return RoundEnded(state)
+    return LoopEnded(order.replica, state)
+
+
+def next_order(order: pb.RunLoop, number: int) -> pb.RunLoop:
+    """Returns the order of the loop that comes after another one, the next of a run."""
+    after = pb.RunLoop()
+    after.CopyFrom(order)
+    first = order.loop.partition("~")[0]
+    after.loop = f"{first}~{order.epoch}.{number}"
+    return after
+
+
+async def open_round_gates(
+    door: Peers, deciding: pb.RunLoop, orders: Sequence[pb.RunLoop]
+) -> None:
+    """Opens the gates for the next row of loops of synchronous training.
+
+    Args:
+      door: to the tasks.
+      deciding: of the loop that decides; is told who takes part.
+      orders: of those that do.
+
+    Raises:
+      JGError: a gate does not open.
+    """
+    sync = deciding.sync
+    sync.handles[:] = [order.handle for order in orders]
+    sync.tasks[:] = [order.task for order in orders]
+    gate = pb.OpenGate(
+        gate=sync.gate,
+        shards=sync.shards,
+        synchronous=True,
+        version=sync.version,
+        opening=deciding.loop,
+        run=deciding.run,
+        epoch=deciding.epoch,
+    )
+    for shard in map(TaskName, sync.shards):
+        request = frame(open_gate=gate)
+        await door.call(shard, "OpenGate", request, timeout_s=DRAIN_S)
+    for order in (deciding, *orders):
+        order.data_run = deciding.loop

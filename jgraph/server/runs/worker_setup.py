@@ -1,0 +1,161 @@
+"""Worker setup: gives a restarted task the programs, data and values of a run."""
+
+import asyncio
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from jgraph.cluster.deadlines import COMPILE_S
+from jgraph.errors import ConfigError, DataError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.server.runs.peers import Peers
+
+_LOG = logging.getLogger("jgraph.recover")
+_DATA_S: Final = 3600.0
+"""For data that one task sends another; how large it is only that one knows."""
+
+
+@final
+@dataclass(slots=True)
+class WorkerSetup:
+    """Gives workers of one run their programs, data and first values again.
+
+    And its programs to a ps.
+
+    Args:
+      order: what the client said of the run.
+      door: to the tasks.
+    """
+
+    order: pb.OpenRun
+    door: Peers
+    _programs: dict[str, Frame] = field(default_factory=dict)
+    _before: defaultdict[TaskName, list[Frame]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def keep(self, request: Frame) -> None:
+        """Keeps a program of the run; see ``Master.KeepProgram``."""
+        body = body_of(request)
+        if body.handle:
+            self._programs[body.handle] = request
+        else:
+            self._before[TaskName(body.program.driver)].append(request)
+
+    async def __call__(self, loop: pb.RunLoop, number: int) -> str:
+        """Prepares the worker of a loop; returns the handle of its program.
+
+        Args:
+          loop: what it did last.
+          number: of this time.
+
+        Raises:
+          JGError: the worker, or one it works with, does not answer.
+        """
+        task = TaskName(loop.task)
+        handle = await self.renew(loop.handle, f"{loop.epoch}.{number}")
+        for records in self.order.records:
+            kept = pb.KeepRecords()
+            kept.CopyFrom(records.order)
+            kept.handles[:] = [handle] * len(kept.programs)
+            request = frame(keep_records=kept)
+            await self.door.call(
+                TaskName(records.task), "KeepRecords", request, timeout_s=COMPILE_S
+            )
+        await self.give_data(task, loop.data)
+        await self.begin(task, handle)
+        return handle
+
+    async def begin(self, task: TaskName, once: str) -> None:
+        """Gives a task the first values of what begins anew with its process.
+
+        Args:
+          task: a worker, or a ps.
+          once: names this time.
+
+        Raises:
+          JGError: it does not answer.
+        """
+        for number, program in enumerate(self._before[task]):
+            handle = f"{once}.{number}"
+            await self._register(program, handle)
+            step = frame(run_step=pb.RunStep(handle=handle, timeout_s=COMPILE_S))
+            await self.door.call(task, "RunStep", step, timeout_s=COMPILE_S)
+            await self.drop(handle)
+
+    async def renew(self, handle: str, suffix: str) -> str:
+        """Gives all tasks a program whose driver is another process; returns its name.
+
+        It needs another one: steps of the driver before had the same numbers.
+
+        Raises:
+          JGError: a task does not answer.
+        """
+        program, new = self._kept(handle), f"{_first(handle)}~{suffix}"
+        await self.drop(handle)
+        await self._register(program, new)
+        return new
+
+    async def again(self, handle: str, ps: TaskName) -> None:
+        """Gives a ps its part of a program that the other tasks have.
+
+        Raises:
+          JGError: it does not answer.
+        """
+        await self._register(self._kept(handle), handle, only=ps)
+
+    def _kept(self, handle: str) -> Frame:
+        if (first := _first(handle)) not in self._programs:
+            raise ConfigError(f"the program '{first}' is not kept")
+        return self._programs[first]
+
+    async def _register(
+        self, program: Frame, handle: str, only: TaskName | None = None
+    ) -> None:
+        body = pb.RegisterProgram(handle=handle, program=body_of(program).program)
+        request = frame(register_program=body, tensors=program.tensors)
+        await self.door.register(request, only=only)
+
+    async def drop(self, handle: str) -> None:
+        """Makes all tasks refuse steps of a program, whoever still asks for some."""
+        request = frame(program_handle=pb.ProgramHandle(handle=handle))
+        calls = [
+            self.door.call(task, "UnregisterProgram", request)
+            for task in self.door.tasks()
+        ]
+        # Who does not answer does none.
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def give_data(self, task: TaskName, name: str) -> None:
+        """Gives a task a data set that another one has, or opens the source.
+
+        Raises:
+          DataError: nobody has it.
+        """
+        if self.order.source:
+            source = pb.OpenSource(name=name, source=self.order.source)
+            await self.door.call(
+                task, "OpenSource", frame(open_source=source), timeout_s=COMPILE_S
+            )
+            return
+        send = pb.SendData(name=name, task=task)
+        others = [other for other in self.door.tasks() if other != task]
+        # The master has it, or a worker.
+        for holder in sorted(others, key=lambda other: other != self.door.task):
+            try:
+                request = frame(send_data=send)
+                await self.door.call(holder, "SendData", request, timeout_s=_DATA_S)
+            except JGError as error:
+                _LOG.debug("%s does not send '%s': %s", holder, name, error.message)
+            else:
+                return
+        raise DataError(f"no task that answers has the data set '{name}' for {task}")
+
+
+def _first(handle: str) -> str:
+    """Returns which handle a program had first."""
+    return handle.partition("~")[0]

@@ -1,0 +1,158 @@
+"""Calls to a task that save its variables to checkpoint files, or load them."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from jgraph.cluster.shard_messages import Shard, shard_from, state_of
+from jgraph.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointSpaceError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.plan.program.program import StoredVariable
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.rpc.wire.table_codec import table_from
+from jgraph.runtime.files.blocks import Sums
+from jgraph.runtime.files.shard_files import FULL, proven, read_slice, write_slice
+from jgraph.runtime.store.store import VariableStore
+
+_THREADS = 4
+T = TypeVar("T")
+
+
+def save_shards(
+    task: TaskName,
+    store: VariableStore,
+    request: Frame,
+    check_place: Callable[[], None],
+) -> Frame:
+    """Answers "SaveShards": writes variables to files, and tells their checksums.
+
+    Args:
+      task: this one.
+      store: has the variables.
+      request: the call.
+      check_place: see ``TaskHost``.
+
+    Raises:
+      FencedError: another process has the place of this one.
+      CheckpointPathError: this task does not have the directory that the client has.
+      CheckpointSpaceError: there is no room.
+      CheckpointError: the disk refuses.
+      UninitializedError: a variable has no value.
+    """
+
+    def save(directory: int, shard: Shard) -> Sums:
+        (value,) = store.read([shard.variable])
+        check_place()
+        return write_slice(directory, shard.rows, value)
+
+    return _each(task, body_of(request), save, CheckpointError)
+
+
+def load_shards(task: TaskName, store: VariableStore, request: Frame) -> Frame:
+    """Answers "LoadShards": reads variables from files, and tells their checksums.
+
+    They are stored when all were read, unless they are only to be looked at.
+
+    Raises:
+      CheckpointPathError: this task does not have the directory that the client has.
+      CheckpointCorruptError: the files cannot be read.
+      VariableMismatchError: a stored variable has another shape or dtype.
+    """
+    body = body_of(request)
+    found: dict[StoredVariable, Any] = {}
+
+    def load(directory: int, shard: Shard) -> Sums:
+        value, sums = read_slice(directory, shard.rows)
+        if not body.check_only:
+            found[shard.variable] = value
+        return sums
+
+    reply = _each(task, body, load, CheckpointCorruptError)
+    store.write([*found], [*found.values()], owned=range(len(found)))
+    return reply
+
+
+def _each(
+    task: TaskName,
+    body: Any,
+    do: Callable[[int, Shard], Sums],
+    refused: type[CheckpointError],
+) -> Frame:
+    shards = [shard_from(task, message) for message in body.shards]
+    try:
+        with proven(body.directory, body.proof) as directory:
+            sums = _in_threads(lambda shard: do(directory, shard), shards)
+    except OSError as error:
+        kind = CheckpointSpaceError if error.errno in FULL else refused
+        raise kind(
+            f"{task} cannot use the files of the checkpoint in {body.directory}: "
+            f"{error.strerror}",
+            path=body.directory,
+            task=task,
+        ) from error
+    rows = [
+        pb.ShardSum(shard=number, block=block, crc32=crc)
+        for number, blocks in enumerate(sums)
+        for block, crc in blocks.items()
+    ]
+    return frame(shard_sums=pb.ShardSums(sums=rows))
+
+
+def _in_threads(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="jgraph-shards") as pool:
+        return list(pool.map(do, shards))
+
+
+def read_table(store: VariableStore, request: Frame) -> Frame:
+    """Answers "ReadTable": what a shard did, and all of its rows if they are asked for.
+
+    Raises:
+      VariableMismatchError: the table is another one here.
+    """
+    body = body_of(request)
+    entry = store.hash_table(body.container, table_from(body.table))
+    with entry.lock:
+        state = {} if body.counts_only else entry.shard.state()
+        report = _report(entry.shard)
+    return frame(hash_table_reply=report, tensors=list(state.values()))
+
+
+def table_statuses(store: VariableStore) -> list[pb.HashTableStatus]:
+    """Returns how the shards of all tables stand; waits for no update."""
+    return [
+        pb.HashTableStatus(
+            container=container,
+            name=shard.spec.name,
+            capacity_bytes=shard.spec.capacity_bytes,
+            report=_report(shard),
+        )
+        for container, shard in store.hash_tables()
+    ]
+
+
+def load_table(store: VariableStore, request: Frame) -> Frame:
+    """Answers "LoadTable": the shard's rows are those of the request from now on.
+
+    Raises:
+      VariableMismatchError: the table is another one here.
+      MalformedMessageError: rows that are not of this table.
+    """
+    body = body_of(request)
+    spec = table_from(body.table)
+    state = state_of(spec, request.tensors)
+    entry = store.hash_table(body.container, spec)
+    with entry.lock:
+        entry.shard.restore(state)
+        return frame(hash_table_reply=_report(entry.shard))
+
+
+def _report(shard: Any) -> pb.HashTableReply:
+    counts = asdict(shard.counts)
+    return pb.HashTableReply(rows=len(shard), nbytes=shard.nbytes, **counts)

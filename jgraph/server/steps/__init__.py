@@ -1,0 +1,1 @@
+"""Steps on a task: driver, executor threads, what they wait for."""

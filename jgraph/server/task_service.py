@@ -1,0 +1,400 @@
+"""Task service: the handler of step frames and of calls to one task."""
+
+import asyncio
+import logging
+import os
+import platform
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, final
+
+import jax
+import jax.export
+import numpy as np
+import psutil
+
+from jgraph.clock import Clock
+from jgraph.cluster.drain import SHARE, Farewell
+from jgraph.cluster.events import EventLog
+from jgraph.cluster.log_tail import kept_log
+from jgraph.cluster.methods import Method
+from jgraph.cluster.requests import check_request
+from jgraph.errors import (
+    DeadlineError,
+    FencedError,
+    JGError,
+    TaskLostError,
+    UnknownMethodError,
+)
+from jgraph.failpoints import failpoint
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.exchange.backlog import default_queue_limit
+from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
+from jgraph.rpc.shared_memory.lending import copy_seconds
+from jgraph.rpc.status import from_status, to_status
+from jgraph.rpc.transport import Frame, Transport
+from jgraph.rpc.wire.program_codec import decode_program
+from jgraph.runtime.compute_errors import as_error
+from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
+from jgraph.runtime.executor import Outcome
+from jgraph.runtime.feeds import by_name
+from jgraph.runtime.rendezvous import StepKey
+from jgraph.runtime.step_times import StepTimes
+from jgraph.runtime.task import TaskRuntime
+from jgraph.server.allocator import give_back_memory
+from jgraph.server.gates.gates import Gates
+from jgraph.server.loops.dealer import Dealers
+from jgraph.server.loops.task_loops import TaskLoops
+from jgraph.server.replication.streams import ChangeStreams
+from jgraph.server.state_service import (
+    load_shards,
+    load_table,
+    read_table,
+    save_shards,
+    table_statuses,
+)
+from jgraph.server.steps.driver import StepDriver, waits_of
+from jgraph.server.steps.task_host import TaskHost
+
+# A participant gives a step up this long after its driver should have.
+_GRACE_S = 10.0
+_NEW_WORK: Final = frozenset({"RunStep", "RunLoop", "RegisterProgram"})
+_NEW_LOOPS: Final = frozenset({"RunLoop"})
+
+
+@final
+class TaskService:
+    """The handler of a task's transport.
+
+    Args:
+      task: the task's name.
+      transport: carries frames; already started or about to be.
+      clock: time for reports.
+      shutdown: called when a client asks the server to end, with the grace in seconds.
+      records_dir: where the logs of updates go; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        task: TaskName,
+        transport: Transport,
+        clock: Clock,
+        shutdown: Callable[[float], None],
+        records_dir: Path | None = None,
+    ) -> None:
+        self.task = task
+        self.incarnation = 0
+        self.address = ""
+        self.health_port = 0
+        self.leaving = False
+        """It was told to end; those who hold it may still use it."""
+        self.draining = False
+        self.farewell = Farewell()
+        self.events = EventLog(task)
+        self.replaced: FencedError | None = None
+        """Set: another process has the place of this one, which ends."""
+        self.shell = TaskHost(transport, clock)
+        self.runtime = TaskRuntime(task, self.shell)
+        self.runtime.max_early_bytes = default_queue_limit()
+        self.driver = StepDriver(self.runtime, transport, self.shell.orders)
+        self.records = ChangeStreams(transport, self.runtime, self.shell, records_dir)
+        self.gates = Gates(task, transport, self.runtime.gates)
+        self.dealers = Dealers(clock)
+        self._transport = transport
+        self._clock = clock
+        self._shutdown = shutdown
+        self.loops = TaskLoops(
+            task, transport, clock, self.shell, self.driver, self.gates, self.dealers
+        )
+        self._drivers_of: dict[StepKey, tuple[TaskName, asyncio.TimerHandle]] = {}
+        self.methods: dict[str, Method] = {
+            "TaskStatus": self._task_status,
+            "RegisterProgram": self._register_program,
+            "UnregisterProgram": self._unregister_program,
+            "RunStep": self._run_step,
+            **self.loops.methods,
+            **self.records.methods,
+            "GateReport": self._gate_report,
+            "Variables": self._variables,
+            "ReadTable": self._read_table,
+            "LoadTable": self._load_table,
+            "SaveShards": self._save_shards,
+            "LoadShards": self._load_shards,
+            "Reset": self._reset,
+            "TaskLog": self._task_log,
+            "Farewell": self.farewell.held,
+            "Shutdown": self._shut_down,
+        }
+
+    # ------------------------------------------------------------ step frames
+
+    def frame_received(self, src: TaskName, received: Frame) -> None:
+        """Takes a frame of the path of a step."""
+        body = body_of(received)
+        match kind_of(received):
+            case "values":
+                if body.HasField("start"):
+                    self._start_part(src, body.start)
+                step = body.handle, body.step_id
+                self.runtime.deliver(step, body.key, received.tensors)
+            case "gate_event":
+                self.gates.received(src, body)
+            case "start_step":
+                self._start_part(src, body)
+            case "step_done":
+                error = from_status(body.status) if body.HasField("status") else None
+                step = body.handle, body.step_id
+                nodes = received.tensors[0] if received.tensors else None
+                self.driver.part_over(src, step, error, nodes)
+            case "record":
+                self.records.received(src, received)
+            case "records_kept":
+                self.records.kept(body)
+            case "abort_step":
+                error = from_status(body.reason)
+                self.runtime.abort((body.handle, body.step_id), error)
+
+    def peer_lost(self, peer: TaskName, error: JGError) -> None:
+        """Ends every step that needs ``peer``; all, if it says that we are replaced."""
+        if isinstance(error, FencedError) and self.replaced is None:
+            why = f"{self.task} ends: {error}"
+            self.events.note("replaced", why, level=logging.ERROR)
+            self.replaced = error
+            self._shutdown(0.0)
+        why = error.message if peer in error.message else f"{peer}: {error.message}"
+        self.events.note("lost", why, level=logging.WARNING)
+        self.driver.peer_lost(peer, error)
+        for step, (driver, _) in list(self._drivers_of.items()):
+            if driver == peer:
+                self.runtime.abort(step, error)
+        self.gates.peer_lost(peer)
+        self.loops.peer_lost(peer)
+        self.records.peer_lost(peer, error)
+
+    def _start_part(self, driver: TaskName, order: pb.StartStep) -> None:
+        failpoint("step.received")
+        self.gates.step_started(driver, order.handle)
+        step = order.handle, order.step_id
+
+        def over(outcome: Outcome, times: StepTimes) -> None:
+            _, timer = self._drivers_of.pop(step)
+            timer.cancel()
+            self._report_part(driver, step, outcome, times)
+
+        def late() -> None:
+            waited = ", ".join(self.runtime.waiting_for(step)) or "its turn"
+            error = DeadlineError(
+                f"{self.task} gave up step {step[1]} of '{step[0]}' after "
+                f"{order.timeout_s + _GRACE_S:g} s; it waited for {waited} and heard "
+                f"nothing from its driver {driver}"
+            )
+            self.runtime.abort(step, error)
+
+        timer = asyncio.get_running_loop().call_later(order.timeout_s + _GRACE_S, late)
+        self._drivers_of[step] = driver, timer
+        try:
+            self.runtime.start_step(
+                step, over, ordered=order.ordered, trace=order.trace
+            )
+        except JGError as error:
+            over(error, StepTimes())
+        failpoint("step.begun")
+
+    def _report_part(
+        self, driver: TaskName, step: StepKey, outcome: Outcome, times: StepTimes
+    ) -> None:
+        done = pb.StepDone(handle=step[0], step_id=step[1])
+        if isinstance(outcome, BaseException):
+            done.status.CopyFrom(to_status(as_error(outcome, self.task)))
+        tensors = () if times.nodes is None else (times.nodes,)
+        told = frame(step_done=done, tensors=tensors)
+
+        def say() -> None:
+            failpoint("step.done")
+            self._transport.post(driver, told)
+            failpoint("step.told")
+
+        self.gates.when_settled(step, say)
+
+    async def drain(self, grace_s: float) -> None:
+        """Takes no new work and lets what runs end, for at most ``grace_s`` seconds.
+
+        Begins no loop at once, and no step when those who hold the task let it go.
+        """
+        ends, idle = self._clock.now() + grace_s, asyncio.Event()
+        self.leaving = True
+        self.loops.leave()
+        await self.farewell.say(SHARE * grace_s)
+        self.draining = True
+        self.loops.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ends - self._clock.now()):
+                await self.loops.wait_ended()
+                self.runtime.when_idle(idle.set)
+                await idle.wait()
+
+    # ------------------------------------------------------------ calls
+
+    def handle_call(self, method: str, request: Frame) -> AsyncIterator[Frame]:
+        """Answers a call."""
+        answer = self.methods.get(method)
+        if answer is None:
+            raise UnknownMethodError(
+                f"{self.task} has no method '{method}'; this server runs jgraph "
+                f"{installed_version('jgraph')}, the caller may run another version"
+            )
+        check_request(method, request)
+        refused = _NEW_WORK if self.draining else _NEW_LOOPS
+        if self.leaving and method.removeprefix("Master.") in refused:
+            raise TaskLostError(
+                f"{self.task} is being stopped and takes no new work", task=self.task
+            )
+        return answer(request)
+
+    def status(self) -> pb.TaskStatus:
+        """Returns the facts about this task."""
+        return pb.TaskStatus(
+            task=self.task,
+            incarnation=self.incarnation,
+            address=self.address,
+            platform=jax.export.default_export_platform(),  # "cuda", not "gpu"
+            state="draining" if self.leaving else "ready",
+            pid=os.getpid(),
+            rss_bytes=psutil.Process().memory_info().rss,
+            jgraph=installed_version("jgraph"),
+            jax=jax.__version__,
+            python=platform.python_version(),
+            variable_bytes=self.runtime.store.nbytes,
+            programs=self.runtime.programs,
+            health_port=self.health_port,
+            device_count=jax.local_device_count(),
+            compilations=self.runtime.cache.compilations,
+            busy_s={
+                **self.shell.busy(),
+                "copy": copy_seconds(),
+                "process": time.process_time(),
+            },
+            hash_tables=table_statuses(self.runtime.store),
+            steps=waits_of(self.runtime, self.driver),
+        )
+
+    async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:
+        yield frame(task_status=self.status())
+
+    async def _register_program(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        before = self.runtime.cache.compilations
+        program = decode_program(body.program, request.tensors)
+        loaded = await self.shell.run(lambda: self.runtime.load(program))
+        tasks = [TaskName(task) for task in body.participants]
+        self.runtime.register(body.handle, program, loaded, tasks)
+        compiled = self.runtime.cache.compilations - before
+        yield frame(
+            program_handle=pb.ProgramHandle(handle=body.handle, compilations=compiled)
+        )
+
+    async def _unregister_program(self, request: Frame) -> AsyncIterator[Frame]:
+        self.runtime.unregister(body_of(request).handle)
+        await asyncio.to_thread(give_back_memory)
+        yield frame(empty=pb.Empty())
+
+    def run_at_once(
+        self, handle: str, arrays: Sequence[np.ndarray[Any, Any]], limit_s: float
+    ) -> list[np.ndarray[Any, Any]] | None:
+        """Runs a step in this thread if that is all it needs.
+
+        Args:
+          handle: the program.
+          arrays: its feeds, in order.
+          limit_s: what it may take, as far as is known.
+
+        Returns:
+          The fetches; None, and nothing was done, where it must be driven.
+
+        Raises:
+          JGError: as the call ``RunStep`` would.
+        """
+        try:
+            return self.runtime.run_at_once(handle, arrays, limit_s)
+        except JGError:
+            raise
+        except Exception as error:
+            raise as_error(error, self.task) from error
+
+    async def _run_step(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        if not body.trace:
+            found = self.run_at_once(body.handle, request.tensors, ALWAYS_AT_ONCE_S)
+            if found is not None:
+                yield frame(empty=pb.Empty(), tensors=found)
+                return
+        fetches, parts = await self.driver.run(
+            body.handle,
+            by_name(self.runtime.program(body.handle), request.tensors),
+            timeout_s=body.timeout_s,
+            trace=body.trace,
+        )
+        if not body.trace:
+            yield frame(empty=pb.Empty(), tensors=fetches)
+            return
+        told = [
+            pb.PartTrace(task=part.task, asked_s=part.asked_s, told_s=part.told_s)
+            for part in parts
+        ]
+        times = [part.times for part in parts]
+        trace = pb.StepTrace(parts=told)
+        yield frame(step_trace=trace, tensors=[*fetches, *times])
+
+    async def _gate_report(self, request: Frame) -> AsyncIterator[Frame]:
+        rows = self.gates.staleness(body_of(request).gate)
+        yield frame(gate_table=pb.GateTable(rows=rows))
+
+    async def _variables(self, request: Frame) -> AsyncIterator[Frame]:
+        chosen = set(body_of(request).containers)
+        rows = [
+            pb.VariableInfo(
+                container=row.container,
+                name=row.name,
+                type=pb.TensorType(dtype=row.type.dtype, shape=row.type.shape),
+                version=row.version,
+                task=self.task,
+            )
+            for row in self.runtime.store.table()
+            if not chosen or row.container in chosen
+        ]
+        yield frame(variable_table=pb.VariableTable(variables=rows))
+
+    async def _read_table(self, request: Frame) -> AsyncIterator[Frame]:
+        yield await self.shell.run(lambda: read_table(self.runtime.store, request))
+
+    async def _load_table(self, request: Frame) -> AsyncIterator[Frame]:
+        yield await self.shell.run(lambda: load_table(self.runtime.store, request))
+
+    async def _save_shards(self, request: Frame) -> AsyncIterator[Frame]:
+        task, store, check = self.task, self.runtime.store, self.shell.check_place
+        yield await self.shell.run(lambda: save_shards(task, store, request, check))
+
+    async def _load_shards(self, request: Frame) -> AsyncIterator[Frame]:
+        store = self.runtime.store
+        yield await self.shell.run(lambda: load_shards(self.task, store, request))
+
+    async def _reset(self, request: Frame) -> AsyncIterator[Frame]:
+        containers = list(body_of(request).containers)
+        self.runtime.reset(containers)
+        self.records.drop(containers)
+        self.gates.drop(containers or list(self.runtime.gates))
+        self.loops.forget_data(containers)
+        yield frame(empty=pb.Empty())
+
+    async def _task_log(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        kept = self.events.lines if body.events else kept_log()
+        last, lines = kept.after(body.after, body.limit)
+        yield frame(log_lines=pb.LogLines(last=last, lines=lines))
+
+    async def _shut_down(self, request: Frame) -> AsyncIterator[Frame]:
+        yield frame(empty=pb.Empty())
+        self._shutdown(body_of(request).grace_s)

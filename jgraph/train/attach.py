@@ -1,0 +1,199 @@
+"""Attach: follows a detached run that another client began."""
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, final
+
+from jgraph.client.cluster import Cluster
+from jgraph.client.runs.failover import take_over, wait_for_new_master
+from jgraph.client.runs.runs import RunInfo, position_of, reports_of, stop_run
+from jgraph.client.runs.seen_reports import ReportDeduplicator
+from jgraph.clock import Clock
+from jgraph.cluster.drain import told_to_end
+from jgraph.errors import (
+    ClusterUnreachableError,
+    ConfigError,
+    JGError,
+    TaskLostError,
+    UninitializedError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.rpc.frames import body_of
+from jgraph.rpc.transport import Frame
+from jgraph.train.model.metrics import CONTRIBUTIONS, metrics_by_name
+from jgraph.train.parts import TrainerBuild, TrainerConfig
+from jgraph.train.run.history import History
+from jgraph.train.run.run import Result, Run
+from jgraph.train.run.watch import Watch
+from jgraph.train.state.runner import Chunk
+from jgraph.train.state.size_limits import KEPT_BYTES
+from jgraph.train.strategies.async_runner import AsyncRunner
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncRunner
+
+_LOG = logging.getLogger("jgraph.run")
+_A_WEEK_S: Final = 7 * 86400.0
+
+
+def find_run(cluster: Cluster, name: str | None) -> RunInfo:
+    """Returns a run of a cluster by its name; the only one that goes on if None.
+
+    Raises:
+      ConfigError: there is none, or several; says which there are.
+    """
+    runs = cluster.runs()
+    if name is None:
+        found = [run for run in runs if run.state == "running"]
+    else:
+        found = [run for run in runs if run.name == name]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"'{run.name}' ({run.state})" for run in runs) or "none"
+    wanted = "one run that goes on" if name is None else f"the run '{name}'"
+    raise ConfigError(
+        f"the cluster does not have {wanted}; its runs are: {known}. Runs outlive "
+        "their client with fit(…, detached=True)"
+    )
+
+
+def attach(
+    result: Result, given: TrainerConfig, parts: TrainerBuild, name: str | None
+) -> Run:
+    """Returns a run that another client began; see ``Trainer.attach``."""
+    cluster = given.cluster
+    check_detachable(cluster, given.strategy)
+    assert cluster is not None  # checked
+    info = find_run(cluster, name)
+    try:
+        runner = parts.adopt(info.container, position_of(cluster, info))
+    except UninitializedError as error:
+        where = info.checkpoints
+        where = where and f", from its checkpoint: trainer.restore('{where}')"
+        raise TaskLostError(
+            f"run '{info.name}' is {info.state}, and a ps has lost what it held "
+            f"({error.message.rstrip('.')}); go on with another run{where}",
+            run=info.name,
+        ) from error
+    history, stop = History(info.first_step), threading.Event()
+    run = Run(result, history, stop)
+    AttachedRun(cluster, info, run, history, runner, stop, given.clock).start()
+    return run
+
+
+@final
+@dataclass(slots=True)
+class AttachedRun:
+    """What follows a run of another client.
+
+    Attributes:
+      cluster: where it is.
+      info: which run; at its newest master.
+      run: the user's handle.
+      history: where measurements go.
+      runner: has its variables.
+      stop: set from another thread: ask it to stop.
+      clock: measures rates.
+    """
+
+    cluster: Cluster
+    info: RunInfo
+    run: Run
+    history: History
+    runner: AsyncRunner | SyncRunner
+    stop: threading.Event
+    clock: Clock
+
+    def start(self) -> None:
+        """Begins in a thread."""
+        for work in (self._work, self._stop):
+            threading.Thread(target=work, name="jgraph-attached", daemon=True).start()
+
+    def _work(self) -> None:
+        watch = Watch(self.history, self.info.steps, self.info.batch_size, self.clock)
+        error: BaseException | None = None
+        values, position = None, None
+        try:
+            for chunk in self._chunks():
+                self.run.report(watch.take(chunk))
+            if self.runner.nbytes() <= KEPT_BYTES:
+                values = self.runner.values()
+            self.history.ended(self.runner.global_step())
+            position = position_of(self.cluster, self.info)
+            self.runner.adopt(position)  # where to go on
+        except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
+            error = caught
+        done = "done" if self.history.steps >= self.info.steps else "stopped"
+        self.run.finish("failed" if error else done, values, position, error)
+        self.stop.set()
+
+    def _chunks(self) -> Iterator[Chunk]:
+        for reply in self._reports():
+            body = body_of(reply)
+            steps, seconds, *fetches = reply.tensors
+            if body.HasField("error"):
+                _LOG.warning("a worker was lost: %s", body.error.message)
+            if len(steps):
+                metrics = metrics_by_name(self.info.metrics, fetches)
+                together = self.info.synchronous
+                yield Chunk(
+                    0 if together else body.replica,
+                    *(steps, seconds, metrics, dict(body.times)),
+                    {TaskName(task): count for task, count in body.dropped.items()},
+                    batches=int(metrics[CONTRIBUTIONS].sum()) if together else None,
+                )
+
+    def _reports(self) -> Iterator[Frame]:
+        """Yields what the loops tell, at one master after the other."""
+        seen: defaultdict[int, ReportDeduplicator] = defaultdict(ReportDeduplicator)
+        while True:
+            try:
+                if self.stop.is_set():  # a master before may not have heard it
+                    stop_run(self.cluster, self.info)
+                for reply in reports_of(self.cluster, self.info, _A_WEEK_S):
+                    new = seen[body_of(reply).replica].unseen(reply)
+                    if new is not None:
+                        yield new
+                newest = [r for r in self.cluster.runs() if r.name == self.info.name]
+                if newest and newest[0].epoch > self.info.epoch:
+                    (self.info,) = newest
+                elif newest and newest[0].state == "running":
+                    raise told_to_end(self.info.master)  # its heir takes over just now
+                else:
+                    return
+            except (ClusterUnreachableError, TaskLostError) as error:
+                lost = self.info.master
+                if self.cluster.master == lost:
+                    take_over(self.cluster, error)
+                name, epoch = self.info.name, self.info.epoch
+                self.info = wait_for_new_master(self.cluster, name, epoch, error, lost)
+
+    def _stop(self) -> None:
+        self.stop.wait()  # it is also set when the run is over
+        if self.run.state != "running":
+            return
+        try:
+            stop_run(self.cluster, self.info)
+        except JGError as error:
+            _LOG.warning("run '%s' could not be stopped: %s", self.info.name, error)
+
+
+def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:
+    """Refuses runs that cannot outlive their client.
+
+    Raises:
+      ConfigError: says why.
+    """
+    if cluster is not None and cluster.ends_with_client:
+        raise ConfigError(
+            "detached=True lets the run go on when this process is gone, and the tasks "
+            "of a jg.LocalCluster end with it; start them with `jgraph up` and connect "
+            "with jg.connect(…)"
+        )
+    if cluster is None:
+        raise ConfigError(
+            f"detached=True needs a cluster, and {strategy!r} trains in this process, "
+            "which ends with it; give Trainer(…, cluster=jg.connect(…))"
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints: written, verified, pruned, read from other programs."""

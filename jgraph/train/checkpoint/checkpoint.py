@@ -1,0 +1,342 @@
+"""Checkpoints that Orbax reads without jgraph.
+
+Layout: ``{"params": …, "opt_state": …, "state": …, "global_step": …}``. ``params`` and
+``state`` are nested dicts by name; ``opt_state`` is the optax state over such
+``params``, so that ``tx.init(params)`` is a target for ``opt_state``:
+
+    tree = orbax.checkpoint.StandardCheckpointer().restore(path)
+    tree["params"]["Dense_0"]["kernel"]
+
+Beside the arrays, ``jgraph_manifest.json`` has the checksum of each, and says where in
+the data the training was.
+"""
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.errors import CheckpointError, CheckpointPathError
+from jgraph.runtime.files.manifest import (
+    Leaf,
+    Manifest,
+    damaged,
+    directory_of,
+    read_manifest,
+)
+from jgraph.runtime.files.shard_files import stored_dtype
+from jgraph.runtime.files.step_files import check_replaceable, put_back
+from jgraph.train.checkpoint.array_files import load_arrays, read_arrays
+from jgraph.train.model.trees import Tree
+from jgraph.train.state.remote_arrays import RemoteArray
+from jgraph.train.state.runner import Position
+
+
+def save(
+    path: str | Path,
+    tree: Tree,
+    position: Position = None,
+    *,
+    overwrite: bool = False,
+    generation: int = 0,
+    before_commit: Callable[[], None] = lambda: None,
+    evaluation: Mapping[str, float] | None = None,
+) -> Path:
+    """Writes a state tree to a new directory, and returns its absolute path.
+
+    Args:
+      path: the directory; ``~`` and relative paths are fine.
+      tree: ``{"params", "opt", "state", "global_step"}``, of arrays; those that tasks
+        have (``RemoteArray``) are written by them.
+      position: where in the data the training is.
+      overwrite: replace a checkpoint of jgraph, once the new one is complete.
+      generation: of the writer's lease; 0 without one.
+      before_commit: called when everything is on disk; what it raises stops the save.
+      evaluation: metrics of the copy that is saved.
+
+    Raises:
+      CheckpointError: the directory exists, or cannot be written.
+      CheckpointForeignError: jgraph did not write what is there.
+      CheckpointSpaceError: there is no room for it.
+      ClusterError: a task that has an array is lost.
+    """
+    from jgraph.train.checkpoint import commit
+
+    target = absolute(path)
+    put_back(target)
+    if target.exists() and not overwrite:
+        raise CheckpointError(
+            f"{target} exists; choose another path, or save(…, overwrite=True)",
+            path=str(target),
+        )
+    check_replaceable(target)
+    layout = jax.tree.map(_here, _layout(tree))
+    check_names(commit.names_of(layout))
+    commit.check_room(target, commit.nbytes_of(layout))
+    manifest = Manifest(
+        step=int(layout["global_step"]),
+        leaves={},
+        position=position,
+        generation=generation,
+        saved=datetime.now(UTC).isoformat(timespec="seconds"),
+        evaluation=evaluation,
+    )
+    commit.write(target, layout, manifest, before_commit=before_commit)
+    return target
+
+
+def restore(
+    path: str | Path,
+    like: Tree,
+    growing: Collection[str] = frozenset(),
+    *,
+    check_first: bool = True,
+) -> Tree:
+    """Reads a state tree from a checkpoint, and compares it with its checksums.
+
+    Args:
+      path: a directory that ``save`` wrote.
+      like: a tree of the same model; every leaf must agree in shape and dtype. Those
+        on tasks (``RemoteArray``) are read and stored by them, and stay as they are in
+        what is returned.
+      growing: names of leaves, ``params/ads/rows``, that have any number of rows.
+      check_first: read what tasks take twice, so that a damaged checkpoint changes
+        nothing; else what they have after an error is undefined.
+
+    Raises:
+      CheckpointError: no checkpoint there, or one of another model; names the first
+        leaf that differs.
+      CheckpointCorruptError: it is not what was written.
+      ClusterError: a task that takes an array is lost.
+    """
+    from jgraph.train.checkpoint import commit
+
+    target = absolute(path)
+    put_back(target)
+    manifest = read_manifest(target)
+    layout = _layout(like)
+    wanted = commit.names_of(_resized(layout, manifest.leaves, growing))
+    _check(manifest.leaves, wanted, str(target))
+    _check_types(manifest, target)
+    found = _read(target, manifest, wanted, check_first=check_first)
+    leaves = [found.get(name, leaf) for name, leaf in wanted.items()]
+    return _from_layout(jax.tree.unflatten(jax.tree.structure(layout), leaves), like)
+
+
+def _read(
+    target: Path, manifest: Manifest, wanted: Mapping[str, Any], *, check_first: bool
+) -> dict[str, Any]:
+    """Returns the arrays that come here; those of tasks are there then."""
+    from jgraph.train.checkpoint.commit import reading
+
+    kept = {n: a for n, a in wanted.items() if isinstance(a, RemoteArray)}
+    with reading(target):
+        loaded = load_arrays(target, manifest.leaves, kept, check_only=check_first)
+        manifest.compare(loaded, loaded, target)
+        left = {n: manifest.leaves[n] for n in wanted if n not in loaded}
+        arrays, described = read_arrays(target, left)
+        manifest.compare(left, described, target)
+        if check_first:
+            loaded = load_arrays(target, manifest.leaves, kept)
+            manifest.compare(loaded, loaded, target)
+    return arrays
+
+
+def verify(path: str | Path) -> Manifest:
+    """Reads all of a checkpoint, and compares it with its checksums.
+
+    Raises:
+      CheckpointError: no checkpoint there.
+      CheckpointCorruptError: it is not what was written.
+    """
+    from jgraph.train.checkpoint import commit
+
+    target = absolute(path)
+    put_back(target)
+    manifest = read_manifest(target)
+    _check_types(manifest, target)
+    with commit.reading(target):
+        _, described = read_arrays(target, manifest.leaves)
+    manifest.compare(manifest.leaves, described, target)
+    return manifest
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuses arrays that would have one directory; Orbax writes a dot for each level.
+
+    Raises:
+      CheckpointError: names two of them.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        other = found.setdefault(directory_of(name), name)
+        if other != name:
+            raise CheckpointError(
+                f"a checkpoint cannot have both '{other}' and '{name}': Orbax stores "
+                f"both as '{directory_of(name)}'; give one of them a name without dots",
+                leaves=[other, name],
+            )
+
+
+def absolute(path: str | Path) -> Path:
+    """Returns the path that a user means.
+
+    Raises:
+      CheckpointPathError: it cannot be a directory of this machine.
+    """
+    try:
+        text = os.fspath(path)
+        target = Path(text).expanduser().absolute()
+        if not (why := _why_not(text)):
+            with suppress(FileNotFoundError):
+                target.stat()
+            return target
+    except (OSError, RuntimeError, TypeError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+    raise CheckpointPathError(
+        f"{path!r:.80} cannot be a directory of checkpoints: {why}; give one of this "
+        "machine, for example 'runs/mlp'",
+        path=str(path),
+    )
+
+
+def _why_not(text: str) -> str:
+    if not text:
+        return "it is empty"
+    if "\0" in text:
+        return "it has a zero byte"
+    if re.match(r"[A-Za-z][\w+.-]+:/", text):
+        return "it is an address of an object store"
+    return ""
+
+
+def _check_types(manifest: Manifest, target: Path) -> None:
+    """Compares what Orbax would read with the manifest, before memory is taken."""
+    from jgraph.train.checkpoint import commit
+
+    found = commit.names_of(commit.read_types(target))
+    for name in sorted(manifest.leaves.keys() | found.keys()):
+        leaf, stored = manifest.leaves.get(name), found.get(name)
+        if leaf is None or stored is None or _in_files(leaf) != _type(stored):
+            raise damaged(target, f"leaf '{name}' has another type or is gone", [name])
+
+
+def _resized(
+    wanted: Tree,
+    stored: Mapping[str, Leaf],
+    growing: Collection[str],
+) -> Tree:
+    """Returns arrays of the types to read; those that grow as they are stored.
+
+    NumPy's: JAX's would be put on a device, and cast where it has no float64.
+    """
+    names = {re.sub("^opt/", "opt_state/", name) for name in growing}
+
+    def resize(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if isinstance(leaf, RemoteArray):
+            return leaf
+        shape = leaf.shape
+        if name in names and name in stored and stored[name].shape:
+            shape = (stored[name].shape[0], *shape[1:])
+        return np.broadcast_to(np.zeros((), leaf.dtype), shape)
+
+    return jax.tree_util.tree_map_with_path(resize, wanted)
+
+
+def restore_position(path: str | Path) -> Position:
+    """Returns where in the data the training was; None: the checkpoint does not say.
+
+    Raises:
+      CheckpointCorruptError: what it says cannot be read.
+    """
+    return read_manifest(absolute(path)).position
+
+
+def _layout(tree: Tree) -> Tree:
+    """Returns the tree as it is stored: plain arrays, random keys as their data."""
+    return stored_as(jax.tree.map(_plain, tree))
+
+
+def stored_as(tree: Tree) -> Tree:
+    """Returns the tree with the names that checkpoints have."""
+    return {
+        "params": tree["params"],
+        "opt_state": tree["opt"],
+        "state": tree["state"],
+        "global_step": tree["global_step"],
+    }
+
+
+def _from_layout(stored: Tree, like: Tree) -> Tree:
+    named = {
+        "params": stored["params"],
+        "opt": stored["opt_state"],
+        "state": stored["state"],
+        "global_step": stored["global_step"],
+    }
+    return jax.tree.map(_as_like, named, like)
+
+
+def _here(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, RemoteArray) else np.asarray(leaf)
+
+
+def _plain(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _as_like(leaf: Any, like: Any) -> Any:
+    if _is_key(like):
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
+    return leaf
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _check(
+    stored: Mapping[str, Leaf],
+    wanted: Mapping[str, Any],
+    where: str,
+) -> None:
+    missing = sorted(wanted.keys() - stored.keys())
+    extra = sorted(stored.keys() - wanted.keys())
+    if missing or extra:
+        what = f"has no '{missing[0]}'" if missing else f"has '{extra[0]}' besides"
+        raise CheckpointError(
+            f"the checkpoint at {where} {what}: {len(missing)} leaves are missing and "
+            f"{len(extra)} are not of this model; use the model and optimizer that "
+            "it was saved with",
+            missing=missing,
+            extra=extra,
+        )
+    wrong = [n for n in sorted(wanted) if _type(stored[n]) != _type(wanted[n])]
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"the checkpoint at {where} has {name} {_describe(stored[name])}, the "
+            f"model wants {_describe(wanted[name])}; {len(wrong)} of {len(wanted)} "
+            "leaves differ",
+            leaves=wrong,
+        )
+
+
+def _type(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(leaf.shape), np.dtype(leaf.dtype)
+
+
+def _in_files(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(leaf.shape), stored_dtype(np.dtype(leaf.dtype))
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

@@ -1,0 +1,272 @@
+"""Saver of a run: snapshots between reports, written in a thread of their own."""
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self, TypeAlias, final
+
+from jgraph.clock import SystemClock
+from jgraph.coordination.run.cuts import patience_s
+from jgraph.errors import (
+    CheckpointError,
+    CheckpointForeignError,
+    CheckpointWriterError,
+    ClusterError,
+    ConfigError,
+    JGError,
+)
+from jgraph.runtime.files.failed_saves import FailedSaves
+from jgraph.runtime.files.manifest import is_ours
+from jgraph.runtime.files.step_files import our_steps, steps_in
+from jgraph.train.checkpoint.checkpoints import Checkpoints, CheckpointWriter
+from jgraph.train.model.trees import Tree
+from jgraph.train.run.report import Report
+from jgraph.train.state.runner import Position
+
+_LOG = logging.getLogger("jgraph.checkpoint")
+_CLOCK: Final = SystemClock()
+_WENT_ON: Final = "the run went on while it was to be saved"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a run at one moment; ``release`` when it is written.
+
+    One that ``is_live`` is of the moment only until the run goes on.
+    """
+
+    step: int
+    tree: Tree
+    position: Position
+    release: Callable[[], None] = lambda: None
+    is_live: bool = False
+
+
+Take: TypeAlias = Callable[[Callable[[], None] | None], Snapshot]
+"""Takes a snapshot. While loops stand still it is given what says that they did: called
+as soon as they may go on, unless the snapshot is live."""
+
+
+@final
+class Saver:
+    """Saves when due; used by one thread, the writing is in another.
+
+    Args:
+      given: where and how often.
+      take: takes a snapshot of the run.
+      step: updates applied before the run.
+      in_process: who calls does the steps: a save that is due is taken between two of
+        them, and waits for the one before. Else loops are halted for it.
+
+    Raises:
+      CheckpointError: the directory has steps that are not before this run's.
+      CheckpointWriterError: another process writes there.
+    """
+
+    def __init__(
+        self, given: Checkpoints, take: Take, step: int, *, in_process: bool = False
+    ) -> None:
+        self._given = given
+        self._in_process = in_process
+        self._take = take
+        self._last = step
+        self._written: int | None = None
+        self._under_way: Future[None] | None = None
+        self._took_s: float | None = None
+        self._best: float | None = None
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            self._writer = stack.enter_context(
+                CheckpointWriter(given.directory, given.keep)
+            )
+            self._failed = FailedSaves(self._writer.directory)
+            _check_order(self._writer, step)
+            if given.best is not None:
+                self._best = self._writer.best(given.best)
+            self._thread = stack.enter_context(
+                ThreadPoolExecutor(1, thread_name_prefix="jgraph-checkpoint")
+            )
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # Waits for a save that is under way, then gives the directory free.
+        self._stack.close()
+
+    def note(self, step: int) -> None:
+        """Saves at ``step`` if a multiple was passed, in one process.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+        """
+        if self._under_way is not None and self._under_way.done():
+            self._settle(self._under_way)
+        every = self._given.every
+        if self._in_process and step // every != self._last // every:
+            self.wait()
+            self._begin()
+
+    def save_halted(self, go_on: Callable[[], bool]) -> None:
+        """Saves a run whose loops stand still, unless a slow save is under way.
+
+        Args:
+          go_on: lets them go on, as soon as that is possible; returns whether they
+            stood still until then: else what was taken is of no one moment.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+        """
+        if self._under_way is not None:
+            wait([self._under_way], patience_s(self._took_s))
+            if not self._under_way.done():
+                _LOG.info("not saved now: the save before is not done")
+                return
+            self._settle(self._under_way)
+
+        def check() -> None:
+            if not go_on():
+                raise CheckpointError(_WENT_ON, path=str(self.directory))
+
+        try:
+            self._begin(check=check)
+        except CheckpointWriterError:
+            raise
+        except JGError as error:
+            # The run finds out by itself what was lost. What was made for one master
+            # another does not know; it is made anew for the next save.
+            _LOG.info("not saved now: %s", error)
+
+    @property
+    def directory(self) -> Path:
+        """Where the steps are."""
+        return self._writer.directory
+
+    def save_best(self, report: Report) -> None:
+        """Saves the copy that was evaluated, if it is the best so far.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+          ConfigError: the evaluation has no such metric.
+        """
+        given, copy, found = self._given, report.copy, report.evaluated()
+        if given.best is None or copy is None:
+            return
+        if given.best not in found:
+            raise ConfigError(
+                f"Checkpoints(best='{given.best}') finds no such metric; the run has "
+                f"{', '.join(found)}"
+            )
+        if given.is_better(found[given.best], self._best):
+            self.wait()
+            self._best = found[given.best]
+            step = report.evaluation_step
+            snapshot = Snapshot(step, copy.tree, copy.position)
+            saving = self._thread.submit(self._save, snapshot, None, found)
+            self._under_way = saving
+
+    def wait(self) -> None:
+        """Waits for a save that is under way.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+        """
+        if self._under_way is not None:
+            self._settle(self._under_way)
+
+    def go_back(self, take: Take, step: int) -> None:
+        """Goes on after tasks were lost: from ``step``, with another state."""
+        self._take, self._last = take, step
+        self._failed.forget()
+
+    def save(self) -> None:
+        """Saves a run that is at rest, before a task goes; a failure is only told.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+        """
+        self.wait()
+        try:
+            self._begin(at_rest=True)
+        except ClusterError as error:
+            _LOG.warning("not saved before tasks end: %s", error)
+        self.wait()
+
+    def finish(self) -> None:
+        """Saves what came out in the end.
+
+        Raises:
+          CheckpointError: that cannot be saved.
+        """
+        self.wait()
+        self._begin(at_rest=True)
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def _begin(
+        self, *, at_rest: bool = False, check: Callable[[], None] | None = None
+    ) -> None:
+        snapshot = self._take(check)
+        before_commit = check if snapshot.is_live else None
+        due = snapshot.step not in our_steps(self._writer.directory)
+        # What was saved under way may be of a moment before, on another ps.
+        due |= at_rest and snapshot.step == self._written
+        self._last = snapshot.step
+        if due:
+            saving = self._thread.submit(self._save, snapshot, before_commit)
+            self._under_way = saving
+            if before_commit is not None:
+                self.wait()
+        else:
+            self._under_way = None
+            snapshot.release()
+
+    def _save(
+        self,
+        snapshot: Snapshot,
+        before_commit: Callable[[], None] | None,
+        evaluation: Mapping[str, float] | None = None,
+    ) -> None:
+        step, position, began = snapshot.step, snapshot.position, _CLOCK.now()
+        try:
+            tree = snapshot.tree
+            self._writer.save(step, tree, position, before_commit, evaluation)
+            self._written = step
+        finally:
+            self._took_s = _CLOCK.now() - began
+            with suppress(ClusterError):  # a task that is gone holds nothing
+                snapshot.release()
+
+    def _settle(self, saved: Future[None]) -> None:
+        self._under_way = None
+        try:
+            saved.result()
+        except CheckpointWriterError:
+            raise
+        except JGError as error:
+            # That a task was lost is told where it ends a step, too.
+            self._failed.tell(error)
+        else:
+            self._failed.forget()
+
+
+def _check_order(writer: CheckpointWriter, step: int) -> None:
+    steps = steps_in(writer.directory)
+    if steps and steps[-1] > step:
+        if not is_ours(writer.directory / str(steps[-1])):
+            raise CheckpointForeignError(
+                f"{writer.directory} has step {steps[-1]} of another program, which "
+                "this run would come to; give another directory",
+                path=str(writer.directory),
+            )
+        raise CheckpointError(
+            f"{writer.directory} has step {steps[-1]}, and this Trainer is at {step}; "
+            f"go on from there with trainer.restore('{writer.directory}'), or give "
+            "another directory",
+            path=str(writer.directory),
+        )

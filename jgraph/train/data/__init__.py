@@ -1,0 +1,1 @@
+"""Data of a training run: arrays, sources, loaders of other libraries."""

@@ -1,0 +1,178 @@
+"""Data sources that workers read themselves: named here, opened where they are read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import jax
+import numpy as np
+
+from jgraph.client.cluster import Cluster
+from jgraph.client.state.sources import SourceFacts, open_source_on
+from jgraph.errors import ConfigError, SourceError
+from jgraph.graph.ir import TaskName
+from jgraph.runtime.data.sources import open_source
+from jgraph.train.data.data import Data, Dataset, as_dataset
+from jgraph.train.data.forms import Stream
+from jgraph.view import markup
+
+Features = Mapping[str, tuple[str, Sequence[int]]]
+"""Name, and dtype and shape of one example: ``{"image": ("uint8", (28, 28))}``."""
+
+
+@final
+@dataclass(frozen=True)
+class Source:
+    """Data in files, or from a function, that every worker opens itself.
+
+    Every worker must find the same under the same path. A batch is a dict by name (of
+    a grain source: of the structure of its examples). Files are shuffled in slots of
+    some batches; ``.npz`` arrays and grain sources over all their examples.
+
+    Attributes:
+      spec: what to open, as plain data.
+
+    Raises:
+      SourceError: when it is used: no such file, a damaged one, another schema on
+        another worker, or the reader of that format is not installed there.
+      ForbiddenSourceError: when it is used: an import path that a server does not
+        allow.
+
+    Example:
+      >>> Source.parquet("/data/train-*.parquet", columns=["x", "y"])
+      Source(parquet, '/data/train-*.parquet')
+    """
+
+    spec: Mapping[str, Any]
+
+    @classmethod
+    def npz(cls, path: str) -> Self:
+        """Arrays of one ``.npz`` file, examples along axis 0."""
+        return cls({"kind": "npz", "path": path})
+
+    @classmethod
+    def parquet(cls, path: str, *, columns: Sequence[str] | None = None) -> Self:
+        """Columns of numbers, or of lists of one length; ``path`` may be a pattern."""
+        named = None if columns is None else list(columns)
+        return cls({"kind": "parquet", "path": path, "columns": named})
+
+    @classmethod
+    def tfrecord(cls, path: str, features: Features) -> Self:
+        """TFRecord files of ``tf.train.Example``; ``path`` may be a pattern.
+
+        A feature of bytes is taken as the raw bytes of its array.
+        """
+        return cls({"kind": "tfrecord", "path": path, "features": _plain(features)})
+
+    @classmethod
+    def array_record(cls, path: str, features: Features) -> Self:
+        """ArrayRecord files of ``tf.train.Example``; see ``tfrecord``."""
+        plain = _plain(features)
+        return cls({"kind": "array_record", "path": path, "features": plain})
+
+    @classmethod
+    def grain(cls, function: str, **arguments: Any) -> Self:
+        """What ``"package.module:function"`` returns when it is called there.
+
+        Anything with a length and examples by number: a grain data source or
+        ``MapDataset``. The servers must allow it: ``jgraph server --allow-source``.
+        """
+        return cls({"kind": "grain", "function": function, "arguments": arguments})
+
+    def __post_init__(self) -> None:
+        try:
+            json.dumps(self.spec)
+        except TypeError as error:
+            raise ConfigError(
+                f"a data source is described by texts and numbers: {error}"
+            ) from error
+
+    def __repr__(self) -> str:
+        what = self.spec.get("path", self.spec.get("function"))
+        return f"Source({self.spec['kind']}, {what!r})"
+
+    def open(self, cluster: Cluster | None, tasks: Sequence[TaskName] = ()) -> Dataset:
+        """Opens the source on these tasks of the cluster (all workers), or here.
+
+        Raises:
+          SourceError: see the class; also what differs between two workers.
+        """
+        # What 64-bit types become is the program's to say, and not the reader's.
+        wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+        spec = {**self.spec, **({"wide": True} if wide else {})}
+        plain = json.dumps(spec, sort_keys=True)
+        if cluster is None:
+            reader = open_source(spec, ("*",))
+            facts = SourceFacts(dict(reader.fields), reader.parts, reader.shuffle)
+            return Dataset(*_shown(facts), facts=facts, local=reader, source=plain)
+        workers = list(tasks) or cluster.tasks("worker")
+        found = [open_source_on(cluster, worker, plain) for worker in workers]
+        for worker, other in zip(workers, found, strict=True):
+            if other != found[0]:
+                raise SourceError(
+                    f"{self!r} is not the same on {workers[0]} and {worker}: "
+                    f"{_told(found[0])} there, {_told(other)} here; make the files "
+                    "alike",
+                    task=worker,
+                )
+        return Dataset(*_shown(found[0]), facts=found[0], source=plain)
+
+    def _repr_html_(self) -> str:
+        return markup.facts("Source", self.spec)
+
+
+def as_source_or_dataset(
+    data: Data | Source | Dataset,
+    cluster: Cluster | None = None,
+    *,
+    finite: bool = False,
+    batch_size: int | None = None,
+    known: Dataset | None = None,
+) -> Dataset:
+    """Opens a source, or looks at other data as ``as_dataset`` does.
+
+    Args:
+      data: what the user gave.
+      cluster: whose workers open a source; None: this process does.
+      finite: refuse NaN and infinity.
+      batch_size: examples of a batch, if the user said so.
+      known: data that was used before; an iterator goes on where it is.
+    """
+    if isinstance(data, Source):
+        return data.open(cluster)
+    if known is not None and isinstance(known.fed, Stream) and known.fed.given is data:
+        known.batch_size(batch_size)
+        return known
+    return as_dataset(data, finite=finite, batch_size=batch_size)
+
+
+def _plain(features: Features) -> dict[str, Any]:
+    return {
+        name: [np.dtype(dtype).name, list(shape)]
+        for name, (dtype, shape) in sorted(features.items())
+    }
+
+
+def _shown(facts: SourceFacts) -> tuple[dict[str, Any], Any]:
+    """Returns arrays of the right types without memory, and their structure."""
+    examples = sum(part.examples for part in facts.parts)
+    fields = {
+        name: np.broadcast_to(np.zeros((), field.dtype), (examples, *field.shape))
+        for name, field in sorted(facts.fields.items())
+    }
+    names = list(fields)
+    if names == [""]:
+        tree = jax.tree.structure(0)
+    elif names == [f"{index:03d}" for index in range(len(names))]:
+        tree = jax.tree.structure(tuple(names))
+    else:
+        tree = jax.tree.structure(dict.fromkeys(names, 0))
+    return {
+        f"data[{name!r}]" if name else "data": a for name, a in fields.items()
+    }, tree
+
+
+def _told(facts: SourceFacts) -> str:
+    fields = ", ".join(f"{name} {field}" for name, field in facts.fields.items())
+    return f"{sum(p.examples for p in facts.parts)} examples of {fields}"

@@ -1,0 +1,1 @@
+"""Evaluation and prediction, here or on a task of its own."""

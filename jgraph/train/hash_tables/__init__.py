@@ -1,0 +1,1 @@
+"""Hash tables: embeddings for ids of an unbounded space."""

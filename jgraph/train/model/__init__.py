@@ -1,0 +1,1 @@
+"""Models, losses, metrics and optimizers as a training step uses them."""

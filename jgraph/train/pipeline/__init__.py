@@ -1,0 +1,1 @@
+"""Pipelines and towers: a model over several workers in one graph."""

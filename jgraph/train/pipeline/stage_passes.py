@@ -1,0 +1,233 @@
+"""The passes of one stage of a pipeline, as functions that run alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph import _compat
+from jgraph.errors import JGError, PipelineError
+from jgraph.graph.tracing.alone import Alone, alone
+from jgraph.graph.tracing.inline import inline_calls
+from jgraph.train.model.trees import Tree
+from jgraph.train.pipeline.residuals import Residuals, residuals
+from jgraph.train.pipeline.stage import does_not_take, types_text
+
+Leaves: TypeAlias = list[Any]
+
+
+@final
+class StagePasses:
+    """The passes of one stage over microbatches of one type, traced once.
+
+    They take and give flat lists: the leaves of parameters, inputs and outputs.
+
+    Args:
+      what: the stage, for messages.
+      fn: the stage: ``fn(params, inputs, targets)`` gives what the next stage takes;
+        that of the last stage gives the loss.
+      params: types of the parameters.
+      inputs: types of what it takes from the stage before.
+      targets: types of what it takes besides.
+      input_gradients: whether gradients of the inputs are wanted.
+      share: of the last stage: how much a microbatch counts. None for the others.
+
+    Attributes:
+      outputs: types of what it gives.
+
+    Raises:
+      PipelineError: the stage does not take this, or what it gives has no gradient.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        fn: Callable[[Tree, Tree, Tree], Tree],
+        params: Tree,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        input_gradients: bool,
+        share: float | None = None,
+    ) -> None:
+        self._fn, self._what, self._share = fn, what, share
+        self._types, self._tree = jax.tree.flatten((params, inputs, targets))
+        self._num_params = len(jax.tree.leaves(params))
+        wanted = params, inputs if input_gradients else ()
+        self._wanted = [
+            n for n, leaf in enumerate(jax.tree.leaves(wanted)) if is_float(leaf)
+        ]
+        self.outputs: Tree = None
+        self._back: Any = None
+        self._residuals = self._trace()
+        self._ahead = Alone(
+            "forward pass", self._residuals.forward, self._residuals.consts
+        )
+        self._alone: dict[tuple[str, bool], Alone] = {}
+
+    def forward(
+        self, params: Leaves, inputs: Leaves, label: str = ""
+    ) -> tuple[Leaves, Leaves]:
+        """Returns (outputs, what is kept for ``backward``)."""
+        results = self._ahead([*params, *inputs], label)
+        count = len(jax.tree.leaves(self.outputs))
+        return results[:count], [results[n] for n in self._residuals.kept]
+
+    def backward(
+        self,
+        params: Leaves,
+        inputs: Leaves,
+        kept: Leaves,
+        gradients: Leaves,
+        sums: Leaves,
+        label: str = "",
+    ) -> tuple[Leaves, Leaves]:
+        """Returns (new sums of the parameters' gradients, gradients of the inputs).
+
+        Args:
+          params: as for ``forward``.
+          inputs: as for ``forward``.
+          kept: from ``forward``.
+          gradients: of the outputs that are floats; none for the last stage.
+          sums: so far; empty at first.
+          label: names the pass, for people.
+        """
+        args = [*params, *inputs, *kept, *gradients, *sums]
+
+        def run(*args: Any) -> Leaves:
+            count = len(self._types) + len(kept)
+            found = _evaluate(self._residuals, args[:count])
+            back = jax.tree.unflatten(self._back, found)
+            made = self._gradients(back, args[count : count + len(gradients)])
+            return self._added(made, args[count + len(gradients) :])
+
+        return self._split(self._run("backward pass", run, args, bool(sums), label))
+
+    def both(
+        self, params: Leaves, inputs: Leaves, sums: Leaves, label: str = ""
+    ) -> tuple[Leaves, Leaves, Leaves]:
+        """Returns (outputs, *backward(…)) of the last stage, as one pass."""
+        args = [*params, *inputs, *sums]
+
+        def run(*args: Any) -> Leaves:
+            count = len(self._types)
+            outputs, back = self._vjp(args[:count])
+            made = self._gradients(back, [])
+            return [*outputs, *self._added(made, args[count:])]
+
+        loss, *made = self._run(
+            "forward and backward pass", run, args, bool(sums), label
+        )
+        return [loss], *self._split(made)
+
+    # ------------------------------------------------------------ inside
+
+    def _trace(self) -> Residuals:
+        def run(*args: Any) -> Leaves:
+            outputs, back = self._vjp(args)
+            leaves, self._back = jax.tree.flatten(back)
+            return [*outputs, *leaves]
+
+        jaxpr, consts, _ = _compat.make_jaxpr(run, *self._types)
+        self._refuse_refs(consts)
+        count = len(jax.tree.leaves(self.outputs))
+        return residuals(inline_calls(jaxpr, consts), count, self._num_params)
+
+    def _vjp(self, args: Sequence[Any]) -> tuple[Leaves, Any]:
+        """Returns the outputs, and what gives the gradients of what is wanted."""
+
+        def over_wanted(*wanted: Any) -> Leaves:
+            leaves = list(args)
+            for place, value in zip(self._wanted, wanted, strict=True):
+                leaves[place] = value
+            outputs = self._checked(*jax.tree.unflatten(self._tree, leaves))
+            self.outputs = jax.tree.map(type_of, outputs)
+            found: Leaves = jax.tree.leaves(outputs)
+            return found
+
+        outputs, back = jax.vjp(over_wanted, *(args[n] for n in self._wanted))
+        return outputs, back
+
+    def _gradients(self, back: Any, gradients: Sequence[Any]) -> Leaves:
+        given = iter(gradients)
+        cotangents: Leaves = []
+        for leaf in jax.tree.leaves(self.outputs):
+            if self._share is not None:
+                cotangents.append(jnp.full(leaf.shape, self._share, leaf.dtype))
+            elif is_float(leaf):
+                cotangents.append(next(given))
+            else:
+                cotangents.append(np.zeros(leaf.shape, jax.dtypes.float0))
+        return list(back(cotangents))
+
+    def _added(self, made: Leaves, sums: Sequence[Any]) -> Leaves:
+        count = self._num_params
+        new = (
+            [s + g for s, g in zip(sums, made, strict=False)] if sums else made[:count]
+        )
+        return [*new, *made[count:]]
+
+    def _run(
+        self,
+        name: str,
+        run: Callable[..., Leaves],
+        args: Leaves,
+        adds: bool,
+        label: str,
+    ) -> Leaves:
+        if (name, adds) not in self._alone:
+            self._alone[name, adds] = alone(name, run, *map(type_of, args))
+        return self._alone[name, adds](args, label)
+
+    def _split(self, made: Leaves) -> tuple[Leaves, Leaves]:
+        return made[: self._num_params], made[self._num_params :]
+
+    def _checked(self, params: Tree, inputs: Tree, targets: Tree) -> Tree:
+        try:
+            outputs = self._fn(params, inputs, targets)
+        except JGError:
+            raise
+        except Exception as error:
+            raise does_not_take(self._what, inputs, error) from error
+        for leaf in jax.tree.leaves(outputs):
+            if not hasattr(leaf, "dtype"):
+                raise PipelineError(
+                    f"{self._what} gives a {type(leaf).__name__}; it has to give arrays"
+                )
+        if self._share is not None and (
+            len(jax.tree.leaves(outputs)) != 1 or jnp.shape(outputs)
+        ):
+            raise PipelineError(
+                f"loss gives {types_text(outputs)}; it has to give one number, for "
+                "example losses.mean()"
+            )
+        if not any(is_float(leaf) for leaf in jax.tree.leaves(outputs)):
+            raise PipelineError(
+                f"{self._what} gives {types_text(outputs)}, which has no gradient; it "
+                "has to give an array of floats"
+            )
+        return outputs
+
+    def _refuse_refs(self, consts: Sequence[Any]) -> None:
+        if any(_compat.is_ref(jax.typeof(value)) for value in consts):
+            raise PipelineError(
+                f"{self._what} reads a variable itself; give its value as one of the "
+                "stage's parameters"
+            )
+
+
+def type_of(value: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of an array."""
+    return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
+
+
+def _evaluate(found: Residuals, args: Sequence[Any]) -> Leaves:
+    results: Leaves = jax.core.eval_jaxpr(found.again, found.consts, *args)
+    return results
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether an array has a gradient."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))

@@ -1,0 +1,1 @@
+"""A training run as users see it: metrics, reports, displays, callbacks."""

@@ -1,0 +1,252 @@
+"""Callbacks for ``Trainer.fit``: early stopping, NaN guard, TensorBoard.
+
+A callback is called as ``callback(run, report)`` twice a second or so; one that has a
+method ``close`` is closed when the run ends.
+"""
+
+import math
+import os
+from typing import Any, final
+
+from jgraph.errors import ConfigError, NonFiniteError
+from jgraph.train.evaluation.evaluations import Copy
+from jgraph.train.run.report import Report
+from jgraph.train.run.run import Run
+from jgraph.view import markup
+
+
+@final
+class StopAtStep:
+    """Ends a run once so many updates are applied, those of earlier runs included.
+
+    At the first report at or after that step: the workers do not wait for the report.
+    ``fit(steps=…)`` counts exactly.
+
+    Args:
+      last_step: number of the update.
+
+    Source: tensorflow/python/training/basic_session_run_hooks.py, ``StopAtStepHook``.
+
+    Example:
+      >>> StopAtStep(1000)
+      StopAtStep(1000)
+    """
+
+    def __init__(self, last_step: int) -> None:
+        self._last_step = last_step
+
+    def __call__(self, run: Run, report: Report) -> None:
+        """Stops the run if it is time."""
+        if report.step >= self._last_step:
+            run.stop()
+
+    def __repr__(self) -> str:
+        return f"StopAtStep({self._last_step})"
+
+    def _repr_html_(self) -> str:
+        return markup.lines(repr(self))
+
+
+@final
+class NanGuard:
+    """Ends a run in which the loss, or another metric, is NaN or infinite.
+
+    It looks at means since the last report, and costs nothing. ``check_finite=True``
+    of the Trainer looks at every gradient before it is applied.
+
+    Args:
+      fail: raise ``NonFiniteError``; else the run is stopped, and has what was trained.
+
+    Source: tensorflow/python/training/basic_session_run_hooks.py, ``NanTensorHook``.
+
+    Example:
+      >>> NanGuard()
+      NanGuard(fail=True)
+    """
+
+    def __init__(self, *, fail: bool = True) -> None:
+        self._fail = fail
+
+    def __call__(self, run: Run, report: Report) -> None:
+        """Ends the run if a metric is not finite.
+
+        Raises:
+          NonFiniteError: names the metric and the step; with ``fail``.
+        """
+        bad = [n for n, value in report.metrics.items() if not math.isfinite(value)]
+        if not bad:
+            return
+        run.stop()
+        if self._fail:
+            raise NonFiniteError(
+                f"'{bad[0]}' is NaN or infinite before step {report.step}; go back to "
+                "a checkpoint with a smaller learning rate, or find the gradient with "
+                "Trainer(…, check_finite=True)",
+                step=report.step,
+                metrics=bad,
+            )
+
+    def __repr__(self) -> str:
+        return f"NanGuard(fail={self._fail})"
+
+    def _repr_html_(self) -> str:
+        return markup.lines(repr(self))
+
+
+@final
+class EarlyStopping:
+    """Ends a run when a metric has not become better for a while.
+
+    Args:
+      metric: ``eval_…``: one that is evaluated on ``eval_data``, every ``eval_every``
+        steps; else one of the training, of which each report has the mean.
+      patience: evaluations, or reports, without a better value before the end.
+      min_delta: what counts as better, at least.
+      higher_is_better: for accuracy and the like.
+      restore_best: when the run has ended, go back to the copy that had the best value,
+        as it was evaluated: model, optimizer state, number of updates, position in the
+        data. It is kept in this process, which evaluates then.
+
+    Attributes:
+      best: the best value so far; None before the first.
+      best_step: updates of the model that had it.
+
+    Raises:
+      ConfigError: ``restore_best`` with a metric of the training; when it is called:
+        the run has no such metric.
+
+    Source: keras/src/callbacks/early_stopping.py.
+
+    Example:
+      >>> EarlyStopping("eval_accuracy", patience=5, higher_is_better=True)
+      EarlyStopping('eval_accuracy', patience=5, best=None)
+    """
+
+    def __init__(
+        self,
+        metric: str = "eval_loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        higher_is_better: bool = False,
+        restore_best: bool = False,
+    ) -> None:
+        if restore_best and not metric.startswith("eval_"):
+            raise ConfigError(
+                f"restore_best goes back to a copy that was evaluated, and '{metric}' "
+                "is a metric of the training; give 'eval_loss'"
+            )
+        self.restore_best = restore_best
+        self._copy: Copy | None = None
+        self.best: float | None = None
+        self.best_step = 0
+        self._metric = metric
+        self._patience = patience
+        self._min_delta = min_delta
+        self._sign = -1.0 if higher_is_better else 1.0
+        self._waited = 0
+
+    def __call__(self, run: Run, report: Report) -> None:
+        """Takes a report; stops the run if it has waited long enough."""
+        found = self._values(report)
+        if found is None:
+            return
+        if self._metric not in found:
+            raise ConfigError(
+                f"EarlyStopping waits for '{self._metric}', and the run has "
+                f"{', '.join(found)}"
+            )
+        value = found[self._metric]
+        if self.best is None or self._sign * (self.best - value) > self._min_delta:
+            evaluated = self._metric.startswith("eval_")
+            self.best, self._waited = value, 0
+            self._copy = report.copy
+            self.best_step = report.evaluation_step if evaluated else report.step
+            return
+        self._waited += 1
+        if self._waited >= self._patience:
+            run.stop()
+
+    def end(self, run: Run) -> None:
+        """Goes back to the best copy, if it is to."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            run.go_back(copy.values, copy.position)
+
+    def _values(self, report: Report) -> dict[str, float] | None:
+        if not self._metric.startswith("eval_"):
+            return dict(report.metrics)
+        if report.evaluation is None:
+            return None
+        return report.evaluated()
+
+    def __repr__(self) -> str:
+        told = f"'{self._metric}', patience={self._patience}, best={self.best}"
+        return f"EarlyStopping({told})"
+
+    def _repr_html_(self) -> str:
+        return markup.lines(repr(self))
+
+
+@final
+class TensorBoard:
+    """Writes the metrics of a run as event files: ``tensorboard --logdir DIR``.
+
+    Training metrics under their names (means since the last report), evaluations as
+    ``eval_…``, ``steps_per_s``, and of each worker its steps per second, and the
+    staleness of most of its updates. Needs tensorboardX, and no TensorFlow:
+    ``pip install 'jgraph[tensorboard]'``.
+
+    Args:
+      directory: made if it is not there; another run may write to it too.
+
+    Raises:
+      ConfigError: tensorboardX is not installed.
+
+    Example:
+      ``trainer.fit(data, steps=1000, callbacks=[jg.TensorBoard("runs/mlp")])``
+
+      >>> TensorBoard("runs/mlp")
+      TensorBoard('runs/mlp')
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise ConfigError(
+                "TensorBoard needs tensorboardX to write event files; "
+                "pip install 'jgraph[tensorboard]'"
+            ) from error
+        self._make = tensorboardX.SummaryWriter
+        self._directory = os.fspath(directory)
+        self._writer: Any = None
+
+    def __call__(self, run: Run, report: Report) -> None:
+        """Writes a report."""
+        if self._writer is None:
+            self._writer = self._make(self._directory)
+        values = {**report.metrics, "steps_per_s": report.steps_per_s}
+        for worker in report.workers:
+            values[f"{worker.name}/steps_per_s"] = worker.steps_per_s
+            if worker.staleness:
+                ages = worker.staleness
+                values[f"{worker.name}/staleness"] = max(ages, key=lambda a: ages[a])
+        for name, value in values.items():
+            tag = name.lstrip("/").replace(":", "_")  # as it would be made anyway
+            self._writer.add_scalar(tag, value, report.step)
+        for name, value in (report.evaluation or {}).items():
+            self._writer.add_scalar(f"eval_{name}", value, report.evaluation_step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file; a later run begins another."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __repr__(self) -> str:
+        return f"TensorBoard('{self._directory}')"
+
+    def _repr_html_(self) -> str:
+        return markup.lines(repr(self))

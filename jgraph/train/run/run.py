@@ -1,0 +1,321 @@
+"""Run: a handle on training with its metrics, its results and a way to stop it."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+from jgraph.cluster.signals import wait_signalled
+from jgraph.coordination.run.recovery import Recovery
+from jgraph.errors import DeadlineError, hints
+from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph.ir import TaskName
+from jgraph.runtime.data.checks import Array
+from jgraph.train.data.data import Data
+from jgraph.train.data.source import Source
+from jgraph.train.run.history import History
+from jgraph.train.run.plot import Plot
+from jgraph.train.run.profile import Profile
+from jgraph.train.run.report import Report
+from jgraph.train.state.runner import Events, Position, Staleness
+from jgraph.view import markup
+
+
+class Result(Protocol):
+    """What a run asks of the Trainer that made it, about values it gives."""
+
+    def model_of(self, values: Sequence[Any] | None) -> Any:
+        """Returns the trained model of these variable values; None: those of now."""
+
+    def save_values(
+        self,
+        path: str | Path,
+        values: Sequence[Any] | None,
+        position: Position,
+        *,
+        overwrite: bool,
+    ) -> Path:
+        """Writes a checkpoint of these variable values; None: those of now."""
+
+    def load_values(self, values: Sequence[Any], position: Position) -> None:
+        """Gives all variables, and the position in the data, these values."""
+
+    def current_staleness(self) -> Staleness:
+        """Returns how old the gradients of the run have been."""
+
+    def current_events(self) -> Events:
+        """Returns what has happened in hash tables so far."""
+
+    def current_position(self) -> Position:
+        """Returns where in the data the training is now."""
+
+    def evaluate_values(
+        self,
+        values: Sequence[Any] | None,
+        data: Data | Source,
+        batch_size: int,
+    ) -> dict[str, float]:
+        """Evaluates the model of these variable values; None: those of now."""
+
+
+@final
+@dataclass(slots=True)
+class _Outcome:
+    state: str = "running"
+    values: Sequence[Any] | None = None
+    position: Position = None
+    error: BaseException | None = None
+    report: Report | None = None
+
+
+@final
+class Run:
+    """A live handle on training; ``Trainer.fit`` makes it.
+
+    While the run goes on, everything here is as of now; afterwards it is what came
+    out, also when the Trainer has trained on or its cluster is closed. Of a model of
+    more than 1 GiB, optimizer state included, the values stay on the cluster, and the
+    run has those of now as long as that is up.
+    """
+
+    def __init__(self, result: Result, history: History, stop: threading.Event) -> None:
+        self._result = result
+        self._history = history
+        self._stop = stop
+        self._done = threading.Event()
+        self._outcome = _Outcome()
+        self._recoveries: list[Recovery] = []
+
+    @property
+    def state(self) -> str:
+        """``running``, ``done``, ``stopped`` or ``failed``."""
+        return self._outcome.state
+
+    @property
+    def steps(self) -> int:
+        """Updates applied, those of earlier runs of the Trainer included."""
+        return self._history.steps
+
+    @property
+    def metric_names(self) -> list[str]:
+        """What ``metrics`` can be asked for."""
+        return self._history.names
+
+    def metrics(self, name: str) -> dict[str, Array]:
+        """Returns one metric over the run, as arrays of equal length.
+
+        Args:
+          name: ``loss``, a metric that the loss returned, ``eval_…``: a metric
+            evaluated on ``eval_data``, or ``table_…``: how hash tables stood, once a
+            second: ``table_rows``, ``table_evicted`` and all else that ``events``
+            counts, over all of them.
+
+        Of steps that a lost task made the run do again, what counted in the end.
+
+        Returns:
+          ``step`` (updates applied), ``value``, ``seconds`` since the run began, and
+          for training metrics ``replica``.
+
+        Raises:
+          ConfigError: no metric of that name.
+        """
+        return self._history.metrics(name)
+
+    def dropped(self) -> dict[TaskName, int]:
+        """Returns how many gradients of each worker came too late to count.
+
+        With ``SyncPS`` these are contributions after the first that were wanted. With
+        ``AsyncPS(max_staleness=k)`` they would have been older than that: their worker
+        was away while others went on, and they were computed anew. Else there are none.
+        """
+        return self._history.dropped()
+
+    def repeated(self) -> int:
+        """Returns how many batches were dealt again, after a worker was lost.
+
+        And how many were under way when the checkpoint was saved that the training goes
+        on from: two of each worker at most, in synchronous training none. Each may have
+        been trained on twice. Over all runs of the Trainer, and those
+        before its checkpoint.
+        """
+        ended = self._done.is_set()
+        position = self._outcome.position if ended else self._result.current_position()
+        return 0 if position is None else int(position["again"])
+
+    def recoveries(self) -> list[Recovery]:
+        """Returns how often the run lost tasks and went back to a checkpoint.
+
+        Example:
+          ``[(r.lost, r.step, r.back_to) for r in run.recoveries()]`` is
+          ``[(("/job:ps/task:0",), 730, 500)]``: 230 steps were done again.
+        """
+        return list(self._recoveries)
+
+    def staleness(self) -> Staleness:
+        """Returns how old gradients were: worker -> ps -> staleness -> updates.
+
+        The staleness of an update is the number of others that were applied on its ps
+        since it read there. Empty unless the strategy is ``AsyncPS``.
+
+        Example:
+          ``run.staleness()["/job:worker/task:1"]["/job:ps/task:0"]`` is
+          ``{0: 5, 1: 95}`` if 95 of 100 updates came after one other.
+        """
+        ended = self._done.is_set()
+        return self._history.staleness if ended else self._result.current_staleness()
+
+    def events(self) -> Events:
+        """Returns what happened to the ids of hash tables: a row per table and ps.
+
+        Each says how many ids got a row (``admitted``), how many rows were given up for
+        others (``evicted``) or for their age (``expired``), how many ids the policy
+        (``declined``) or the budget (``refused``) kept out, and what is held now.
+
+        Example:
+          ``sum(event.evicted for event in run.events())``.
+        """
+        ended = self._done.is_set()
+        return self._history.events if ended else self._result.current_events()
+
+    def profile(self) -> Profile:
+        """Returns where a step's time goes, for each replica.
+
+        Parts, in the order of a step: ``wait`` for acknowledgements of earlier steps,
+        ``input`` (the next batch), ``pull`` (until the variables are there),
+        ``compute``, ``push`` (giving the gradients away), and ``other`` (Python, and
+        starting the step).
+        """
+        return self._history.profile()
+
+    def plot(self, *names: str) -> Plot:
+        """Returns curves over steps, which a notebook shows inline.
+
+        Args:
+          names: metrics, a panel each. None of them: the loss with its evaluation, and
+            the other evaluations beside it.
+
+        Raises:
+          ConfigError: no such metric, one whose values are no numbers, or no matplotlib
+            (``pip install 'jgraph[demo]'``).
+
+        Example:
+          ``run.plot()`` as the last line of a cell, or
+          ``run.plot("loss").save("loss.png")``.
+        """
+        return self._history.plot(*names)
+
+    def curves(self, path: str | Path) -> Path:
+        """Writes ``run.plot()`` to a file, e.g. a PNG, and returns its path."""
+        return self.plot().save(path)
+
+    @short_traceback
+    def model(self) -> Any:
+        """Returns the trained model.
+
+        For ``nnx`` a new model object; for ``linen`` what the loss takes first:
+        ``params``, or all variables if the model has other collections.
+
+        Raises:
+          TooLargeError: a parameter is too large for this process.
+        """
+        return self._result.model_of(self._outcome.values)
+
+    @short_traceback
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes an Orbax checkpoint, and returns its absolute path.
+
+        Args:
+          path: a directory that does not exist yet.
+          overwrite: replace a checkpoint of jgraph that is there.
+
+        Raises:
+          CheckpointError: the directory exists, or cannot be written.
+        """
+        # The position first: what is trained meanwhile comes again, none is left out.
+        ended = self._outcome.values is not None
+        position = self._outcome.position if ended else self._result.current_position()
+        values = self._outcome.values
+        return self._result.save_values(path, values, position, overwrite=overwrite)
+
+    @short_traceback
+    def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
+        """Returns the loss and the Trainer's metrics on ``data``; see Trainer."""
+        return self._result.evaluate_values(self._outcome.values, data, batch_size)
+
+    if not TYPE_CHECKING:
+        __getattr__ = hints.hinting(hints.RUN)
+
+    def stop(self) -> None:
+        """Asks the run to end after the current step; ``wait`` waits for it."""
+        self._stop.set()
+
+    @short_traceback
+    def wait(self, timeout_s: float | None = None) -> "Run":
+        """Waits for the end of the run; raises what ended it, if an error did.
+
+        Raises:
+          DeadlineError: the run still goes on after ``timeout_s``.
+        """
+        if not wait_signalled(self._done, timeout_s):  # Ctrl-C is one
+            raise DeadlineError(
+                f"the run is at step {self.steps} and still going on after "
+                f"{timeout_s:g} s; wait longer, or end it with run.stop()"
+            )
+        if self._outcome.error is not None:
+            raise self._outcome.error
+        return self
+
+    @property
+    def last_report(self) -> Report | None:
+        """How the run stood when it last reported."""
+        return self._outcome.report
+
+    def report(self, report: Report) -> None:
+        """Takes note of how the run stands. Called by the Trainer."""
+        self._outcome.report = report
+
+    def recovered(self, recovery: Recovery) -> None:
+        """Takes note that the run went back. Called by the Trainer."""
+        self._recoveries.append(recovery)
+
+    def go_back(self, values: Sequence[Any], position: Position) -> None:
+        """Makes a state that it had what came out; called after the last step."""
+        self._result.load_values(values, position)
+
+    def finish(
+        self,
+        state: str,
+        values: Sequence[Any] | None,
+        position: Position = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Ends the run, once. Called by the Trainer."""
+        report = self._outcome.report
+        self._outcome = _Outcome(state, values, position, error, report)
+        self._done.set()
+
+    def _facts(self) -> dict[str, str]:
+        facts = {"state": self.state, "step": str(self.steps)}
+        report = self._outcome.report
+        if report is not None:
+            facts["step"] = f"{self.steps}/{report.steps}"
+            facts["time"] = f"{report.seconds:.1f} s"
+            facts.update({k: f"{v:.4f}" for k, v in report.metrics.items()})
+        if self._done.is_set() and self.repeated():
+            facts["batches dealt again"] = str(self.repeated())
+        if self._recoveries:
+            facts["recovered"] = str(len(self._recoveries))
+        for name in self._history.names:
+            if name.startswith("eval_"):
+                facts[name] = f"{self._history.last(name):.4f}"
+            elif name in {"table_rows", "table_evicted"}:
+                facts[name] = f"{self._history.last(name):,.0f}"
+        return facts
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value}" for name, value in self._facts().items())
+        return f"Run({facts})"
+
+    def _repr_html_(self) -> str:
+        return markup.facts("jgraph run", self._facts())

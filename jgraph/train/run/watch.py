@@ -1,0 +1,130 @@
+"""Conversion of replicas' chunks to reports: rates, means, evaluations."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import final
+
+from jgraph.clock import Clock
+from jgraph.runtime.data.checks import Array
+from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
+from jgraph.train.model.metrics import as_float64, is_complex
+from jgraph.train.run.history import History
+from jgraph.train.run.report import Report
+from jgraph.train.run.standings import Rates, Standings
+from jgraph.train.state.runner import Chunk, Events
+
+_EVENTS_EVERY_S = 1.0
+
+
+@final
+class Watch:
+    """Follows a run chunk by chunk.
+
+    Args:
+      history: where chunks and evaluations are kept.
+      total: number of the last step.
+      batch_size: examples per batch.
+      clock: measures time.
+      evaluations: evaluate the model; None: never.
+      every: steps between evaluations; None: only at the end.
+      events: says how hash tables stand; asked once a second, and at the end.
+      standings: sums up how workers stand.
+      began: when the run began, by the clock; now if unset.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        total: int,
+        batch_size: int,
+        clock: Clock,
+        *,
+        evaluations: Evaluations | None = None,
+        every: int | None = None,
+        events: Callable[[], Events] = tuple,
+        standings: Standings | None = None,
+        began: float | None = None,
+    ) -> None:
+        self._history = history
+        self._total = total
+        self._batch_size = batch_size
+        self._clock = clock
+        self._evaluations = evaluations
+        self._every = every
+        self._last: Report | None = None
+        self._events = events
+        self._standings = standings or Standings()
+        self._asked = clock.now()
+        self._began = self._asked if began is None else began
+        self._rates = Rates()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began."""
+        return self._clock.now() - self._began
+
+    def take(self, chunk: Chunk) -> Report:
+        """Keeps a chunk and returns how the run stands; lets evaluate when due."""
+        before = self._history.steps
+        self._history.add(chunk)
+        self._standings.add(chunk)
+        steps, every = self._history.steps, self._every
+        due = every is not None and before // every != steps // every
+        rate = self._rates.add(chunk)
+        self._last = Report(
+            step=steps,
+            steps=self._total,
+            seconds=self.seconds,
+            steps_per_s=rate,
+            examples_per_s=rate * chunk.batches_per_step * self._batch_size,
+            metrics=_means(chunk.metrics),
+            dropped=self._history.dropped(),
+            curve=self._standings.curve,
+            workers=self._standings.workers(),
+        )
+        if self._clock.now() - self._asked >= _EVENTS_EVERY_S:
+            self._note_events()
+        if self._evaluations is None:
+            return self._last
+        # The last evaluation is that of finish: of what comes out in the end.
+        if due and steps < self._total:
+            self._evaluations.begin()
+        return self._evaluated(self._last, self._evaluations.take())
+
+    def finish(self, applied: Callable[[], int]) -> Report | None:
+        """Evaluates what came out; None if there is nothing to say.
+
+        Args:
+          applied: asks how many updates are applied.
+        """
+        self._note_events()
+        if self._evaluations is None or self._last is None:
+            return None
+        evaluated = self._evaluations.finish(applied())
+        return self._evaluated(self._last, evaluated) if evaluated else None
+
+    def _evaluated(self, report: Report, evaluations: Sequence[Evaluation]) -> Report:
+        for each in evaluations:
+            self._history.add_evaluation(each.step, self.seconds, each.values)
+            report = replace(
+                report,
+                seconds=self.seconds,
+                evaluation=each.values,
+                evaluation_step=each.step,
+                copy=each.copy,
+            )
+        return report
+
+    def _note_events(self) -> None:
+        self._asked = self._clock.now()
+        self._standings.read_staleness()
+        self._history.add_events(self.seconds, self._events())
+
+
+def _means(metrics: Mapping[str, Array]) -> dict[str, float]:
+    means = {
+        name: float(as_float64(values).mean())
+        for name, values in metrics.items()
+        if values.ndim == 1 and not is_complex(values)
+    }
+    return {"loss": means.pop("loss"), **means}

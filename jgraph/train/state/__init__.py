@@ -1,0 +1,1 @@
+"""State of a training between its steps: runners, values, placement."""

@@ -1,0 +1,113 @@
+"""Remote arrays: arrays of a checkpoint that stay on the tasks that train."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from jgraph.client.cluster import Cluster
+from jgraph.client.session import Session
+from jgraph.client.state.snapshot_handle import SnapshotHandle
+from jgraph.cluster.shard_messages import Shard
+from jgraph.graph.variable import Variable
+from jgraph.plan.program.types import is_key, value_type
+from jgraph.runtime.files.shard_files import Slice
+from jgraph.train.step.train_step import TrainStep
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RemoteArray:
+    """An array that tasks have, each some rows of it.
+
+    Attributes:
+      cluster: of the tasks.
+      held: what they hold.
+      variable: which of it.
+      shape: of the plain array.
+      dtype: likewise.
+    """
+
+    cluster: Cluster
+    held: SnapshotHandle
+    variable: Variable
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the array."""
+        return value_type(self.variable.spec.aval).nbytes
+
+    def shards(self, whole: Slice) -> list[Shard]:
+        """Returns which task has which rows, given how the array lies in files."""
+        return self.held.shards(self.variable, whole)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """The state of a run at one moment: arrays, and such as tasks have.
+
+    Attributes:
+      values: one per variable, in the order of the step's.
+      release: lets go of what tasks hold for it.
+      is_live: tasks hold no copy of it: what is read is as it is then.
+    """
+
+    values: Sequence[Any]
+    release: Callable[[], None] = lambda: None
+    is_live: bool = False
+
+
+def remote_arrays_of(
+    cluster: Cluster, held: SnapshotHandle, variables: Sequence[Variable]
+) -> dict[str, Any]:
+    """Returns the variables that are kept where they are, by name.
+
+    A scalar comes: it is faster moved than named. What is cut along another axis than
+    the first comes too, as files have rows; and so do random keys, which files have as
+    their data.
+    """
+    found = {}
+    for variable in variables:
+        type_ = value_type(variable.spec.aval)
+        sharding = variable.spec.sharding
+        if is_key(variable.spec.aval):
+            continue
+        if type_.shape and type_.nbytes and not (sharding and sharding.axis):
+            found[variable.name] = RemoteArray(
+                cluster, held, variable, type_.shape, type_.np_dtype
+            )
+    return found
+
+
+def arrays_of(
+    cluster: Cluster, held: SnapshotHandle, variables: Sequence[Variable]
+) -> dict[str, Any]:
+    """Returns variables as arrays, by name: where they are, or here."""
+    kept = remote_arrays_of(cluster, held, variables)
+    come = [v for v in variables if v.name not in kept]
+    return {**kept, **(held.read(come) if come else {})}
+
+
+def places_of(cluster: Cluster, session: Session, step: TrainStep) -> list[Any]:
+    """Returns arrays of the types of a step's state; see ``Runner.places``."""
+    # Which keys of a table are known is stored in another way than in a graph.
+    known = {table.known for table in step.tables}
+    plain = [v for v in step.plain if v.name not in known]
+    found = remote_arrays_of(cluster, session.snapshots.live(plain), plain)
+    initial = zip(step.names, step.initial_values, strict=True)
+    return [found.get(name, value) for name, value in initial]
+
+
+@contextmanager
+def releasing_after_an_error(held: SnapshotHandle) -> Iterator[None]:
+    """Lets go of what is held if what follows fails."""
+    try:
+        yield
+    except BaseException:
+        held.release()
+        raise

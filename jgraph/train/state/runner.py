@@ -1,0 +1,201 @@
+"""Runner interface, between a Trainer and the place where its steps run."""
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias, final
+
+import numpy as np
+
+from jgraph.coordination.data.dispatch import Dispatch
+from jgraph.coordination.data.slots import SlotPlan
+from jgraph.graph.ir import TaskName
+from jgraph.runtime.data.checks import Array
+from jgraph.train.data.data import Dataset
+from jgraph.train.hash_tables.hash_state import TableEvent
+from jgraph.train.state.remote_arrays import RunSnapshot
+
+Position: TypeAlias = Mapping[str, Any] | None
+"""Plain data; see ``Dispatch.state``. None: as the number of updates says."""
+
+Staleness: TypeAlias = Mapping[TaskName, Mapping[TaskName, Mapping[int, int]]]
+"""Updates by worker, by task that applied them, and by how old they were."""
+
+Events: TypeAlias = Sequence[TableEvent]
+"""What happened in hash tables: one per table and shard."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Train for ``steps`` updates, all replicas together."""
+
+    dataset: Dataset
+    steps: int
+    batch_size: int
+    seed: int
+    eval_every: int | None = None
+    report_every_s: float = 0.5
+    detached: bool = False
+    """The run goes on when its client is gone."""
+    saves: Any = None
+    """``Checkpoints`` that the master of a detached run takes; None: none."""
+    save_every: int | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set from another thread: stop after the current step."""
+
+    @property
+    def boundaries(self) -> list[int]:
+        """Numbers of updates: something is to be done at each multiple of one."""
+        return [every for every in (self.eval_every, self.save_every) if every]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one replica did since its last chunk: a row per step.
+
+    ``steps`` (int64[n]) and ``seconds`` (float64[n], since the loop began) number and
+    date the replica's steps; ``metrics`` are stacked, first axis n; ``times`` are the
+    seconds that the n steps took, by part. In synchronous training there is one replica
+    that stands for all; ``of_workers`` has what each did meanwhile, without metrics.
+    ``batches`` says how many batches the steps were of; None: of one each. ``began`` is
+    how much later than others the loop began, in seconds, as far as is known.
+    ``dropped`` counts gradients that came too late so far, by worker. With ``at_rest``
+    nothing was done, and nothing is under way: a task with a part of the state ends
+    when the next chunk is asked for. With ``go_on`` nothing was done either: all loops
+    stand still so that the run can be saved, until that is called, or the next chunk is
+    asked for. It returns whether they did until then.
+    """
+
+    replica: int
+    steps: Array
+    seconds: Array
+    metrics: Mapping[str, Array]
+    times: Mapping[str, float] = field(default_factory=dict)
+    dropped: Mapping[TaskName, int] = field(default_factory=dict)
+    of_workers: Sequence["Chunk"] = ()
+    at_rest: bool = False
+    batches: int | None = None
+    began: float = 0.0
+    go_on: Callable[[], bool] | None = None
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def first(self, count: int) -> "Chunk":
+        """Returns the first ``count`` steps."""
+        share = count / max(len(self), 1)
+        return replace(
+            self,
+            steps=self.steps[:count],
+            seconds=self.seconds[:count],
+            metrics={name: values[:count] for name, values in self.metrics.items()},
+            times={name: seconds * share for name, seconds in self.times.items()},
+            batches=None if self.batches is None else round(self.batches * share),
+        )
+
+    @property
+    def batches_per_step(self) -> float:
+        """How many batches a step was of, on average."""
+        return 1.0 if self.batches is None else self.batches / max(len(self), 1)
+
+
+def position_in(plan: SlotPlan, position: Position, steps: int) -> dict[str, Any]:
+    """Returns where to begin: at ``position``, else after ``steps`` batches."""
+    return Dispatch(plan, budget=0, workers=1, skip=steps, position=position).state()
+
+
+class Runner(Protocol):
+    """Holds the state of a training run and performs its steps."""
+
+    def prepare(self, dataset: Dataset, batch_size: int) -> None:
+        """Traces, plans and compiles for batches of this data, once per shape."""
+
+    def run(self, order: Order) -> Generator[Chunk, None, None]:
+        """Performs the steps; yields what was done until all is done or stopped."""
+
+    def global_step(self) -> int:
+        """Returns the number of updates applied so far."""
+
+    def values(self, *, model_only: bool = False) -> Sequence[Any]:
+        """Returns the value of every variable, in the order of the step's.
+
+        With ``model_only`` the optimizer's state is None.
+
+        Raises:
+          TooLargeError: with ``model_only``: a variable is too large to come here.
+        """
+
+    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
+        """Returns the state as it is now; what tasks have stays there meanwhile.
+
+        Of a run that goes on, what one task has is of one moment, up to a limit.
+
+        Args:
+          taken: set while loops stand still: called as soon as they may go on, unless
+            what is returned is live.
+        """
+
+    def places(self) -> Sequence[Any]:
+        """Returns arrays of the types of the state; those of tasks by where they are.
+
+        Such may be filled there, before ``load`` is given them as they are.
+        """
+
+    def nbytes(self) -> int:
+        """Returns how many bytes ``values`` would bring to this process."""
+
+    def check_model(self) -> None:
+        """Raises ``TooLargeError`` for a model that is too large to come here."""
+
+    def position(self) -> Position:
+        """Returns where in the data the training is."""
+
+    def load(self, values: Sequence[Any], position: Position = None) -> None:
+        """Replaces the value of every variable, and the position in the data.
+
+        Values that ``places`` returned have been replaced already.
+
+        Without a position it is that of training from the beginning for as many steps.
+        """
+
+    def inherit(self, old: Any) -> None:
+        """Takes over what a runner of the same kind, model and strategy has last.
+
+        Raises:
+          CopyLostError: not all of it is there any more.
+        """
+
+    def staleness(self) -> Staleness:
+        """Returns how old the gradients of the last run were."""
+
+    def events(self) -> Events:
+        """Returns what happened in each shard of each hash table so far."""
+
+    def plan(self) -> Any:
+        """Returns what goes where; prints and shows itself in a notebook."""
+
+    def let_go(self) -> None:
+        """Lets tasks end that were told to; they wait until a run has been read."""
+
+    def close(self) -> None:
+        """Drops the state, wherever it is held."""
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas share the data."""
+
+
+def stack(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> dict[str, Array]:
+    """Returns a row of values per step as one array per name.
+
+    Example:
+      >>> stack([[1.0, 2.0], [3.0, 4.0]], ["loss", "norm"])["norm"].tolist()
+      [2.0, 4.0]
+    """
+    columns = zip(*rows, strict=True)
+    return {
+        name: np.stack([np.asarray(value) for value in column])
+        for name, column in zip(names, columns, strict=True)
+    }

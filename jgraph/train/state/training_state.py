@@ -1,0 +1,104 @@
+"""Training state that a Trainer and its runs share: values, model, position."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+from jgraph.cluster.wait_message import show_wait
+from jgraph.train.attempt import save_to
+from jgraph.train.data.data import Data, Dataset
+from jgraph.train.data.source import Source, as_source_or_dataset
+from jgraph.train.evaluation.evaluations import Copy, Evaluation
+from jgraph.train.parts import TrainerBuild
+from jgraph.train.state.runner import Events, Position, Staleness
+
+
+@final
+class TrainingState:
+    """What a Trainer and its runs have together; a ``Result``.
+
+    A run knows this and not its Trainer, so that both go when nobody knows them.
+
+    Args:
+      parts: of the Trainer.
+    """
+
+    def __init__(self, parts: TrainerBuild) -> None:
+        self._parts = parts
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the variables."""
+        return self._parts.made()[0].names
+
+    def current_values(self) -> Sequence[Any]:
+        """Returns the value of every variable now."""
+        return self._parts.made()[1].values()
+
+    def model_of(self, values: Sequence[Any] | None) -> Any:
+        """See ``Result.model_of``."""
+        step, runner, _ = self._parts.made()
+        values = runner.values(model_only=True) if values is None else values
+        tree = step.unflatten(values)
+        return step.adapter.model(tree["params"], tree["state"])
+
+    def current_staleness(self) -> Staleness:
+        """See ``Result.current_staleness``."""
+        return self._parts.made()[1].staleness()
+
+    def current_events(self) -> Events:
+        """See ``Result.current_events``."""
+        return self._parts.made()[1].events()
+
+    def current_position(self) -> Position:
+        """See ``Result.current_position``."""
+        return self._parts.made()[1].position()
+
+    def save_values(
+        self,
+        path: str | Path,
+        values: Sequence[Any] | None,
+        position: Position,
+        *,
+        overwrite: bool,
+    ) -> Path:
+        """See ``Result.save_values``."""
+        made = self._parts.made()
+        return save_to(made, path, values, position, overwrite=overwrite)
+
+    def evaluate_values(
+        self,
+        values: Sequence[Any] | None,
+        data: Data | Source | Dataset,
+        batch_size: int,
+    ) -> dict[str, float]:
+        """See ``Result.evaluate_values``."""
+        return dict(self.evaluated(data, batch_size, values).values)
+
+    def evaluated(
+        self,
+        data: Data | Source | Dataset,
+        batch_size: int = 256,
+        values: Sequence[Any] | None = None,
+        *,
+        whole: bool = False,
+    ) -> Evaluation:
+        """Evaluates a copy of the model: of these values; None: of those of now.
+
+        With ``whole`` the copy has all that a checkpoint has, and is returned as well.
+        """
+        dataset = as_source_or_dataset(data)
+        self._parts.check_alike(dataset)
+        step, runner, evaluator = self._parts.made(dataset)
+        with show_wait("evaluating"):
+            position = runner.position() if whole else None
+            if values is None:
+                values = runner.values(model_only=not whole)
+            tree = step.unflatten(values)
+            found = evaluator.evaluate(tree, dataset, batch_size)
+            copy = Copy(values, tree, position) if whole else None
+            return Evaluation(int(tree["global_step"]), found, copy)
+
+    def load_values(self, values: Sequence[Any], position: Position) -> None:
+        """See ``Result.load_values``."""
+        self._parts.made()[1].load(values, position)

@@ -1,0 +1,1 @@
+"""Training steps as graphs: gradients, update, compression."""

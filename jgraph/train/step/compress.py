@@ -1,0 +1,254 @@
+"""Gradient compression between a worker and the ps, with error feedback.
+
+What rounding takes from a gradient stays on the worker and is added to its next one, so
+that nothing is lost for good and training converges as without. In synchronous training
+a contribution may come too late, and is dropped with what was added to it. So a ps
+counts the contributions that were summed, and a worker whose last one was not among
+them goes on with what was left over before it.
+
+Source: Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al.,
+"Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.errors import ConfigError
+from jgraph.graph.device import DeviceSpec, device
+from jgraph.graph.graph import Graph
+from jgraph.graph.variable import Variable
+from jgraph.plan.program.accumulate import MEAN
+from jgraph.plan.program.program import Program
+
+GradientDtype: TypeAlias = Literal["bfloat16", "int8"]
+GRADIENT_DTYPES = ("bfloat16", "int8")
+
+_LARGEST = 127.0
+_PREFIX = "residual/"
+_BEFORE, _SEEN = "before/", "seen"
+_COUNTED = "counted"
+
+
+def check_gradient_dtype(dtype: object) -> None:
+    """Refuses what gradients cannot travel as.
+
+    Raises:
+      ConfigError: says what there is.
+    """
+    if dtype is not None and dtype not in GRADIENT_DTYPES:
+        raise ConfigError(
+            f"gradient_dtype is {dtype!r:.60}; give 'bfloat16', 'int8', or None to "
+            "send gradients as they are"
+        )
+
+
+def compressed(value: jax.Array, dtype: GradientDtype) -> tuple[jax.Array, ...]:
+    """Returns what travels for a float32 array of any shape.
+
+    Args:
+      value: what to send.
+      dtype: ``"bfloat16"``; or ``"int8"``, with one float32 scale for the array.
+
+    Example:
+      >>> values, scale = compressed(jnp.array([0.5, -1.0]), "int8")
+      >>> values.tolist(), round(float(scale), 6)
+      ([64, -127], 0.007874)
+    """
+    if dtype == "bfloat16":
+        return (value.astype(jnp.bfloat16),)
+    largest = jnp.abs(value).max(initial=0.0)
+    # What is not finite must not arrive as if it were.
+    scale = jnp.where(largest == 0, 1.0, largest) / _LARGEST
+    return jnp.round(value / scale).astype(jnp.int8), scale
+
+
+def expanded(packed: tuple[jax.Array, ...]) -> jax.Array:
+    """Returns the float32 array that ``compressed`` ones stand for.
+
+    Example:
+      >>> expanded(compressed(jnp.array([0.0, 2.0]), "int8")).tolist()
+      [0.0, 2.0]
+    """
+    value = packed[0].astype(jnp.float32)
+    return value * packed[1] if len(packed) > 1 else value
+
+
+@final
+class Compression:
+    """What is left over on a worker, and how gradients are sent.
+
+    Left-overs are variables of each worker: ``residual/0/params/w`` on its first one.
+    Where contributions may be dropped (see ``Counted``), ``residual/0/before/params/w``
+    is what was left over before its last step. They begin at zero in each ``fit`` and
+    are not part of a checkpoint. Gradients of rows travel as they are, and so do those
+    that are not float32.
+
+    Args:
+      parameters: the variables of the parameters, in the order of their leaves.
+      dtype: of what travels.
+      container: of the variables.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Variable], dtype: GradientDtype, container: str
+    ) -> None:
+        check_gradient_dtype(dtype)
+        self._dtype: GradientDtype = dtype
+        self._parameters = parameters
+        self.residuals = self._made(container)
+        """Those of the worker that the step is planned for."""
+
+    @property
+    def note(self) -> str:
+        """A line for the plan."""
+        scale = " with a scale each" if self._dtype == "int8" else ""
+        return (
+            f"gradients travel as {self._dtype}{scale}; what rounding takes away is "
+            "added to the worker's next one"
+        )
+
+    def _made(self, container: str) -> tuple[Variable, ...]:
+        rounded = [
+            variable
+            for variable in self._parameters
+            if variable.dtype == jnp.float32 and variable.spec.table is None
+        ]
+        types: list[tuple[str, tuple[int, ...], Any]] = [
+            (prefix + variable.name, variable.shape, jnp.float32)
+            for prefix in ("", _BEFORE)
+            for variable in rounded
+        ]
+        return tuple(
+            Variable(
+                f"{_PREFIX}0/{name}",
+                (shape, dtype, jnp.zeros),
+                device="/job:worker/task:0",
+                container=container,
+            )
+            for name, shape, dtype in [*types, (_SEEN, (), jnp.int32)]
+        )
+
+    def sent(
+        self, grads: Any, by_rows: Collection[str], counted: jax.Array | None = None
+    ) -> Any:
+        """Returns gradients as they arrive; called inside a graph.
+
+        Args:
+          grads: like the parameters.
+          by_rows: names of parameters whose gradients are of rows.
+          counted: from ``last_counted``; None: what is sent always counts.
+        """
+        leaves, tree = jax.tree.flatten(grads)
+        left = {v.name.split("/", 2)[2]: v for v in self.residuals}
+
+        def sent(grad: jax.Array, name: str) -> jax.Array:
+            if name in by_rows or name not in left:
+                return grad
+            with device("/job:worker"):
+                residual = left[name][...]
+                if counted is not None:
+                    before = left[_BEFORE + name]
+                    residual = jnp.where(counted, residual, before[...])
+                    before[...] = residual
+                wanted = grad + residual
+                packed = compressed(wanted, self._dtype)
+                left[name][...] = wanted - expanded(packed)
+            # Not placed: where the update is, so that what crosses is packed.
+            return expanded(packed)
+
+        names = [variable.name for variable in self._parameters]
+        found = [sent(g, name) for g, name in zip(leaves, names, strict=True)]
+        return jax.tree.unflatten(tree, found)
+
+    def last_counted(self, times: jax.Array) -> jax.Array:
+        """Returns whether the worker's last contribution counted, a bool.
+
+        Called once in a step, inside a graph. A step begins only after it was decided
+        what became of the worker's contribution before.
+
+        Args:
+          times: int32: how many contributions of this worker have counted.
+        """
+        seen = self.residuals[-1]
+        with device("/job:worker"):
+            counted: jax.Array = times != seen[...]
+            seen[...] = times
+        return counted
+
+
+@final
+class Counted:
+    """How many contributions of each worker have counted: ``counted``, int32[replicas].
+
+    It lies beside the number of updates. Each contribution names its worker in an array
+    that is averaged like gradients, so the mean says who is among those that count.
+
+    Args:
+      replicas: workers.
+      home: the task that counts updates.
+      container: of the variables.
+    """
+
+    def __init__(self, replicas: int, home: DeviceSpec, container: str) -> None:
+        where: Any = {"device": home, "container": container}
+        self.times = Variable(_COUNTED, ((replicas,), jnp.int32, jnp.zeros), **where)
+        self.who = Variable(MEAN + _COUNTED, ((replicas,), jnp.float32, None), **where)
+
+    def of(self, replica: Any) -> jax.Array:
+        """Returns how many of one worker have; called inside its graph."""
+        times = self.times[...]
+        with device("/job:worker"):
+            mine: jax.Array = times[replica]
+        return mine
+
+    def named(self, replica: Any) -> jax.Array:
+        """Returns what a contribution of a worker adds to the mean."""
+        return jax.nn.one_hot(replica, *self.who.shape, dtype=jnp.float32)
+
+    def count(self) -> None:
+        """Counts those of which the mean was made; called inside the graph of that."""
+        self.times[...] = self.times[...] + (self.who[...] > 0).astype(jnp.int32)
+
+
+def begun(graph: Graph, replica: int | None) -> list[Variable]:
+    """Returns the variables of a graph that are zeros when a run begins.
+
+    Args:
+      graph: planned for worker 0.
+      replica: those that this worker has; None: those of the ps.
+    """
+    old, new = f"{_PREFIX}0/", f"{_PREFIX}{replica}/"
+    return [
+        Variable(
+            spec.name.replace(old, new, 1),
+            (spec.shape, spec.dtype, jnp.zeros),
+            device=spec.device if replica is None else f"/job:worker/task:{replica}",
+            container=spec.container,
+        )
+        for spec in graph.variables
+        if (spec.name == _COUNTED if replica is None else spec.name.startswith(old))
+    ]
+
+
+def for_replica(program: Program, replica: int) -> Program:
+    """Returns a program planned for worker 0 with the left-overs of another."""
+    old, new = f"{_PREFIX}0/", f"{_PREFIX}{replica}/"
+    return replace(
+        program,
+        partitions=tuple(
+            replace(
+                partition,
+                variables=tuple(
+                    replace(v, name=new + v.name.removeprefix(old))
+                    if v.name.startswith(old)
+                    else v
+                    for v in partition.variables
+                ),
+            )
+            for partition in program.partitions
+        ),
+    )

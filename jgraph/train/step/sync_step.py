@@ -1,0 +1,244 @@
+"""A training step in two graphs: workers contribute gradients, ps apply their mean."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.graph.device import DeviceSpec, device
+from jgraph.graph.graph import Graph
+from jgraph.graph.tracing.trace import trace
+from jgraph.graph.variable import Variable
+from jgraph.plan.program.accumulate import MEAN, SLOT
+from jgraph.train.model.draws import warn_of_same_draws
+from jgraph.train.model.metrics import WHOLE, needs_pieces, num_pieces, pieces
+from jgraph.train.step.compress import Counted
+from jgraph.train.step.train_step import TrainStep
+from jgraph.train.tables.row_mean import JoinedRows, RowMean
+from jgraph.train.tables.row_step import Rows
+from jgraph.train.tables.row_tables import RowTable
+
+LOSS = f"{MEAN}loss"
+_METRIC = f"{MEAN}metric/"
+
+
+@final
+class SyncStep:
+    """The graphs of synchronous training, over the variables of a ``TrainStep``.
+
+    What is averaged has variables of its own, ``mean/params/Dense_0/kernel`` for the
+    gradient of ``params/Dense_0/kernel``, on the same task: gradients, the loss,
+    metrics, and the model's state (BatchNorm statistics). Of a table of which rows
+    travel these are ids and rows, see ``RowMean``.
+
+    Args:
+      step: the variables, the loss and the optimizer.
+      batch: shapes and dtypes of one worker's batch.
+      contributions: of how many a mean is, at most.
+      replicas: how many workers may contribute; as many if unset.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        batch: Any,
+        contributions: int,
+        replicas: int | None = None,
+    ) -> None:
+        self._step = step
+        self._batch = batch
+        self._by_rows = step.row_step(batch)
+        tree = step.unflatten(list(step.variables))
+        counts = {t.name: t.count for t in self._tables}
+        self._grads = jax.tree.map(
+            lambda v: (
+                RowMean(v, counts[v.name], contributions)
+                if v.name in counts
+                else self._beside(v)
+            ),
+            tree["params"],
+        )
+        self._state = jax.tree.map(self._beside, tree["state"])
+        home = tree["global_step"].device
+        loss, metrics = step.metric_types(batch)
+        dtype = jnp.promote_types(loss.dtype, jnp.float32)
+        self._loss = self._mean(LOSS, (), dtype, home)
+        self._whole = {n for n, m in metrics.items() if needs_pieces(m.dtype)}
+        self._metrics = {
+            name: self._mean(_METRIC + name, *self._mean_type(name, value), home)
+            for name, value in metrics.items()
+        }
+        self._counted: Counted | None = None
+        if step.compression is not None:
+            self._counted = Counted(replicas or contributions, home, step.container)
+
+    def apply_graph(self) -> Graph:
+        """Returns the graph of an update from what is averaged.
+
+        Fetches are ``['loss']`` and the metrics, averaged as well; those of whole
+        numbers in pieces, see ``jgraph.train.model.metrics``.
+        """
+        kept = self._step.kept(self._batch)
+
+        def apply_mean() -> dict[str, Any]:
+            rows: dict[str, JoinedRows] = {}
+
+            def read(variable: Variable | RowMean) -> Any:
+                if isinstance(variable, Variable):
+                    return variable[...]
+                rows[variable.table.name], mean = variable.read()
+                return mean
+
+            loss = read(self._loss)
+            grads, state = (
+                jax.tree.map(read, tree) for tree in (self._grads, self._state)
+            )
+            if self._counted is not None:
+                self._counted.count()
+            checks = self._step.check(loss, grads)
+            self._step.update(loss, grads, state, checks, kept, self._by_rows, rows)
+            metrics = {
+                WHOLE + name if name in self._whole else name: v[...]
+                for name, v in self._metrics.items()
+            }
+            return {"loss": loss, **metrics, **checks}
+
+        means = [v for mean in self._means() for v in _averaged(mean)]
+        variables = [*self._step.variables, *means, *self._times]
+        return trace(apply_mean, variables=variables)[0]
+
+    def gradient_graph(self, used: Collection[str]) -> Graph:
+        """Returns the graph of one worker's contribution.
+
+        Feeds are those of ``TrainStep.graph`` and ``slot``, the int32 number of the
+        batch, by which contributions are known; the only fetch is its own loss.
+
+        Args:
+          used: names of the variables, or shards, that the update reads. Others, as
+            the gradients of frozen parameters, stay on the worker.
+        """
+        means = [v for mean in self._means() for v in _contributed(mean, used)]
+        tasks = sorted({str(s.device) for v in means for s in v.shards})
+        slots = [self._slot(i, task) for i, task in enumerate(tasks)]
+        compression = self._step.compression
+        sent = {mean.name for mean in means}
+        frozen = {n for n in self._step.names if MEAN + n not in sent}
+
+        def contribute(
+            batch: Any, step: Any, replica: Any, slot: Any
+        ) -> dict[str, Any]:
+            result = self._step.computed(self._by_rows, batch, step, replica)
+            grads, who = result.grads, {}
+            if compression is not None and self._counted is not None:
+                last = compression.last_counted(self._counted.of(replica))
+                grads = compression.sent(grads, {*result.rows, *frozen}, last)
+                with device("/job:worker"):
+                    who = {self._counted.who.name: self._counted.named(replica)}
+            with device("/job:worker"):
+                metrics = {
+                    name: pieces(value) if name in self._whole else value
+                    for name, value in result.metrics.items()
+                }
+                values = {
+                    **_pairs(self._grads, grads, result.rows),
+                    **_pairs(self._state, result.state),
+                    **_pairs(self._metrics, metrics),
+                    LOSS: result.loss.astype(self._loss.dtype),
+                    **who,
+                }
+                slot = slot + 0  # a feed stays on the worker, what it computes travels
+            for mean in means:
+                mean[...] = values[mean.name]
+            for variable in slots:
+                variable[...] = slot
+            return {"loss": result.loss}
+
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        left = compression.residuals if compression else ()
+        variables = [*self._step.variables, *means, *slots, *left, *self._times]
+        feeds = self._batch, number, number, number
+        graph, _ = trace(contribute, *feeds, variables=variables)
+        warn_of_same_draws(graph)
+        notes = [*(self._by_rows.notes if self._by_rows else ())]
+        notes += [compression.note] if compression else []
+        return replace(graph, notes=tuple(notes))
+
+    @property
+    def _tables(self) -> Sequence[RowTable]:
+        return self._by_rows.tables.tables if self._by_rows else ()
+
+    def _means(self) -> list[Variable | RowMean]:
+        trees = (self._grads, self._state, self._metrics, self._loss)
+        counted = [] if self._counted is None else [self._counted.who]
+        return [*jax.tree.leaves(trees), *counted]
+
+    @property
+    def _times(self) -> list[Variable]:
+        return [] if self._counted is None else [self._counted.times]
+
+    def _beside(self, variable: Variable) -> Variable:
+        """Returns the variable for the mean of one, cut as that one is."""
+        cut, shape = variable.spec.sharding, variable.shape
+        counts = [cut.shards if cut and n == cut.axis else 1 for n in range(len(shape))]
+        return Variable(
+            MEAN + variable.name,
+            (shape, variable.dtype, None),
+            device=variable.device,
+            container=self._step.container,
+            partitioner=None if cut is None else lambda *_: counts,
+            partition_strategy=cut.layout.kind if cut else "div",
+            shard_devices=variable.spec.shard_devices,
+        )
+
+    def _mean_type(self, name: str, value: Any) -> tuple[tuple[int, ...], Any]:
+        """Returns shape and dtype of the mean of a metric."""
+        if name in self._whole:
+            return (num_pieces(value.dtype), *value.shape), jnp.float32
+        # Means of counts are no whole numbers.
+        inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+        return value.shape, value.dtype if inexact else jnp.float32
+
+    def _mean(
+        self, name: str, shape: tuple[int, ...], dtype: Any, home: DeviceSpec
+    ) -> Variable:
+        container = self._step.container
+        init: Any = (shape, dtype, None)
+        return Variable(name, init, device=home, container=container)
+
+    def _slot(self, index: int, task: str) -> Variable:
+        init: Any = ((), jnp.int32, None)
+        container = self._step.container
+        return Variable(f"{SLOT}{index}", init, device=task, container=container)
+
+
+def _averaged(mean: Variable | RowMean) -> tuple[Variable, ...]:
+    return mean.averaged if isinstance(mean, RowMean) else (mean,)
+
+
+def _contributed(
+    mean: Variable | RowMean, used: Collection[str]
+) -> tuple[Variable, ...]:
+    """Returns what a worker writes, given what the update reads."""
+    ids, *rows = (any(s.name in used for s in v.shards) for v in _averaged(mean))
+    if not isinstance(mean, RowMean):
+        return (mean,) if ids else ()
+    # Rows are summed by their ids.
+    return mean.contributed if any(rows) else mean.contributed[:ids]
+
+
+def _pairs(
+    means: Any, values: Any, rows: Mapping[str, Rows] | None = None
+) -> dict[str, Any]:
+    """Returns what to contribute, by name of the variable."""
+    found: dict[str, Any] = {}
+    leaves = zip(jax.tree.leaves(means), jax.tree.leaves(values), strict=True)
+    for mean, value in leaves:
+        if isinstance(mean, RowMean):
+            assert rows is not None  # of every table
+            found |= mean.cut(rows[mean.table.name].unique, value)
+        else:
+            same = value.dtype == mean.dtype
+            found[mean.name] = value if same else value.astype(mean.dtype)
+    return found

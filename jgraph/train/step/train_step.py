@@ -1,0 +1,461 @@
+"""One training step as a graph: variables for all state, loss, gradients, update."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import compress
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgraph.coordination.step.finite import FiniteCheck
+from jgraph.graph.device import device
+from jgraph.graph.graph import Graph
+from jgraph.graph.rows.padded_rows import spread_rows
+from jgraph.graph.tracing.trace import trace
+from jgraph.graph.variable import Variable
+from jgraph.train.hash_tables.hash_state import trained_tables
+from jgraph.train.hash_tables.hash_step import check_lookups, needs_ps, table_specs
+from jgraph.train.model.adapters import Adapter, Make
+from jgraph.train.model.checks import BAD_IDS, FINITE, all_well, finite
+from jgraph.train.model.draws import warn_of_same_draws
+from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
+from jgraph.train.model.trees import Tree, group_with_parameters, path_of
+from jgraph.train.step.arrange import Arrangement
+from jgraph.train.step.compress import Compression, GradientDtype
+from jgraph.train.tables.row_mean import Touched, row_layout
+from jgraph.train.tables.row_step import Computed, RowStep, Sparse, decide
+from jgraph.train.tables.row_tables import find_row_tables
+
+
+@final
+class TrainStep:
+    """The variables of a training run and the step that changes them.
+
+    The state of a run is one tree: ``{"params", "opt", "state", "global_step"}``. Each
+    leaf is a variable named by its path, ``params/Dense_0/kernel``,
+    ``opt/0/mu/Dense_0/kernel``. Loss and gradients are placed on ``/job:worker``; the
+    update is not placed and so lands where its variables are.
+
+    Args:
+      adapter: the model and its loss.
+      tx: the optimizer, which sees the parameters as nested dicts; or one for each
+        top-level name of them.
+      check_finite: compute which gradients are finite, and skip an update that is not:
+        it does not count as a step either.
+      arrangement: how variables are cut and placed.
+      container: of the variables.
+      sparse: as for ``Trainer``.
+      alone: one replica makes all updates, and numbers them as ``global_step`` does.
+        Make ``BAD_IDS``, and skip an update that has one. An update that follows one
+        that was skipped is skipped too.
+      gradient_dtype: of gradients that travel; see ``Compression``.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        tx: Optimizer,
+        *,
+        check_finite: bool = False,
+        arrangement: Arrangement | None = None,
+        container: str = "",
+        sparse: Sparse = "auto",
+        alone: bool = False,
+        gradient_dtype: GradientDtype | None = None,
+    ) -> None:
+        self.adapter = adapter
+        self.container = container
+        self._sparse: Sparse = sparse
+        self._alone = alone
+        self._row_steps: dict[str, RowStep | None] = {}
+        self._kept: dict[str, frozenset[str]] = {}
+        self._tx = CalledOptimizer(tx)
+        self._check_finite = check_finite
+        made = (
+            None
+            if adapter.make is None
+            else partial(made_state, adapter.make, self._tx)
+        )
+        if made is None:
+            opt = jax.jit(self._tx.init)(adapter.params)
+            tree = new_state(adapter.params, opt, adapter.state)
+        else:
+            tree = jax.jit(made)() if arrangement is None else jax.eval_shape(made)
+        leaves, self.tree = jax.tree_util.tree_flatten_with_path(tree)
+        paths = [path_of(keys) for keys, _ in leaves]
+        self._groups = groups = group_with_parameters(paths)
+        ps = () if arrangement is None else arrangement.ps
+        if arrangement is not None and not ps:
+            needs_ps(adapter.tables)
+        names = ["/".join(path) for path in paths]
+        of = dict(zip(names, groups, strict=True))
+        specs = table_specs(adapter.tables, self._tx.init, tree["params"], of, len(ps))
+        self.tables = trained_tables(adapter.tables, specs, container, ps)
+        """The hash tables on parameter servers."""
+        self.variables: tuple[Variable, ...] = (arrangement or Arrangement()).variables(
+            names,
+            groups,
+            [
+                on_its_task(made, number, value)
+                for number, (_, value) in enumerate(leaves)
+            ],
+            container,
+            specs,
+        )
+        self.initial_values: list[Any] = [value for _, value in leaves]
+        """Of a large model on a cluster, only their types."""
+        self.compression = None
+        if gradient_dtype is not None:
+            parameters = [v for v in self.variables if v.name.startswith("params/")]
+            self.compression = Compression(parameters, gradient_dtype, container)
+
+    @property
+    def plain(self) -> list[Variable]:
+        """The variables that are no columns of hash tables."""
+        return [variable for variable in self.variables if not variable.spec.table]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the variables, in order."""
+        return [variable.name for variable in self.variables]
+
+    def unflatten(self, values: Sequence[Any]) -> Tree:
+        """Returns the tree of state with ``values``, one per variable, in order."""
+        return jax.tree.unflatten(self.tree, values)
+
+    def graph(self, batch: Any) -> Graph:
+        """Returns the graph of a step on batches of these shapes and dtypes.
+
+        Feeds are the leaves of ``batch``, ``step`` and ``replica`` (int32); fetches are
+        ``['loss']`` and the metrics.
+        """
+        by_rows, kept = self.row_step(batch), self.kept(batch)
+
+        def train_step(batch: Any, step: Any, replica: Any) -> dict[str, Any]:
+            return self._step(by_rows, kept, batch, step, replica)
+
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        variables, notes = [*self.variables], [*(by_rows.notes if by_rows else ())]
+        if self.compression is not None:
+            variables += self.compression.residuals
+            notes.append(self.compression.note)
+        graph, _ = trace(train_step, batch, number, number, variables=variables)
+        warn_of_same_draws(graph)
+        return replace(graph, notes=tuple(notes))
+
+    def lookups(self, batch: Any) -> list[tuple[str, str, int]]:
+        """Returns (feature, table, rows) of what the columns of ``BAD_IDS`` are of."""
+        by_rows = self.row_step(batch)
+        return [
+            (lookup.feature, table.name, table.rows)
+            for table in (by_rows.tables.tables if by_rows else ())
+            if not table.hashed
+            for lookup in table.lookups
+        ]
+
+    def row_step(self, batch: Any) -> RowStep | None:
+        """Returns what goes by rows in a step on such batches; None: nothing may."""
+        key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
+        if key not in self._row_steps:
+            off = self._sparse == "off" and not self.adapter.tables
+            self._row_steps[key] = None if off else self._decide(batch)
+        return self._row_steps[key]
+
+    def kept(self, batch: Any) -> frozenset[str]:
+        """Returns names of state, e.g. frozen parameters, that is never written."""
+        key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
+        if key not in self._kept:
+            now = self.unflatten([v.spec.aval for v in self.variables])
+            same = unchanged_state(self.adapter, now["params"], now["state"], batch)
+            names = [name for name in self.names if name.startswith("state/")]
+            self._kept[key] = frozenset(compress(names, same))
+        return self._kept[key]
+
+    def _decide(self, batch: Any) -> RowStep | None:
+        avals = [variable.spec.aval for variable in self.variables]
+        now = self.unflatten(avals)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        found = find_row_tables(
+            self.adapter.loss,
+            now["params"],
+            now["state"],
+            batch,
+            (number, number),
+            [name for name in self.names if name.startswith("params/")],
+            small=self._sparse == "lazy",  # its numbers hang on no size
+        )
+        if not self.tables:
+            needs_ps(self.adapter.tables)
+        by_keys = {t.name for t in found.tables if t.hashed}
+        check_lookups(self.adapter.tables, by_keys, found.dense)
+        if self._sparse == "off":
+            found = found.without(
+                {t.name: "sparse='off'" for t in found.tables if not t.hashed}
+            )
+        if not (found.tables or found.dense):
+            return None
+        slots = {
+            name: (group, aval.shape)
+            for name, group, aval in zip(self.names, self._groups, avals, strict=True)
+            if name.startswith("opt/")
+        }
+        return decide(found, self._tx, now["params"], slots, self._beside, self._sparse)
+
+    @property
+    def _beside(self) -> list[int | None]:
+        """Per leaf of the optimizer's state the number of the parameter's leaf."""
+        numbers = {
+            name: number
+            for number, name in enumerate(
+                name for name in self.names if name.startswith("params/")
+            )
+        }
+        return [
+            numbers.get(group)
+            for name, group in zip(self.names, self._groups, strict=True)
+            if name.startswith("opt/")
+        ]
+
+    def metric_names(self, graph: Graph) -> list[str]:
+        """Returns the name of each fetch of a step's graph, in order."""
+        places = list(range(len(graph.fetches)))
+        metrics = jax.tree.unflatten(graph.out_tree, places)
+        return sorted(metrics, key=metrics.__getitem__)
+
+    def finite_check(self, graph: Graph) -> FiniteCheck | None:
+        """Returns which fetch of a step's graph says what is finite; None: none."""
+        if not self._check_finite:
+            return None
+        parameters = [n for n in self.names if n.startswith("params/")]
+        leaves = ("loss", *parameters)
+        return FiniteCheck(self.metric_names(graph).index(FINITE), leaves)
+
+    def reported(self, graph: Graph) -> list[str]:
+        """Returns the names of those fetches that loops report, in order."""
+        return [name for name in self.metric_names(graph) if name != FINITE]
+
+    def _read(self, rows: Mapping[str, Touched]) -> Tree:
+        values = [
+            variable[rows[group].unique if group in rows else ...]
+            for variable, group in zip(self.variables, self._groups, strict=True)
+        ]
+        return self.unflatten(values)
+
+    def _step(
+        self,
+        by_rows: RowStep | None,
+        kept: frozenset[str],
+        batch: Any,
+        step: Any,
+        replica: Any,
+    ) -> dict[str, Any]:
+        result = self.computed(by_rows, batch, step, replica)
+        with device("/job:worker"):
+            checks = self.check(result.loss, result.grads)
+            if self._alone and result.rows:
+                bad = [b for rows in result.rows.values() for b in rows.bad]
+                checks[BAD_IDS] = jnp.stack(bad)
+        loss, state, rows = result.loss, result.state, result.rows
+        grads = result.grads
+        if self.compression is not None:
+            grads = self.compression.sent(grads, set(rows))
+        self.update(
+            *(loss, grads, state, checks, kept, by_rows, rows),
+            loss_of=result.loss_of,
+            number=step if self._alone else None,
+        )
+        return {"loss": loss, **result.metrics, **checks}
+
+    def computed(
+        self, by_rows: RowStep | None, batch: Any, step: Any, replica: Any
+    ) -> Computed:
+        """Returns what a worker makes of its batch; called inside a graph.
+
+        Args:
+          by_rows: from ``row_step``.
+          batch: the batch.
+          step: number of the step, int32.
+          replica: number of the worker, int32.
+        """
+        seeds = (replica, step)
+        tables = by_rows.tables.tables if by_rows else ()
+        loss_fn = self.adapter.loss
+        with device("/job:worker"):
+            found = by_rows.rows(batch, seeds) if by_rows else []
+            if by_rows and tables:
+                loss_fn = by_rows.tables.loss([rows.positions for rows in found])
+        rows = {table.name: each for table, each in zip(tables, found, strict=True)}
+        now = self._read(rows)
+        with device("/job:worker"):
+            compute = jax.value_and_grad(loss_fn, has_aux=True)
+            (loss, (metrics, state)), grads = compute(
+                now["params"], now["state"], batch, seeds
+            )
+
+        def loss_of(params: Tree) -> jax.Array:
+            with device("/job:worker"):
+                value: jax.Array = loss_fn(params, now["state"], batch, seeds)[0]
+                return value
+
+        return Computed(loss, metrics, state, grads, rows, loss_of)
+
+    def metric_types(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns shape and dtype of the loss, and of each metric, on such batches."""
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        now = self.unflatten([variable.spec.aval for variable in self.variables])
+        loss, (metrics, _) = jax.eval_shape(
+            self.adapter.loss, now["params"], now["state"], batch, (number, number)
+        )
+        return loss, dict(metrics)
+
+    def check(self, loss: Any, grads: Tree) -> dict[str, Any]:
+        """Returns the ``FINITE`` metric if it is asked for; called inside a graph."""
+        return {FINITE: finite(loss, grads)} if self._check_finite else {}
+
+    def update(
+        self,
+        loss: Any,
+        grads: Tree,
+        state: Tree,
+        checks: Mapping[str, Any],
+        kept: frozenset[str],
+        by_rows: RowStep | None,
+        rows: Mapping[str, Touched],
+        loss_of: LossOf | None = None,
+        number: Any = None,
+    ) -> None:
+        """Applies gradients and counts the step; called inside a graph.
+
+        Args:
+          loss: of the step.
+          grads: of the parameters, rows for those in ``rows``.
+          state: the model's new state.
+          checks: from ``check``.
+          kept: from ``TrainStep.kept``.
+          by_rows: from ``row_step``.
+          rows: the rows of each table that has them, by name.
+          loss_of: the loss of the batch, where there is one.
+          number: of the step; one that does not follow the newest update is skipped
+            like one that is not well. None: replicas have numbers of their own.
+        """
+        if by_rows is not None:
+            rows, grads = self._whole_updates(by_rows, rows, grads)
+        # Read anew: gradients are of the values that travelled to the worker, the
+        # update is of those that lie here when it runs.
+        old = self._read(rows)
+        if by_rows is not None and by_rows.update.reads_padding:
+            old = self._padded_with_zeros(rows, old)
+        given = {"value": loss, "value_fn": None if rows else loss_of}
+        ok = None
+        if checks:
+            ok = all_well(checks)
+            ok = ok if number is None else ok & (old["global_step"] == number)
+        self._update(old, grads, given, state, ok, rows, kept)
+
+    def _update(
+        self,
+        old: Tree,
+        grads: Tree,
+        given: Mapping[str, Any],
+        state: Tree,
+        ok: Any,
+        rows: Mapping[str, Touched],
+        kept: frozenset[str],
+    ) -> None:
+        updates, opt = self._tx.update(grads, old["opt"], old["params"], **given)
+        new = {
+            "params": optax.apply_updates(old["params"], updates),
+            "opt": opt,
+            "state": state,
+            "global_step": old["global_step"] + 1,
+        }
+        if ok is not None:
+            keep = lambda n, o: jnp.where(ok, n, o)
+            new = jax.tree.map(keep, new, {k: old[k] for k in new})
+        self._write(new, rows, kept)
+
+    def _whole_updates(
+        self, by_rows: RowStep, rows: Mapping[str, Touched], grads: Tree
+    ) -> tuple[Mapping[str, Touched], Tree]:
+        """Makes whole gradients for tables that are to be updated as a whole."""
+        leaves, tree = jax.tree.flatten(grads)
+        parameters = {variable.name: variable for variable in self.variables}
+        for table in by_rows.tables.tables:
+            if table.number in by_rows.whole:
+                leaves[table.number] = spread_rows(
+                    rows[table.name].unique,
+                    leaves[table.number],
+                    layout=row_layout(parameters[table.name]),
+                )
+        kept = {
+            table.name: rows[table.name]
+            for table in by_rows.tables.tables
+            if table.number not in by_rows.whole
+        }
+        return kept, jax.tree.unflatten(tree, leaves)
+
+    def _padded_with_zeros(self, rows: Mapping[str, Touched], tree: Tree) -> Tree:
+        leaves = [
+            rows[group].padded_with_zeros(leaf) if group in rows else leaf
+            for group, leaf in zip(self._groups, jax.tree.leaves(tree), strict=True)
+        ]
+        return self.unflatten(leaves)
+
+    def _write(
+        self, new: Tree, rows: Mapping[str, Touched], kept: frozenset[str]
+    ) -> None:
+        leaves = jax.tree.leaves(new)
+        for variable, group, value in zip(
+            self.variables, self._groups, leaves, strict=True
+        ):
+            if variable.name in kept:
+                continue
+            same = value.dtype == variable.dtype
+            where = rows[group].unique if group in rows else ...
+            variable[where] = value if same else value.astype(variable.dtype)
+
+
+def new_state(params: Tree, opt: Tree, state: Tree) -> Tree:
+    """Returns the state of a run that begins."""
+    step = jnp.zeros((), jnp.int32)
+    return {"params": params, "opt": opt, "state": state, "global_step": step}
+
+
+def made_state(make: Make, tx: CalledOptimizer) -> Tree:
+    """Returns the state of a run, made by a function."""
+    params, state = make()
+    return new_state(params, tx.init(params), state)
+
+
+def on_its_task(made: Callable[[], Tree] | None, number: int, value: Any) -> Any:
+    """Returns a value, or its type and the function that makes it alone."""
+    if made is None or not isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    return value.shape, value.dtype, lambda *_: jax.tree.leaves(made())[number]
+
+
+def unchanged_state(
+    adapter: Adapter, params: Tree, state: Tree, batch: Any
+) -> list[bool]:
+    """Returns, for each leaf of state, whether a loss gives it back unchanged.
+
+    Args:
+      adapter: has the loss.
+      params: parameters, or their shapes and dtypes.
+      state: likewise.
+      batch: likewise.
+    """
+    same: list[bool] = []
+
+    def follow(params: Tree, state: Tree, batch: Any, step: Any) -> None:
+        _, (_, new) = adapter.loss(params, state, batch, (step, step))
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
+        same.extend(after is before for after, before in pairs)
+
+    if jax.tree.leaves(state):
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        jax.eval_shape(follow, params, state, batch, number)
+    return same

@@ -1,0 +1,1 @@
+"""Strategies: local, asynchronous and synchronous training."""

@@ -1,0 +1,293 @@
+"""Durability of ps state in a run: a replica on the next ps, or a write-ahead log."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Final, Literal, TypeAlias, final, get_args
+
+from jgraph.client.cluster import Cluster
+from jgraph.client.runs.replication import (
+    end_records,
+    hold_records,
+    keep_records,
+    take_records,
+)
+from jgraph.client.session import Session
+from jgraph.client.state.table_calls import load_shard, state_of_shard
+from jgraph.client.variables import shards_of
+from jgraph.client.wait_for_tasks import incarnations_of
+from jgraph.coordination.run.same_version import Ask, Differ, meet
+from jgraph.errors import ClusterError, ConfigError, CopyLostError
+from jgraph.graph.ir import TaskName
+from jgraph.graph.variable import Variable
+from jgraph.plan.program.program import Program
+from jgraph.plan.program.replay import changing, replayed
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.train.state.size_limits import total_nbytes
+from jgraph.train.step.train_step import TrainStep
+
+Durability: TypeAlias = Literal["checkpoint", "replica", "log"]
+"""What outlives the loss of a ps: see ``AsyncPS``."""
+
+DURABILITIES: Final[tuple[Durability, ...]] = get_args(Durability)
+Home: TypeAlias = tuple[TaskName, str]
+"""The task and the container that have what a ps held last."""
+
+
+def check_durability(durability: object) -> None:
+    """Refuses what is no level of durability.
+
+    Raises:
+      ConfigError: names those that are.
+
+    Example:
+      >>> check_durability("replica")
+    """
+    if durability not in DURABILITIES:
+        raise ConfigError(
+            f"durability is {durability!r}; it may be "
+            f"{', '.join(map(repr, DURABILITIES[:-1]))} or {DURABILITIES[-1]!r}"
+        )
+
+
+def make_durable_copies(
+    durability: Durability, cluster: Cluster, session: Session, step: TrainStep
+) -> "Copies | None":
+    """Returns what keeps copies for a strategy; None: nothing has to.
+
+    Raises:
+      ConfigError: a replica has nowhere to be.
+    """
+    if durability == "checkpoint":
+        return None
+    if durability == "replica" and len(cluster.tasks("ps")) < 2:
+        raise ConfigError(
+            "durability='replica' keeps a copy of each ps on another one, and the "
+            "cluster has only one; start two, or save checkpoints with "
+            "fit(checkpoint=…)"
+        )
+    return Copies(cluster, session, step, in_logs=durability == "log")
+
+
+@final
+class Copies:
+    """Keeps the copies of one runner's variables.
+
+    Args:
+      cluster: with two ps at least, unless the copies are logs.
+      session: registers programs.
+      step: whose variables.
+      in_logs: what changes is written to a log of each ps, not done on another.
+    """
+
+    def __init__(
+        self, cluster: Cluster, session: Session, step: TrainStep, *, in_logs: bool
+    ) -> None:
+        self._cluster = cluster
+        self._session = session
+        self._step = step
+        self._ps = cluster.tasks("ps")
+        self._in_logs = in_logs
+        self._known: Mapping[TaskName, str] = {}
+        self._programs: list[Program] = []
+        self._is_open = False
+        self._updates: int | None = None
+        self._handles: list[str] = []
+        self._times = 0
+
+    @property
+    def streams(self) -> list[str]:
+        """Containers of the copies, of no other ones before."""
+        name = f"{self._step.container}-{self._times}"
+        return [f"{name}.ps{n}" for n in range(len(self._ps))]
+
+    def open(self, programs: Sequence[Program], *, updates: int | None = None) -> None:
+        """Copies what is there, unless that is done, and what changes from now on.
+
+        Args:
+          programs: what will change it, see ``admit``.
+          updates: which of them makes synchronous updates; None: none does.
+        """
+        if self._is_open:
+            return
+        self._updates = updates
+        self.end()
+        self._times += 1
+        self._programs = list(programs)
+        self._known = incarnations_of(self._cluster)
+        for src, dst in self._pairs():
+            if src != dst:
+                self._take(src, dst)
+            self._keep(src, {})
+        self._is_open = True
+
+    def admit(self, program: int, handles: Sequence[str]) -> None:
+        """Keeps what the steps of a program change.
+
+        Args:
+          program: index into those of ``open``. What each ps does is the same for all
+            its handles.
+          handles: of the program; none of its steps is under way.
+        """
+        tasks = [partition.task for partition in self._programs[program].partitions]
+        for src in self._ps:
+            if src in tasks:
+                self._keep(
+                    src,
+                    dict.fromkeys(handles, program),
+                    updates=program == self._updates,
+                )
+        self._is_open = False  # from the first step on they are of this run
+
+    def orders(self, program: int) -> list[pb.TaskRecords]:
+        """Returns what ``admit`` asks of each ps, for a handle that is yet to come."""
+        tasks = [partition.task for partition in self._programs[program].partitions]
+        return [
+            pb.TaskRecords(
+                task=src,
+                order=pb.KeepRecords(
+                    stream=self._stream(src),
+                    container=self._step.container,
+                    programs=[program],
+                    backup=self._backup(src) or "",
+                ),
+            )
+            for src in self._ps
+            if src in tasks
+        ]
+
+    def end(self) -> None:
+        """Drops the copies."""
+        with suppress(ClusterError):  # of a task that is gone nothing is left
+            for handle in self._handles:
+                self._session.unregister(handle)
+        if self._programs:
+            self._cluster.reset(*self.streams)
+        self._handles, self._programs = [], []
+
+    def homes(self) -> dict[TaskName, Home]:
+        """Returns where all is that the ps held; copies that take part are final.
+
+        Of synchronous training all is of one version.
+
+        Raises:
+          CopyLostError: it is nowhere, or in different versions.
+        """
+        now, counted = incarnations_of(self._cluster), self._counted()
+        lost = {s for s in self._ps if s not in now or now[s] != self._known.get(s)}
+        for src in lost - counted:
+            self._kept(src)
+        held = {s: range(0) if s in lost else self._held(s) for s in sorted(counted)}
+        kept: dict[TaskName, range] = {}
+        while isinstance(met := meet(held, kept), Ask):
+            kept |= {src: self._kept(src) for src in met.tasks}
+        if isinstance(met, Differ):
+            each = [f"{t} has {list(v)}" for t, v in sorted(met.versions.items())]
+            raise CopyLostError(
+                "what the ps hold, and what is kept of it, is of different synchronous "
+                f"updates: {', '.join(each)}"
+            )
+        for src in held:
+            stream = self._stream(src)
+            if src in met.again:
+                dst = dict(self._pairs())[src]
+                end_records(self._cluster, stream, dst, met.version)
+            else:
+                hold_records(self._cluster, stream, src, met.version)
+        return {
+            src: (dst, self._stream(src))
+            if src in met.again | (lost - counted)
+            else (src, self._step.container)
+            for src, dst in self._pairs()
+        }
+
+    def _counted(self) -> set[TaskName]:
+        """Returns the ps whose synchronous updates are counted: who makes some."""
+        if self._updates is None:
+            return set()
+        partitions = self._programs[self._updates].partitions
+        return {p.task for p in partitions if p.task in self._ps and changing(p)}
+
+    def _held(self, src: TaskName) -> range:
+        return hold_records(self._cluster, self._stream(src), src)
+
+    def _kept(self, src: TaskName) -> range:
+        dst = dict(self._pairs())[src]
+        if src == dst:
+            self._take(src, dst)  # it has its log
+        return end_records(self._cluster, self._stream(src), dst)
+
+    def move(self, step: TrainStep) -> None:
+        """Gives the variables of a step anew the values that its model has last.
+
+        Raises:
+          CopyLostError: see ``homes``.
+        """
+        homes = self.homes()
+        pairs = zip(shards_of(self._step.plain), shards_of(step.plain), strict=True)
+        there, copied = list[_Pair](), list[_Pair]()
+        for old, new in pairs:
+            task, container = homes[_task_of(old)]
+            source = Variable(
+                old.name,
+                (old.shape, old.dtype, None),
+                device=task,
+                container=container,
+            )
+            of = there if container == self._step.container else copied
+            of.append((source, new))
+        # What a task holds itself may still change: it is of one moment.
+        self._session.snapshots.copy(there, at_once=True)
+        self._session.snapshots.copy(copied)
+        for table, again in zip(self._step.tables, step.tables, strict=True):
+            for (owner, spec), (heir, same) in zip(
+                table.shards, again.shards, strict=True
+            ):
+                task, container = homes[owner]
+                state = state_of_shard(self._cluster, task, container, spec)
+                load_shard(self._cluster, heir, again.container, same, state)
+
+    def _pairs(self) -> list[tuple[TaskName, TaskName]]:
+        """Returns each ps and the one with its copy: itself if that is a log."""
+        other = self._ps if self._in_logs else [*self._ps[1:], self._ps[0]]
+        return list(zip(self._ps, other, strict=True))
+
+    def _stream(self, src: TaskName) -> str:
+        return self.streams[self._ps.index(src)]
+
+    def _take(self, src: TaskName, dst: TaskName) -> None:
+        stream, again = self._stream(src), list[str]()
+        for program in self._programs:
+            handle = ""
+            if src in [partition.task for partition in program.partitions]:
+                there = replayed(program, src, dst, stream)
+                handle = self._session.register(there)
+                self._handles.append(handle)
+            again.append(handle)
+        take_records(self._cluster, stream, src, dst, again)
+
+    def _backup(self, src: TaskName) -> TaskName | None:
+        return None if self._in_logs else dict(self._pairs())[src]
+
+    def _keep(
+        self, src: TaskName, programs: Mapping[str, int], *, updates: bool = False
+    ) -> None:
+        shards = [spec for table in self._step.tables for _, spec in table.shards]
+        tables = sum(spec.capacity_bytes for spec in shards)
+        keep_records(
+            self._cluster,
+            self._stream(src),
+            src,
+            self._backup(src),
+            programs,
+            container=self._step.container,
+            nbytes=total_nbytes(self._step.plain) + tables,
+            updates=updates,
+            undoes=self._updates is not None and not self._in_logs,
+        )
+
+
+_Pair: TypeAlias = tuple[Variable, Variable]
+
+
+def _task_of(shard: Variable) -> TaskName:
+    return TaskName(str(shard.device))

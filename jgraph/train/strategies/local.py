@@ -1,0 +1,270 @@
+"""Training in this process: the whole step is one XLA program, state stays in place."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.clock import Clock, SystemClock
+from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch, Progressed
+from jgraph.graph.graph import Graph, eval_graph
+from jgraph.runtime.data.batches import LeasedBatches
+from jgraph.train.data.data import Batch, Dataset
+from jgraph.train.state.remote_arrays import RunSnapshot
+from jgraph.train.state.runner import (
+    Chunk,
+    Events,
+    Order,
+    Position,
+    Staleness,
+    position_in,
+    stack,
+)
+from jgraph.train.step.applied import Checks, checks_of
+from jgraph.train.step.train_step import TrainStep
+from jgraph.view import markup
+
+# JAX dispatches without waiting. More steps in flight than this gain nothing and hold
+# the memory of their batches.
+_IN_FLIGHT = 16
+_ASK_FOR = 64
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Train in this process, without a cluster.
+
+    Example:
+      >>> Local()
+      Local()
+    """
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
+
+
+@final
+@dataclass(slots=True)
+class _Compiled:
+    graph: Graph
+    names: list[str]
+    step: Callable[..., tuple[list[Any], list[Any]]]
+    checks: Checks
+
+
+@final
+class LocalRunner:
+    """Runs the graph of a step as one jitted function with donated variables."""
+
+    replicas = 1
+
+    def __init__(self, step: TrainStep, clock: Clock | None = None) -> None:
+        self._step = step
+        self._clock = clock or SystemClock()
+        self._compiled: dict[Any, _Compiled] = {}
+        self._last: _Compiled | None = None
+        # Held while buffers change hands: users may look at a run from any thread.
+        self._lock = threading.Lock()
+        self._values: list[Any] = []
+        self._position: Position = None
+        self._dispatch: Dispatch | None = None
+        self._first = 0  # updates applied before the run
+        self.load(step.initial_values)
+
+    def prepare(self, dataset: Dataset, batch_size: int) -> None:
+        """See ``Runner.prepare``."""
+        batch = dataset.avals(batch_size)
+        key = f"{batch} {dataset.note}"
+        if key not in self._compiled:
+            graph = dataset.noted(self._step.graph(batch))
+            names = self._step.metric_names(graph)
+
+            def step(values: list[Any], *feeds: Any) -> tuple[list[Any], list[Any]]:
+                return eval_graph(graph, values, feeds)
+
+            # Ahead of time: errors, and JAX's settings, are those of the caller's
+            # thread, whichever thread runs the steps.
+            jitted = jax.jit(step, donate_argnums=0)
+            lowered = jitted.lower(self._values, *(f.aval for f in graph.feeds))
+            checks = checks_of(self._step, graph, batch)
+            self._compiled[key] = _Compiled(graph, names, lowered.compile(), checks)
+        self._last = self._compiled[key]
+
+    def run(self, order: Order) -> Generator[Chunk, None, None]:
+        """See ``Runner.run``."""
+        self.prepare(order.dataset, order.batch_size)
+        assert self._last is not None
+        compiled, now = self._last, self._clock.now
+        self._first = first = self.global_step()
+        dispatch = self._deal_from(order, first)
+        batches = self._batches(order, dispatch)
+        began = reported = now()
+        gathering = 0.0
+        done: list[tuple[int, float, list[Any]]] = []
+        recent: deque[list[Any]] = deque(maxlen=_IN_FLIGHT)
+        checks = compiled.checks
+        checked = [compiled.names.index(name) for name in checks.names]
+        for number in range(first, first + order.steps):
+            asked = now()
+            batch = next(batches, None)
+            if batch is None:
+                break  # there is no more data
+            gathering += now() - asked
+            out = self._one(compiled, batch, number)
+            if not checked:
+                dispatch.handle(Progressed("", number - first + 1), 0.0)
+            time = now()
+            done.append((number, time - began, out))
+            if len(recent) == _IN_FLIGHT:
+                recent[0][0].block_until_ready()
+                if checked and not checks.passed([recent[0][n] for n in checked]):
+                    break  # those that follow it change nothing
+            recent.append(out)
+            is_due = any((number + 1) % every == 0 for every in order.boundaries)
+            if is_due or time - reported >= order.report_every_s:
+                yield from self._told(compiled, done, gathering, now() - reported)
+                done, reported, gathering = [], now(), 0.0
+            if order.stop.is_set():
+                break
+        if done:
+            yield from self._told(compiled, done, gathering, now() - reported)
+
+    def _told(
+        self,
+        compiled: _Compiled,
+        done: list[tuple[int, float, list[Any]]],
+        gathering: float,
+        elapsed: float,
+    ) -> Generator[Chunk, None, None]:
+        """Yields the steps that were applied.
+
+        Raises:
+          JGError: one was not, as it did not pass a check.
+        """
+        chunk = _chunk(done, compiled.names, gathering, elapsed)
+        applied, error = compiled.checks.split(chunk)
+        assert self._dispatch is not None  # run has set it
+        if len(applied):
+            count = int(applied.steps[-1]) + 1 - self._first
+            self._dispatch.handle(Progressed("", count), 0.0)
+            yield applied
+        if error is not None:
+            raise error
+
+    def _deal_from(self, order: Order, first: int) -> Dispatch:
+        """Goes on in the data; what deals it is also where it is."""
+        plan = order.dataset.plan(order.batch_size, order.seed)
+        position = position_in(plan, self.position(), first)
+        self._dispatch = Dispatch(
+            plan, budget=order.steps, workers=1, position=position
+        )
+        return self._dispatch
+
+    def _batches(self, order: Order, dispatch: Dispatch) -> Iterator[Batch]:
+        reader = LeasedBatches(order.dataset.reader(), dispatch.plan)
+        done = 0
+        while done < order.steps:
+            # What is done is told when it is known to be applied.
+            (deal,) = dispatch.handle(Asked("", 0, _ASK_FOR), 0.0)
+            assert isinstance(deal, Deal)  # the budget is that of the loop
+            for lease in deal.leases:
+                for index in range(lease.first, lease.first + lease.batches):
+                    try:
+                        fields = reader.read(lease, index)
+                    except EOFError:
+                        return
+                    yield order.dataset.batch(list(fields.values()))
+                    done += 1
+
+    def _one(self, compiled: _Compiled, batch: Batch, number: int) -> list[Any]:
+        feeds = jax.tree.leaves(batch)
+        with self._lock:
+            out, self._values = compiled.step(
+                self._values, *feeds, np.int32(number), np.int32(0)
+            )
+        return out
+
+    def global_step(self) -> int:
+        """See ``Runner.global_step``."""
+        with self._lock:
+            return int(self._step.unflatten(self._values)["global_step"])
+
+    def values(self, *, model_only: bool = False) -> Sequence[Any]:
+        """See ``Runner.values``; copies, because a later step reuses the buffers."""
+        with self._lock:
+            return [
+                None
+                if model_only and name.startswith("opt/")
+                else jnp.array(value, copy=True)
+                for name, value in zip(self._step.names, self._values, strict=True)
+            ]
+
+    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
+        """See ``Runner.keep``; here are no tasks."""
+        return RunSnapshot(self.values())
+
+    def places(self) -> Sequence[Any]:
+        """See ``Runner.places``; here are no tasks."""
+        return self._step.initial_values
+
+    def nbytes(self) -> int:
+        """See ``Runner.nbytes``; they are here."""
+        return 0
+
+    def check_model(self) -> None:
+        """See ``Runner.check_model``."""
+
+    def position(self) -> Position:
+        """See ``Runner.position``."""
+        return self._position if self._dispatch is None else self._dispatch.state()
+
+    def load(self, values: Sequence[Any], position: Position = None) -> None:
+        """See ``Runner.load``."""
+        # The step donates them: the caller's own arrays must stay alive.
+        with self._lock:
+            self._values = [jnp.array(v, copy=True) for v in values]
+            self._position, self._dispatch = position, None
+
+    def inherit(self, old: "LocalRunner") -> None:
+        """See ``Runner.inherit``."""
+        self.load(old.values(), old.position())
+
+    def staleness(self) -> Staleness:
+        """See ``Runner.staleness``."""
+        return {}  # every gradient is of the newest values
+
+    def events(self) -> Events:
+        """See ``Runner.events``: here are no hash tables."""
+        return ()
+
+    def plan(self) -> Any:
+        """Returns the graph of the step: all of it runs here."""
+        return None if self._last is None else self._last.graph
+
+    def let_go(self) -> None:
+        """See ``Runner.let_go``: here are no tasks."""
+
+    def close(self) -> None:
+        """See ``Runner.close``; there is nothing to give back."""
+
+
+def _chunk(
+    done: list[tuple[int, float, list[Any]]],
+    names: list[str],
+    gathering: float,
+    elapsed: float,
+) -> Chunk:
+    numbers, seconds, rows = zip(*done, strict=True)
+    return Chunk(
+        replica=0,
+        steps=np.asarray(numbers, np.int64),
+        seconds=np.asarray(seconds, np.float64),
+        metrics=stack(rows, names),
+        times={"input": gathering, "compute": elapsed - gathering},
+    )

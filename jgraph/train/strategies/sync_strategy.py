@@ -1,0 +1,125 @@
+"""SyncPS: the options of synchronous parameter-server training."""
+
+from dataclasses import dataclass
+from typing import final
+
+from jgraph.client.cluster import Cluster
+from jgraph.errors import ConfigError
+from jgraph.graph.sharding import Partitioner
+from jgraph.plan.placement.spread import PlacementFunction
+from jgraph.train.arguments import is_count
+from jgraph.train.state.placement import Placement
+from jgraph.train.step.arrange import Arrangement
+from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
+from jgraph.train.strategies.durability import Durability, check_durability
+from jgraph.view import markup
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SyncPS:
+    """Train on a cluster's workers in step: each update averages a set of gradients.
+
+    With ``b`` backup workers, the first ``workers - b`` contributions of a step count;
+    later ones are dropped, counted for their worker, and that worker goes on with the
+    newest parameters. When a worker goes away, a step takes as many contributions as
+    workers are left; the metric ``contributions`` says how many each step had.
+
+    ``batch_size`` is that of one worker: a step of ``n`` workers is one step of one
+    process on their ``n`` batches together, which are neighbours in the order of the
+    epoch. Every batch of an epoch counts exactly once: that of a late contribution, or
+    of a worker that went away, is dealt again, and may then count in the next epoch's
+    first steps. With backup workers a slow worker gets fewer batches.
+
+    The model's state, such as BatchNorm statistics, is averaged like the gradients. Of
+    a table of rows (see ``Trainer(sparse=…)``) each worker contributes the rows that it
+    looked up, and one update is made of all these. The mean of a row is the sum of its
+    gradients over the number of contributions: who did not look it up adds zeros. The
+    same goes for hash tables, by keys.
+
+    Args:
+      replicas_to_aggregate: contributions of a step; all workers but the backups if
+        unset.
+      backup_workers: how many workers a step does not wait for.
+      step_timeout_s: limit for one step, in seconds.
+      variable_partitioner: cuts parameters into shards, as for ``AsyncPS``.
+      partition_strategy: which rows a shard has, as for ``AsyncPS``.
+      placement: chooses the ps of each parameter or shard, as for ``AsyncPS``.
+      gradient_dtype: what gradients travel as, as for ``AsyncPS``. They are summed in
+        float32. A late contribution is dropped, but not the left-overs that it carried:
+        the worker's next one has them.
+      durability: what a run is left with when a ps is lost, as for ``AsyncPS``. All ps
+        go on from the same update; with ``"replica"`` each keeps for that what its
+        variables were before the newest one.
+
+    Raises:
+      ConfigError: a number outside what is possible.
+
+    Example:
+      >>> SyncPS(backup_workers=1).contributions(4)
+      3
+    """
+
+    replicas_to_aggregate: int | None = None
+    backup_workers: int = 0
+    step_timeout_s: float = 60.0
+    variable_partitioner: Partitioner | None = None
+    partition_strategy: str = "div"
+    placement: PlacementFunction | None = None
+    gradient_dtype: GradientDtype | None = None
+    durability: Durability = "checkpoint"
+
+    def arrangement(self, cluster: Cluster) -> Arrangement:
+        """Returns how variables are cut and placed on a cluster.
+
+        Raises:
+          ConfigError: the cluster has no ps or no worker.
+        """
+        return Arrangement(
+            Placement(cluster, self.placement, "SyncPS"),
+            self.variable_partitioner,
+            self.partition_strategy,
+            tuple(cluster.tasks("ps")),
+        )
+
+    def __post_init__(self) -> None:
+        check_gradient_dtype(self.gradient_dtype)
+        check_durability(self.durability)
+        wanted = self.replicas_to_aggregate
+        if wanted is not None and not is_count(wanted, 1):
+            raise ConfigError(
+                f"replicas_to_aggregate is {wanted!r}; a step averages at least 1 "
+                "gradient, leave it out to average those of all workers"
+            )
+        backups = self.backup_workers
+        if not is_count(backups, 0):
+            raise ConfigError(
+                f"backup_workers is {backups!r}; give a whole number, 0 or more"
+            )
+        if not self.step_timeout_s > 0:
+            raise ConfigError(
+                f"step_timeout_s is {self.step_timeout_s}; it must be over 0 seconds"
+            )
+
+    def contributions(self, workers: int) -> int:
+        """Returns how many contributions a step of so many workers takes.
+
+        Raises:
+          ConfigError: more than there are workers.
+
+        Example:
+          >>> SyncPS(backup_workers=1).contributions(4)
+          3
+        """
+        backups = self.backup_workers
+        wanted = self.replicas_to_aggregate or workers - backups
+        if wanted < 1 or wanted + backups > workers:
+            asked = "" if self.replicas_to_aggregate is None else f"{wanted} workers "
+            raise ConfigError(
+                f"SyncPS is to average {asked}with {backups} backup workers, and the "
+                f"cluster has {workers} workers; start more, or ask for less"
+            )
+        return wanted
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)

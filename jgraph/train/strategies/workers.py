@@ -1,0 +1,222 @@
+"""Workers of a training run: their data and progress, and their loop requests."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+import numpy as np
+
+from jgraph.client.cluster import Cluster
+from jgraph.client.runs.loops import LoopHandle
+from jgraph.client.session import Session
+from jgraph.client.state.sources import open_source_on
+from jgraph.cluster.drain import told_to_end
+from jgraph.cluster.loop_messages import LoopReport, LoopRequest
+from jgraph.coordination.run.cuts import tell_every
+from jgraph.coordination.step.finite import FiniteCheck
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
+from jgraph.train.data.data import Dataset
+from jgraph.train.data.feeding import Feeding
+from jgraph.train.model.metrics import CONTRIBUTIONS, metrics_by_name
+from jgraph.train.state.runner import Chunk, Order
+from jgraph.train.step.train_step import TrainStep
+
+
+@final
+class Workers:
+    """The workers of a cluster: their data, and how many steps each has done.
+
+    Args:
+      step: of which each worker runs a copy.
+      cluster: with a job ``worker``.
+      session: carries the data.
+    """
+
+    def __init__(self, step: TrainStep, cluster: Cluster, session: Session) -> None:
+        self.tasks = cluster.tasks("worker")
+        self.done = [0] * len(self.tasks)
+        """Steps by replica, over all runs; they number its next ones."""
+        self._cluster = cluster
+        self._session = session
+        self._data = f"{step.container}/data"
+        self.feeding: Feeding | None = None
+        """Gives the workers data that only this process can read."""
+        # Which data the workers hold: the same data of a later fit is not sent again.
+        self._uploaded: dict[TaskName, str] = {}
+
+    def upload(self, graph: Graph, order: Order) -> None:
+        """Gives every worker the data, unless it has it; also who takes them back."""
+        dataset = order.dataset
+        if dataset.source:  # the workers have opened it
+            return
+        if dataset.fed is not None:
+            fields = _fields(graph, dataset)
+            reader = dataset.reader()
+            self.feeding = Feeding(self._cluster, self._data, reader, fields)
+            self._uploaded.clear()
+            for task in dict.fromkeys(self.tasks):
+                self.feeding.begin(task)
+            return
+        digest = dataset.digest()
+        # A ps: it is there as long as the run.
+        keeper = self._cluster.tasks("ps")[:1] if order.detached else []
+        for task in dict.fromkeys([*self.tasks, *keeper]):
+            if self._uploaded.pop(task, "") != digest:
+                self._put(task, graph, dataset)
+            self._uploaded[task] = digest
+
+    def renew(self, replica: int, graph: Graph, dataset: Dataset) -> None:
+        """Gives the data to a worker that was started again."""
+        worker = self.tasks[replica]
+        if dataset.source:
+            open_source_on(self._cluster, worker, dataset.source)
+        elif self.feeding is not None:
+            self.feeding.begin(worker)
+        else:
+            self._put(worker, graph, dataset)
+
+    def _put(self, worker: TaskName, graph: Graph, dataset: Dataset) -> None:
+        fields = zip(_fields(graph, dataset), dataset.fields.values(), strict=True)
+        self._session.put_data(worker, self._data, dict(fields))
+
+    def forget_data(self) -> None:
+        """Sends the data anew next time: a worker may have been started anew.
+
+        Raises:
+          JGError: the data is what ended the run.
+        """
+        self._uploaded.clear()
+        if self.feeding is not None and self.feeding.error is not None:
+            raise self.feeding.error
+
+    def stop_with(self, order: Order, stop: Callable[[], None]) -> None:
+        """Stops loops when that is asked for, also while they wait for data."""
+        if self.feeding is not None:
+            self.feeding.stop_with(order.stop, stop)
+
+    def ran_out(self, report: LoopReport) -> bool:
+        """Whether a loop is over as there is no more data."""
+        over = self.feeding is not None and self.feeding.is_over
+        return over and report.state == "done"
+
+    def end_feeding(self) -> None:
+        """Gives no more data to the workers."""
+        if self.feeding is not None:
+            self.feeding.close()
+            self.feeding = None
+
+    def requests(
+        self,
+        graph: Graph,
+        handles: Sequence[str],
+        order: Order,
+        *,
+        step_timeout_s: float,
+        finite: FiniteCheck | None = None,
+        together: bool = False,
+    ) -> list[LoopRequest]:
+        """Returns one request per worker.
+
+        Args:
+          graph: traced on a batch of the order's data.
+          handles: its registered program, by replica.
+          order: what to train.
+          step_timeout_s: limit for one step.
+          finite: which fetch says what is finite; None: it is not checked here.
+          together: training is synchronous.
+        """
+        feeds = {feed.name for feed in graph.feeds}
+        dataset = order.dataset
+        halts = 0 if together else order.save_every or 0
+        return [
+            LoopRequest(
+                task=worker,
+                handle=handles[replica],
+                data=dataset.source or self._data,
+                data_feeds=_fields(graph, dataset) if dataset.source else (),
+                steps=order.steps,
+                batch_size=order.batch_size,
+                seed=order.seed,
+                replica=replica,
+                first_step=self.done[replica],
+                step_feed="step" if "step" in feeds else "",
+                replica_feed="replica" if "replica" in feeds else "",
+                batch_feed="slot" if "slot" in feeds else "",
+                step_timeout_s=step_timeout_s,
+                report_every_s=order.report_every_s,
+                finite=finite,
+                tell_every=tell_every(halts, len(self.tasks)) if halts else 0,
+            )
+            for replica, worker in enumerate(self.tasks)
+        ]
+
+    def note(self, report: LoopReport) -> None:
+        """Learns from a report how many steps its replica has done."""
+        if len(report.steps):
+            self.done[report.replica] = int(report.steps[-1]) + 1
+
+
+def chunk_of(
+    report: LoopReport, names: Sequence[str], replica: int, *, together: bool = False
+) -> Chunk:
+    """Returns a report as what ``replica`` did.
+
+    Args:
+      report: of a loop.
+      names: of its fetches; none: they are left out.
+      replica: who stands for what it did.
+      together: it is of synchronous training, and ``replica`` stands for all.
+    """
+    metrics = metrics_by_name(names, report.fetches)
+    return Chunk(
+        replica,
+        report.steps,
+        report.seconds,
+        metrics,
+        report.times,
+        report.dropped,
+        batches=int(metrics[CONTRIBUTIONS].sum()) if together else None,
+        began=report.began_s,
+    )
+
+
+def _fields(graph: Graph, dataset: Dataset) -> tuple[str, ...]:
+    """Returns the feeds of the data, in the order of its fields."""
+    return tuple(feed.name for feed in graph.feeds[: len(dataset.fields)])
+
+
+def shares(steps: int, count: int) -> list[int]:
+    """Cuts ``steps`` into ``count`` parts that differ by one at most.
+
+    Example:
+      >>> shares(7, 3)
+      [3, 2, 2]
+    """
+    return [steps // count + (i < steps % count) for i in range(count)]
+
+
+def halted_chunk(loops: LoopHandle) -> Chunk:
+    """Returns what says that the loops stand still."""
+    none = np.empty(0)
+    return Chunk(0, none, none, {}, go_on=loops.go_on)
+
+
+def rest(loops: LoopHandle) -> Iterator[Chunk]:
+    """Lets the state be saved after all loops, if tasks with a part of it are to end.
+
+    Raises:
+      TaskLeavingError: they are, and the run has to wait for them.
+    """
+    if loops.leaving:
+        none = np.empty(0)
+        yield Chunk(0, none, none, {}, at_rest=True)
+        raise told_to_end(*loops.leaving)
+
+
+def end_loops(loops: LoopHandle) -> None:
+    """Stops loops and waits for their end: no step of them comes later."""
+    loops.stop()
+    with contextlib.suppress(Exception):
+        for _ in loops:
+            continue

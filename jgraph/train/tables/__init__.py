@@ -1,0 +1,1 @@
+"""Tables by rows: lookups found in a loss, row gradients, row updates."""

@@ -1,0 +1,267 @@
+"""Row tables of a training step: chosen once per type of batch, with reasons."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any, Literal, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.errors import ConfigError
+from jgraph.graph.rows.rows import unique_rows
+from jgraph.train.model.optimizer import CalledOptimizer, LossOf
+from jgraph.train.model.trees import Tree
+from jgraph.train.tables.ids import first_bad_id, usable_ids
+from jgraph.train.tables.row_tables import RowTable, RowTables
+from jgraph.train.tables.row_update import RowUpdate, other_shapes, probe
+from jgraph.view.units import bytes_text
+
+Sparse: TypeAlias = Literal["auto", "lazy", "exact", "off"]
+SPARSE = ("auto", "lazy", "exact", "off")
+
+# What a ps changes at each step in some ten milliseconds.
+_LARGE_UPDATE_BYTES = 64 << 20
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows of one table a step uses.
+
+    Attributes:
+      unique: their ids, int32[n], ascending, padded.
+      positions: which of them each id is, int32[n].
+      count: how many there are.
+      bad: per lookup the first id that has no row, else ``NO_ID``; of a hash table
+        nothing.
+    """
+
+    unique: jax.Array
+    positions: jax.Array
+    count: jax.Array
+    bad: tuple[jax.Array, ...]
+
+    def padded_with_zeros(self, values: jax.Array) -> jax.Array:
+        """Returns rows of which those that are not there are zeros."""
+        there = jnp.arange(values.shape[0], dtype=jnp.int32) < self.count
+        return jnp.where(there.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a worker makes of its batch.
+
+    Attributes:
+      loss: of the batch.
+      metrics: by name.
+      state: the model's new state.
+      grads: of the parameters; of the tables in ``rows``, of these rows.
+      rows: by name of the table.
+      loss_of: the loss of the batch, of other parameters.
+    """
+
+    loss: Any
+    metrics: Mapping[str, Any]
+    state: Tree
+    grads: Tree
+    rows: Mapping[str, Rows]
+    loss_of: LossOf
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowStep:
+    """The row tables of a step, and how they are updated.
+
+    Attributes:
+      tables: their lookups.
+      update: what their optimizer does by rows.
+      whole: numbers of the tables that are updated as a whole all the same.
+      notes: a line per decision, for people.
+    """
+
+    tables: RowTables
+    update: RowUpdate
+    whole: frozenset[int]
+    notes: tuple[str, ...]
+
+    def rows(self, batch: Any, seeds: tuple[Any, ...]) -> list[Rows]:
+        """Returns the rows of each table that a step on ``batch`` uses."""
+        given = self.tables.ids(batch, seeds)
+        return [
+            _rows(table, ids)
+            for table, ids in zip(self.tables.tables, given, strict=True)
+        ]
+
+
+def _rows(table: RowTable, given: Sequence[jax.Array]) -> Rows:
+    parts = [
+        keys_or_ids.reshape(-1, 2)
+        if table.hashed
+        else usable_ids(keys_or_ids, table.rows, lookup.mode, of_bags=lookup.of_bags)
+        for keys_or_ids, lookup in zip(given, table.lookups, strict=True)
+    ]
+    ids = jnp.concatenate(parts)
+    unique, positions = unique_rows(
+        ids, rows=table.rows, feature=table.feature, drop=table.drop
+    )
+    there = jnp.where(positions < ids.shape[0], positions, -1)
+    # Every key may have a row.
+    bad = () if table.hashed else tuple(first_bad_id(p, table.rows) for p in parts)
+    return Rows(unique, positions, there.max(initial=-1) + 1, bad)
+
+
+def decide(
+    tables: RowTables,
+    tx: CalledOptimizer,
+    params: Any,
+    slots: dict[str, tuple[str, tuple[int, ...]]],
+    owners: Sequence[int | None],
+    sparse: Sparse,
+) -> RowStep:
+    """Decides how the row tables of a loss are updated.
+
+    Args:
+      tables: from ``find_row_tables``.
+      tx: the optimizer.
+      params: the parameters, or their shapes and dtypes.
+      slots: (parameter, shape) of each variable of the optimizer's state.
+      owners: as for ``probe``.
+      sparse: as for ``Trainer``.
+    """
+    leaves = jax.tree.leaves(params)
+    shapes = {t.name: tuple(leaves[t.number].shape) for t in tables.tables}
+    given, tables = tables, tables.without(other_shapes(slots, shapes))
+    update = RowUpdate()
+    numbers = frozenset(t.number for t in tables.tables)
+    if numbers:
+        try:
+            update = probe(tx, params, numbers, owners)
+        except Exception as error:  # noqa: BLE001  # of the user's optimizer
+            told = shorten(str(error), 100, placeholder=" …")
+            why = f"the optimizer fails on rows of it: {told}"
+            tables = tables.without({t.name: why for t in tables.tables})
+            numbers = frozenset()
+    for table in given.tables:
+        if table.hashed and table.name in tables.dense:
+            raise _not_by_rows(table.name, tables.dense[table.name])
+        if table.hashed and table.number in update.held_back:
+            raise _loses_gradients(table.name)
+    hashed = frozenset(t.number for t in tables.tables if t.hashed)
+    others = numbers - update.exact - hashed  # a hash table has no rows but these
+    whole = others & update.held_back if sparse == "lazy" else others
+    costs = {t.name: _cost(t, leaves[t.number], slots) for t in tables.tables}
+    if sparse == "auto":
+        large = [
+            cost.told(name)
+            for name, cost in costs.items()
+            if cost.whole >= _LARGE_UPDATE_BYTES and cost.number in whole
+        ]
+        _warn_large(large)
+    notes = [
+        _note(
+            t,
+            costs[t.name],
+            lazy=t.number in others - whole,
+            whole=t.number in whole,
+            held_back=t.number in update.held_back,
+        )
+        for t in tables.tables
+    ]
+    notes += [f"{name} travels whole: {why}" for name, why in tables.dense.items()]
+    return RowStep(tables, update, whole, tuple(notes))
+
+
+def _not_by_rows(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is a hash table, and this optimizer cannot update some of its rows "
+        f"alone: {why.rstrip('.')}; use one that can, such as optax.adagrad or "
+        "optax.adam, for the table with optax.multi_transform"
+    )
+
+
+def _loses_gradients(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is a hash table, of which a step updates only the rows that it looks "
+        "up, and the optimizer keeps gradients for later steps (as optax.MultiSteps "
+        "and apply_every do): those of other rows would be lost; train with larger "
+        "batches, or with SyncPS, whose update is the mean of all workers"
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What the update of a table changes in one step.
+
+    Attributes:
+      number: of the table.
+      rows: that it looks up at most, and that it has.
+      lazy: bytes of those rows, of the parameter and its optimizer's state.
+      whole: bytes of all rows.
+    """
+
+    number: int
+    rows: tuple[int, int]
+    lazy: int
+    whole: int
+
+    def told(self, name: str) -> str:
+        """Returns what lazy updates would save."""
+        most, rows = (f"{n:,}" for n in self.rows)
+        return (
+            f"{name}: each step updates all {rows} rows ({bytes_text(self.whole)}), "
+            f"not only the {most} or fewer that it looks up ({bytes_text(self.lazy)})"
+        )
+
+
+def _cost(
+    table: RowTable, aval: Any, slots: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> _Cost:
+    shape = tuple(aval.shape)
+    count = 1 + sum(slot == (table.name, shape) for slot in slots.values())
+    most = min(table.count, table.rows)
+    of_row = count * math.prod(shape[1:]) * aval.dtype.itemsize
+    return _Cost(table.number, (most, table.rows), of_row * most, of_row * table.rows)
+
+
+def _warn_large(told: Sequence[str]) -> None:
+    if told:
+        warnings.warn(
+            f"{'; '.join(told)}, because this optimizer changes rows without a "
+            "gradient too (momentum, weight decay); sparse='lazy' updates looked-up "
+            "rows only, which is faster and gives other numbers; sparse='exact' does "
+            "as now, without this warning",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _note(
+    table: RowTable, cost: _Cost, *, lazy: bool, whole: bool, held_back: bool
+) -> str:
+    lookups = ", ".join(f"{lk.count} by {lk.feature}" for lk in table.lookups)
+    if table.hashed:
+        return (
+            f"{table.name} is a hash table in {table.rows} shards: at most "
+            f"{table.count} rows travel ({lookups}); only these are updated"
+        )
+    how = "as the whole update would be"
+    if whole:
+        how = (
+            f"of all rows ({bytes_text(cost.whole)}), because the optimizer changes "
+            "rows without a gradient too; sparse='lazy' would update "
+            f"{bytes_text(cost.lazy)}"
+        )
+        if held_back:
+            how = "of all rows, because the optimizer keeps gradients for later steps"
+    elif lazy:
+        how = "lazy: rows that a step does not look up stay as they are"
+    return (
+        f"{table.name} travels by rows: at most {min(table.count, table.rows)} of "
+        f"{table.rows} ({lookups}); the update is {how}"
+    )

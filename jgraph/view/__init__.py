@@ -1,0 +1,1 @@
+"""Pictures: scenes, layout, SVG and HTML. Pure."""

@@ -1,0 +1,213 @@
+"""Between-graph replication: every worker's server runs its own loop over one state."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgraph.client.cluster import Cluster
+from jgraph.client.session import Session
+from jgraph.cluster.loop_messages import LoopReport, LoopRequest, report_of
+from jgraph.errors import ClusterBusyError, DataError, FeedError, JGError
+from jgraph.graph.device import DeviceSpec, device
+from jgraph.graph.ir import TaskName
+from jgraph.graph.tracing.trace import trace
+from jgraph.graph.variable import Variable
+from jgraph.plan.plan import plan
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+
+WORKERS = [TaskName("/job:worker/task:0"), TaskName("/job:worker/task:1")]
+BATCH = 4
+
+
+def ledger() -> Variable:
+    """One cell per (replica, step): every applied update adds 1 to its own."""
+    return Variable("ledger", jnp.zeros((2, 64)), device="/job:ps/task:0")
+
+
+def requests(session: Session, cluster: Cluster, steps: int) -> list[LoopRequest]:
+    """A program whose update counts into the ledger, registered for both workers."""
+    cells = ledger()
+    count = Variable("count", jnp.int32(0), device="/job:ps/task:1")
+    session.initialize([cells, count])
+
+    def step(x: Any, step: Any, replica: Any) -> Any:
+        with device("/job:worker"):
+            read = cells[...]
+            # Depends on what was read, as a gradient does, and is exactly one.
+            one = jnp.where(jnp.isfinite(read.sum()), 1.0, jnp.nan)
+            update = jnp.zeros((2, 64)).at[replica, step].set(one)
+            seen = x.sum()
+        cells[...] = cells[...] + update
+        count[...] = count[...] + 1
+        return seen
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    graph, _ = trace(
+        step,
+        jax.ShapeDtypeStruct((BATCH,), jnp.float32),
+        number,
+        number,
+        variables=[cells, count],
+    )
+    planned = plan(
+        graph,
+        tasks=cluster.tasks(),
+        driver=WORKERS[0],
+        default=DeviceSpec.from_string(WORKERS[0]),
+    )
+    orders = []
+    for replica, worker in enumerate(WORKERS):
+        data = {"x": np.arange(16, dtype=np.float32) + 100 * replica}
+        session.put_data(worker, "train", data)
+        program = planned.program.rename_task(WORKERS[0], worker)
+        orders.append(
+            LoopRequest(
+                task=worker,
+                handle=session.register(program),
+                data="train",
+                steps=steps,
+                batch_size=BATCH,
+                replica=replica,
+                step_feed="step",
+                replica_feed="replica",
+                step_timeout_s=20,
+                report_every_s=0.02,
+            )
+        )
+    return orders
+
+
+def test_every_update_of_two_concurrent_loops_counts_exactly_once(
+    session: Session, cluster: Cluster
+) -> None:
+    reports = list(session.run_loops(requests(session, cluster, steps=60)))
+    values = session.read([ledger(), Variable("count", jnp.int32(0))])
+    expected = np.zeros((2, 64))
+    expected[:, :60] = 1
+    np.testing.assert_array_equal(values["ledger"], expected)
+    assert values["count"] == 120
+    for replica in range(2):
+        own = [r for r in reports if r.replica == replica]
+        assert np.concatenate([r.steps for r in own]).tolist() == list(range(60))
+        assert [r.state for r in own if r.state != "running"] == ["done"]
+        parts = {"wait", "input", "pull", "compute", "push", "other"}
+        assert set().union(*(r.times for r in own)) == parts
+        total = sum(sum(r.times.values()) for r in own)
+        assert total <= own[-1].seconds[-1] if own[-1].seconds.size else total > 0
+
+
+def test_loop_that_ended_can_be_asked_for_what_was_on_its_way(
+    session: Session, cluster: Cluster
+) -> None:
+    orders = requests(session, cluster, steps=20)
+    loops = session.run_loops(orders)
+    told = [report for report in loops if report.replica == 0]
+
+    def account(after: int) -> LoopReport:
+        order = pb.StopLoop(
+            loop=f"{loops._name}-0", task=WORKERS[0], account=True, after=after
+        )
+        reply = cluster.call("Master.StopLoop", frame(stop_loop=order))
+        return report_of(orders[0], reply)
+
+    assert account(after=0).steps.tolist() == list(range(20))
+    last = account(after=told[-1].number - 1)
+    assert last.number == told[-1].number
+    assert last.steps.tolist() == told[-1].steps.tolist()
+    assert sum(lease.batches for lease in account(after=0).done) == 20
+    assert account(after=told[-1].number).steps.size == 0
+
+
+def test_each_epoch_shows_every_example_of_the_worker_once(
+    session: Session, cluster: Cluster
+) -> None:
+    loops = session.run_loops(requests(session, cluster, steps=8))
+    reports = [report for report in loops if report.steps.size]
+    for replica in range(2):
+        sums = np.concatenate([r.fetches[0] for r in reports if r.replica == replica])
+        total = float(sum(range(16)) + 16 * 100 * replica)
+        assert sums[:4].sum() == total
+        assert sums[4:].sum() == total
+        assert sums[:4].tolist() != sums[4:].tolist()
+
+
+@pytest.mark.parametrize("steps", [1_000_000, 10**12])
+def test_stopped_loops_report_what_they_did_and_end(
+    session: Session, cluster: Cluster, steps: int
+) -> None:
+    orders = [
+        replace(order, steps=steps, step_feed="", replica_feed="")
+        for order in endless_requests(session, cluster)
+    ]
+    handle = session.run_loops(orders)
+    ended: list[LoopReport] = []
+    for report in handle:
+        handle.stop()
+        if report.state != "running":
+            ended.append(report)
+    assert [report.state for report in ended] == ["stopped", "stopped"]
+
+
+def test_loop_that_is_told_to_end_before_its_order_has_come_ends(
+    session: Session, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (order, _) = endless_requests(session, cluster)
+    monkeypatch.setattr("jgraph.client.runs.loops.unique", lambda what: "overtaken")
+    told = pb.StopLoop(loop="overtaken-0", task=WORKERS[0])
+    cluster.call("Master.StopLoop", frame(stop_loop=told))
+    loops = session.run_loops([replace(order, steps=1_000_000)])
+    assert [report.state for report in loops][-1] == "stopped"
+
+
+def endless_requests(session: Session, cluster: Cluster) -> list[LoopRequest]:
+    """Loops without shared state."""
+    graph, _ = trace(lambda x: x.sum(), jax.ShapeDtypeStruct((BATCH,), jnp.float32))
+    orders = []
+    for replica, worker in enumerate(WORKERS):
+        session.put_data(worker, "train", {"x": np.zeros(16, np.float32)})
+        program = plan(graph, tasks=cluster.tasks(), driver=worker).program
+        handle = session.register(program)
+        orders.append(LoopRequest(worker, handle, "train", 5, BATCH, replica=replica))
+    return orders
+
+
+def test_loop_without_its_data_says_which(session: Session, cluster: Cluster) -> None:
+    orders = [
+        replace(order, data="not there") for order in endless_requests(session, cluster)
+    ]
+    with pytest.raises(DataError, match="'not there'"):
+        list(session.run_loops(orders))
+
+
+def test_data_of_another_shape_is_refused_by_the_name_of_the_feed(
+    session: Session, cluster: Cluster
+) -> None:
+    orders = endless_requests(session, cluster)
+    session.put_data(WORKERS[1], "train", {"x": np.zeros((16, 3), np.float32)})
+    with pytest.raises(FeedError, match=r"feed 'x' .* is float32\[4,3\]"):
+        list(session.run_loops(orders))
+
+
+def test_failing_replica_ends_the_others_and_raises_its_error(
+    session: Session, cluster: Cluster
+) -> None:
+    orders = endless_requests(session, cluster)
+    orders[0] = replace(orders[0], steps=1_000_000)
+    orders[1] = replace(orders[1], handle="gone")
+    with pytest.raises(JGError, match="no program 'gone'"):
+        list(session.run_loops(orders))
+    # The other loop was told to stop: its name is free again once it has.
+    again = [replace(order, handle=orders[0].handle, steps=2) for order in orders[:1]]
+    assert [r.state for r in session.run_loops(again)][-1] == "done"
+
+
+def test_loop_name_in_use_is_refused(session: Session, cluster: Cluster) -> None:
+    (order, _) = endless_requests(session, cluster)
+    twice = [replace(order, steps=1_000_000)] * 2
+    with pytest.raises(ClusterBusyError, match="already runs"):
+        list(session.run_loops(twice))

@@ -1,0 +1,83 @@
+from itertools import pairwise
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from jgraph.client.cluster import connect
+from jgraph.client.session import Session
+from jgraph.client.values import in_pieces
+from jgraph.errors import ConfigError, TaskLostError
+from jgraph.graph.variable import Variable
+from tests.support.servers import Servers
+
+
+@given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 40))
+def test_pieces_keep_the_order_and_stay_small(sizes: list[int], limit: int) -> None:
+    variables = [
+        Variable(f"v{i}", ((size,), jnp.float32, None)) for i, size in enumerate(sizes)
+    ]
+    pieces = in_pieces(variables, limit)
+    assert [v for piece in pieces for v in piece] == variables
+    for piece in pieces:
+        assert len(piece) == 1 or sum(4 * v.shape[0] for v in piece) <= limit
+    for one, following in pairwise(pieces):
+        together = sum(4 * v.shape[0] for v in [*one, following[0]])
+        assert together > limit
+
+
+def test_state_of_many_pieces_is_written_and_read_whole(session: Session) -> None:
+    elements = 3 << 20  # 12 MB each: several pieces
+    variables = [
+        Variable(f"big{i}", ((elements,), jnp.float32, jnp.zeros), device="/job:ps")
+        for i in range(8)
+    ]
+    session.initialize(variables)
+    assert len(set(session.variable_tasks(variables).values())) == 2
+    session.write(
+        {v: np.full(elements, i, np.float32) for i, v in enumerate(variables)}
+    )
+    values = session.read(variables)
+    assert [values[v.name][-1] for v in variables] == list(range(8))
+
+
+def test_variables_of_one_name_in_two_containers_are_two(session: Session) -> None:
+    """A copy of a variable on another task, under its own name."""
+    w = Variable("same", np.arange(3.0), device="/job:ps/task:1")
+    copy = Variable(
+        "same", (w.shape, w.dtype, None), device="/job:worker/task:1", container="copy"
+    )
+
+    def snapshot() -> None:
+        copy[...] = w[...]
+        w[...] = w[...] + 1
+
+    session.run(snapshot)
+    assert session.read([w])["same"].tolist() == [1, 2, 3]
+    assert session.read([copy])["same"].tolist() == [0, 1, 2]
+    tasks = session.variable_tasks([w, copy])
+    assert tasks == {
+        ("", "same"): "/job:ps/task:1",
+        ("copy", "same"): "/job:worker/task:1",
+    }
+    session.write({w: np.zeros(3, "f"), copy: np.ones(3, "f")})
+    assert session.read([w])["same"].tolist() == [0, 0, 0]
+    assert session.run(lambda: copy[...] + w[...]).tolist() == [1, 1, 1]
+    with pytest.raises(ConfigError, match="two variables are called 'same'"):
+        session.read([w, copy])
+
+
+def test_a_lost_task_is_missed_only_where_a_variable_may_be_on_it() -> None:
+    servers = Servers(ps=2, worker=1)
+    with connect(servers.server("/job:worker/task:0").target, timeout_s=20) as cluster:
+        servers.lose("/job:ps/task:1")
+        session = cluster.session()
+        there = Variable("there", np.ones(2, "f"), device="/job:ps/task:0")
+        session.initialize([there])
+        assert session.read([there])["there"].tolist() == [1, 1]
+        for device in ("/job:ps", "/job:ps/task:1", "/task:1", ""):
+            open_ = Variable("open", np.ones(2, "f"), device=device)
+            with pytest.raises(TaskLostError, match="/job:ps/task:1 "):
+                session.initialize([open_])
+    servers.stop()

@@ -1,0 +1,61 @@
+"""How a run goes on whose master is lost: who begins, and who is waited for."""
+
+import pytest
+
+from jgraph.coordination.run.succession import Accounts, resume_events, standby_of
+from jgraph.coordination.run.supervisor import Begin, Instruction, Over, Supervisor
+from jgraph.errors import JGError, TaskLostError
+from jgraph.graph.ir import TaskName
+
+GONE = TaskLostError("gone")
+
+
+def begun(
+    accounts: Accounts,
+    row: str | JGError | None = None,
+    *,
+    stopping: bool = False,
+) -> tuple[list[Instruction], list[int]]:
+    crew = Supervisor(together=row is not None)
+    told = resume_events(accounts, row, stopping=stopping)
+    instructions = [one for event in told for one in crew.handle(event, 0.0)]
+    return instructions, crew.missing
+
+
+def test_heir_is_the_first_ps_and_a_ps_that_is_the_master_has_none() -> None:
+    tasks = [TaskName(f"/job:{task}") for task in ("worker/task:0", "ps/task:0")]
+    more = [TaskName("/job:ps/task:1"), *tasks]
+    assert standby_of(more, tasks[0]) == standby_of(more[::-1], tasks[0]) == tasks[1]
+    assert standby_of(more, more[0]) is None
+    assert standby_of(tasks[:1], tasks[0]) is None
+
+
+def test_each_worker_that_answers_goes_on_alone_and_others_are_looked_for() -> None:
+    accounts: Accounts = {0: GONE, 1: "stopped", 2: "failed", 3: "left"}
+    assert begun(accounts) == ([Begin((1,)), Begin((2,))], [0, 3])
+
+
+@pytest.mark.parametrize("row", ["paused", "stopped"])
+def test_workers_that_train_together_begin_one_row(row: str) -> None:
+    accounts: Accounts = {0: GONE, 1: "stopped", 2: "done", 3: "left"}
+    assert begun(accounts, row) == ([Begin((1, 2))], [0, 3])
+
+
+def test_run_that_was_over_when_its_master_was_lost_is_over() -> None:
+    assert begun({0: "done", 1: GONE}) == ([Over("done")], [])
+    assert begun({0: "done", 1: "stopped"}, "done") == ([Over("done")], [])
+
+
+@pytest.mark.parametrize("row", [None, "stopped", "paused"])
+def test_run_that_was_asked_to_stop_does_not_begin_again(row: str | None) -> None:
+    accounts: Accounts = {0: "stopped", 1: GONE}
+    assert begun(accounts, row, stopping=True) == ([Over("stopped")], [])
+
+
+def test_run_whose_deciding_loop_is_lost_fails() -> None:
+    assert begun({0: "stopped"}, GONE) == ([Over("failed", GONE)], [])
+
+
+def test_run_that_lost_all_workers_waits_for_them() -> None:
+    assert begun({0: GONE, 1: GONE}) == ([], [0, 1])
+    assert begun({0: GONE, 1: GONE}, "alone") == ([], [0, 1])

@@ -1,0 +1,228 @@
+"""Real processes on this machine."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+from jgraph.client.cluster import connect
+from jgraph.clock import SystemClock
+from jgraph.cluster.transport_choice import TransportChoice
+from jgraph.errors import ConfigError, JGError, StartError, TaskLostError
+from jgraph.graph.device import device
+from jgraph.graph.ir import TaskName
+from jgraph.graph.variable import Variable
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.server.server import Server
+from tests.client.runs.test_loops import requests
+
+pytestmark = pytest.mark.procs
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    clock = SystemClock()
+    began = clock.now()
+    with LocalCluster(ps=1, workers=2) as cluster:
+        assert clock.now() - began < 30  # 2 s on an idle machine
+        yield cluster
+
+
+def test_function_runs_over_three_processes(cluster: LocalCluster) -> None:
+    w = Variable("w", jnp.ones((3, 2)), device="/job:ps/task:0")
+
+    def step(x: Any) -> Any:
+        with device("/job:worker/task:0"):
+            h = x @ w[...]
+        w[...] = w[...] + 1
+        with device("/job:worker/task:1"):
+            return h * 2
+
+    session = cluster.session()
+    x = np.ones((1, 3), np.float32)
+    assert session.run(step, x).tolist() == [[6, 6]]
+    assert session.run(step, x).tolist() == [[12, 12]]
+    pids = {task.pid for task in cluster.status().tasks}
+    assert pids == {cluster.pid(task) for task in cluster.tasks()}
+    assert len(pids) == 3
+
+
+def test_second_client_joins_the_same_cluster(cluster: LocalCluster) -> None:
+    with connect(cluster.target, timeout_s=20) as other:
+        assert other.tasks() == cluster.tasks()
+        assert other.tasks("worker") == ["/job:worker/task:0", "/job:worker/task:1"]
+
+
+def test_cluster_shows_itself(cluster: LocalCluster) -> None:
+    assert "1 ps, 2 worker" in repr(cluster)
+    assert "/job:worker/task:1" in str(cluster)
+    assert "<table>" in cluster._repr_html_()
+    log = cluster.logs("/job:ps/task:0")
+    assert "listens on" in log
+    assert "Unable to initialize" not in log
+
+
+def test_status_is_plain_data_that_shows_itself(cluster: LocalCluster) -> None:
+    status = cluster.status()
+    assert repr(status) == "<ClusterStatus 3 of 3 tasks ready>"
+    assert "<td>/job:worker/task:1</td>" in status._repr_html_()
+    with pytest.raises(FrozenInstanceError):
+        status.missing = ()  # type: ignore[misc]
+    facts = json.loads(json.dumps(status.to_dict()))
+    assert facts["cluster"] == cluster.spec.as_dict()
+    task = facts["tasks"][0]
+    assert task["pid"] == cluster.pid(task["task"])
+    assert type(task["variable_bytes"]) is int
+    assert task["rss_bytes"] > 1e6
+    assert task["busy_s"]["process"] > 0.1
+    assert "hash tables" not in str(status)
+
+
+def test_killed_task_fails_the_step_that_needs_it_and_the_others_go_on() -> None:
+    v = Variable("v", jnp.ones(2), device="/job:ps/task:0")
+    clock = SystemClock()
+    with LocalCluster(ps=1, workers=1) as cluster:
+        session = cluster.session()
+
+        def read() -> Any:
+            return v[...] * 2
+
+        assert session.run(read).tolist() == [2, 2]
+        cluster.kill("/job:ps/task:0")
+        began = clock.now()
+        with pytest.raises(JGError, match="/job:ps/task:0"):
+            session.run(read, timeout_s=60)
+        assert clock.now() - began < 30
+        assert session.run(lambda x: x + 1, 1.0) == 2.0
+        assert list(cluster.status().missing) == ["/job:ps/task:0"]
+        row = f"{cluster.spec.address(TaskName('/job:ps/task:0'))} │ no answer"
+        assert row in str(cluster)
+
+
+def test_killed_worker_is_named_by_the_loop_that_it_ran() -> None:
+    with LocalCluster(ps=2, workers=2) as cluster:
+        session = cluster.session()
+        loops = session.run_loops(requests(session, cluster, steps=1_000_000))
+        reports = iter(loops)
+        while next(reports).task != "/job:worker/task:1":
+            pass
+        cluster.kill("/job:worker/task:1")
+        with pytest.raises(TaskLostError, match="/job:worker/task:1"):
+            list(reports)
+
+
+def test_closing_leaves_no_process_and_says_so_afterwards() -> None:
+    cluster = LocalCluster(ps=1, workers=1)
+    processes = [psutil.Process(cluster.pid(task)) for task in cluster.tasks()]
+    cluster.close()
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert not alive
+    assert repr(cluster) == "<LocalCluster closed>"
+    with pytest.raises(ConfigError, match=r"was closed; make a new jg\.LocalCluster$"):
+        cluster.session().run(lambda x: x, 1.0)
+    cluster.close()
+
+
+def test_task_that_cannot_start_shows_the_end_of_its_log() -> None:
+    with pytest.raises(StartError, match="no_such_platform") as caught:
+        LocalCluster(ps=0, workers=1, env={"JAX_PLATFORMS": "no_such_platform"})
+    assert caught.value.details["task"] == "/job:worker/task:0"
+
+
+def test_task_ends_when_its_parent_is_gone() -> None:
+    """A notebook's kernel is killed: nothing may stay behind."""
+    cluster = LocalCluster(ps=0, workers=1)
+    process = psutil.Process(cluster.pid("/job:worker/task:0"))
+    cluster._processes[cluster.master].end()  # what the kernel does for a dead parent
+    assert process.wait(20) in {0, None}
+    cluster.close()
+
+
+def test_sigterm_drains_a_task_and_it_exits_cleanly() -> None:
+    cluster = LocalCluster(ps=0, workers=1)
+    task = cluster._processes[cluster.master].process
+    task.send_signal(signal.SIGTERM)
+    assert task.wait(20) == 0
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "shared"),
+    [("auto", True), pytest.param("grpc", False, marks=pytest.mark.nightly)],
+)
+def test_large_tensors_go_through_shared_memory_unless_told_otherwise(
+    transport: TransportChoice, shared: bool
+) -> None:
+    v = Variable("v", jnp.ones(2**20), device="/job:ps/task:0")
+    with LocalCluster(ps=1, workers=1, transport=transport) as cluster:
+        cluster.session().run(lambda: v[...] + 1)
+        ps = psutil.Process(cluster.pid("/job:ps/task:0"))
+        maps = [row.path for row in ps.memory_maps(grouped=False)]
+        assert any("memfd:jgraph" in path for path in maps) == shared
+
+
+def test_unknown_transport_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="transport='tcp' is not an option"):
+        LocalCluster(ps=1, workers=1, transport="tcp")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="transport='tcp' is not an option"):
+        Server({"ps": ["localhost:0"]}, transport="tcp")  # type: ignore[arg-type]
+
+
+def test_cluster_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one task"):
+        LocalCluster(ps=0, workers=0)
+
+
+def test_counts_that_are_no_whole_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not '2' ps, 2 worker.*LocalCluster\(ps=2"):
+        LocalCluster(ps="2")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not -1 ps, 1 worker"):
+        LocalCluster(ps=-1, workers=1)
+
+
+# For the children: none takes the cluster's description until the test closes its door.
+HELD = """
+import os, socket
+from jgraph.server.server import Server
+told = Server.set_cluster
+def held(self, *args):
+    with socket.create_connection(("127.0.0.1", int(os.environ["DOOR"])), 60) as door:
+        token = os.environ["JGRAPH_TOKEN_FILE"]
+        door.sendall(f"{self.target}?token_file={token}\\n".encode())
+        door.recv(1)
+    told(self, *args)
+Server.set_cluster = held
+"""
+
+
+def test_cluster_is_ready_only_when_every_task_knows_all_others(tmp_path: Path) -> None:
+    """One that does not know them yet answers for itself alone, as a cluster of one."""
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with (
+        ThreadPoolExecutor(1) as thread,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ExitStack() as doors,
+    ):
+        listener.settimeout(60)
+        env = {"PYTHONPATH": path, "DOOR": str(listener.getsockname()[1])}
+        starting = thread.submit(LocalCluster, ps=1, workers=1, env=env)
+        for _ in range(2):
+            door = doors.enter_context(listener.accept()[0])
+            with connect(door.makefile().readline().strip()) as alone:
+                assert len(alone.tasks()) == 1
+        assert not starting.done()
+        doors.close()
+        with starting.result(60) as cluster:
+            assert cluster.tasks() == ["/job:ps/task:0", "/job:worker/task:0"]

@@ -1,0 +1,138 @@
+"""What leaves over streams that fail, and what waits until it is acknowledged."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from jgraph.errors import NotTakingError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.calls import outbox, stream as ask_stream
+from jgraph.rpc.calls.outbox import Outbox
+from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
+from jgraph.rpc.wire.codec import encode
+from jgraph.rpc.wire.decoder import Decoder
+from jgraph.testing.transport_harness import asked, numbers, step
+from tests.rpc.test_calls_resume import LARGE, Pair, paired
+from tests.support.run_async import run_async
+
+
+class BrokenError(Exception):
+    """A stream that fails."""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_frames_of_an_outbox_arrive_once_over_streams_that_fail(seed: int) -> None:
+    chance = random.Random(seed)
+    got: list[int] = []
+
+    async def over_one_stream(box: Outbox) -> None:
+        decoder, left = Decoder(), chance.randrange(1, 12)
+
+        async def write(chunk: bytes) -> None:
+            nonlocal left
+            part = chunk if left else chunk[: chance.randrange(len(chunk))]
+            got.extend(numbers(decoder.feed(part)))
+            await asyncio.sleep(0)
+            left -= 1
+            if left < 0:
+                raise BrokenError
+
+        # Sometimes it tells what it has, always at the next stream.
+        if chance.random() < 0.5:
+            box.acknowledge(len(got))
+        await box.run(write, len(got))
+
+    async def main() -> None:
+        box, sent = Outbox(), 0
+        while len(got) < 60:
+            for _ in range(chance.randrange(8)):
+                sent += 1
+                box.put(encode(step(sent, np.zeros(chance.randrange(1_400_000), "u1"))))
+            try:
+                async with asyncio.timeout(0.02):
+                    await over_one_stream(box)
+            except (BrokenError, TimeoutError):
+                continue
+        assert got == list(range(1, len(got) + 1))
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def one_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets one large reply wait until another is acknowledged."""
+    monkeypatch.setattr(outbox, "FULL_BYTES", 1 << 20)
+    monkeypatch.setattr(outbox, "UNTOLD_BYTES", LARGE)
+
+
+async def large_replies_at_once(
+    pair: Pair, count: int
+) -> "list[list[Frame] | BaseException]":
+    """Asks for replies that are given when all were asked for."""
+    pair.at_ps.may_answer.clear()
+    asking = asyncio.gather(
+        *(
+            asked(pair.client, pair.proxy.address, "Large", step(number))
+            for number in range(count)
+        ),
+        return_exceptions=True,
+    )
+    await pair.at_ps.wait(lambda: len(pair.at_ps.asked) == 1 + count)
+    pair.at_ps.may_answer.set()
+    return await asking
+
+
+@pytest.mark.usefixtures("one_is_much")
+def test_any_number_of_large_replies_at_once_all_arrive() -> None:
+    async def main() -> None:
+        async with paired() as pair:
+            replies = await large_replies_at_once(pair, 12)
+            for number, reply in enumerate(replies):
+                assert isinstance(reply, list)
+                assert numbers(reply) == [number]
+                assert reply[0].tensors[0].nbytes == LARGE
+
+    run_async(main())
+
+
+@pytest.mark.usefixtures("one_is_much")
+def test_a_caller_that_acknowledges_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outbox, "UNTOLD_S", 0.1)
+    monkeypatch.setattr(ask_stream, "ACK_FRAMES", 1 << 30)
+    monkeypatch.setattr(ask_stream, "ACK_BYTES", 1 << 60)
+
+    async def main() -> None:
+        async with paired() as pair:
+            *_, last = await large_replies_at_once(pair, 12)
+            assert isinstance(last, NotTakingError)
+            assert "was acknowledged for 0.1 s" in str(last)
+
+    run_async(main())
+    assert "gives a caller up: nothing of the last" in caplog.text
+
+
+def test_one_who_acknowledges_nothing_does_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "UNTOLD_BYTES", 1 << 20)
+    monkeypatch.setattr(outbox, "UNTOLD_S", 0.05)
+    left = 0
+
+    async def count(chunk: bytes) -> None:
+        nonlocal left
+        left += len(chunk)
+
+    async def main() -> None:
+        box = Outbox()
+        for _ in range(20):
+            box.put(encode(frame(empty=pb.Empty(), tensors=[np.zeros(100_000)])))
+        with pytest.raises(NotTakingError, match=r"was acknowledged for 0\.05 s"):
+            await box.run(count)
+        assert left < 3 << 20
+
+    asyncio.run(main())

@@ -1,0 +1,117 @@
+"""Blocks never overlap, none is lost, and giving one back twice changes nothing."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+from jgraph.rpc.shared_memory.memory_blocks import (
+    PAGE_BYTES,
+    Block,
+    BlockPool,
+    Budget,
+    FreeList,
+)
+
+SIZES = st.integers(1, 40)
+# Take that many, or give the n-th taken one back.
+ACTIONS = st.lists(st.tuples(st.booleans(), SIZES), max_size=80)
+
+
+def disjoint(ranges: Sequence[tuple[int, int]]) -> bool:
+    found = sorted(ranges)
+    return all(a + n <= b for (a, n), (b, _) in pairwise(found) if n)
+
+
+@given(ACTIONS)
+def test_taken_ranges_are_disjoint_and_all_come_back(
+    actions: list[tuple[bool, int]],
+) -> None:
+    free, taken = FreeList(100), list[tuple[int, int]]()
+    for takes, n in actions:
+        if takes:
+            start = free.take(n)
+            if start is not None:
+                taken.append((start, n))
+        elif taken:
+            free.give(*taken.pop(n % len(taken)))
+        assert disjoint(taken)
+        assert all(start >= 0 and start + n <= 100 for start, n in taken)
+        assert free.nbytes == 100 - sum(n for _, n in taken)
+    for range_ in taken:
+        free.give(*range_)
+    assert free.take(100) == 0
+
+
+def grow(pool: BlockPool, nbytes: int) -> Block | None:
+    """What the shell does: take, or add a slab and take again."""
+    block = pool.take(nbytes)
+    if block is None and (size := pool.slab_for(nbytes)):
+        pool.add_slab(size)
+        block = pool.take(nbytes)
+        assert block is not None
+    return block
+
+
+def in_slab(blocks: list[Block], slab: int) -> list[tuple[int, int]]:
+    return [(b.offset, b.nbytes) for b in blocks if b.slab == slab]
+
+
+@given(ACTIONS, st.integers(1, 200), st.integers(1, 12))
+def test_lent_blocks_are_disjoint_within_slots_and_budget(
+    actions: list[tuple[bool, int]], limit: int, slots: int
+) -> None:
+    budget = Budget(limit * PAGE_BYTES)
+    pool, lent = BlockPool(slots, budget, 30 * PAGE_BYTES), list[Block]()
+    for takes, n in actions:
+        if takes:
+            block = grow(pool, n * PAGE_BYTES - 1)
+            if block is not None:
+                assert block.nbytes == n * PAGE_BYTES
+                lent.append(block)
+        elif lent:
+            slot = lent.pop(n % len(lent)).slot
+            assert pool.release([slot, slot, 99_999]) == 1
+            assert pool.release([slot]) == 0
+        assert pool.lent == {b.slot: b for b in lent}
+        assert len(lent) <= slots
+        assert pool.slab_bytes_taken == budget.taken <= budget.limit
+        for slab in {b.slab for b in lent}:
+            assert disjoint(in_slab(lent, slab))
+    pool.close()
+    assert budget.taken == 0
+
+
+@given(st.lists(SIZES, min_size=1, max_size=20))
+def test_the_same_traffic_again_takes_no_new_memory(sizes: list[int]) -> None:
+    pool = BlockPool(64, Budget(1 << 30), 64 * PAGE_BYTES)
+    taken = set()
+    for _ in range(5):
+        blocks = [grow(pool, n * PAGE_BYTES) for n in sizes]
+        taken.add(pool.slab_bytes_taken)
+        assert pool.release([b.slot for b in blocks if b]) == len(sizes)
+    assert len(taken) == 1
+
+
+def test_pool_without_room_lends_nothing_and_others_may_take_what_is_left() -> None:
+    budget = Budget(10 * PAGE_BYTES)
+    first, second = BlockPool(4, budget, 6 * PAGE_BYTES), BlockPool(4, budget, 1 << 30)
+    assert grow(first, 5 * PAGE_BYTES) is not None
+    assert grow(first, 5 * PAGE_BYTES) is None
+    assert grow(second, 4 * PAGE_BYTES) is not None
+    assert second.slab_for(1) == 0
+    first.close()
+    assert second.slab_for(1) == 6 * PAGE_BYTES
+
+
+def test_slab_over_the_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="over the budget"):
+        BlockPool(4, Budget(100), 100).add_slab(101)
+
+
+def test_pool_without_slots_lends_nothing() -> None:
+    pool = BlockPool(1, Budget(1 << 20), 1 << 16)
+    assert grow(pool, 1) is not None
+    assert grow(pool, 1) is None
+    assert pool.slab_bytes_taken == 1 << 16

@@ -1,0 +1,118 @@
+"""Gates of synchronous training whose arbiter, or whose ps, is lost."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from jgraph.clock import SystemClock
+from jgraph.cluster.loop_messages import plain
+from jgraph.coordination.data.slots import Part, SlotPlan
+from jgraph.coordination.data.sync_data import SyncData
+from jgraph.errors import JGError, RunOverError, TaskLostError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of
+from jgraph.rpc.status import to_status
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.gate import Gate
+from jgraph.server.gates.gates import Decides, Gates
+from jgraph.server.loops.arbiter_loop import ArbiterLoop
+from jgraph.server.steps.driver import StepDriver
+from jgraph.testing.in_process_transport import InProcessNetwork
+from tests.support.tasks import Tasks
+
+FIRST, OTHER = TaskName("/job:ps/task:0"), TaskName("/job:ps/task:1")
+TASKS = [FIRST, OTHER]
+OPEN = pb.OpenGate(gate="g", synchronous=True, shards=TASKS)
+
+
+class Host:
+    """A task with gates, and nothing else."""
+
+    def __init__(
+        self, network: InProcessNetwork, task: TaskName, opened: dict[str, Gate]
+    ) -> None:
+        self.task = task
+        self.transport = network.transport(task)
+        self.gates = Gates(task, self.transport, opened)
+
+    def frame_received(self, src: TaskName, frame: Frame) -> None:
+        self.gates.received(src, body_of(frame))
+
+    def peer_lost(self, peer: TaskName, error: JGError) -> None:
+        self.gates.peer_lost(peer)
+
+    def handle_call(self, method: str, request: Frame) -> AsyncIterator[Frame]:
+        raise AssertionError(f"gates only post, and {method} is a call")
+
+
+def test_who_waits_at_a_gate_is_told_when_who_decides_is_lost() -> None:
+    async def run() -> None:
+        opened, refused = dict[str, Gate](), list[JGError]()
+        host = Host(InProcessNetwork(), OTHER, opened)
+        await host.transport.start(host)
+        host.gates.open(OPEN)
+        host.gates.peer_lost(FIRST)
+        opened["g"].ask(("w0", 1), lambda: None, refused.append)
+        assert isinstance(refused[0], TaskLostError)
+        assert refused[0].details["task"] == FIRST
+        await host.transport.close()
+
+    asyncio.run(run())
+
+
+def test_a_gate_takes_nothing_that_was_said_to_the_one_before() -> None:
+    opened, refused = dict[str, Gate](), list[JGError]()
+    gates = Gates(OTHER, InProcessNetwork().transport(OTHER), opened)
+    closed = pb.GateEvent(gate="g", opening="1", closed=to_status(RunOverError("over")))
+    order = pb.OpenGate(gate="g", synchronous=True, shards=TASKS)
+    for opening in ("1", "2"):
+        order.opening = opening
+        gates.open(order)
+        gates.received(FIRST, closed)  # the second time it was overtaken
+        opened["g"].ask(("w0", 1), lambda: None, refused.append)
+        assert len(refused) == 1
+
+
+def test_who_decides_hears_from_a_ps_that_it_was_lost_to_it() -> None:
+    async def run() -> None:
+        network, heard = InProcessNetwork(), asyncio.Queue[TaskName]()
+        hosts = [Host(network, task, {}) for task in TASKS]
+        peers = {h.task: await h.transport.start(h) for h in hosts}
+        for host in hosts:
+            host.transport.set_peers(peers)
+            host.gates.open(OPEN)
+        decides = Decides(lambda _: None, heard.put_nowait)
+        hosts[0].gates.listen("g", decides)
+        for _ in range(2):  # said once: it may be gone, and then is lost again
+            hosts[1].gates.peer_lost(FIRST)
+        async with asyncio.timeout(10):
+            assert await heard.get() == OTHER
+        for host in hosts:
+            await host.transport.close()
+        assert heard.empty()
+
+    asyncio.run(run())
+
+
+def test_who_decides_ends_when_a_ps_is_lost_that_has_contributions() -> None:
+    async def run() -> None:
+        transport = InProcessNetwork().transport(FIRST)
+        plan = SlotPlan([Part("data", 8)], 1, seed=0)
+        order = pb.RunLoop(steps=5, step_timeout_s=60, data_plan=plain(plan))
+        order.sync.gate, order.sync.wanted = "g", 1
+        order.sync.shards.extend([FIRST, OTHER])
+        order.sync.handles.append("w0")
+        order.sync.tasks.append("/job:worker/task:0")
+        order.sync.data_position = json.dumps(SyncData(plan, ["w0"]).state())
+        runtime = Tasks(FIRST).runtimes[FIRST]
+        driver = StepDriver(runtime, transport, {})
+        loop = ArbiterLoop(order, driver, Gates(FIRST, transport, {}), SystemClock())
+        loop.peer_lost(OTHER)
+        with pytest.raises(TaskLostError, match=OTHER):
+            async for _ in loop.reports():
+                pass
+
+    asyncio.run(run())

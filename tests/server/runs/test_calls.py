@@ -1,0 +1,96 @@
+"""A master and the heir of its runs: when it is invited."""
+
+import asyncio
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.server.runs import calls as runs_module, journal
+from jgraph.server.runs.calls import Runs
+from jgraph.server.runs.standby import StandbyPeers
+from jgraph.server.runs.supervisor import RunSupervisor
+from tests.server.runs.test_journal import PS, WORKER, SetClock
+from tests.support.run_async import run_async
+
+
+class Inviting:
+    """A door to tasks that note to which run they are invited."""
+
+    task, incarnation = WORKER, 7
+
+    def __init__(self) -> None:
+        self.invited: asyncio.Queue[pb.OpenRun] = asyncio.Queue()
+        self.clock = SetClock()
+
+    def tasks(self) -> list[TaskName]:
+        """Returns those of the cluster."""
+        return [PS, WORKER]
+
+    async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
+        """Answers as a task does."""
+        if method == "Variables":
+            return frame(variable_table=pb.VariableTable())
+        invited = pb.OpenRun()
+        invited.CopyFrom(body_of(request))
+        self.invited.put_nowait(invited)
+        return frame(empty=pb.Empty())
+
+
+REPORT = frame(loop_report=pb.LoopReport(), tensors=[np.arange(9), np.ones(9)])
+
+
+async def opened(door: Inviting) -> tuple[Runs, RunSupervisor]:
+    """Returns a master's runs, one of which is open, once its heir is invited."""
+    runs = Runs(cast("StandbyPeers", door), door.clock, lambda _: {})
+    order = pb.OpenRun(run="r", info='{"container": ""}')
+    async for _ in runs.methods["Master.OpenRun"](frame(open_run=order)):
+        invited = await door.invited.get()
+        assert (invited.master, invited.incarnation) == (WORKER, 7)
+    crew = runs.find("r")
+    assert crew is not None
+    return runs, crew
+
+
+def test_heir_is_not_invited_to_a_run_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs_module, "_INVITE_S", 0.01)
+
+    async def main() -> None:
+        door = Inviting()
+        runs, crew = await opened(door)
+        door.clock.at_s = 3.0
+        crew.record.again(REPORT)
+        invited = await door.invited.get()  # time and again, while the run goes on
+        assert (invited.age_s, invited.frames) == (3.0, 1)
+        while not door.invited.empty():
+            door.invited.get_nowait()
+        crew.record.end("done", None)
+        await asyncio.gather(*runs._working)
+        assert door.invited.empty()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_heir_is_not_invited_to_a_run_whose_journal_is_not_kept_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, and not tried every two seconds to the end of the run."""
+    monkeypatch.setattr(runs_module, "_INVITE_S", 0.01)
+    monkeypatch.setattr(journal, "_MOST_BYTES", 100)
+
+    async def main() -> None:
+        runs, crew = await opened(Inviting())
+        for _ in range(2):
+            crew.record.again(REPORT)
+        await asyncio.gather(*runs._working)
+        assert not crew.record.is_over
+
+    run_async(main(), timeout_s=20)
+    (said,) = [line for line in caplog.messages if "too long" in line]
+    assert "run 'r'" in said

@@ -1,0 +1,303 @@
+"""What a master saves of a detached run: with real variables, in real files."""
+
+import asyncio
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jgraph.clock import SystemClock
+from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
+from jgraph.graph.ir import TaskName
+from jgraph.plan.program.nodes import ValueType
+from jgraph.plan.program.program import StoredVariable
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.files.manifest import (
+    FILE,
+    Leaf,
+    Manifest,
+    directory_of,
+    read_manifest,
+)
+from jgraph.runtime.files.shard_files import Slice, make_proof, read_slice
+from jgraph.runtime.files.step_files import TEMPORARY, steps_in
+from jgraph.runtime.files.writer_lease import newest
+from jgraph.runtime.store.store import VariableStore
+from jgraph.server.runs.checkpointer import STEP, RunCheckpointer
+from jgraph.server.runs.journal import Journal
+from jgraph.server.state_service import save_shards
+from jgraph.train.checkpoint.checkpoints import CheckpointWriter
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+MASTER, PS = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
+SCALAR = ValueType((), "int32")
+HANDED = [name for name in POINTS if name.startswith("handed.")]
+LIVE, COPY = (StoredVariable(STEP, SCALAR, of) for of in ("live", "copy"))
+
+
+class Ps:
+    """A ps with one variable, and a run that goes on after each call of the master."""
+
+    def __init__(self, last: int = 1000) -> None:
+        self.last = last  # updates that there are
+        self.store = VariableStore(PS)
+        self.generations: list[int] = []
+        self.directory = Path()
+        self.stands_still = True
+        self.done = 0
+        self.train()
+
+    def train(self) -> None:
+        self.done = min(self.done + 1, self.last)
+        self.store.write([LIVE], [np.int32(self.done)])
+
+    async def call(
+        self, task: TaskName, method: str, request: Frame, timeout_s: float = 0.0
+    ) -> Frame:
+        reply = frame(empty=pb.Empty())
+        if method == "RunStep":
+            self.train()  # on the way here
+            self.store.write([COPY], self.store.read([LIVE]))
+            self.generations.append(newest(self.directory).generation)
+        elif method == "SaveShards":
+            reply = save_shards(task, self.store, request, lambda: None)
+        self.train()
+        return reply
+
+    async def go_on(self) -> bool:
+        return self.stands_still
+
+
+def order(directory: Path, keep: int = 2) -> pb.RunSaves:
+    """Returns what is saved; the client has saved the first step."""
+    first = directory / "0"
+    first.mkdir(parents=True)
+    manifest = Manifest(0, {STEP: Leaf.of(np.zeros((), np.int32))})
+    (first / FILE).write_text(manifest.to_json())
+    shard = pb.ShardFile(name=STEP, container="copy", array=STEP, rows=1, step=1)
+    shard.type.dtype = SCALAR.dtype
+    return pb.RunSaves(
+        directory=str(directory),
+        proof=make_proof(directory),
+        every=1,
+        keep=keep,
+        driver=PS,
+        tasks=[pb.TaskShards(task=PS, shards=[shard])],
+    )
+
+
+def report() -> Frame:
+    columns: list[Any] = [np.arange(1), np.zeros(1)]
+    return frame(loop_report=pb.LoopReport(state="running"), tensors=columns)
+
+
+def saved(directory: Path, ps: Ps, keep: int = 2, *, goes_on: bool = True) -> None:
+    """Lets a master save a run twice, and, if it ``goes_on`` then, at its end."""
+
+    async def run() -> None:
+        ps.directory = directory
+        info = json.dumps({"steps": 100, "first_step": 0})
+        record = Journal(MASTER, pb.OpenRun(run="r", info=info), SystemClock())
+        where = lambda: {"done": ps.done}
+        saver = RunCheckpointer(MASTER, order(directory, keep), record, ps.call, where)
+        saver.start()
+        loop = pb.RunLoop(loop="a", task=PS)
+        record.begins(loop)
+        async with asyncio.timeout(20):
+            for _ in range(2):
+                record.keep(loop, report(), 0.0)
+                await saver.save_halted(0, ps.go_on)
+            resting = asyncio.ensure_future(saver.rest())
+            await asyncio.sleep(0)
+            assert not resting.done(), "the run goes on"
+            if goes_on:
+                record.keep(loop, report(), 0.0)
+            record.end("stopped", None)
+            await resting
+        assert newest(directory).released
+
+    asyncio.run(run())
+
+
+def test_a_position_is_never_after_the_updates_that_it_is_saved_with(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, Ps())
+    steps = steps_in(tmp_path)
+    assert len(steps) == 2
+    for step in steps:
+        position = read_manifest(tmp_path / str(step)).position
+        assert position is not None
+        assert position["done"] <= step
+
+
+def test_a_run_that_went_on_while_it_was_copied_is_saved_at_its_end(
+    tmp_path: Path,
+) -> None:
+    ps = Ps()
+    ps.stands_still = False
+    saved(tmp_path, ps)
+    assert len(ps.generations) == 3
+    assert steps_in(tmp_path)[:-1] == [0]
+
+
+def test_the_last_save_says_where_a_run_ended_also_of_a_step_that_is_there(
+    tmp_path: Path,
+) -> None:
+    """A step of the end that was saved before says of what was under way: again."""
+    saved(tmp_path, Ps(last=2))
+    assert steps_in(tmp_path) == [0, 2]
+    assert read_manifest(tmp_path / "2").position == {"done": 2}
+
+
+def test_nothing_is_saved_before_the_directory_is_the_masters(tmp_path: Path) -> None:
+    ps = Ps()
+    saved(tmp_path, ps)
+    assert ps.generations
+    assert all(ps.generations)
+    assert read_manifest(tmp_path / str(steps_in(tmp_path)[-1])).generation
+
+
+@pytest.mark.parametrize("point", HANDED)
+def test_a_disk_that_fails_at_any_point_of_a_save_leaves_whole_steps(
+    tmp_path: Path, point: str
+) -> None:
+    reached = list[str]()
+
+    def fail_once() -> None:
+        reached.append(point)
+        if len(reached) == 1:
+            fail()
+
+    with armed(point, fail_once):
+        saved(tmp_path, Ps(), keep=1)
+    assert reached
+    names = [p.name for p in tmp_path.iterdir() if TEMPORARY in p.name]
+    assert not names
+    check_good(tmp_path)
+    assert steps_in(tmp_path)[-1] > 0
+
+
+def test_run_whose_last_save_failed_is_saved_when_it_is_over_if_it_went_no_further(
+    tmp_path: Path,
+) -> None:
+    saves = iter(["the first", "the one under way as it ended"])
+
+    def fail_once() -> None:
+        if next(saves, None):
+            fail()
+
+    with armed("handed.snapshot_taken", fail_once):
+        saved(tmp_path, Ps(), goes_on=False)
+    assert steps_in(tmp_path)[-1] > 0
+
+
+def check_good(directory: Path) -> None:
+    """Each step has what its manifest says; the first one is no more than that."""
+    for step in filter(None, steps_in(directory)):
+        manifest = read_manifest(directory / str(step))
+        leaf = manifest.leaves[STEP]
+        rows = Slice.whole(directory_of(STEP), leaf.type, leaf.block_rows)
+        fd = os.open(directory / str(step), os.O_RDONLY)
+        value, sums = read_slice(fd, rows)
+        os.close(fd)
+        assert manifest.step == int(np.asarray(value)) == step
+        assert leaf.crc32 == rows.blocks.joined([sums])
+
+
+def test_row_26_second_save_that_fails_is_loud_and_the_run_is_saved_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reached = list[str]()
+
+    def be_full() -> None:
+        reached.append("")
+        if len(reached) <= 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with armed("handed.snapshot_taken", be_full):
+        saved(tmp_path, Ps())
+    told = [(r.levelname, r.getMessage()) for r in caplog.records]
+    text = f"not saved in {tmp_path}: [Errno 28] No space left on device"
+    assert [level for level, line in told if text in line] == ["WARNING", "ERROR"]
+    assert "2 saves failed" in told[-1][1]
+    (_, newest_one) = steps_in(tmp_path)
+    assert newest_one > 0
+
+
+def test_row_20_a_master_that_is_replaced_while_it_saves_commits_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def take_over() -> None:
+        (tmp_path / "jgraph_writer.9.json").write_text("{}")
+
+    with armed("handed.snapshot_taken", take_over):
+        saved(tmp_path, Ps())
+    assert steps_in(tmp_path) == [0]
+    assert "JG-303 another process writes checkpoints" in caplog.text
+
+
+SAVES = """
+import json, sys
+from pathlib import Path
+from jgraph.runtime.files.step_files import steps_in
+from tests.server.runs.test_checkpointer import Ps, saved
+
+class Telling(Ps):
+    async def call(self, task, method, request, timeout_s=0.0):
+        reply = await super().call(task, method, request, timeout_s)
+        if method == "Reset":
+            print(json.dumps(steps_in(self.directory)), flush=True)
+        return reply
+
+saved(Path(sys.argv[1]), Telling(), keep=1)
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(n, marks=() if n == "handed.committed" else pytest.mark.chaos)
+        for n in HANDED
+    ],
+)
+def test_row_25_a_master_that_is_killed_at_any_point_of_a_save_loses_no_saved_step(
+    tmp_path: Path, point: str
+) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", SAVES, str(tmp_path)],
+        env={**os.environ, VARIABLE: f"{point}=crash@2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == CRASHED, child.stderr
+    (before,) = json.loads(child.stdout.splitlines()[-1])
+    there = steps_in(tmp_path)
+    assert before > 0
+    assert before in there or there[0] > before
+    check_good(tmp_path)
+    with CheckpointWriter(tmp_path):  # the next one has the directory at once
+        names = [path.name for path in tmp_path.iterdir()]
+    assert not [n for n in names if TEMPORARY in n or n.endswith(".going")]
+    assert steps_in(tmp_path) == there
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_newest_steps_are_kept(tmp_path: Path, keep: int) -> None:
+    ps = Ps()
+    saved(tmp_path, ps, keep)
+    steps = steps_in(tmp_path)
+    assert len(steps) == keep
+    assert steps[-1] > 0

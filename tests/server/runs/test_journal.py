@@ -1,0 +1,164 @@
+"""What a master keeps of a run and tells of it, whoever watches."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from jgraph.errors import ConfigError, TaskLostError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.transport import Frame
+from jgraph.server.runs import journal
+from jgraph.server.runs.journal import Journal
+
+
+class SetClock:
+    """Says what it is told."""
+
+    at_s = 0.0
+
+    def now(self) -> float:
+        """Returns that."""
+        return self.at_s
+
+
+PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+
+
+def report(steps: int, position: str = "", late: int = 0) -> Frame:
+    body = pb.LoopReport(
+        state="running",
+        data_position=position,
+        dropped={WORKER: late} if late else {},
+    )
+    return frame(loop_report=body, tensors=[np.arange(steps), np.ones(steps)])
+
+
+def deciding(name: str) -> pb.RunLoop:
+    return pb.RunLoop(loop=name, task=PS, replica=1, sync=pb.SyncOrder(gate="g"))
+
+
+def contributing(name: str) -> pb.RunLoop:
+    return pb.RunLoop(loop=name, task=WORKER, batch_feed="slot")
+
+
+def test_steps_of_a_synchronous_run_are_those_that_were_decided_in_all_its_rows() -> (
+    None
+):
+    async def run() -> None:
+        clock = SetClock()
+        record = Journal(WORKER, pb.OpenRun(run="r", info="{}"), clock)
+        for loop, steps, late in [("a-0", 3, 2), ("a-1", 4, 5)]:
+            record.begins(deciding(loop))
+            record.begins(contributing("w" + loop))
+            record.keep(contributing("w" + loop), report(9), record.seconds)
+            told = report(steps, f"[{steps}]", late)
+            record.keep(deciding(loop), told, record.seconds)
+            assert record.position == f"[{steps}]"
+            clock.at_s += 2.0
+        assert (record.row().state, record.row().steps) == ("running", 7)
+        record.end("done", None)
+        clock.at_s += 5.0
+        row = record.row()
+        assert (row.state, row.seconds, row.age_s) == ("done", 4.0, 9.0)
+        told_all = [one async for one in record.all() if len(one.tensors[0])]
+        assert [body_of(one).loop for one in told_all] == ["a-0", "a-1"]
+        # Times are those since the run began, and counts those of all rows.
+        assert [one.tensors[1][0] for one in told_all] == [1.0, 3.0]
+        assert [body_of(one).dropped[WORKER] for one in told_all] == [2, 7]
+
+    asyncio.run(run())
+
+
+def test_who_watches_a_replica_hears_of_all_its_loops_and_how_the_run_ended() -> None:
+    async def run() -> None:
+        record = Journal(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
+        lost = TaskLostError("gone", task=WORKER)
+        order = pb.RunLoop(loop="w", task=WORKER, handle="h")
+        record.begins(order)
+        record.keep(order, report(2), 0.0)
+        record.lost(order, lost)
+        again = pb.RunLoop(loop="w~1", task=WORKER, handle="h~1.1")
+        record.begins(again)
+        record.end("failed", lost)
+        states, ended = [], None
+        try:
+            async for one in record.of(0):
+                body = body_of(one)
+                states.append((body.loop, body.handle, body.state, len(one.tensors[0])))
+        except TaskLostError as error:
+            ended = error
+        assert ended is lost
+        assert states == [
+            ("w", "h", "running", 0),
+            ("w", "", "running", 2),
+            ("w", "", "lost", 0),
+            ("w~1", "h~1.1", "running", 0),
+        ]
+
+    asyncio.run(run())
+
+
+def test_record_made_from_the_journal_of_another_tells_the_same() -> None:
+    async def run() -> None:
+        order = pb.OpenRun(run="r", info="{}")
+        record, other = (Journal(WORKER, order, SetClock()) for _ in range(2))
+        record.note(frame(register_program=pb.RegisterProgram(run="r")))
+        for loop, late in [("a-0", 2), ("a-1", 5)]:
+            record.begins(deciding(loop))
+            record.begins(contributing("w" + loop))
+            record.keep(contributing("w" + loop), report(9), 0.0)
+            record.keep(deciding(loop), report(3, "[3]", late), 0.0)
+        record.lost(contributing("wa-1"), TaskLostError("gone", task=WORKER))
+        record.end("done", None)
+        kinds = []
+        async for made in record.journal(0):
+            kinds.append(kind_of(made))
+            match kinds[-1]:
+                case "run_loop":
+                    other.begins(body_of(made))
+                case "loop_report":
+                    other.again(made)
+        assert kinds[:3] == ["register_program", "run_loop", "run_loop"]
+        assert kinds[-1] == "run_table"
+        other.end("done", None)
+        assert other.row() == record.row()
+        for mine, theirs in zip(
+            [one async for one in record.all()],
+            [one async for one in other.all()],
+            strict=True,
+        ):
+            assert mine.header == theirs.header
+            np.testing.assert_array_equal(mine.tensors[0], theirs.tensors[0])
+        # Who takes over counts on with what came too late in earlier rows.
+        other.begins(deciding("a-2"))
+        other.keep(deciding("a-2"), report(1, "[4]", 1), 0.0)
+        last = [one async for one in other.all()][-1]
+        assert body_of(last).dropped[WORKER] == 8
+
+    asyncio.run(run())
+
+
+def test_journal_that_is_too_long_to_be_kept_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(journal, "_MOST_BYTES", 100)
+        record = Journal(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
+        for _ in range(3):
+            record.keep(deciding("a"), report(5), 0.0)
+        assert not record.is_whole
+        with pytest.raises(ConfigError, match="too long to have another master"):
+            await anext(record.journal(0))
+        # So is one who was too slow; who has the rest goes on.
+        behind, newest = record.journal(2), record.journal(2)
+        assert body_of(await anext(behind)).loop == body_of(await anext(newest)).loop
+        record.keep(deciding("b"), report(5), 0.0)
+        assert body_of(await anext(newest)).loop == "b"
+        record.keep(deciding("c"), report(5), 0.0)
+        with pytest.raises(ConfigError, match="too long to have another master"):
+            await anext(behind)
+
+    asyncio.run(run())

@@ -1,0 +1,345 @@
+"""A run whose client and master are both gone goes on with the master's heir."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from jgraph.client.cluster import Cluster, connect
+from jgraph.errors import (
+    CopyLostError,
+    FencedError,
+    InternalError,
+    JGError,
+    TaskLostError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.server.runs.journal import Journal
+from jgraph.server.runs.standby import Standby, StandbyPeers
+from jgraph.server.runs.supervisor import RunSupervisor
+from jgraph.train.run.report import Report
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
+from tests.server.runs.test_journal import SetClock
+from tests.support.counting import BATCH, IDS, Ledger, after, trainer
+from tests.support.ledger import examples_counted, examples_due
+from tests.support.run_async import run_async
+from tests.support.servers import Servers
+from tests.support.stopping import once
+
+MASTER, PS = "/job:worker/task:1", "/job:ps/task:0"
+
+
+@pytest.fixture
+def own_servers() -> Iterator[Servers]:
+    servers = Servers(ps=2, worker=2)
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def client(own_servers: Servers) -> Iterator[Cluster]:
+    with connect(own_servers.server(MASTER).target, timeout_s=20) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_client_of_a_detached_run_follows_it_to_the_heir_of_its_master(
+    own_servers: Servers, client: Cluster, strategy: Strategy
+) -> None:
+    there = trainer(client, strategy)
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[
+            after(100, lambda: own_servers.lose(MASTER)),
+            once(lambda run: client.master == PS),
+        ],
+        progress=False,
+        detached=True,
+    )
+    assert (run.state, client.master) == ("stopped", PS)
+    (info,) = client.runs()
+    assert (info.master, info.epoch, info.state) == (PS, 2, "stopped")
+    # What the lost worker had told of, but not as done, comes again; what it had done
+    # and not told of is counted by the ps alone.
+    assert run.steps >= info.step
+    if isinstance(strategy, SyncPS):
+        assert run.steps == info.step
+        position = there.current_position()
+        np.testing.assert_array_equal(examples_counted(run), examples_due(position))
+    else:
+        ledger = Ledger()
+        ledger.add(run)
+        ledger.check(there, lost=1)
+
+
+def test_client_that_attached_follows_the_run_to_the_heir(
+    own_servers: Servers, client: Cluster
+) -> None:
+    """It is connected to the master that is lost, as the client that began the run."""
+    there = trainer(client, AsyncPS())
+    begun, found, lost = threading.Event(), threading.Event(), list[int]()
+
+    def lose_and_stop(run: Run, report: Report) -> None:
+        begun.set()
+        if found.is_set() and not lost:
+            lost.append(report.step)
+            own_servers.lose(MASTER)
+        if lost and report.step > lost[0] + 200:
+            run.stop()
+
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[lose_and_stop],
+        progress=False,
+        detached=True,
+        block=False,
+    )
+    assert begun.wait(20)
+    with connect(own_servers.server(MASTER).target, timeout_s=20) as other:
+        watching = trainer(other, AsyncPS())
+        watched = watching.attach()
+        found.set()
+        watched.wait(40)
+        run.wait(40)
+        assert other.master == PS
+        (info,) = client.runs()
+        for one in (run, watched):
+            assert one.state == "stopped"
+            assert one.steps >= info.step  # the ps counts what nobody was told of
+        assert watched.steps == run.steps
+        seen = [one.metrics("seen")["value"].sum(0) for one in (run, watched)]
+        np.testing.assert_array_equal(*seen)
+        assert watching.current_position() == there.current_position()
+
+
+@pytest.mark.parametrize("by", ["who began it", "who attached"])
+def test_stop_that_a_lost_master_did_not_hear_is_told_to_its_heir(
+    own_servers: Servers, client: Cluster, by: str
+) -> None:
+    begun = threading.Event()
+    run = trainer(client, AsyncPS()).fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[lambda run, report: begun.set()],
+        progress=False,
+        detached=True,
+        block=False,
+    )
+    assert begun.wait(20)
+    with connect(own_servers.server(PS).target, timeout_s=20) as other:
+        stopping = run if by == "who began it" else trainer(other, AsyncPS()).attach()
+        own_servers.lose(MASTER)
+        stopping.stop()
+        assert stopping.wait(40).state == "stopped"
+        assert run.wait(40).state == "stopped"
+
+
+class Behind:
+    """A door to a master that is busy with its journal, and is lost then.
+
+    Args:
+      journal: what it tells.
+      lost: how the loss shows; it tells the rest to who follows again.
+      then: which process answers in its place.
+    """
+
+    task = PS
+
+    def __init__(self, journal: Sequence[Frame], lost: JGError, then: int = 2) -> None:
+        self.journal = journal
+        self.lost, self.is_lost = lost, False
+        self.then = then
+        self.is_held, self.held_at = False, list[bool]()
+        self.told_to_end, self.may_tell = asyncio.Event(), asyncio.Event()
+        self.may_tell.set()
+        self.began: asyncio.Queue[pb.RunLoop] = asyncio.Queue()
+
+    def tasks(self) -> list[str]:
+        """Returns those of the cluster."""
+        return [PS, MASTER]
+
+    async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
+        """Answers of a task."""
+        if method == "TaskStatus":
+            if not self.is_lost:
+                raise TaskLostError("it does not answer in time", task=TaskName(task))
+            status = pb.TaskStatus(task=task, state="ready", incarnation=self.then)
+            return frame(task_status=status)
+        if method == "StopLoop" and body_of(request).loop:
+            await asyncio.sleep(0)  # what was let go would end here
+            self.held_at.append(self.is_held)
+            ended = pb.LoopReport(state="stopped")
+            return frame(loop_report=ended, tensors=[np.arange(1), np.full(1, 5.0)])
+        return frame(empty=pb.Empty())
+
+    async def stream(
+        self, task: str, method: str, request: Frame
+    ) -> AsyncIterator[Frame]:
+        """Tells the journal, or that the master may end."""
+        if method == "Farewell":
+            self.is_held = True
+            try:
+                yield request
+                await self.told_to_end.wait()
+                yield request
+                await asyncio.Event().wait()
+            finally:
+                self.is_held = False
+        await self.may_tell.wait()
+        for made in self.journal[body_of(request).after :]:
+            yield made
+        if not self.is_lost:
+            self.is_lost = True
+            raise self.lost
+
+    async def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Begins a loop that goes on."""
+        self.began.put_nowait(order)
+        await asyncio.Event().wait()
+        yield frame(empty=pb.Empty())
+
+
+def heir(
+    door: Behind,
+    began: list[RunSupervisor],
+    saves: Callable[[pb.OpenRun, RunSupervisor], None] = lambda _order, _supervisor: (
+        None
+    ),
+    **invited: Any,
+) -> Standby:
+    order = pb.OpenRun(
+        run="r", info='{"container": ""}', master=MASTER, incarnation=1, **invited
+    )
+    begins = lambda _, crew: began.append(crew)
+    return Standby(order, cast("StandbyPeers", door), SetClock(), begins, saves)
+
+
+LOOP = frame(run_loop=pb.RunLoop(loop="w", task=PS, run="r", epoch=1))
+
+
+def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() -> None:
+    """One that was frozen, and whose task was started again elsewhere."""
+
+    async def main() -> None:
+        fenced = FencedError("it was started again", task=TaskName(MASTER))
+        door, began = Behind([LOOP], fenced), list[RunSupervisor]()
+        await heir(door, began).work()
+        assert (await door.began.get()).epoch == 2
+        (crew,) = began
+        assert (crew.record.epoch, crew.record.is_over) == (2, False)
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_heir_of_a_run_that_is_over_goes_on_with_nothing() -> None:
+    async def main() -> None:
+        record = Journal(TaskName(MASTER), pb.OpenRun(run="r"), SetClock())
+        record.begins(body_of(LOOP))
+        record.end("failed", TaskLostError("gone"))
+        journal = [made async for made in record.journal(0)]
+        began = list[RunSupervisor]()
+        await heir(Behind(journal, TaskLostError("gone")), began).work()
+        assert not began
+
+    run_async(main(), timeout_s=20)
+
+
+def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers() -> (
+    None
+):
+    """A link that is lost for a moment costs no master."""
+
+    async def main() -> None:
+        door, began = (
+            Behind([LOOP], TaskLostError("lost"), then=1),
+            list[RunSupervisor](),
+        )
+        await heir(door, began).work()
+        assert not began
+
+    run_async(main(), timeout_s=20)
+
+
+def test_heir_that_was_invited_late_tells_when_steps_were_since_the_run_began() -> None:
+    async def main() -> None:
+        loop = frame(run_loop=pb.RunLoop(loop="w", task=PS, began_s=90.0))
+        door, began = Behind([loop], TaskLostError("lost")), list[RunSupervisor]()
+        await heir(door, began, age_s=100.0).work()
+        await door.began.get()
+        (crew,) = began
+        assert crew.record.seconds == 100.0
+        told = crew.record.journal(0)
+        _, account, again = [await anext(told) for _ in range(3)]
+        assert account.tensors[1] == [95.0]
+        assert body_of(again).began_s == 100.0
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
+    """Else it would be shown as running, with nobody to look after it."""
+
+    def refuse(_order: pb.OpenRun, _supervisor: RunSupervisor) -> None:
+        raise RuntimeError("it cannot be saved")
+
+    async def main() -> None:
+        door, began = Behind([LOOP], TaskLostError("lost")), list[RunSupervisor]()
+        await heir(door, began, saves=refuse).work()
+        row = began[0].record.row()
+        assert (row.state, row.epoch) == ("failed", 2)  # where who watches looks
+        with pytest.raises(InternalError, match="it cannot be saved"):
+            async for _ in began[0].record.of(0):
+                pass
+
+    run_async(main(), timeout_s=20)
+
+
+@pytest.mark.parametrize("read", [[], [LOOP]], ids=["nothing", "a_loop"])
+def test_run_whose_heir_had_not_read_what_was_done_has_failed_and_says_so(
+    read: list[Frame],
+) -> None:
+    """It was invited late; what it knows is where the run was long ago."""
+
+    async def main() -> None:
+        door, began = Behind(read, TaskLostError("lost")), list[RunSupervisor]()
+        await heir(door, began, frames=2).work()
+        row, error = began[0].record.row(), began[0].record.error
+        assert (row.state, row.epoch) == ("failed", 2)
+        assert isinstance(error, CopyLostError)
+        assert f"({len(read)} of 2 entries)" in error.message
+
+    run_async(main(), timeout_s=20)
+
+
+def test_master_that_is_told_to_end_goes_when_its_heir_has_asked_for_all_it_did() -> (
+    None
+):
+    async def main() -> None:
+        door, began = Behind([LOOP], TaskLostError("lost")), list[RunSupervisor]()
+        door.may_tell.clear()
+        door.told_to_end.set()
+        work = asyncio.ensure_future(heir(door, began, frames=1).work())
+        assert not (await asyncio.wait({work}, timeout=0.1))[0]
+        door.may_tell.set()
+        await work
+        assert (await door.began.get()).epoch == 2
+        assert door.held_at == [True]
+        began[0].close()
+
+    run_async(main(), timeout_s=20)

@@ -1,0 +1,207 @@
+"""A run whose master looks after its workers, as long as it is the master."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from jgraph.client.cluster import connect
+from jgraph.coordination.run.supervisor import (
+    Event,
+    LoopEnded,
+    LoopLost,
+    RestartAsked,
+    RoundEnded,
+    WorkerAnswered,
+    WorkerReady,
+)
+from jgraph.errors import FencedError, JGError, TaskLostError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.server.runs import supervisor
+from jgraph.server.runs.peers import LoopPeers
+from jgraph.server.runs.rolling_restart import RollingRestart
+from jgraph.server.runs.supervisor import RunSupervisor
+from jgraph.train.strategies.async_runner import AsyncPS
+from tests.server.runs.test_journal import SetClock, contributing, deciding
+from tests.support.counting import BATCH, IDS, after, trainer
+from tests.support.run_async import run_async
+from tests.support.servers import Servers
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+PS, WORKERS = "/job:ps/task:0", ("/job:worker/task:0", "/job:worker/task:1")
+
+
+def test_row_20_master_that_was_replaced_takes_no_worker_back(
+    servers: Servers,
+) -> None:
+    """A worker ends in order, and answers; another one has heard of the next master."""
+    here, there = (servers.server(task).target for task in (WORKERS[0], PS))
+    with connect(here) as cluster, connect(there) as other:
+
+        def replace_master() -> None:
+            (info,) = [run for run in other.runs() if run.state == "running"]
+            for order in (
+                pb.StopLoop(task=WORKERS[0], run=info.name, epoch=2),
+                pb.StopLoop(task=WORKERS[1], loop=f"{info.name}-1"),
+            ):
+                other.call("Master.StopLoop", frame(stop_loop=order))
+
+        counting = trainer(cluster, AsyncPS())
+        with pytest.raises(FencedError, match="after master 2 had taken over"):
+            counting.fit(
+                IDS,
+                steps=20_000,  # a second has some 2,000; nobody could stop more
+                batch_size=BATCH,
+                callbacks=[after(20, replace_master)],
+                progress=False,
+                detached=True,
+            )
+        assert other.runs()[-1].state == "failed"
+        counting.close()
+
+
+class Ajar:
+    """A door to tasks that take long to open a gate, and answer nothing else.
+
+    Attributes:
+      refusal: ends the opening of a gate, once it is set.
+      refused: of a loop that is told something; None: nobody refuses.
+      told: what loops were told.
+    """
+
+    task = WORKERS[0]
+
+    def __init__(self) -> None:
+        self.opening = asyncio.Event()
+        self.refusal: asyncio.Future[JGError] = asyncio.Future()
+        self.refused: JGError | None = None
+        self.told: asyncio.Queue[pb.StopLoop] = asyncio.Queue()
+
+    def tasks(self) -> list[str]:
+        """Returns those of the cluster."""
+        return [PS, *WORKERS]
+
+    async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
+        """Answers when a loop is told something."""
+        if method == "OpenGate":
+            self.opening.set()
+            raise await self.refusal
+        told = body_of(request)
+        if method != "StopLoop" or not told.loop:
+            await asyncio.Event().wait()
+        self.told.put_nowait(told)
+        if self.refused is not None:
+            raise self.refused
+        return frame(empty=pb.Empty())
+
+    def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        """Begins none: no gate opens."""
+        raise AssertionError(order)
+
+
+def beginning(door: Ajar, *events: Event) -> RunSupervisor:
+    """Returns a run that begins its next row, after a worker was lost."""
+    crew = RunSupervisor(
+        pb.OpenRun(run="r", info="{}"), cast("LoopPeers", door), SetClock()
+    )
+    first, second = contributing("w-0"), contributing("w-1")
+    second.replica, last = 1, deciding("d-2")
+    last.sync.shards.append(PS)
+    ended = LoopEnded(0, "stopped"), RoundEnded("paused")
+    lost = LoopLost(1, TaskLostError("gone"))
+    crew.resume({0: first, 1: second}, last, [lost, *ended, *events])
+    return crew
+
+
+@pytest.mark.parametrize("asked", ["pause", "stop"])
+def test_row_whose_gates_open_is_told_what_comes_and_not_the_row_before(
+    asked: str,
+) -> None:
+    """Two workers come back within milliseconds; or the user stops the run."""
+
+    async def main() -> None:
+        door = Ajar()
+        back: list[Event] = [WorkerAnswered(1), WorkerReady(1)]
+        crew = beginning(door, *(back if asked == "pause" else []))
+        if asked == "stop":
+            crew.stop()
+        told = await door.told.get()
+        assert told.loop.startswith("d-2~")
+        assert told.pause == (asked == "pause")
+        await door.opening.wait()
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_row_that_never_begins_as_a_gate_does_not_open_is_told_nothing() -> None:
+    async def main() -> None:
+        door = Ajar()
+        crew = beginning(door)
+        await door.opening.wait()
+        door.refusal.set_result(TaskLostError("gone"))
+        await crew.record.news
+        assert crew.record.row().state == "failed"
+        await asyncio.sleep(0)  # who tells a loop does so at once
+        await asyncio.sleep(0)
+        assert door.told.empty()
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_loop_that_says_that_its_master_was_replaced_is_told_once(
+    is_replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_POLL_S", 0.0)
+
+    async def main() -> None:
+        door = Ajar()
+        lost = TaskLostError("no answer")
+        door.refused = FencedError("replaced") if is_replaced else lost
+        crew = beginning(door)
+        crew.stop()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (door.told.qsize() == 1) == is_replaced
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+class Resting:
+    """A run that rests; the first time a ps is told to end in its last moment."""
+
+    times = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a ps was told to end since."""
+        return self.times == 1
+
+    async def __call__(self, *_: Any) -> None:
+        """Comes to rest."""
+        self.times += 1
+
+    def hang_up(self) -> None:
+        """Holds nobody."""
+
+
+def test_run_rests_again_before_it_goes_on_if_a_ps_was_told_to_end_meanwhile() -> None:
+    async def main() -> None:
+        crew = RunSupervisor(
+            pb.OpenRun(run="r", info="{}"), cast("LoopPeers", Ajar()), SetClock()
+        )
+        crew._rest = cast("RollingRestart", resting := Resting())
+        crew.resume({0: contributing("w-0")}, None, [RestartAsked()])
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert resting.times == 2
+        crew.close()
+
+    run_async(main(), timeout_s=20)

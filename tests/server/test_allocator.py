@@ -1,0 +1,72 @@
+"""A task's process gets the memory of a step again without asking the kernel."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jgraph.server.allocator import keep_memory
+
+PROGRAM = """
+import resource, sys
+import numpy as np
+from jgraph.server.allocator import keep_memory
+
+assert keep_memory()
+
+def step():
+    np.ones(64 << 20, np.uint8)
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+BETWEEN = """
+from pathlib import Path
+import numpy as np
+from jgraph.server.allocator import give_back_memory, keep_memory
+
+def pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+assert keep_memory()
+block = np.ones(64 << 20, np.uint8)
+behind = np.ones(1 << 20, np.uint8)
+del block
+before = pages()
+give_back_memory()
+print(before - pages())
+"""
+
+on_linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="glibc's malloc is Linux's"
+)
+
+
+def printed(program: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return int(done.stdout)
+
+
+@on_linux
+def test_a_freed_block_is_used_again_without_new_pages() -> None:
+    assert printed(PROGRAM) < 100  # 16,384 pages if the kernel had to be asked
+
+
+@on_linux
+def test_free_memory_between_what_is_used_is_given_back() -> None:
+    assert printed(BETWEEN) > 16_000  # of 16,384 pages
+
+
+def test_who_sets_variables_of_glibc_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    assert not keep_memory()

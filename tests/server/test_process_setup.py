@@ -1,0 +1,35 @@
+import subprocess
+import sys
+
+PROGRAM = """
+import threading
+import jax, jax.numpy as jnp
+from jgraph.server.process_setup import set_up_process
+
+set_up_process()
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.sin(y @ x), x))
+made = slow(jnp.ones((400, 400)))
+assert made.is_ready(), "computed after the call had returned"
+"""
+
+
+def test_process_of_a_task_computes_where_it_is_asked_to() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)
+
+
+COMPILER = """
+import sys
+import jax, jax.numpy as jnp
+from jgraph.server.process_setup import load_compiler
+
+load_compiler()
+loaded = set(sys.modules)
+x = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+exported = jax.export.export(jax.jit(jax.grad(lambda x: jnp.sin(x @ x).sum())))(x)
+jax.jit(exported.call).lower(x).compile()
+assert "scipy.linalg" in loaded and set(sys.modules) == loaded
+"""
+
+
+def test_a_loaded_compiler_imports_nothing_for_the_first_program() -> None:
+    subprocess.run([sys.executable, "-c", COMPILER], check=True, timeout=120)

@@ -1,0 +1,174 @@
+"""Hosts with addresses of their own: network namespaces, and what joins them.
+
+Needs root and iproute2, and is skipped without; nothing outside of the namespaces is
+touched but the bridge, or the device, which goes with them.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final, final
+
+import pytest
+
+from jgraph.client.cluster import Cluster, connect
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.launch.hosts import cluster_file
+from jgraph.rpc.security.certificates import make_certificates
+from tests.faults.conftest import Fault
+from tests.support.lossy import LossyNetwork
+
+NET: Final = f"198.18.{os.getpid() % 250}"  # kept free for tests of networks
+TAG: Final = f"jg{os.getpid() % 10**6}"
+PORT: Final = 8470
+
+
+def ip(*words: str) -> None:
+    """Runs ``ip``."""
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@final
+class Host:
+    """A network namespace with one address, on a device called ``inside``."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"{TAG}n{number}"
+        self.address = f"{NET}.{number}"
+        self.inside = f"{TAG}i{number}"
+        self._port = f"{TAG}p{number}"  # on the bridge
+        ip("netns", "add", self.name)
+
+    def plug_in(self) -> None:
+        """Joins it to the bridge."""
+        cable = ("link", "add", self._port, "type", "veth", "peer", "name")
+        ip(*cable, self.inside, "netns", self.name)
+        ip("link", "set", self._port, "master", TAG, "up")
+        self.configure()
+
+    def configure(self) -> None:
+        """Gives its device the address."""
+        ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", self.inside)
+        for device in ("lo", self.inside):
+            ip("-n", self.name, "link", "set", device, "up")
+
+    def down(self) -> None:
+        """Takes its cable out: nothing is closed, nothing comes through."""
+        ip("link", "set", self._port, "down")
+
+    def up(self) -> None:
+        ip("link", "set", self._port, "up")
+
+    def tcp(self) -> dict[str, int]:
+        """Returns what its kernel has counted of TCP."""
+        read = ["ip", "netns", "exec", self.name, "cat", "/proc/net/snmp"]
+        said = subprocess.run(read, check=True, capture_output=True, text=True).stdout
+        names, counts = (x.split()[1:] for x in said.splitlines() if x[:4] == "Tcp:")
+        return dict(zip(names, map(int, counts), strict=True))
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Makes hosts that reach each other, and this process, by a bridge."""
+
+    def make() -> list[Host]:
+        ip("link", "add", TAG, "type", "bridge")
+        _join_here()
+        there = [Host(number) for number in range(1, count + 1)]
+        for host in there:
+            host.plug_in()
+        return there
+
+    try:
+        yield _made(make)
+    finally:
+        _clear(count)
+
+
+@contextmanager
+def lossy_hosts(count: int, seed: int) -> Iterator[tuple[list[Host], LossyNetwork]]:
+    """Makes hosts that are joined, also to this process, by a network that may err."""
+    network = LossyNetwork(seed)
+
+    def make() -> list[Host]:
+        network.add(TAG, f"{NET}.254")
+        _join_here()
+        there = [Host(number) for number in range(1, count + 1)]
+        for host in there:
+            network.add(host.inside, host.address)
+            ip("link", "set", host.inside, "netns", host.name)
+            host.configure()
+        network.start()
+        return there
+
+    try:
+        yield _made(make), network
+    finally:
+        network.close()
+        _clear(count)
+
+
+def _join_here() -> None:
+    ip("addr", "add", f"{NET}.254/24", "dev", TAG)
+    ip("link", "set", TAG, "up")
+
+
+def _made(make: Callable[[], list[Host]]) -> list[Host]:
+    if shutil.which("ip") is None:
+        pytest.skip("needs ip of iproute2, to make hosts of network namespaces")
+    try:
+        return make()
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or error
+        pytest.skip(f"hosts of their own need root, namespaces and their links: {said}")
+
+
+def _clear(count: int) -> None:
+    names = [f"{TAG}n{number}" for number in range(1, count + 1)]
+    for command in [*(["netns", "del", name] for name in names), ["link", "del", TAG]]:
+        subprocess.run(["ip", *command], check=False, capture_output=True)
+
+
+@contextmanager
+def cluster_on(there: list[Host], fault: Fault, path: Path) -> Iterator[Cluster]:
+    """Starts a ps on the first host, and workers on the two last."""
+    on = {"ps:0": there[0], "worker:0": there[-2], "worker:1": there[-1]}
+    spec = ClusterSpec(
+        {
+            "ps": [f"{there[0].address}:{PORT}"],
+            "worker": [f"{host.address}:{PORT + 1}" for host in there[-2:]],
+        }
+    )
+    file, certificates = path / "cluster.toml", path / "certificates"
+    file.write_bytes(cluster_file(spec))
+    make_certificates(certificates, spec.tasks())
+    fault.logs.mkdir()
+    servers: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack:
+        for task, host in on.items():
+            job, index = task.split(":")
+            options = ["--job", job, "--task", index, "--bind", host.address]
+            files = ["--cluster", str(file), "--tls-dir", str(certificates)]
+            command = [sys.executable, "-m", "jgraph", "server", "--end-with-input"]
+            log = stack.enter_context((fault.logs / f"{job}{index}.log").open("w"))
+            server = subprocess.Popen(
+                ["ip", "netns", "exec", host.name, *command, *options, *files],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+            servers.append(server)
+            stack.callback(server.wait, 30)
+            assert server.stdin is not None
+            stack.callback(server.stdin.close)
+        for server in servers:
+            assert server.stdout is not None
+            assert b"serves at" in server.stdout.readline()
+            stack.callback(server.stdout.close)
+        target = f"jgraphs://{there[0].address}:{PORT}"
+        with connect(target, timeout_s=60, tls=certificates) as cluster:
+            yield cluster

@@ -1,0 +1,91 @@
+"""What users give as data: every mistake is named at once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jgraph.errors import DataError
+from jgraph.train.data.data import as_dataset
+
+X = np.zeros((6, 2), np.float32)
+Y = np.arange(6, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        ((X, Y), ["data[0]", "data[1]"]),
+        ([X, Y], ["data[0]", "data[1]"]),
+        ({"image": X, "label": Y}, ["data['image']", "data['label']"]),
+        ({"in": (X, X), "out": Y}, ["data['in'][0]", "data['in'][1]", "data['out']"]),
+        (X, ["data"]),
+        (jnp.asarray(X), ["data"]),
+    ],
+)
+def test_fields_go_by_the_users_names(data: Any, names: list[str]) -> None:
+    dataset = as_dataset(data)
+    assert list(dataset.fields) == names
+    assert len(dataset) == 6
+    _, batch = next(dataset.batches(3))
+    jax.tree.map(lambda a, b: None, batch, data)  # raises if structures differ
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((X, Y[:5]), r"'data\[1\]' has 5 examples and 'data\[0\]' has 6"),
+        ((X[:0], Y[:0]), r"'data\[0\]' has no examples"),
+        ({}, "no field"),
+        ("train.csv", r"data is the text 'train\.csv'; .* jg\.Source\.npz"),
+        (3, r"data is a int; give arrays, .* jg\.Source .* __getitem__.* iterable"),
+        (iter([]), "data is a list_iterator without an element"),
+        ({"x": X, "y": 3.0}, r"data\['y'\] is a single value"),
+        ({"x": np.array(["a", "b"])}, r"data\['x'\] has dtype <U1"),
+        ({"x": np.array([None, 1])}, r"data\['x'\] has dtype object"),
+        (([[1, 2], [3]],), r"data\[0\] is not an array"),
+        ((X, np.array([2**40] * 6)), r"data\[1\] has values .* too large for JAX's"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_by_name(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        as_dataset(data)
+    assert caught.value.code == "JG-214"
+
+
+def test_nan_is_refused_when_asked_to_check() -> None:
+    x = X.copy()
+    x[4, 1] = np.nan
+    as_dataset((x, Y))
+    with pytest.raises(DataError, match=r"data\[0\] contains NaN .* example 4"):
+        as_dataset((x, Y), finite=True)
+    z = X.astype(np.complex64)
+    z[2, 0] = complex(1.0, np.nan)
+    with pytest.raises(DataError, match=r"data\[0\] contains NaN .* example 2"):
+        as_dataset((z, Y), finite=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (np.float64, np.float32),
+        (np.int64, np.int32),
+        (np.uint8, np.uint8),
+        (np.bool_, np.bool_),
+        (np.float16, np.float16),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+    ],
+)
+def test_dtypes_become_what_jax_makes_of_them(given: Any, wanted: Any) -> None:
+    dataset = as_dataset((np.zeros(3, given),))
+    assert dataset.fields["data[0]"].dtype == wanted
+    assert dataset.avals(2)[0].dtype == wanted
+
+
+def test_batches_for_evaluation_cover_the_data_in_order() -> None:
+    found = list(as_dataset((np.arange(5),)).batches(2))
+    assert [count for count, _ in found] == [2, 2, 1]
+    assert np.concatenate([x for _, (x,) in found]).tolist() == [0, 1, 2, 3, 4]
