@@ -123,7 +123,10 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
 
 def test_going_up_and_down_loads_jax_in_the_tasks_only() -> None:
     """It takes as long to load as everything else together."""
-    code = "import jgraph.launch.local.daemon, jgraph.cli, sys; print('jax' in sys.modules)"
+    code = (
+        "import jgraph.launch.local.daemon, jgraph.cli, sys\n"
+        "print('jax' in sys.modules)"
+    )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

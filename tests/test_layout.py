@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ SOURCES = sorted(
     if "_pb" not in path.parts
 )
 PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "jgraph")]
+MODULES = 16
+"""In one folder, at most."""
+STUBS = 3
+"""Modules of less than 60 lines that one other module imports, at most."""
 # Built from pieces, so that this file does not find itself.
 HOME_PATHS = re.compile(r"/(?:home|root|Users|work|tmp)" + r"/\w")
 NUMERIC_HOST = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
@@ -62,6 +67,71 @@ def test_every_package_says_what_it_is(folder: str) -> None:
 def test_every_module_has_a_docstring() -> None:
     for path in PACKAGE:
         assert ast.get_docstring(ast.parse(path.read_text("utf-8"))), name(path)
+
+
+def test_first_lines_are_what_a_specialist_would_search_for() -> None:
+    asks = re.compile(r"(?:Whether|Which|What|Who|Whose|Whom|Where|When|How|Why)\b")
+    for path in PACKAGE:
+        doc = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        assert not asks.match(doc), f"{name(path)}: {doc.splitlines()[0]}"
+
+
+def test_no_folder_has_more_modules_than_one_can_look_through() -> None:
+    modules = Counter(path.parent for path in PACKAGE if not path.name.startswith("__"))
+    crowded = {name(folder): n for folder, n in modules.items() if n > MODULES}
+    assert not crowded
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Imports between modules of the package, those for types included."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in PACKAGE
+    }
+    del modules["jgraph"]  # its names are imported at first use
+    return {
+        module: imports_of(path) & modules.keys() - {module}
+        for module, path in modules.items()
+    }
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    # What leads nowhere, or comes from nowhere, is on no circle.
+    graph = module_graph()
+    while True:
+        imported = set().union(*graph.values())
+        loose = {m for m, used in graph.items() if not used or m not in imported}
+        if not loose:
+            break
+        graph = {m: used - loose for m, used in graph.items() if m not in loose}
+    assert not graph, f"on circles: {sorted(graph)}"
+
+
+def test_small_modules_are_not_cut_from_their_only_user() -> None:
+    graph = module_graph()
+    users = Counter(used for imports in graph.values() for used in imports)
+    small = {
+        name(path)
+        for path in PACKAGE
+        if not path.name.startswith("__")
+        and len(path.read_text("utf-8").splitlines()) < 60
+        and users[".".join(path.relative_to(ROOT).with_suffix("").parts)] == 1
+    }
+    assert len(small) <= STUBS, small
+
+
+def test_the_architecture_page_names_what_is_there() -> None:
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| .* \| `([\w/]+\.py)` \| `([\w.]+)` \|$", page, re.M)
+    assert len(rows) == 10
+    for file, function in rows:
+        body = ast.parse((ROOT / "jgraph" / file).read_text("utf-8")).body
+        for part in function.split("."):
+            found = [n for n in body if getattr(n, "name", None) == part]
+            assert found, f"{file} has no {function}"
+            body = getattr(found[0], "body", [])
 
 
 def texts() -> list[Path]:

@@ -71,7 +71,7 @@ class TailHandler(logging.Handler):
 
 
 @functools.cache
-def kept_log() -> NewestLines:
+def log_tail() -> NewestLines:
     """Returns the log of this process, kept from the first call on."""
     kept = TailHandler()
     logging.getLogger().addHandler(kept)

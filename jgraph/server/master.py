@@ -256,8 +256,8 @@ class Master:
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         failpoint("loop.asked")
         order = body_of(request)
-        crew = self.runs.find(order.run)
-        reports = self.loop(order) if crew is None else crew.follow(order)
+        supervisor = self.runs.find(order.run)
+        reports = self.loop(order) if supervisor is None else supervisor.follow(order)
         async for report in reports:
             yield report
 
@@ -315,8 +315,8 @@ class Master:
 
     async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
         name = body_of(request).run
-        crew = self.runs.find(name)
-        yield _position(self._position_in(name, crew and crew.record))
+        supervisor = self.runs.find(name)
+        yield _position(self._position_in(name, supervisor and supervisor.record))
 
     def _position_in(self, name: str, run: Journal | None) -> Mapping[str, Any]:
         """Returns where in its data a run is, dealt under this name."""
@@ -400,10 +400,10 @@ class GateMethods:
     """Passes calls about gates on to the tasks that have them.
 
     Args:
-      door: to the tasks.
+      peers: to the tasks.
     """
 
-    door: Peers
+    peers: Peers
 
     @property
     def methods(self) -> Mapping[str, Method]:
@@ -423,6 +423,6 @@ class GateMethods:
 
     async def _each(self, method: str, request: Frame, timeout_s: float) -> list[Frame]:
         shards = map(TaskName, body_of(request).shards)
-        call = self.door.call
+        call = self.peers.call
         calls = (call(s, method, request, timeout_s=timeout_s) for s in shards)
         return await asyncio.gather(*calls)

@@ -13,7 +13,7 @@ import jax
 from jgraph.clock import BootClock, SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.in_process import add_service, remove_service
-from jgraph.cluster.log_tail import kept_log
+from jgraph.cluster.log_tail import log_tail
 from jgraph.cluster.methods import ROLES
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
@@ -123,7 +123,7 @@ class TaskServer:
           PortInUseError: the address is taken.
           StartError: JAX cannot open its devices.
         """
-        kept_log()
+        log_tail()
         _open_devices(self.task)
         self.address = await self._transport.start(self._fence)
         self._fence.begin()

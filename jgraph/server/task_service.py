@@ -18,7 +18,7 @@ import psutil
 from jgraph.clock import Clock
 from jgraph.cluster.drain import SHARE, Farewell
 from jgraph.cluster.events import EventLog
-from jgraph.cluster.log_tail import kept_log
+from jgraph.cluster.log_tail import log_tail
 from jgraph.cluster.methods import Method
 from jgraph.cluster.requests import check_request
 from jgraph.errors import (
@@ -391,7 +391,7 @@ class TaskService:
 
     async def _task_log(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        kept = self.events.lines if body.events else kept_log()
+        kept = self.events.lines if body.events else log_tail()
         last, lines = kept.after(body.after, body.limit)
         yield frame(log_lines=pb.LogLines(last=last, lines=lines))
 

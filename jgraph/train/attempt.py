@@ -241,7 +241,7 @@ class Attempts:
             ),
             first=first,
             evaluations=make_evaluations(
-                *(self._parts.side_car, wanted.evaluate),
+                *(self._parts.evaluator_task, wanted.evaluate),
                 *(wanted.eval_data, evaluated),
                 whole=wanted.whole,
             ),

@@ -80,7 +80,7 @@ class TrainerBuild:
         """The data of the newest training."""
         self._closed = False
         self._known: Mapping[TaskName, str] = {}
-        self.side_car: EvaluatorTask | None = None
+        self.evaluator_task: EvaluatorTask | None = None
         """Evaluates on the cluster, once made; None: no task is there for it."""
 
     @property
@@ -95,8 +95,8 @@ class TrainerBuild:
           ConfigError: a linen model has no parameters yet, and there is no data.
         """
         if self._made is None:
-            made, side_car = self._make(data)
-            self._take(made, side_car)
+            made, evaluator_task = self._make(data)
+            self._take(made, evaluator_task)
             return made
         return self._made
 
@@ -118,13 +118,13 @@ class TrainerBuild:
         )
         step = self._step(adapter, container)
         runner = make_runner(step, given.cluster, given.strategy, given.clock)
-        side_car = None  # metrics with a state of their own are evaluated here
+        evaluator_task = None  # metrics with a state of their own are evaluated here
         if given.observed is None:
-            side_car = make_evaluator_task(
+            evaluator_task = make_evaluator_task(
                 step, given.metrics, given.cluster, given.sparse
             )
         evaluator = Evaluator(adapter, given.metrics, given.observed)
-        return (step, runner, evaluator), side_car
+        return (step, runner, evaluator), evaluator_task
 
     def prepare(self, dataset: Dataset, batch_size: int) -> Built:
         """Returns the parts, ready to train on batches of this data.
@@ -144,9 +144,9 @@ class TrainerBuild:
         self.trained_on = dataset
         return made
 
-    def _take(self, made: Built, side_car: EvaluatorTask | None) -> None:
-        self._made, self.side_car = made, side_car
-        beside = () if side_car is None else (side_car.close,)
+    def _take(self, made: Built, evaluator_task: EvaluatorTask | None) -> None:
+        self._made, self.evaluator_task = made, evaluator_task
+        beside = () if evaluator_task is None else (evaluator_task.close,)
         self.holdings.hold(*beside, made[1].close)
         if self._given.cluster is not None:
             self._known = incarnations_of(self._given.cluster)
@@ -181,10 +181,10 @@ class TrainerBuild:
 
     def remake(self, dataset: Dataset, batch_size: int) -> Rebuilt:
         """Makes all anew for ``renew``, traced and planned; asks no task."""
-        made, side_car = self._make(dataset)
+        made, evaluator_task = self._make(dataset)
         with naming_data(dataset, batch_size):
             made[1].prepare(dataset, batch_size)
-        return made, side_car
+        return made, evaluator_task
 
     def renew(
         self,
@@ -207,10 +207,10 @@ class TrainerBuild:
           remade: what ``remake`` returned, or will.
           from_old: the old parts are needed to fill the new ones.
         """
-        old = self._made, self.side_car
+        old = self._made, self.evaluator_task
         if not from_old:
             self._drop(*old)
-        made, side_car = (
+        made, evaluator_task = (
             self._make(dataset or self.trained_on)
             if remade is None
             else remade.result()
@@ -221,9 +221,9 @@ class TrainerBuild:
                     made[1].prepare(dataset, batch_size)
             fill(made)
         except BaseException:
-            self._drop(made, side_car)
+            self._drop(made, evaluator_task)
             raise
-        self._take(made, side_car)
+        self._take(made, evaluator_task)
         if from_old:
             self._drop(*old)
         self.trained_on = dataset or self.trained_on
@@ -239,19 +239,19 @@ class TrainerBuild:
             raise ConfigError(
                 "this Trainer has variables of its own; attach with a new jg.Trainer(…)"
             )
-        made, side_car = self._make(None, container)
+        made, evaluator_task = self._make(None, container)
         runner = made[1]
         assert isinstance(runner, AsyncRunner | SyncRunner)  # who asks has checked
         runner.adopt(position)
-        self._take(made, side_car)
+        self._take(made, evaluator_task)
         self.holdings.let_go()  # it belongs to its master
         return runner
 
-    def _drop(self, made: Built | None, side_car: EvaluatorTask | None) -> None:
+    def _drop(self, made: Built | None, evaluator_task: EvaluatorTask | None) -> None:
         # Of a task that is gone nothing is left to drop, nor of a closed client.
         with suppress(ClusterError, ConfigError):
-            if side_car is not None:
-                side_car.close()
+            if evaluator_task is not None:
+                evaluator_task.close()
             if made is not None:
                 made[1].close()
 
@@ -268,7 +268,7 @@ class TrainerBuild:
         """Drops their variables; nothing is prepared any more."""
         self._closed = True
         self.holdings.let_go()
-        self._drop(self._made, self.side_car)
+        self._drop(self._made, self.evaluator_task)
 
     def _step(self, adapter: Adapter, container: str) -> TrainStep:
         given = self._given

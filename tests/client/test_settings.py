@@ -158,7 +158,7 @@ def test_variable_that_is_bound_anew_gives_its_new_initial_value(
     assert session.run(read).tolist() == [5, 5, 5]
     session.reset()
     w = Variable("w", jnp.full(3, 7.0), device="/job:ps/task:1")
-    again = session._cluster.session()
+    again = Session(session._cluster)
     assert again.run(read).tolist() == [7, 7, 7]
     assert read.traces == 1
 

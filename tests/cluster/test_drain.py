@@ -11,7 +11,7 @@ import pytest
 
 from jgraph.client.runs.holds import DrainHolds
 from jgraph.clock import SystemClock
-from jgraph.cluster import event_loop, farewell
+from jgraph.cluster import drain, event_loop
 from jgraph.cluster.deadlines import bounded_s
 from jgraph.cluster.drain import holding
 from jgraph.errors import TaskLostError
@@ -31,7 +31,7 @@ EMPTY = frame(empty=pb.Empty())
 def test_task_is_held_until_it_is_told_to_end_whatever_the_link_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(farewell, "HOLD_RETRY_S", 0.0)
+    monkeypatch.setattr(drain, "HOLD_RETRY_S", 0.0)
     answers = iter([1, 0, 2])
 
     async def call() -> AsyncIterator[Frame]:
@@ -97,7 +97,7 @@ class Far:
 def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     monkeypatch.setattr(caller, "RESUME_S", 0.1)
     monkeypatch.setattr(sessions, "RETURN_S", 0.2)
-    monkeypatch.setattr(farewell, "HOLD_RETRY_S", 0.05)
+    monkeypatch.setattr(drain, "HOLD_RETRY_S", 0.05)
     far, stack = Far(), AsyncExitStack()
     event_loop.run(far.open(stack))
     yield far

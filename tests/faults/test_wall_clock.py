@@ -27,7 +27,8 @@ DATES = {
     "server/runs/checkpointer.py": "dates a checkpoint",
     "rpc/security/certificates.py": "dates certificates",
     "rpc/security/tls.py": "dates certificates",
-    "runtime/files/writer_lease.py": "compares with what another host wrote; a generation "
+    "runtime/files/writer_lease.py": "compares with what another host wrote; a "
+    "generation "
     "fences whoever was taken for gone and was not",
     "train/checkpoint/checkpoint.py": "dates a checkpoint",
     "train/checkpoint/checkpoints.py": "dates a checkpoint",

@@ -135,7 +135,7 @@ BUGS: Final = {
     ),
     "a master that was replaced takes workers back": Bug(
         "server/runs/supervisor.py",
-        "            await check_master(self._door, order.run, order.epoch)\n"
+        "            await check_master(self._peers, order.run, order.epoch)\n"
         "            order.handle",
         "            order.handle",
         "tests/server/runs/test_supervisor.py::"

@@ -13,7 +13,7 @@ import pytest
 from jgraph.errors import JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc import resuming
-from jgraph.rpc.calls import sessions
+from jgraph.rpc.calls import caller, sessions
 from jgraph.rpc.exchange import receiver
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.grpc.transport import GrpcTransport
@@ -211,7 +211,7 @@ def test_calls_stop_when_their_caller_does_not_come_back(
                 await asking
             await pair.at_ps.wait(lambda: pair.at_ps.stopped == 1)
 
-    asking_module = asking
+    asking_module = caller
     run_async(main())
 
 

@@ -129,7 +129,8 @@ def is_alone(run: Run) -> bool:
     return bool(run.metrics("contributions")["value"][-1] == 1)
 
 
-@pytest.mark.nightly  # tests/train/strategies/test_sync_runner.py and tests/faults/test_rows_sync.py
+# Smaller: tests/train/strategies/test_sync_runner.py, tests/faults/test_rows_sync.py.
+@pytest.mark.nightly
 def test_sync_workers_equal_one_process_and_a_killed_one_costs_no_example() -> None:
     tx = optax.sgd(0.1)
     x, y = data()

@@ -62,9 +62,9 @@ def resume_events(
     Example:
       >>> from jgraph.coordination.run.supervisor import Supervisor
       >>> from jgraph.errors import TaskLostError
-      >>> crew, lost = Supervisor(together=False), TaskLostError("gone")
+      >>> supervisor, lost = Supervisor(together=False), TaskLostError("gone")
       >>> events = resume_events({0: "stopped", 1: lost})
-      >>> [crew.handle(event, 0.0) for event in events], crew.missing
+      >>> [supervisor.handle(event, 0.0) for event in events], supervisor.missing
       ([[], [Begin(replicas=(0,))]], [1])
     """
     if row is None:

@@ -200,14 +200,19 @@ class Supervisor:
       wait_s: how long a run without workers waits for one.
 
     Example:
-      >>> crew = Supervisor(together=False)
+      >>> supervisor = Supervisor(together=False)
       >>> lost = LoopLost(1, TaskLostError("gone"))
-      >>> [crew.handle(event, 0.0) for event in (LoopBegan(0), LoopBegan(1), lost)]
+      >>> events = LoopBegan(0), LoopBegan(1), lost
+      >>> [supervisor.handle(event, 0.0) for event in events]
       [[], [], []]
-      >>> crew.handle(WorkerAnswered(1), 5.0), crew.handle(WorkerReady(1), 6.0)
-      ([Prepare(replica=1)], [Begin(replicas=(1,))])
-      >>> crew.handle(LoopEnded(0, "done"), 9.0), crew.handle(LoopEnded(1, "done"), 9.0)
-      ([], [Over(state='done', error=None)])
+      >>> supervisor.handle(WorkerAnswered(1), 5.0)
+      [Prepare(replica=1)]
+      >>> supervisor.handle(WorkerReady(1), 6.0)
+      [Begin(replicas=(1,))]
+      >>> supervisor.handle(LoopEnded(0, "done"), 9.0)
+      []
+      >>> supervisor.handle(LoopEnded(1, "done"), 9.0)
+      [Over(state='done', error=None)]
     """
 
     def __init__(self, *, together: bool, wait_s: float = WAIT_S) -> None:

@@ -31,7 +31,7 @@ class Runs:
     """Adds the calls about runs to a master.
 
     Args:
-      door: to the tasks.
+      peers: to the tasks.
       clock: dates what happens.
       position: says where in its data a run is.
 
@@ -41,11 +41,11 @@ class Runs:
 
     def __init__(
         self,
-        door: StandbyPeers,
+        peers: StandbyPeers,
         clock: Clock,
         position: Callable[[Journal], Mapping[str, Any]],
     ) -> None:
-        self._door = door
+        self._peers = peers
         self._clock = clock
         self._position = position
         self._supervisors: dict[str, RunSupervisor] = {}
@@ -74,23 +74,27 @@ class Runs:
             work.cancel()
         for saver in self._savers.values():
             saver.close()
-        for crew in self._supervisors.values():
-            crew.close()
+        for supervisor in self._supervisors.values():
+            supervisor.close()
 
     async def _open(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         if order.run not in self._supervisors:
-            crew = RunSupervisor(order, self._door, self._clock)
-            self._save(order, crew)
-            self._supervisors[order.run] = crew
-            heir = standby_of(self._door.tasks(), self._door.task)
+            supervisor = RunSupervisor(order, self._peers, self._clock)
+            self._save(order, supervisor)
+            self._supervisors[order.run] = supervisor
+            heir = standby_of(self._peers.tasks(), self._peers.task)
             if heir is not None:
-                order.master = self._door.task
-                order.incarnation = self._door.incarnation
-                order.version = await version_if_known(self._door, order)
-                await self._invite(heir, order, crew)
-                self._do(self._keep_standby(heir, order, crew))
-        over = [name for name, crew in self._supervisors.items() if crew.record.is_over]
+                order.master = self._peers.task
+                order.incarnation = self._peers.incarnation
+                order.version = await version_if_known(self._peers, order)
+                await self._invite(heir, order, supervisor)
+                self._do(self._keep_standby(heir, order, supervisor))
+        over = [
+            name
+            for name, supervisor in self._supervisors.items()
+            if supervisor.record.is_over
+        ]
         for name in over[: max(0, len(self._supervisors) - _KEPT)]:
             del self._supervisors[name]
             self._savers.pop(name, None)
@@ -99,30 +103,32 @@ class Runs:
     # ------------------------------------------------------------ heirs
 
     async def _keep_standby(
-        self, heir: TaskName, order: pb.OpenRun, crew: RunSupervisor
+        self, heir: TaskName, order: pb.OpenRun, supervisor: RunSupervisor
     ) -> None:
         """Sees to it that a run has one to its end, also if that is started again."""
         while True:
             await asyncio.sleep(_INVITE_S)
-            if crew.record.is_over:  # its heir has read so, and follows it no more
+            if (
+                supervisor.record.is_over
+            ):  # its heir has read so, and follows it no more
                 return
-            if not crew.record.is_whole:
+            if not supervisor.record.is_whole:
                 _LOG.warning(
                     "run '%s' is too long to be told to another heir: if %s is started "
                     "again, it ends with its master, %s",
                     *(order.run, heir, order.master),
                 )
                 return
-            await self._invite(heir, order, crew)
+            await self._invite(heir, order, supervisor)
 
     async def _invite(
-        self, heir: TaskName, order: pb.OpenRun, crew: RunSupervisor
+        self, heir: TaskName, order: pb.OpenRun, supervisor: RunSupervisor
     ) -> None:
-        order.age_s, order.frames = crew.record.seconds, crew.record.frames
+        order.age_s, order.frames = supervisor.record.seconds, supervisor.record.frames
         try:
-            await self._door.call(heir, "InheritRun", frame(open_run=order))
+            await self._peers.call(heir, "InheritRun", frame(open_run=order))
         except FencedError as error:
-            crew.fail(error)
+            supervisor.fail(error)
         except JGError as error:
             _LOG.info("run '%s' has no heir now: %s", order.run, error.message)
 
@@ -130,13 +136,13 @@ class Runs:
         order = body_of(request)
         if order.run in self._supervisors:
             raise FencedError(
-                f"{self._door.task} has taken over run '{order.run}' from "
+                f"{self._peers.task} has taken over run '{order.run}' from "
                 f"{order.master}, which was thought to be lost",
                 run=order.run,
             )
         if order.run not in self._standbys:
             heir = Standby(
-                *(order, self._door, self._clock), self._succeed, self._save_on
+                *(order, self._peers, self._clock), self._succeed, self._save_on
             )
             self._standbys[order.run] = heir
             self._do(self._follow(order.run, heir))
@@ -148,12 +154,12 @@ class Runs:
         finally:
             del self._standbys[run]
 
-    def _succeed(self, order: pb.OpenRun, crew: RunSupervisor) -> None:
-        self._supervisors[order.run] = crew
+    def _succeed(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
+        self._supervisors[order.run] = supervisor
 
-    def _save_on(self, order: pb.OpenRun, crew: RunSupervisor) -> None:
+    def _save_on(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
         try:
-            self._save(order, crew)
+            self._save(order, supervisor)
         except JGError as error:
             _LOG.warning("run '%s' is not saved any more: %s", order.run, error.message)
 
@@ -164,8 +170,8 @@ class Runs:
 
     def note(self, request: Frame) -> None:
         """Keeps what made a run, if it is one that outlives its client."""
-        if (crew := self.find(body_of(request).run)) is not None:
-            crew.record.note(request)
+        if (supervisor := self.find(body_of(request).run)) is not None:
+            supervisor.record.note(request)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -179,23 +185,23 @@ class Runs:
         self.note(request)
         yield frame(empty=pb.Empty())
 
-    def _save(self, order: pb.OpenRun, crew: RunSupervisor) -> None:
+    def _save(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
         if not order.HasField("saves"):
             return
-        record = crew.record
+        record = supervisor.record
         where = lambda: self._position(record)
-        door = self._door
-        saver = RunCheckpointer(door.task, order.saves, record, door.call, where)
+        peers = self._peers
+        saver = RunCheckpointer(peers.task, order.saves, record, peers.call, where)
         saver.start()
         self._savers[order.run] = saver
-        crew.be_saved(saver)
+        supervisor.be_saved(saver)
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
-        rows = [crew.record.row() for crew in self._supervisors.values()]
+        rows = [supervisor.record.row() for supervisor in self._supervisors.values()]
         yield frame(run_table=pb.RunTable(runs=rows))
 
     async def _all(self, request: Frame) -> AsyncIterator[Frame]:
-        calls = (self._door.call(t, "Runs", request) for t in self._door.tasks())
+        calls = (self._peers.call(t, "Runs", request) for t in self._peers.tasks())
         replies = await asyncio.gather(*calls, return_exceptions=True)
         table = pb.RunTable()
         for reply in replies:
@@ -230,7 +236,7 @@ class Runs:
     def _get(self, run: str) -> RunSupervisor:
         if run not in self._supervisors:
             raise ConfigError(
-                f"{self._door.task} is not the master of a run '{run[:80]}'; `jgraph "
+                f"{self._peers.task} is not the master of a run '{run[:80]}'; `jgraph "
                 "runs` shows which runs there are"
             )
         return self._supervisors[run]

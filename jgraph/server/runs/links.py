@@ -25,7 +25,7 @@ _POLL_S: Final = 0.5
 async def wait_reconnected(
     task: TaskName,
     error: JGError,
-    door: Peers,
+    peers: Peers,
     known: Mapping[TaskName, str],
     clock: Clock,
 ) -> bool:
@@ -34,14 +34,14 @@ async def wait_reconnected(
     Args:
       task: was lost.
       error: says how.
-      door: to the tasks.
+      peers: to the tasks.
       known: which process of each task the run knows.
       clock: limits the wait.
     """
     deadline = clock.now() + END_S
     _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
-    while not is_link_loss(task, known, ready := await ready_tasks(door)):
-        is_gone = task in ready or await is_refused(door.address(task))
+    while not is_link_loss(task, known, ready := await ready_tasks(peers)):
+        is_gone = task in ready or await is_refused(peers.address(task))
         if is_gone or clock.now() >= deadline:
             return False
         await asyncio.sleep(_POLL_S)
@@ -52,7 +52,7 @@ async def final_report_of(
     order: pb.RunLoop,
     after: int,
     error: JGError,
-    door: Peers,
+    peers: Peers,
     known: Mapping[TaskName, str],
     clock: Clock,
 ) -> Frame:
@@ -62,7 +62,7 @@ async def final_report_of(
       order: of the loop, which ends without its master.
       after: number of the last report that came.
       error: ended the reports.
-      door: to the tasks.
+      peers: to the tasks.
       known: which process of each task the run knows.
       clock: limits the wait.
 
@@ -71,7 +71,7 @@ async def final_report_of(
         of no such loop.
     """
     task = TaskName(order.task)
-    if not await wait_reconnected(task, error, door, known, clock):
+    if not await wait_reconnected(task, error, peers, known, clock):
         raise error
     told = pb.StopLoop(
         loop=order.loop,
@@ -84,7 +84,7 @@ async def final_report_of(
     )
     limit_s = CONTROL_S + bounded_s(order.step_timeout_s)
     request = frame(stop_loop=told)
-    account = await door.call(task, "StopLoop", request, timeout_s=limit_s)
+    account = await peers.call(task, "StopLoop", request, timeout_s=limit_s)
     if body_of(account).state == "failed":
         raise error
     return account

@@ -49,25 +49,25 @@ class LoopPeers(Peers, Protocol):
         """Runs a loop on its task; yields its reports."""
 
 
-async def ready_tasks(door: Peers) -> dict[TaskName, str]:
+async def ready_tasks(peers: Peers) -> dict[TaskName, str]:
     """Returns which start answers of each task that takes new work."""
     found: dict[TaskName, str] = {}
 
     async def ask(task: TaskName) -> None:
         with suppress(JGError):
-            reply = await door.call(task, "TaskStatus", _NO_QUESTION)
+            reply = await peers.call(task, "TaskStatus", _NO_QUESTION)
             status: pb.TaskStatus = body_of(reply)
             if status.task == task and status.state == "ready":
                 found[task] = f"{status.incarnation:x}"
 
-    await asyncio.gather(*map(ask, door.tasks()))
+    await asyncio.gather(*map(ask, peers.tasks()))
     return found
 
 
-async def reaches_every_ps(door: Peers, worker: TaskName) -> bool:
+async def reaches_every_ps(peers: Peers, worker: TaskName) -> bool:
     """Whether a worker says so: what it lost may be no more than a link."""
     with suppress(JGError):
-        reply = await door.call(
+        reply = await peers.call(
             worker, "Master.Status", _NO_QUESTION, timeout_s=2 * CONTROL_S
         )
         missing = body_of(reply).missing
@@ -75,14 +75,14 @@ async def reaches_every_ps(door: Peers, worker: TaskName) -> bool:
     return False
 
 
-async def check_master(door: Peers, run: str, epoch: int) -> None:
+async def check_master(peers: Peers, run: str, epoch: int) -> None:
     """Tells all tasks that answer who is the master of a run.
 
     Raises:
       FencedError: one of them has heard of a later one.
     """
     told = frame(stop_loop=pb.StopLoop(run=run, epoch=epoch))
-    calls = [door.call(task, "StopLoop", told) for task in door.tasks()]
+    calls = [peers.call(task, "StopLoop", told) for task in peers.tasks()]
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, FencedError):
             raise answer

@@ -43,7 +43,7 @@ class RollingRestart:
 
     Args:
       order: what the client said of the run.
-      door: to the tasks; a run does not outlive its own.
+      peers: to the tasks; a run does not outlive its own.
       ready: gives the programs.
       saver: saves the run.
       clock: limits how long a ps is waited for.
@@ -51,7 +51,7 @@ class RollingRestart:
     """
 
     order: pb.OpenRun
-    door: Peers
+    peers: Peers
     ready: WorkerSetup
     saver: RunCheckpointer
     clock: Clock
@@ -64,7 +64,7 @@ class RollingRestart:
         if self.saver.record.is_over:
             return  # nobody would let them go
         for task in self._ps():
-            if task not in self._held and task != self.door.task:
+            if task not in self._held and task != self.peers.task:
                 self._held[task] = asyncio.ensure_future(self._hold(task))
 
     @property
@@ -101,7 +101,7 @@ class RollingRestart:
           JGError: it is not saved, or a ps does not come back.
         """
         saved = await self.saver.save_at_rest()
-        version = await version_of(self.door, self.order)
+        version = await version_of(self.peers, self.order)
         if self.order.records:  # what it recorded is with its client alone
             raise told_to_end(*sorted(self._leaving))
         _LOG.warning(
@@ -111,7 +111,7 @@ class RollingRestart:
         deadline, now = self.clock.now() + WAIT_S, version
         while not self.saver.record.is_over:
             self.let_go(self._leaving)
-            ready = await ready_tasks(self.door)
+            ready = await ready_tasks(self.peers)
             lost = [task for task in self._ps() if task not in ready]
             new = [t for t in self._ps() if t in ready and ready[t] != known.get(t)]
             try:
@@ -124,7 +124,7 @@ class RollingRestart:
                     self.let_go([task])  # the new process is held anew
                 if not (lost or self._leaving):
                     self.hold()
-                    now = await version_of(self.door, self.order)
+                    now = await version_of(self.peers, self.order)
                     break
             except (ClusterUnreachableError, TaskLostError) as error:
                 _LOG.info("it went away again: %s", error.message)
@@ -144,12 +144,12 @@ class RollingRestart:
         self.saver.record.note(frame(open_run=told))  # for the heir of this master
 
     def _ps(self) -> list[TaskName]:
-        return [task for task in self.door.tasks() if task.startswith("/job:ps/")]
+        return [task for task in self.peers.tasks() if task.startswith("/job:ps/")]
 
     async def _hold(self, task: TaskName) -> None:
         """Holds a task; tells when it is told to end."""
         nothing = frame(empty=pb.Empty())
-        async for said in holding(lambda: self.door.stream(task, "Farewell", nothing)):
+        async for said in holding(lambda: self.peers.stream(task, "Farewell", nothing)):
             if said == "told":
                 self._leaving.add(task)
                 self.tell()
@@ -162,7 +162,7 @@ class RollingRestart:
             loop.handle = await self._program(loop.handle, loop.task, task, number)
         saves.snapshot = await self._program(saves.snapshot, saves.driver, task, number)
         if task in self.order.gate.shards:
-            await self.door.call(task, "OpenGate", frame(open_gate=self.order.gate))
+            await self.peers.call(task, "OpenGate", frame(open_gate=self.order.gate))
         if task == self._ps()[0] and not self.order.source:
             # It has the data for workers that are lost.
             for name in sorted({loop.data for loop in loops if loop.data}):
@@ -190,7 +190,7 @@ class RollingRestart:
         for shard in files.shards:
             shard.container = container  # it was a copy that was saved
         nbytes = sum(shard_from(task, s).variable.type.nbytes for s in files.shards)
-        reply = await self.door.call(
+        reply = await self.peers.call(
             task,
             "LoadShards",
             frame(shard_files=files),
@@ -214,15 +214,15 @@ def container_of(order: pb.OpenRun) -> str:
         return str(json.loads(order.info)["container"])
 
 
-async def version_of(door: Peers, order: pb.OpenRun) -> int:
+async def version_of(peers: Peers, order: pb.OpenRun) -> int:
     """Returns how often the variable that counts the updates of a run was written.
 
     Raises:
       JGError: a ps does not say, and it may be the one that counts.
     """
     query = frame(variable_query=pb.VariableQuery(containers=[container_of(order)]))
-    ps = [task for task in door.tasks() if task.startswith("/job:ps/")]
-    calls = (door.call(task, "Variables", query) for task in ps)
+    ps = [task for task in peers.tasks() if task.startswith("/job:ps/")]
+    calls = (peers.call(task, "Variables", query) for task in ps)
     rows = [
         row
         for reply in await asyncio.gather(*calls)
@@ -231,10 +231,10 @@ async def version_of(door: Peers, order: pb.OpenRun) -> int:
     return max((row.version for row in rows if row.name == STEP), default=0)
 
 
-async def version_if_known(door: Peers, order: pb.OpenRun) -> int:
+async def version_if_known(peers: Peers, order: pb.OpenRun) -> int:
     """Returns the same, or 0 if a ps does not say: the run goes on."""
     try:
-        return await version_of(door, order)
+        return await version_of(peers, order)
     except JGError as error:
         why = error.message
         _LOG.warning("run '%s' cannot say which batches it repeats: %s", order.run, why)

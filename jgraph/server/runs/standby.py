@@ -56,7 +56,7 @@ class Standby:
 
     Args:
       order: what the client said of the run; names the master.
-      door: to the tasks.
+      peers: to the tasks.
       clock: dates what happens, and limits the wait for a master.
       begins: called with who looks after the run when this task is its master.
       saves: called when the run goes on, to save it.
@@ -68,7 +68,7 @@ class Standby:
     def __init__(
         self,
         order: pb.OpenRun,
-        door: StandbyPeers,
+        peers: StandbyPeers,
         clock: Clock,
         begins: Callable[[pb.OpenRun, RunSupervisor], None],
         saves: Callable[[pb.OpenRun, RunSupervisor], None],
@@ -77,10 +77,10 @@ class Standby:
         # It said so itself: one that is busy may not answer who asks.
         self._known = {self.master: f"{order.incarnation:x}"}
         self._order = order
-        self._door = door
+        self._peers = peers
         self._clock = clock
         self._begins, self._saves = begins, saves
-        self._supervisor = RunSupervisor(order, door, clock)
+        self._supervisor = RunSupervisor(order, peers, clock)
         self._frames, self._needed = 0, order.frames
         self._has_read = asyncio.Event()  # what there was when it was invited
         if not order.frames:
@@ -112,7 +112,7 @@ class Standby:
         """Whether the master still is one; a link that is silent is waited for."""
         if isinstance(lost, TaskLeavingError):
             return False
-        world = self._door, self._known, self._clock
+        world = self._peers, self._known, self._clock
         return await wait_reconnected(self.master, lost, *world)
 
     async def _lost_or(self, leaves: asyncio.Future[JGError]) -> JGError | None:
@@ -131,7 +131,7 @@ class Standby:
 
         async def hold() -> None:
             nothing = frame(empty=pb.Empty())
-            call = lambda: self._door.stream(self.master, "Farewell", nothing)
+            call = lambda: self._peers.stream(self.master, "Farewell", nothing)
             async for said in holding(call):
                 if said == "told":
                     await self._has_read.wait()
@@ -144,7 +144,7 @@ class Standby:
         """Takes what the master tells; returns how its loss shows, if it does."""
         query = frame(run_query=pb.RunQuery(run=self._order.run, after=self._frames))
         try:
-            async for made in self._door.stream(self.master, "RunJournal", query):
+            async for made in self._peers.stream(self.master, "RunJournal", query):
                 self._take(made)
                 self._frames += 1
                 if self._frames >= self._needed:
@@ -222,7 +222,7 @@ class Standby:
         if not loops and has_read:
             _LOG.warning("run '%s' ended with its master before it began", run)
             return
-        why, here = error.message.rstrip("."), self._door.task
+        why, here = error.message.rstrip("."), self._peers.task
         if not isinstance(error, TaskLeavingError):
             why = f"{self.master}, the master, was lost: {why}"
             _LOG.warning("%s. %s is that of run '%s' from here on", why, here, run)
@@ -232,7 +232,7 @@ class Standby:
             record.position = json.dumps(self._ledger.position(self._order.version))
         self._begins(self._order, self._supervisor)
         try:
-            await check_master(self._door, run, epoch)
+            await check_master(self._peers, run, epoch)
             await self._go_on(loops, epoch, error)
         except FencedError as fenced:  # it goes on elsewhere
             self._supervisor.fail(fenced)
@@ -244,10 +244,10 @@ class Standby:
         """Ends the loops of the lost master, and begins the next ones."""
         if not self._has_read.is_set():
             raise CopyLostError(
-                f"{self.master} was lost before {self._door.task} had read from it all "
-                f"that the run had done ({self._frames} of {self._needed} entries), so "
-                "nobody knows how to go on with it; go on with another run, from a "
-                "checkpoint: trainer.restore(…)",
+                f"{self.master} was lost before {self._peers.task} had read from it "
+                f"all that the run had done ({self._frames} of {self._needed} "
+                "entries), so nobody knows how to go on with it; go on with another "
+                "run, from a checkpoint: trainer.restore(…)",
                 task=self.master,
             )
         ends = [self._end_loop(order, epoch, why) for order in loops]
@@ -284,7 +284,7 @@ class Standby:
             epoch=epoch,
         )
         try:
-            report = await self._door.call(
+            report = await self._peers.call(
                 *(task, "StopLoop", frame(stop_loop=told)),
                 timeout_s=told.timeout_s + 2 * CONTROL_S,
             )
@@ -307,13 +307,13 @@ class Standby:
         """Deals out what is not known as done."""
         if self._data is None or self._ledger is None:
             return
-        updates = await version_if_known(self._door, self._order)
+        updates = await version_if_known(self._peers, self._order)
         left = pb.OpenDataRun()
         left.CopyFrom(self._data)
         left.run = f"{self._order.run}~{epoch}"
         left.budget = self._end - self._ledger.done
         left.position = json.dumps(self._ledger.position(updates))
-        self._door.dealers.open(left)
+        self._peers.dealers.open(left)
         self._supervisor.record.data_run, self._supervisor.record.position = (
             left.run,
             None,

@@ -69,7 +69,7 @@ class RunSupervisor:
 
     Args:
       order: what the client says of the run.
-      door: to the tasks.
+      peers: to the tasks.
       clock: dates what happens.
 
     Attributes:
@@ -78,11 +78,11 @@ class RunSupervisor:
       stopping: its loops are asked to end.
     """
 
-    def __init__(self, order: pb.OpenRun, door: LoopPeers, clock: Clock) -> None:
-        self.record = Journal(door.task, order, clock)
+    def __init__(self, order: pb.OpenRun, peers: LoopPeers, clock: Clock) -> None:
+        self.record = Journal(peers.task, order, clock)
         self._order = order
-        self.ready = WorkerSetup(order, door)
-        self._door = door
+        self.ready = WorkerSetup(order, peers)
+        self._peers = peers
         self._clock = clock
         self._supervisor: Supervisor | None = None
         self._orders: dict[int, pb.RunLoop] = {}
@@ -116,7 +116,7 @@ class RunSupervisor:
         """Lets ``saver`` save the run now and then, and before a ps ends."""
         self._halts = RunHalts(self._order, saver, self._ask, self._do)
         self._rest = RollingRestart(
-            *(self._order, self._door, self.ready, saver, self._clock),
+            *(self._order, self._peers, self.ready, saver, self._clock),
             tell=lambda: self._handle(RestartAsked()),
         )
 
@@ -177,7 +177,7 @@ class RunSupervisor:
         asked.CopyFrom(order)  # the master adds to it
         try:
             await self._learn()
-            async for report in self._door.loop(asked):
+            async for report in self._peers.loop(asked):
                 body = body_of(report)
                 if body.number:  # else it tells how far it is, and no more
                     last = self._keep(order, report, began_s)
@@ -211,11 +211,11 @@ class RunSupervisor:
                 return Failed(error)
             return await self._leave_out(order, error)
         if (
-            judge(error, task, self._door.task, decides=True)
+            judge(error, task, self._peers.task, decides=True)
             != LoopOutcome.ARBITER_LOST
         ):
             return Failed(error)
-        world = self._door, self._known, self._clock
+        world = self._peers, self._known, self._clock
         try:
             account = await final_report_of(order, after, error, *world)
         except JGError as another:
@@ -235,7 +235,7 @@ class RunSupervisor:
     async def _leave_out(self, order: pb.RunLoop, error: JGError) -> Event:
         """Goes on without the worker of a loop, if this still is the master."""
         try:
-            await check_master(self._door, order.run, order.epoch)
+            await check_master(self._peers, order.run, order.epoch)
         except FencedError as fenced:
             return Failed(fenced)
         _LOG.warning("%s was lost: %s", order.task, error.message)
@@ -246,7 +246,7 @@ class RunSupervisor:
     async def _learn(self) -> None:
         """Takes note of which processes the run begins with."""
         if self._learning is None:
-            self._learning = asyncio.ensure_future(ready_tasks(self._door))
+            self._learning = asyncio.ensure_future(ready_tasks(self._peers))
             if self._rest is not None:
                 self._rest.hold()
         self._known = {**await self._learning, **self._known}
@@ -257,7 +257,7 @@ class RunSupervisor:
         named = TaskName(str(error.details.get("task", "")))
         if isinstance(error, DataSlotError | FencedError):
             return False
-        ready = await ready_tasks(self._door)
+        ready = await ready_tasks(self._peers)
         if isinstance(error, TaskLostError | ClusterUnreachableError):
             # A ps that is where it was, or only the worker does not reach it.
             return named == task or is_link_loss(named, self._known, ready)
@@ -277,7 +277,7 @@ class RunSupervisor:
         told.run, told.epoch = order.run, order.epoch
         try:
             request = frame(stop_loop=told)
-            reply = await self._door.call(TaskName(told.task), "StopLoop", request)
+            reply = await self._peers.call(TaskName(told.task), "StopLoop", request)
         except JGError as error:
             _LOG.info("%s is not told: %s", told.loop, error.message)
             return 0
@@ -288,7 +288,7 @@ class RunSupervisor:
         request = frame(stop_loop=told)
         while told.loop in self._under_way:
             try:
-                await self._door.call(TaskName(told.task), "StopLoop", request)
+                await self._peers.call(TaskName(told.task), "StopLoop", request)
             except FencedError:
                 return  # another master looks after it
             except JGError as error:
@@ -362,10 +362,10 @@ class RunSupervisor:
             while self._supervisor.missing:
                 await asyncio.sleep(_POLL_S)
                 self._handle(TimePassed())
-                ready = await ready_tasks(self._door)
+                ready = await ready_tasks(self._peers)
                 for replica in self._supervisor.missing:
                     task = TaskName(self._orders[replica].task)
-                    if task in ready and await reaches_every_ps(self._door, task):
+                    if task in ready and await reaches_every_ps(self._peers, task):
                         self._known[task] = ready[task]
                         self._handle(WorkerAnswered(replica))
         finally:
@@ -375,7 +375,7 @@ class RunSupervisor:
         order = self._orders[replica]
         self._number += 1
         try:
-            await check_master(self._door, order.run, order.epoch)
+            await check_master(self._peers, order.run, order.epoch)
             order.handle = await self.ready(order, self._number)
         except FencedError as error:
             self._handle(Failed(error))
@@ -397,7 +397,7 @@ class RunSupervisor:
         """Begins the next row of loops of synchronous training."""
         orders = [self._again(self._orders[r]) for r in replicas]
         try:
-            await open_round_gates(self._door, arbiter, orders)
+            await open_round_gates(self._peers, arbiter, orders)
         except JGError as error:
             del self._under_way[arbiter.loop]  # it never began: nobody is to be told
             self._handle(Failed(error))
@@ -414,7 +414,7 @@ class RunSupervisor:
         try:
             await work
         except Exception as error:  # noqa: BLE001  # nobody waits for it
-            self._handle(Failed(as_error(error, self._door.task)))
+            self._handle(Failed(as_error(error, self._peers.task)))
 
 
 def _ended(order: pb.RunLoop, state: str) -> Event:
@@ -433,12 +433,12 @@ def next_order(order: pb.RunLoop, number: int) -> pb.RunLoop:
 
 
 async def open_round_gates(
-    door: Peers, deciding: pb.RunLoop, orders: Sequence[pb.RunLoop]
+    peers: Peers, deciding: pb.RunLoop, orders: Sequence[pb.RunLoop]
 ) -> None:
     """Opens the gates for the next row of loops of synchronous training.
 
     Args:
-      door: to the tasks.
+      peers: to the tasks.
       deciding: of the loop that decides; is told who takes part.
       orders: of those that do.
 
@@ -459,6 +459,6 @@ async def open_round_gates(
     )
     for shard in map(TaskName, sync.shards):
         request = frame(open_gate=gate)
-        await door.call(shard, "OpenGate", request, timeout_s=DRAIN_S)
+        await peers.call(shard, "OpenGate", request, timeout_s=DRAIN_S)
     for order in (deciding, *orders):
         order.data_run = deciding.loop

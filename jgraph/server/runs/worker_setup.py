@@ -28,11 +28,11 @@ class WorkerSetup:
 
     Args:
       order: what the client said of the run.
-      door: to the tasks.
+      peers: to the tasks.
     """
 
     order: pb.OpenRun
-    door: Peers
+    peers: Peers
     _programs: dict[str, Frame] = field(default_factory=dict)
     _before: defaultdict[TaskName, list[Frame]] = field(
         default_factory=lambda: defaultdict(list)
@@ -63,7 +63,7 @@ class WorkerSetup:
             kept.CopyFrom(records.order)
             kept.handles[:] = [handle] * len(kept.programs)
             request = frame(keep_records=kept)
-            await self.door.call(
+            await self.peers.call(
                 TaskName(records.task), "KeepRecords", request, timeout_s=COMPILE_S
             )
         await self.give_data(task, loop.data)
@@ -84,7 +84,7 @@ class WorkerSetup:
             handle = f"{once}.{number}"
             await self._register(program, handle)
             step = frame(run_step=pb.RunStep(handle=handle, timeout_s=COMPILE_S))
-            await self.door.call(task, "RunStep", step, timeout_s=COMPILE_S)
+            await self.peers.call(task, "RunStep", step, timeout_s=COMPILE_S)
             await self.drop(handle)
 
     async def renew(self, handle: str, suffix: str) -> str:
@@ -118,14 +118,14 @@ class WorkerSetup:
     ) -> None:
         body = pb.RegisterProgram(handle=handle, program=body_of(program).program)
         request = frame(register_program=body, tensors=program.tensors)
-        await self.door.register(request, only=only)
+        await self.peers.register(request, only=only)
 
     async def drop(self, handle: str) -> None:
         """Makes all tasks refuse steps of a program, whoever still asks for some."""
         request = frame(program_handle=pb.ProgramHandle(handle=handle))
         calls = [
-            self.door.call(task, "UnregisterProgram", request)
-            for task in self.door.tasks()
+            self.peers.call(task, "UnregisterProgram", request)
+            for task in self.peers.tasks()
         ]
         # Who does not answer does none.
         await asyncio.gather(*calls, return_exceptions=True)
@@ -138,17 +138,17 @@ class WorkerSetup:
         """
         if self.order.source:
             source = pb.OpenSource(name=name, source=self.order.source)
-            await self.door.call(
+            await self.peers.call(
                 task, "OpenSource", frame(open_source=source), timeout_s=COMPILE_S
             )
             return
         send = pb.SendData(name=name, task=task)
-        others = [other for other in self.door.tasks() if other != task]
+        others = [other for other in self.peers.tasks() if other != task]
         # The master has it, or a worker.
-        for holder in sorted(others, key=lambda other: other != self.door.task):
+        for holder in sorted(others, key=lambda other: other != self.peers.task):
             try:
                 request = frame(send_data=send)
-                await self.door.call(holder, "SendData", request, timeout_s=_DATA_S)
+                await self.peers.call(holder, "SendData", request, timeout_s=_DATA_S)
             except JGError as error:
                 _LOG.debug("%s does not send '%s': %s", holder, name, error.message)
             else:

@@ -49,7 +49,7 @@ class Evaluations:
 
     Args:
       here: evaluates in this process.
-      side_car: evaluates elsewhere; its waits have deadlines of their own.
+      evaluator_task: evaluates elsewhere; its waits have deadlines of their own.
 
     Example:
       >>> evaluations = Evaluations(lambda: Evaluation(10, {"loss": 0.5}))
@@ -61,9 +61,9 @@ class Evaluations:
       []
     """
 
-    def __init__(self, here: Evaluate, side_car: Evaluate | None = None) -> None:
+    def __init__(self, here: Evaluate, evaluator_task: Evaluate | None = None) -> None:
         self._here: Evaluate | None = here
-        self._side_car = side_car
+        self._side_car = evaluator_task
         self._under_way: Future[Evaluation] | None = None
         self._again = False
         self._over: list[Evaluation] = []

@@ -323,7 +323,7 @@ def make_evaluator_task(
 
 
 def make_evaluations(
-    side_car: EvaluatorTask | None,
+    evaluator_task: EvaluatorTask | None,
     evaluate: Callable[..., Evaluation],
     given: Data | Source | None,
     opened: Dataset | None,
@@ -335,7 +335,7 @@ def make_evaluations(
     None if nothing is to be evaluated.
 
     Args:
-      side_car: evaluates beside it.
+      evaluator_task: evaluates beside it.
       evaluate: evaluates here.
       given: by the user.
       opened: from ``as_evaluated``.
@@ -347,7 +347,9 @@ def make_evaluations(
     here = partial(evaluate, opened if opened.is_here else given)
     if whole:
         return Evaluations(partial(here, whole=True))
-    return Evaluations(here, None if side_car is None else side_car.prepare(opened))
+    return Evaluations(
+        here, None if evaluator_task is None else evaluator_task.prepare(opened)
+    )
 
 
 def _plans(dataset: Dataset) -> list[SlotPlan]:

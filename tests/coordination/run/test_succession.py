@@ -16,10 +16,10 @@ def begun(
     *,
     stopping: bool = False,
 ) -> tuple[list[Instruction], list[int]]:
-    crew = Supervisor(together=row is not None)
+    supervisor = Supervisor(together=row is not None)
     told = resume_events(accounts, row, stopping=stopping)
-    instructions = [one for event in told for one in crew.handle(event, 0.0)]
-    return instructions, crew.missing
+    instructions = [one for event in told for one in supervisor.handle(event, 0.0)]
+    return instructions, supervisor.missing
 
 
 def test_heir_is_the_first_ps_and_a_ps_that_is_the_master_has_none() -> None:

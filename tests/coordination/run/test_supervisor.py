@@ -34,125 +34,136 @@ Said = list[Instruction]
 
 
 def begun(*, together: bool, workers: int = 2) -> Supervisor:
-    crew = Supervisor(together=together, wait_s=60.0)
+    supervisor = Supervisor(together=together, wait_s=60.0)
     row: list[Event] = [RoundBegan()] if together else []
     for event in row + [LoopBegan(replica) for replica in range(workers)]:
-        assert crew.handle(event, 0.0) == []
-    return crew
+        assert supervisor.handle(event, 0.0) == []
+    return supervisor
 
 
-def told(crew: Supervisor, *events: Event, now: float = 1.0) -> list[Said]:
-    return [crew.handle(event, now) for event in events]
+def told(supervisor: Supervisor, *events: Event, now: float = 1.0) -> list[Said]:
+    return [supervisor.handle(event, now) for event in events]
 
 
 def test_lost_worker_gets_another_loop_when_it_is_ready() -> None:
-    crew = begun(together=False)
-    assert told(crew, LoopLost(1, GONE), WorkerAnswered(1), WorkerAnswered(1)) == [
+    supervisor = begun(together=False)
+    assert told(
+        supervisor, LoopLost(1, GONE), WorkerAnswered(1), WorkerAnswered(1)
+    ) == [
         [],
         [Prepare(1)],
         [],
     ]
-    assert crew.missing == []
+    assert supervisor.missing == []
     # It went away while it was prepared, and is looked for again.
-    assert told(crew, WorkerNotReady(1)) == [[]]
-    assert crew.missing == [1]
-    assert told(crew, WorkerAnswered(1), WorkerReady(1)) == [
+    assert told(supervisor, WorkerNotReady(1)) == [[]]
+    assert supervisor.missing == [1]
+    assert told(supervisor, WorkerAnswered(1), WorkerReady(1)) == [
         [Prepare(1)],
         [Begin((1,))],
     ]
-    assert told(crew, LoopEnded(0, "done"), LoopEnded(1, "done")) == [
+    assert told(supervisor, LoopEnded(0, "done"), LoopEnded(1, "done")) == [
         [],
         [Over("done")],
     ]
 
 
 def test_run_without_workers_waits_for_one_and_fails_when_none_comes() -> None:
-    crew = begun(together=False)
-    assert told(crew, LoopLost(0, GONE), LoopLost(1, GONE)) == [[], []]
-    assert told(crew, TimePassed(), now=60.0) == [[]]
-    assert told(crew, WorkerAnswered(0), WorkerReady(0), now=60.5) == [
+    supervisor = begun(together=False)
+    assert told(supervisor, LoopLost(0, GONE), LoopLost(1, GONE)) == [[], []]
+    assert told(supervisor, TimePassed(), now=60.0) == [[]]
+    assert told(supervisor, WorkerAnswered(0), WorkerReady(0), now=60.5) == [
         [Prepare(0)],
         [Begin((0,))],
     ]
-    assert told(crew, TimePassed(), now=100.0) == [[]]
-    assert told(crew, LoopLost(0, GONE), now=100.0) == [[]]
-    assert told(crew, TimePassed(), now=161.0) == [[Over("failed", GONE)]]
-    assert crew.missing == []
+    assert told(supervisor, TimePassed(), now=100.0) == [[]]
+    assert told(supervisor, LoopLost(0, GONE), now=100.0) == [[]]
+    assert told(supervisor, TimePassed(), now=161.0) == [[Over("failed", GONE)]]
+    assert supervisor.missing == []
 
 
 def test_worker_that_ends_in_order_though_nobody_told_it_is_taken_back() -> None:
-    crew = begun(together=False)
-    assert told(crew, LoopEnded(1, "stopped")) == [[]]
-    assert crew.missing == [1]
+    supervisor = begun(together=False)
+    assert told(supervisor, LoopEnded(1, "stopped")) == [[]]
+    assert supervisor.missing == [1]
 
 
 def test_run_that_is_told_to_stop_takes_nobody_back() -> None:
-    crew = begun(together=False)
-    assert told(crew, LoopLost(1, GONE), WorkerAnswered(1), StopAsked()) == [
+    supervisor = begun(together=False)
+    assert told(supervisor, LoopLost(1, GONE), WorkerAnswered(1), StopAsked()) == [
         [],
         [Prepare(1)],
         [],
     ]
-    assert crew.missing == []
-    assert told(crew, WorkerReady(1), LoopEnded(0, "stopped")) == [
+    assert supervisor.missing == []
+    assert told(supervisor, WorkerReady(1), LoopEnded(0, "stopped")) == [
         [],
         [Over("stopped")],
     ]
-    crew = begun(together=False, workers=1)
-    assert told(crew, LoopLost(0, GONE), StopAsked()) == [[], [Over("stopped")]]
+    supervisor = begun(together=False, workers=1)
+    assert told(supervisor, LoopLost(0, GONE), StopAsked()) == [[], [Over("stopped")]]
 
 
 def test_synchronous_run_pauses_for_a_worker_that_is_back() -> None:
-    crew = begun(together=True, workers=3)
-    assert told(crew, LoopLost(1, GONE)) == [[LeaveOut(1)]]
-    assert told(crew, WorkerAnswered(1), WorkerReady(1)) == [[Prepare(1)], [Pause()]]
+    supervisor = begun(together=True, workers=3)
+    assert told(supervisor, LoopLost(1, GONE)) == [[LeaveOut(1)]]
+    assert told(supervisor, WorkerAnswered(1), WorkerReady(1)) == [
+        [Prepare(1)],
+        [Pause()],
+    ]
     # The row is over when all its loops are, whoever tells first.
-    assert told(crew, LoopEnded(0, "stopped"), RoundEnded("paused")) == [[], []]
-    assert told(crew, LoopEnded(2, "stopped")) == [[Begin((0, 1, 2))]]
-    assert told(crew, LoopEnded(1, "done"), RoundEnded("done")) == [[], []]
-    assert told(crew, LoopEnded(0, "done"), LoopEnded(2, "done")) == [
+    assert told(supervisor, LoopEnded(0, "stopped"), RoundEnded("paused")) == [[], []]
+    assert told(supervisor, LoopEnded(2, "stopped")) == [[Begin((0, 1, 2))]]
+    assert told(supervisor, LoopEnded(1, "done"), RoundEnded("done")) == [[], []]
+    assert told(supervisor, LoopEnded(0, "done"), LoopEnded(2, "done")) == [
         [],
         [Over("done")],
     ]
 
 
 def test_synchronous_run_pauses_for_a_worker_that_was_told_to_end() -> None:
-    crew = begun(together=True, workers=3)
-    assert told(crew, LoopEnded(2, "left")) == [[Pause()]]
-    assert crew.missing == [2]
+    supervisor = begun(together=True, workers=3)
+    assert told(supervisor, LoopEnded(2, "left")) == [[Pause()]]
+    assert supervisor.missing == [2]
     stopped = LoopEnded(0, "stopped"), LoopEnded(1, "stopped")
-    assert told(crew, RoundEnded("paused"), *stopped)[-1] == [Begin((0, 1))]
+    assert told(supervisor, RoundEnded("paused"), *stopped)[-1] == [Begin((0, 1))]
 
 
 def test_synchronous_run_without_workers_goes_on_with_the_first_that_is_back() -> None:
-    crew = begun(together=True)
-    assert told(crew, LoopLost(0, GONE)) == [[LeaveOut(0)]]
+    supervisor = begun(together=True)
+    assert told(supervisor, LoopLost(0, GONE)) == [[LeaveOut(0)]]
     # It was told to leave: nothing says that it is still there.
-    assert told(crew, LoopEnded(1, "stopped"), RoundEnded("alone")) == [[], []]
-    assert crew.missing == [0, 1]
-    assert told(crew, WorkerAnswered(1), WorkerReady(1)) == [
+    assert told(supervisor, LoopEnded(1, "stopped"), RoundEnded("alone")) == [[], []]
+    assert supervisor.missing == [0, 1]
+    assert told(supervisor, WorkerAnswered(1), WorkerReady(1)) == [
         [Prepare(1)],
         [Begin((1,))],
     ]
-    assert told(crew, WorkerAnswered(0), WorkerReady(0)) == [[Prepare(0)], [Pause()]]
+    assert told(supervisor, WorkerAnswered(0), WorkerReady(0)) == [
+        [Prepare(0)],
+        [Pause()],
+    ]
     # And when it is told to stop while all are gone, it is over at once.
-    assert told(crew, LoopLost(0, GONE), LoopLost(1, GONE)) == [
+    assert told(supervisor, LoopLost(0, GONE), LoopLost(1, GONE)) == [
         [LeaveOut(0)],
         [LeaveOut(1)],
     ]
-    assert told(crew, RoundEnded("alone"), StopAsked()) == [[], [Over("stopped")]]
+    assert told(supervisor, RoundEnded("alone"), StopAsked()) == [[], [Over("stopped")]]
 
 
 def test_run_that_cannot_go_on_ends_with_the_reason() -> None:
-    crew = begun(together=True)
-    assert told(crew, Failed(GONE), LoopLost(0, GONE)) == [[Over("failed", GONE)], []]
+    supervisor = begun(together=True)
+    assert told(supervisor, Failed(GONE), LoopLost(0, GONE)) == [
+        [Over("failed", GONE)],
+        [],
+    ]
 
 
 class AnyCrew:
-    """A crew, and what is true of the loops that it began."""
+    """A supervisor, and what is true of the loops that it began."""
 
     def __init__(self, *, together: bool) -> None:
-        self.crew, self.running = begun(together=together), {0, 1}
+        self.supervisor, self.running = begun(together=together), {0, 1}
         self.row = self.together = together
         self.preparing: set[int] = set()
         self.pausing = self.resting = self.over = False
@@ -165,7 +176,7 @@ class AnyCrew:
         events += (
             [Restarted(), Restarted(again=True)] if self.resting else [RestartAsked()]
         )
-        events += [WorkerAnswered(r) for r in self.crew.missing]
+        events += [WorkerAnswered(r) for r in self.supervisor.missing]
         for ready in (WorkerReady, WorkerNotReady):
             events += [ready(r) for r in self.preparing]
         if self.row and (self.pausing or not self.running):
@@ -183,7 +194,7 @@ class AnyCrew:
                 self.row = self.pausing = False
             case Restarted():
                 self.resting = self.pausing = False
-        for instruction in self.crew.handle(event, 0.0):
+        for instruction in self.supervisor.handle(event, 0.0):
             self.check(instruction)
 
     def check(self, instruction: Instruction) -> None:
@@ -216,32 +227,32 @@ class AnyCrew:
 def test_row_29_a_run_rests_when_all_loops_have_ended_and_goes_on_with_all_workers(
     together: bool,
 ) -> None:
-    crew = begun(together=together)
-    assert told(crew, RestartAsked(), RestartAsked()) == [[Pause()], []]
+    supervisor = begun(together=together)
+    assert told(supervisor, RestartAsked(), RestartAsked()) == [[Pause()], []]
     if together:
-        assert told(crew, RoundEnded("paused")) == [[]]
-    assert told(crew, LoopEnded(0, "stopped"), LoopEnded(1, "stopped")) == [
+        assert told(supervisor, RoundEnded("paused")) == [[]]
+    assert told(supervisor, LoopEnded(0, "stopped"), LoopEnded(1, "stopped")) == [
         [],
         [Rest()],
     ]
     # Another ps is told to end meanwhile, and nobody is looked for.
-    assert told(crew, RestartAsked(), TimePassed()) == [[], []]
-    assert crew.missing == []
+    assert told(supervisor, RestartAsked(), TimePassed()) == [[], []]
+    assert supervisor.missing == []
     # One that is back is told to end again before any loop has begun.
-    assert told(crew, Restarted(again=True)) == [[Rest()]]
-    assert told(crew, Restarted()) == [[Begin((0, 1))]]
-    assert told(crew, RestartAsked()) == [[Pause()]]
+    assert told(supervisor, Restarted(again=True)) == [[Rest()]]
+    assert told(supervisor, Restarted()) == [[Begin((0, 1))]]
+    assert told(supervisor, RestartAsked()) == [[Pause()]]
 
 
 def test_row_29_a_worker_that_is_lost_before_a_run_rests_is_looked_for_after_it() -> (
     None
 ):
-    crew = begun(together=False)
-    told(crew, LoopLost(1, GONE), WorkerAnswered(1))
-    assert told(crew, RestartAsked(), LoopEnded(0, "stopped")) == [[Pause()], []]
-    assert told(crew, WorkerNotReady(1)) == [[Rest()]]
-    assert told(crew, Restarted()) == [[Begin((0,))]]
-    assert crew.missing == [1]
+    supervisor = begun(together=False)
+    told(supervisor, LoopLost(1, GONE), WorkerAnswered(1))
+    assert told(supervisor, RestartAsked(), LoopEnded(0, "stopped")) == [[Pause()], []]
+    assert told(supervisor, WorkerNotReady(1)) == [[Rest()]]
+    assert told(supervisor, Restarted()) == [[Begin((0,))]]
+    assert supervisor.missing == [1]
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -249,16 +260,16 @@ def test_row_29_a_worker_that_is_lost_before_a_run_rests_is_looked_for_after_it(
 def test_row_29_a_run_that_is_told_to_stop_before_a_ps_is_back_is_over(
     together: bool, begun_before: bool
 ) -> None:
-    crew = begun(together=together)
+    supervisor = begun(together=together)
     ends: list[Event] = [RoundEnded("paused")] if together else []
     ends += [LoopEnded(0, "stopped"), LoopEnded(1, "stopped")]
     stop = StopAsked()
     events = (
         [RestartAsked(), *ends, stop] if begun_before else [RestartAsked(), stop, *ends]
     )
-    said = [one for each in told(crew, *events) for one in each]
+    said = [one for each in told(supervisor, *events) for one in each]
     assert said == [Pause(), *([Rest()] if begun_before else []), Over("stopped")]
-    assert told(crew, Restarted()) == [[]]
+    assert told(supervisor, Restarted()) == [[]]
 
 
 @given(st.data(), st.booleans())

@@ -51,9 +51,9 @@ async def opened(door: Inviting) -> tuple[Runs, RunSupervisor]:
     async for _ in runs.methods["Master.OpenRun"](frame(open_run=order)):
         invited = await door.invited.get()
         assert (invited.master, invited.incarnation) == (WORKER, 7)
-    crew = runs.find("r")
-    assert crew is not None
-    return runs, crew
+    supervisor = runs.find("r")
+    assert supervisor is not None
+    return runs, supervisor
 
 
 def test_heir_is_not_invited_to_a_run_that_is_over(
@@ -63,14 +63,14 @@ def test_heir_is_not_invited_to_a_run_that_is_over(
 
     async def main() -> None:
         door = Inviting()
-        runs, crew = await opened(door)
+        runs, supervisor = await opened(door)
         door.clock.at_s = 3.0
-        crew.record.again(REPORT)
+        supervisor.record.again(REPORT)
         invited = await door.invited.get()  # time and again, while the run goes on
         assert (invited.age_s, invited.frames) == (3.0, 1)
         while not door.invited.empty():
             door.invited.get_nowait()
-        crew.record.end("done", None)
+        supervisor.record.end("done", None)
         await asyncio.gather(*runs._working)
         assert door.invited.empty()
 
@@ -85,11 +85,11 @@ def test_heir_is_not_invited_to_a_run_whose_journal_is_not_kept_whole(
     monkeypatch.setattr(journal, "_MOST_BYTES", 100)
 
     async def main() -> None:
-        runs, crew = await opened(Inviting())
+        runs, supervisor = await opened(Inviting())
         for _ in range(2):
-            crew.record.again(REPORT)
+            supervisor.record.again(REPORT)
         await asyncio.gather(*runs._working)
-        assert not crew.record.is_over
+        assert not supervisor.record.is_over
 
     run_async(main(), timeout_s=20)
     (said,) = [line for line in caplog.messages if "too long" in line]

@@ -224,7 +224,7 @@ def heir(
     order = pb.OpenRun(
         run="r", info='{"container": ""}', master=MASTER, incarnation=1, **invited
     )
-    begins = lambda _, crew: began.append(crew)
+    begins = lambda _, supervisor: began.append(supervisor)
     return Standby(order, cast("StandbyPeers", door), SetClock(), begins, saves)
 
 
@@ -239,9 +239,9 @@ def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() 
         door, began = Behind([LOOP], fenced), list[RunSupervisor]()
         await heir(door, began).work()
         assert (await door.began.get()).epoch == 2
-        (crew,) = began
-        assert (crew.record.epoch, crew.record.is_over) == (2, False)
-        crew.close()
+        (supervisor,) = began
+        assert (supervisor.record.epoch, supervisor.record.is_over) == (2, False)
+        supervisor.close()
 
     run_async(main(), timeout_s=20)
 
@@ -281,13 +281,13 @@ def test_heir_that_was_invited_late_tells_when_steps_were_since_the_run_began() 
         door, began = Behind([loop], TaskLostError("lost")), list[RunSupervisor]()
         await heir(door, began, age_s=100.0).work()
         await door.began.get()
-        (crew,) = began
-        assert crew.record.seconds == 100.0
-        told = crew.record.journal(0)
+        (supervisor,) = began
+        assert supervisor.record.seconds == 100.0
+        told = supervisor.record.journal(0)
         _, account, again = [await anext(told) for _ in range(3)]
         assert account.tensors[1] == [95.0]
         assert body_of(again).began_s == 100.0
-        crew.close()
+        supervisor.close()
 
     run_async(main(), timeout_s=20)
 
