@@ -22,8 +22,7 @@ from jgraph.cluster.deadlines import (
     loop_timeout_s,
 )
 from jgraph.cluster.events import RunsSeen
-from jgraph.cluster.methods import Method
-from jgraph.cluster.requests import reading
+from jgraph.cluster.methods import Answer, reading
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.liveness.join import (
     AskAgain,
@@ -77,7 +76,7 @@ class Master:
         self.runs = Runs(self, clock, lambda run: self._position_in(run.data_run, run))
         self._spec = ClusterSpec({})
         self._addresses: dict[TaskName, str] = {}
-        methods: Mapping[str, Method] = {
+        methods: Mapping[str, Answer] = {
             "Master.Connect": self._connect,
             "Master.Status": self._status,
             "Master.RegisterProgram": self._register_program,
@@ -406,7 +405,7 @@ class GateMethods:
     peers: Peers
 
     @property
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> Mapping[str, Answer]:
         """The calls, by name."""
         return {"Master.OpenGate": self._open, "Master.GateReport": self._report}
 

@@ -19,8 +19,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.drain import SHARE, Farewell
 from jgraph.cluster.events import EventLog
 from jgraph.cluster.log_tail import log_tail
-from jgraph.cluster.methods import Method
-from jgraph.cluster.requests import check_request
+from jgraph.cluster.methods import Answer, check_request
 from jgraph.errors import (
     DeadlineError,
     FencedError,
@@ -110,7 +109,7 @@ class TaskService:
             task, transport, clock, self.shell, self.driver, self.gates, self.dealers
         )
         self._drivers_of: dict[StepKey, tuple[TaskName, asyncio.TimerHandle]] = {}
-        self.methods: dict[str, Method] = {
+        self.methods: dict[str, Answer] = {
             "TaskStatus": self._task_status,
             "RegisterProgram": self._register_program,
             "UnregisterProgram": self._unregister_program,

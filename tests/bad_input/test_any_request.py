@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from google.protobuf.descriptor import FieldDescriptor as Field
 
-from jgraph.cluster.requests import REQUESTS
+from jgraph.cluster.methods import METHODS
 from jgraph.errors import JGError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
 from tests.bad_input.conftest import PS, WORKER, Served
 
 # What ends the server, is meant to forget what is there, or is answered at its end.
-METHODS = sorted({*REQUESTS} - {"Shutdown", "Reset", "Master.Reset", "Farewell"})
+NAMES = sorted({*METHODS} - {"Shutdown", "Reset", "Master.Reset", "Farewell"})
 PLAN = (
     '{"parts": [["d", 8]], "batch_size": 2, "seed": 0, "shuffle": "slots", '
     '"slot_batches": 1}'
@@ -69,9 +69,9 @@ def test_row_5_any_request_is_answered_in_words_and_changes_nothing(
 ) -> None:
     chance, wrong = random.Random(seed), list[str]()
     for _ in range(150):
-        method = chance.choice(METHODS)
+        method = chance.choice(NAMES)
         header = pb.Frame()
-        body = getattr(header, REQUESTS[method])
+        body = getattr(header, METHODS[method].request)
         body.SetInParent()
         fill(chance, body)
         if method == "Master.Connect":

@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from jgraph.client.inspect import inspecting
 from jgraph.cluster import event_loop
-from jgraph.cluster.requests import REQUESTS
+from jgraph.cluster.methods import METHODS
 from jgraph.errors import (
     ClusterSpecError,
     ConfigError,
@@ -172,7 +172,7 @@ def test_row_25_no_request_names_an_address() -> None:
     fields = pb.Frame.DESCRIPTOR.fields_by_name
     texts = [
         text.full_name
-        for kind in set(REQUESTS.values())
+        for kind in {method.request for method in METHODS.values()}
         for text in texts_in(fields[kind].message_type, set())
     ]
     assert len(texts) > 50

@@ -18,8 +18,7 @@ from flax import nnx
 from jgraph.client.cluster import Cluster, connect
 from jgraph.client.inspect import status_of
 from jgraph.cluster import event_loop
-from jgraph.cluster.methods import ROLES
-from jgraph.cluster.requests import REQUESTS
+from jgraph.cluster.methods import METHODS
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import (
     CheckpointPathError,
@@ -119,9 +118,8 @@ def test_rows_5_to_8_malformed_bytes_are_refused(served: Served, case: str) -> N
 def test_row_5_a_frame_of_another_kind_is_refused_by_every_method(
     served: Served,
 ) -> None:
-    assert set(REQUESTS) == set(ROLES)
     wrong = frame(values=pb.Values(handle="h", key="k"))
-    for method, kind in REQUESTS.items():
+    for method, kind in ((name, m.request) for name, m in METHODS.items()):
         with pytest.raises(MalformedMessageError, match=f"takes a '{kind}' frame"):
             served.cluster.call(method, wrong)
 

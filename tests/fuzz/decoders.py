@@ -17,7 +17,7 @@ from typing import Final
 import atheris
 
 with atheris.instrument_imports(include=["jgraph"]):
-    from jgraph.cluster.requests import reading
+    from jgraph.cluster.methods import reading
     from jgraph.cluster.spec import ClusterSpec
     from jgraph.coordination.data.dispatch import Dispatch
     from jgraph.coordination.data.slots import Part, SlotPlan

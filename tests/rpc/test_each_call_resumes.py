@@ -10,8 +10,7 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.methods import ROLES
-from jgraph.cluster.requests import REQUESTS
+from jgraph.cluster.methods import METHODS, ROLES
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
@@ -101,7 +100,7 @@ class Served:
         return dict(zip(methods, await asyncio.gather(*told), strict=True))
 
     async def _outcome(self, method: str, way: Way) -> list[str]:
-        kind = REQUESTS[method]
+        kind = METHODS[method].request
         empty = pb.Frame()
         getattr(empty, kind).SetInParent()
         request = FILLED.get(method, Frame(empty))
@@ -193,10 +192,9 @@ def test_rows_4_to_7_every_method_runs_once_whatever_of_its_call_was_lost(
 
     async def main() -> None:
         async with asyncio.timeout(WAIT_S), served() as there:
-            await check(there, moment, [m for m in REQUESTS if m != HELD], asked)
+            await check(there, moment, [m for m in METHODS if m != HELD], asked)
             for method in FOLLOWED:  # each such call has a line to itself
                 await check(there, moment, [method], call)
             await check(there, moment, [HELD], first_reply)
 
-    assert set(REQUESTS) == set(ROLES)
     run_async(main())

@@ -9,7 +9,7 @@ from typing import Any, Protocol, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.loop_messages import deal_of
-from jgraph.cluster.requests import reading
+from jgraph.cluster.methods import reading
 from jgraph.coordination.data.dispatch import (
     SETTLE_S,
     Asked,

@@ -10,8 +10,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.deadlines import CONTROL_S, bounded_s, bulk_timeout_s
 from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.loop_messages import source_info
-from jgraph.cluster.methods import Method
-from jgraph.cluster.requests import reading
+from jgraph.cluster.methods import Answer, reading
 from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.succession import MasterTerms
@@ -89,7 +88,7 @@ class TaskLoops:
         self._epochs = MasterTerms()
         self._none = asyncio.Event()
         self._none.set()
-        self.methods: Mapping[str, Method] = {
+        self.methods: Mapping[str, Answer] = {
             "RunLoop": self._run_loop,
             "StopLoop": self._stop_loop,
             "OpenGate": self._open_gate,

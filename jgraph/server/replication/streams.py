@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, final
 
-from jgraph.cluster.methods import Method
+from jgraph.cluster.methods import Answer
 from jgraph.errors import ConfigError, CopyLostError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.replay import changing
@@ -68,7 +68,7 @@ class ChangeStreams:
         self._loop = asyncio.get_running_loop()
         self._sources: dict[str, _Source] = {}
         self._copies: dict[str, Follower] = {}
-        self.methods: Mapping[str, Method] = {
+        self.methods: Mapping[str, Answer] = {
             "KeepRecords": self._keep,
             "TakeRecords": self._take,
             "EndRecords": self._end,

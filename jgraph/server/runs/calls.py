@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.methods import Method
+from jgraph.cluster.methods import Answer
 from jgraph.coordination.run.succession import standby_of
 from jgraph.errors import ConfigError, FencedError, JGError
 from jgraph.graph.ir import TaskName
@@ -52,7 +52,7 @@ class Runs:
         self._savers: dict[str, RunCheckpointer] = {}
         self._standbys: dict[str, Standby] = {}
         self._working: set[asyncio.Task[None]] = set()
-        self.methods: Mapping[str, Method] = {
+        self.methods: Mapping[str, Answer] = {
             "Runs": self._own,
             "InheritRun": self._inherit,
             "RunJournal": self._journal,

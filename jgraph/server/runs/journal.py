@@ -196,8 +196,13 @@ class Journal:
         """Yields all frames after the first ``after``, and those to come, to the end.
 
         Raises:
-          ConfigError: some of them are not kept any more.
+          ConfigError: some of them are not kept any more, or there are not so many.
         """
+        if after > self.frames:
+            raise ConfigError(
+                f"the journal of run '{self._order.run}' on {self._task} has "
+                f"{self.frames} entries and none after number {after}"
+            )
         async for at, kept in self._each(after):
             if at > after:
                 raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Final, final
 from jgraph.clock import Clock
 from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.cluster.drain import holding, told_to_end
-from jgraph.cluster.requests import reading
+from jgraph.cluster.methods import reading
 from jgraph.cluster.shard_messages import shard_from, sums_in
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import (

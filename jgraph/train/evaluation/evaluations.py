@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, final
 
 from jgraph.errors import JGError
@@ -30,7 +30,7 @@ class Evaluation:
 
     step: int
     values: Mapping[str, float]
-    copy: Copy | None = None
+    copy: Copy | None = field(default=None, repr=False)
 
 
 T = TypeVar("T")

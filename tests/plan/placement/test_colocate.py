@@ -83,7 +83,7 @@ def test_an_operation_beside_a_variable_nobody_placed_is_refused_with_its_line()
         with jg.colocate_with(w):
             return jnp.tanh(x)
 
-    with pytest.raises(PlacementError, match=r"'tanh' at .*test_beside.py:\d+.* 'w'"):
+    with pytest.raises(PlacementError, match=r"'tanh' at .*test_colocate.py:\d+.* 'w'"):
         plan(graph_of(step, X), tasks=TASKS, driver=DRIVER)
 
 

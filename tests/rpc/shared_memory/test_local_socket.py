@@ -258,7 +258,10 @@ def test_socket_that_breaks_fails_what_is_asked(ends: list[LocalSocket]) -> None
 def test_neither_side_waits_for_the_other_to_close_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("ask_stream.LAST_WORDS_S", "local_door.HANDSHAKE_TIMEOUT_S"):
+    for name in (
+        "calls.stream.LAST_WORDS_S",
+        "shared_memory.local_listener.HANDSHAKE_TIMEOUT_S",
+    ):
         monkeypatch.setattr(f"jgraph.rpc.{name}", 1e6)
 
     async def main() -> None:

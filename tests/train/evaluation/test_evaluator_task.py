@@ -234,11 +234,12 @@ def test_what_is_evaluated_last_is_what_came_out() -> None:
 
 
 def test_after_an_error_of_the_side_car_the_client_evaluates(caplog: Any) -> None:
-    evaluations = Evaluations(here(2), failing)
+    steps = iter((2, 3))
+    evaluations = Evaluations(lambda: Evaluation(next(steps), {"loss": 1.0}), failing)
     evaluations.begin()
     assert evaluations.finish(2) == [Evaluation(2, {"loss": 1.0})]
     evaluations.begin()
-    assert evaluations.take() == [Evaluation(2, {"loss": 1.0})]
+    assert evaluations.take() == [Evaluation(3, {"loss": 1.0})]
     (record,) = caplog.records
     assert "this client evaluates from now on" in record.getMessage()
 

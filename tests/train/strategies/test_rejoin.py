@@ -80,9 +80,9 @@ def test_row_9_a_run_whose_workers_all_stay_away_ends_and_says_so(
     strategy: Strategy,
 ) -> None:
     """It waits for a minute; here for a second."""
-    for module in ("rejoin", "dealing"):
-        assert import_module(f"jgraph.train.{module}").WAIT_S == 60.0
-        monkeypatch.setattr(f"jgraph.train.{module}.WAIT_S", 1.0)
+    for module in ("rejoin", "messages"):
+        assert import_module(f"jgraph.train.strategies.{module}").WAIT_S == 60.0
+        monkeypatch.setattr(f"jgraph.train.strategies.{module}.WAIT_S", 1.0)
     servers, clock = Servers(ps=1, worker=2), SystemClock()
     ended: list[float] = []
 
