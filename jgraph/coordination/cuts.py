@@ -64,10 +64,12 @@ class AllOver:
 @final
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What is to be saved is kept, or that failed.
+    """What is to be saved while loops halt by order ``number`` is kept, or that failed.
 
     If no ``GoOn`` follows, the loops did not stand still all the time.
     """
+
+    number: int
 
 
 Event: TypeAlias = LoopBegan | Told | LoopHalted | LoopOver | AllOver | Saved
@@ -121,7 +123,7 @@ class Cuts:
       [Halt(number=1, loops=('a',))]
       >>> cuts.handle(LoopHalted("a", 1, in_flight=2))
       [Save(number=1, loops=('a',), in_flight=2)]
-      >>> cuts.handle(Saved())
+      >>> cuts.handle(Saved(1))
       [GoOn(number=1, loops=('a',))]
     """
 
@@ -159,8 +161,8 @@ class Cuts:
             case AllOver():
                 self._running.clear()
                 return self._go_on()
-            case Saved():
-                return self._go_on()
+            case Saved(number):  # else they went on, and halt anew
+                return self._go_on() if number == self._number else []
         return self._save_if_halted()
 
     def _halt_if_due(self) -> list[Instruction]:
@@ -182,8 +184,8 @@ class Cuts:
         return [Save(self._number, halted, sum(self._halted.values()))]
 
     def _go_on(self) -> list[Instruction]:
-        asked, self._asked = self._asked, ()
-        self._halted, self._saving = {}, False
+        asked = tuple(loop for loop in self._asked if loop in self._running)
+        self._asked, self._halted, self._saving = (), {}, False
         return [GoOn(self._number, asked)] if asked else []
 
 
