@@ -16,6 +16,8 @@ from typing import Final, TypeAlias, final
 
 _QUICK_S: Final = 3.0
 _PATIENCE_S: Final = 10.0
+_MOST: Final = 2
+"""Steps that a worker has under way."""
 _TOLD: Final = 8
 """So often, between two saves, a run is known to be where it is."""
 
@@ -158,6 +160,8 @@ class Cuts:
                 self._halted[loop] = in_flight
             case LoopOver(loop):
                 self._running.pop(loop, None)
+                if loop in self._asked:
+                    self._halted.setdefault(loop, _MOST)
             case AllOver():
                 self._running.clear()
                 return self._go_on()
@@ -180,7 +184,7 @@ class Cuts:
         if self._saving or not halted or not self._halted.keys() >= set(halted):
             return [] if halted else self._go_on()
         self._saving, self._last = True, self._due_at
-        # What a lost worker had under way counts: it may be applied.
+        # What a lost worker had under way counts, said or not: it may be applied.
         return [Save(self._number, halted, sum(self._halted.values()))]
 
     def _go_on(self) -> list[Instruction]:

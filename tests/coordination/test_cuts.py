@@ -43,7 +43,7 @@ def test_the_run_is_saved_when_all_loops_stand_still_and_then_all_go_on() -> Non
 def test_a_lost_loop_is_not_waited_for() -> None:
     machine = halting()
     machine.handle(LoopHalted("a", 1, 2))
-    assert machine.handle(LoopOver("b")) == [Save(1, ("a",), 2)]
+    assert machine.handle(LoopOver("b")) == [Save(1, ("a",), 4)]
     assert machine.handle(Saved(1)) == [GoOn(1, ("a",))], "nor asked if it stood still"
 
 
