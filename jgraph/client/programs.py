@@ -36,8 +36,10 @@ class Programs:
     def register(self, program: Program, name: str | None = None) -> str:
         """Compiles a program on its tasks and returns its handle."""
         while self._given_up:
+            given_up = self._given_up.popleft()
             with suppress(ClusterError):
-                self.unregister(self._given_up.popleft())
+                if given_up in self._handles:  # else all were taken back since
+                    self.unregister(given_up)
         handle = unique(name or program.name)
         message, tensors = encode_program(program)
         self._cluster.call(

@@ -1,6 +1,7 @@
 """Values of a cluster's variables: initialize, read and write them piece by piece."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -120,13 +121,17 @@ class VariableValues:
             self._programs.unregister(handle)
 
     def prepared(self, program: Program, nbytes: int) -> Callable[[], None]:
-        """Compiles a step that moves ``nbytes``; returns what runs it, each time."""
+        """Compiles a step that moves ``nbytes``; returns what runs it, each time.
+
+        The tasks have its program as long as that is there.
+        """
         handle = self._programs.register(program)
         timeout_s = STEP_S + nbytes / _SLOW_BYTES_PER_S
 
         def run() -> None:
             self._programs.run(handle, (), timeout_s)
 
+        weakref.finalize(run, self._programs.give_up, handle).atexit = False
         return run
 
 

@@ -128,6 +128,15 @@ def test_sessions_share_or_isolate_variables_by_container(cluster: Cluster) -> N
     assert float(first.read([pinned])["w"]) == 5.0
 
 
+def test_a_callable_that_goes_after_a_reset_is_not_taken_back_twice(
+    session: Session,
+) -> None:
+    call = session.make_callable(lambda x: 2 * x, 1.0)
+    session.reset()
+    del call
+    assert session.run(lambda x: x + 1, 1.0) == 2.0
+
+
 def test_reset_drops_the_variables_of_one_container_alone(cluster: Cluster) -> None:
     w = Variable("w", jnp.ones(()), device="/job:ps/task:0")
     a, b = cluster.session(container="a"), cluster.session(container="b")

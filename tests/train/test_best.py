@@ -97,6 +97,16 @@ def test_early_stopping_goes_back_to_the_copy_that_was_evaluated(
     there.close()
 
 
+def test_early_stopping_goes_back_only_if_it_is_to(tmp_path: Path) -> None:
+    there = trainer(None, Local())
+    where = Checkpoints(tmp_path, every=1000, best="eval_far")
+    how: Any = {"batch_size": 2, "progress": False, "checkpoint": where}
+    early = EarlyStopping("eval_far", patience=2)
+    there.fit(X, steps=400, eval_data=X[:4], eval_every=20, callbacks=early, **how)
+    assert values_of(there)["global_step"] > early.best_step
+    there.close()
+
+
 def test_what_is_to_be_the_best_must_be_evaluated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="such as best='eval_loss'"):
         Checkpoints(tmp_path, best="loss")

@@ -108,8 +108,6 @@ def test_an_asynchronous_checkpoint_is_ahead_of_its_data_by_two_steps_per_worker
         assert max(cut.on_ps) - min(cut.on_ps) <= 2 * WORKERS
         assert min(*cut.on_ps, cut.step) - cut.done >= 0
         assert max(*cut.on_ps, cut.step) - cut.done <= cut.again <= 2 * WORKERS
-    for cut in cuts[:-1]:
-        assert cut.step % 100 <= 100 // 4 + 4 * WORKERS, cuts
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,7 @@ class LoopHalts:
             self._cuts = Cuts(every=data.halt_every, first=data.first, end=end)
         self._loops: dict[str, Loop] = {}
         self._decides: tuple[Loop, int] | None = None
+        self._saving = 0  # the halt in which the run is saved
         self._behind: list[LoopReport] = []
 
     def began(self, one: Loop) -> None:
@@ -72,6 +73,14 @@ class LoopHalts:
             self.go_on()
         if report.number or report.state != "running":
             self._behind.append(report)
+        yield from self._kept_back()
+
+    def over(self, one: Loop) -> Iterator[LoopReport]:
+        """Learns that a loop ended without a last report; yields what waited for it."""
+        yield from self._handle(LoopOver(one.name))
+        yield from self._kept_back()
+
+    def _kept_back(self) -> Iterator[LoopReport]:
         if self._cuts is None or not self._cuts.is_halting:
             behind, self._behind = self._behind, []
             yield from behind
@@ -83,7 +92,7 @@ class LoopHalts:
             return self._let_go([one], version)
         if self._cuts is None:
             return False
-        stood = [self._perform(told) for told in self._cuts.handle(Saved())]
+        stood = [self._perform(told) for told in self._cuts.handle(Saved(self._saving))]
         return stood == [True]
 
     def _events_of(self, one: Loop, report: LoopReport) -> Iterator[LoopReport]:
@@ -97,7 +106,7 @@ class LoopHalts:
     def _handle(self, event: Event) -> Iterator[LoopReport]:
         for told in [] if self._cuts is None else self._cuts.handle(event):
             if isinstance(told, Save):
-                one = self._loops[told.loops[0]]
+                one, self._saving = self._loops[told.loops[0]], told.number
                 yield halted_report(one.request, told.in_flight)
                 self.go_on()
             else:

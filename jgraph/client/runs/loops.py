@@ -131,6 +131,7 @@ class LoopHandle:
                 self._unwell = self._unwell or item.error
                 self._loops.discard(item.loop)
                 self.stop()
+                yield from self._halts.over(item.loop)
             case Ended(verdict=LoopOutcome.ARBITER_LOST) if not self._detached:
                 yield from self._await_arbiter(item.loop, item.error)
             case Ended():

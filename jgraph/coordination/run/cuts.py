@@ -16,6 +16,8 @@ from typing import Final, TypeAlias, final
 
 _QUICK_S: Final = 3.0
 _PATIENCE_S: Final = 10.0
+_MOST: Final = 2
+"""Steps that a worker has under way."""
 _TOLD: Final = 8
 """So often, between two saves, a run is known to be where it is."""
 
@@ -64,10 +66,12 @@ class AllOver:
 @final
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What is to be saved is kept, or that failed.
+    """What is to be saved while loops halt by order ``number`` is kept, or that failed.
 
     If no ``GoOn`` follows, the loops did not stand still all the time.
     """
+
+    number: int
 
 
 Event: TypeAlias = LoopBegan | Told | LoopHalted | LoopOver | AllOver | Saved
@@ -121,7 +125,7 @@ class Cuts:
       [Halt(number=1, loops=('a',))]
       >>> cuts.handle(LoopHalted("a", 1, in_flight=2))
       [Save(number=1, loops=('a',), in_flight=2)]
-      >>> cuts.handle(Saved())
+      >>> cuts.handle(Saved(1))
       [GoOn(number=1, loops=('a',))]
     """
 
@@ -156,11 +160,13 @@ class Cuts:
                 self._halted[loop] = in_flight
             case LoopOver(loop):
                 self._running.pop(loop, None)
+                if loop in self._asked:
+                    self._halted.setdefault(loop, _MOST)
             case AllOver():
                 self._running.clear()
                 return self._go_on()
-            case Saved():
-                return self._go_on()
+            case Saved(number):  # else they went on, and halt anew
+                return self._go_on() if number == self._number else []
         return self._save_if_halted()
 
     def _halt_if_due(self) -> list[Instruction]:
@@ -178,12 +184,12 @@ class Cuts:
         if self._saving or not halted or not self._halted.keys() >= set(halted):
             return [] if halted else self._go_on()
         self._saving, self._last = True, self._due_at
-        # What a lost worker had under way counts: it may be applied.
+        # What a lost worker had under way counts, said or not: it may be applied.
         return [Save(self._number, halted, sum(self._halted.values()))]
 
     def _go_on(self) -> list[Instruction]:
-        asked, self._asked = self._asked, ()
-        self._halted, self._saving = {}, False
+        asked = tuple(loop for loop in self._asked if loop in self._running)
+        self._asked, self._halted, self._saving = (), {}, False
         return [GoOn(self._number, asked)] if asked else []
 
 

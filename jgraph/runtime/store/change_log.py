@@ -147,6 +147,7 @@ class Recorder:
             for put_back in reversed(self._undo):
                 put_back()
             self._progress = Progress(version)
+        self._before = version  # what is needed to go back behind it is given up
         self._undo.clear()
 
     def take(self) -> list[Record]:
@@ -204,7 +205,7 @@ class Recording:
       recorder: of the task.
       program: the program's number there.
       due: each of its steps is an update, for which these nodes change variables;
-        None: it is no update.
+        none of them, or None: it is no update here.
     """
 
     recorder: Recorder
@@ -213,7 +214,7 @@ class Recording:
 
     def begins(self) -> None:
         """A step begins."""
-        if self.due is not None:
+        if self.due:
             self.recorder.begins(self.due)
 
     @property
@@ -229,5 +230,5 @@ class Recording:
         self, step: StepKey, node: int, taken: Sequence[np.ndarray[Any, Any]]
     ) -> None:
         """Takes what a node of a step took."""
-        what, update = NodeRan(self.program, node), self.due is not None
-        self.recorder.put(what, taken, step, update=update)
+        what = NodeRan(self.program, node)
+        self.recorder.put(what, taken, step, update=bool(self.due))

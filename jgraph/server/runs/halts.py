@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeAlias, final
 
 from jgraph.coordination.run.cuts import (
@@ -79,8 +80,9 @@ class RunHalts:
                     for loop in loops:
                         halt = pb.StopLoop(halt=number, timeout_s=self._limit_s)
                         self._do(self._tell(loop, halt))
-                case Save(_, _, in_flight):
-                    self._do(self._saver.save_halted(in_flight, self._go_on))
+                case Save(number, _, in_flight):
+                    go_on = partial(self._go_on, number)
+                    self._do(self._saver.save_halted(in_flight, go_on))
                 case GoOn():
                     self._do(self._end(told))
 
@@ -90,9 +92,9 @@ class RunHalts:
     async def _end(self, told: GoOn) -> None:
         await self._let_go(told)
 
-    async def _go_on(self) -> bool:
+    async def _go_on(self, number: int) -> bool:
         """Lets loops go on; returns whether all stood still until now."""
-        match self._cuts.handle(Saved()):
+        match self._cuts.handle(Saved(number)):
             case [GoOn() as told]:
                 return await self._let_go(told)
             case _:

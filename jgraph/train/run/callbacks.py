@@ -160,7 +160,7 @@ class EarlyStopping:
         if self.best is None or self._sign * (self.best - value) > self._min_delta:
             evaluated = self._metric.startswith("eval_")
             self.best, self._waited = value, 0
-            self._copy = report.copy
+            self._copy = report.copy if self.restore_best else None
             self.best_step = report.evaluation_step if evaluated else report.step
             return
         self._waited += 1

@@ -89,3 +89,16 @@ def test_what_one_task_holds_is_read_by_one_node(session: Session) -> None:
     reading, writing = partition.nodes
     assert type(reading).__name__ in {"ReadNode", "SegmentNode"}
     assert type(writing).__name__ == "WriteNode"
+
+
+def test_tasks_forget_what_took_snapshots_and_is_not_there_any_more(
+    session: Session, cluster: Cluster
+) -> None:
+    w = Variable("w", jnp.zeros(2), device="/job:ps/task:0")
+    session.initialize([w])
+    known = {len(t.programs) for t in cluster.status().tasks}
+    for _ in range(3):
+        take = session.snapshots.prepared([w])
+        take().release()
+    told = [len(t.programs) for t in cluster.status().tasks]
+    assert max(told) <= max(known) + 2, "the newest, and the one before it"

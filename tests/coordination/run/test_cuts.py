@@ -35,7 +35,7 @@ def test_the_run_is_saved_when_all_loops_stand_still_and_then_all_go_on() -> Non
     assert not machine.handle(LoopHalted("a", 1, 2))
     assert machine.handle(LoopHalted("b", 1, 1)) == [Save(1, ("a", "b"), 3)]
     assert not machine.handle(Told("a", 62))
-    assert machine.handle(Saved()) == [GoOn(1, ("a", "b"))]
+    assert machine.handle(Saved(1)) == [GoOn(1, ("a", "b"))]
     assert not machine.handle(Told("a", 159 - 41))
     assert machine.handle(Told("a", 159)) == [Halt(2, ("a", "b"))]
 
@@ -43,13 +43,15 @@ def test_the_run_is_saved_when_all_loops_stand_still_and_then_all_go_on() -> Non
 def test_a_lost_loop_is_not_waited_for() -> None:
     machine = halting()
     machine.handle(LoopHalted("a", 1, 2))
-    assert machine.handle(LoopOver("b")) == [Save(1, ("a",), 2)]
+    assert machine.handle(LoopOver("b")) == [Save(1, ("a",), 4)]
+    assert machine.handle(Saved(1)) == [GoOn(1, ("a",))], "nor asked if it stood still"
 
 
 def test_when_all_are_lost_nothing_is_saved_and_the_next_try_is_soon() -> None:
     machine = halting()
     assert not machine.handle(LoopOver("b"))
-    assert machine.handle(LoopOver("a")) == [GoOn(1, ("a", "b"))]
+    assert not machine.handle(LoopOver("a"))
+    assert not machine.is_halting
     machine.handle(LoopBegan("c"))
     assert machine.handle(Told("c", 1)) == [Halt(2, ("c",))]
 
@@ -66,12 +68,23 @@ def test_a_save_during_which_a_loop_began_is_of_no_one_moment() -> None:
     for loop in "ab":
         machine.handle(LoopHalted(loop, 1, 0))
     assert machine.handle(LoopBegan("c")) == [GoOn(1, ("a", "b"))]
-    assert not machine.handle(Saved()), "whoever saves learns so that they went on"
+    assert not machine.handle(Saved(1)), "whoever saves learns so that they went on"
+
+
+def test_a_save_that_is_over_late_does_not_end_the_next_halt() -> None:
+    machine = halting()
+    for loop in "ab":
+        machine.handle(LoopHalted(loop, 1, 0))
+    machine.handle(LoopBegan("c"))
+    assert machine.handle(Told("a", 160)) == [Halt(2, ("a", "b", "c"))]
+    assert not machine.handle(Saved(1))
+    assert machine.is_halting
 
 
 def test_a_master_that_is_replaced_ends_the_try() -> None:
     machine = halting()
-    assert machine.handle(AllOver()) == [GoOn(1, ("a", "b"))]
+    assert not machine.handle(AllOver()), "nobody is left who halts"
+    assert not machine.is_halting
     machine.handle(LoopBegan("c"))
     assert machine.handle(Told("c", 0)) == [Halt(2, ("c",))]
 
@@ -95,7 +108,7 @@ EVENTS = st.one_of(
     st.builds(LoopHalted, LOOPS, st.integers(1, 4), st.integers(0, 2)),
     st.builds(LoopOver, LOOPS),
     st.builds(AllOver),
-    st.builds(Saved),
+    st.builds(Saved, st.integers(1, 4)),
 )
 
 
@@ -104,6 +117,11 @@ def test_whoever_halts_is_told_to_go_on(events: list[object]) -> None:
     machine, asked = cuts("a", every=10), set[tuple[int, str]]()
     for event in [*events, AllOver()]:
         saving = False
+        match event:
+            case LoopOver(over):
+                asked = {(n, loop) for n, loop in asked if loop != over}
+            case AllOver():
+                asked = set()
         for told in machine.handle(event):  # type: ignore[arg-type]  # of EVENTS
             each = {(told.number, loop) for loop in told.loops}
             match told:

@@ -199,3 +199,26 @@ def test_newest_update_is_undone_bit_by_bit_also_if_it_is_made_in_part() -> None
         recorder.end(1)
         for value, due_value in zip(values(), before, strict=True):
             np.testing.assert_array_equal(value, due_value)
+    assert recorder.hold() == range(1, 2), "nothing is left to go back further"
+
+
+def test_records_of_a_task_that_averages_and_changes_nothing_are_of_no_update() -> None:
+    """Its copy would wait for an update to be whole, and keep them all."""
+    recorder = Recorder(lambda: None)
+    recording = Recording(recorder, 1, due=frozenset())
+    for _ in range(2):
+        recording.begins()
+        recording.note(STEP, 0, [])
+    assert [r.version for r in recorder.take()] == [0, 0]
+
+
+def test_an_update_that_stays_cannot_be_undone_later() -> None:
+    recorder = Recorder(lambda: None, undoes=True)
+    recording = Recording(recorder, 1, due=frozenset({2}))
+    for _ in range(2):
+        recording.begins()
+        recording.note(STEP, 2, [])
+    assert recorder.hold() == range(1, 3)
+    recorder.end(2)
+    with pytest.raises(CopyLostError, match="cannot be of version 1"):
+        recorder.end(1)
