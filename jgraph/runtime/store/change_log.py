@@ -22,8 +22,8 @@ from jgraph.runtime.store.undo import PutBack, Undo
 
 OnKept: TypeAlias = Callable[[JGError | None], None]
 Work: TypeAlias = Callable[[], list[Any]]
-_HOLD_S: Final = 30.0
-"""An update that computes for longer counts as made in part."""
+_HOLD_S: Final = 20.0
+"""An update that computes for longer counts as made in part; who asks waits 30 s."""
 
 
 @final

@@ -114,7 +114,7 @@ class LoopRun:
     def go_on(self, number: int) -> bool:
         """Ends a halt; returns whether the loop stood still until now."""
         stood = self._machine.halted == number
-        self._halts.end()
+        self._halts.end(number)
         self._take(GoOnAsked(number))
         return stood
 
