@@ -23,6 +23,8 @@ test: check
 # What takes long and has a smaller one in `make test`.
 nightly: fuzz
 	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n auto --dist worksteal \
+		-m "hypothesis and not nightly and not chaos"
 
 # Faults that need minutes; two at a time, as most of that is waiting. Then tasks killed and
 # frozen by a seed that is printed: CHAOS_SEED=7 make chaos

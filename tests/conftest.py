@@ -40,9 +40,11 @@ from tests.support.leaks import Leaks
 from tests.support.left import nothing_left
 
 settings.register_profile("dev", max_examples=25, deadline=None, print_blob=True)
+# The same few examples in each run; others come in each night.
 settings.register_profile(
-    "ci", max_examples=25, deadline=None, print_blob=True, derandomize=True
+    "ci", max_examples=12, deadline=None, print_blob=True, derandomize=True
 )
+settings.register_profile("nightly", max_examples=100, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # JAX and the tests make a million objects that stay: looking at them for garbage again

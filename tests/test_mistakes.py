@@ -1,7 +1,7 @@
 """The likeliest mistakes, each made as a user makes it: what is said, and what to type.
 
 Those of servers, ports, tokens and certificates are in ``test_cli_cluster.py``,
-``cluster/test_security.py`` and ``cluster/test_tls.py``.
+``server/test_security.py`` and ``server/test_tls.py``.
 """
 
 import subprocess

@@ -19,7 +19,8 @@ def test_without_a_cluster_it_says_what_to_type(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.procs
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("workers", [2, 4])
 def test_stages_on_workers_of_their_own_learn_which_word_follows(
     workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

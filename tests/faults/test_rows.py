@@ -126,6 +126,7 @@ def test_row_19_a_run_whose_master_is_killed_goes_on_from_where_it_was(
     there.close()
 
 
+@pytest.mark.nightly
 def test_row_29_a_worker_that_is_told_to_end_ends_and_the_others_go_on(
     fault: Fault,
 ) -> None:

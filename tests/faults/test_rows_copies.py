@@ -96,9 +96,8 @@ def test_row_13_a_killed_ps_with_a_replica_costs_no_step_of_synchronous_training
     there.close()
 
 
-@pytest.mark.parametrize(
-    "frozen_s", [1.5, pytest.param(FROZEN_S, marks=pytest.mark.chaos)]
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize("frozen_s", [1.5, FROZEN_S])
 def test_row_17_a_frozen_ps_is_killed_and_its_copy_takes_its_place(
     fault: Fault, frozen_s: float
 ) -> None:

@@ -38,7 +38,7 @@ def until(
     [
         ("async", 0),
         pytest.param("async", 3, marks=pytest.mark.chaos),
-        ("sync", 3),
+        pytest.param("sync", 3, marks=pytest.mark.chaos),
         pytest.param("sync", 0, marks=pytest.mark.chaos),
     ],
 )

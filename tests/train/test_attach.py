@@ -134,6 +134,7 @@ def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
             there.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.procs
 def test_rows_12_and_30_a_detached_run_that_loses_a_ps_says_where_to_go_on(
     tmp_path: Path,

@@ -26,14 +26,18 @@ from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 
 EXAMPLES, BATCH, ROWS = 6000, 2, 4
-KINDS: list[Strategy] = [
-    Local(),
-    AsyncPS(),
+NARROW: list[Strategy] = [
     AsyncPS(max_staleness=1, gradient_dtype="bfloat16"),
-    SyncPS(),
     SyncPS(gradient_dtype="int8"),
 ]
-each_strategy = pytest.mark.parametrize("strategy", KINDS, ids=lambda s: repr(s)[:30])
+each_strategy = pytest.mark.parametrize(
+    "strategy",
+    [
+        *(Local(), AsyncPS(), SyncPS()),
+        *(pytest.param(narrow, marks=pytest.mark.nightly) for narrow in NARROW),
+    ],
+    ids=lambda strategy: repr(strategy)[:30],
+)
 
 
 class Counter(nnx.Module):

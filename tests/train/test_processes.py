@@ -161,6 +161,7 @@ def test_sync_workers_equal_one_process_and_a_killed_one_costs_no_example() -> N
         assert total.max() - total.min() <= 2
 
 
+@pytest.mark.nightly
 def test_training_goes_on_when_the_evaluator_is_killed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -341,6 +341,7 @@ def test_error_that_is_no_loss_ends_a_run_that_has_checkpoints(
     trainer.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.procs
 def test_trainer_goes_on_after_a_worker_and_not_after_a_ps_was_started_again(
     cluster: LocalCluster, tmp_path: Path
@@ -363,6 +364,7 @@ def test_trainer_goes_on_after_a_worker_and_not_after_a_ps_was_started_again(
     trainer.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.procs
 def test_row_18_run_whose_ps_stays_away_ends_and_says_where_to_go_on(
     tmp_path: Path,

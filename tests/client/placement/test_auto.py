@@ -125,6 +125,7 @@ def test_options_that_cannot_be_are_refused(
         jg.auto(cluster, **{"cost_model": model(cluster.tasks()), **options})
 
 
+@pytest.mark.nightly
 @pytest.mark.procs
 @pytest.mark.slow
 def test_a_cluster_of_processes_is_measured_once_and_predicts_its_steps() -> None:
