@@ -114,7 +114,7 @@ def test_memory_does_not_grow_over_a_thousand_large_posts() -> None:
                 if i == 10:
                     files = len(memory_files())
             assert len(reserved) == 1
-            assert len(memory_files()) == files > 0
+            assert 0 < len(memory_files()) <= files
             assert worker.statistics().peers[PS].bytes_sent < 1000 * 100
 
     run_async(main())
