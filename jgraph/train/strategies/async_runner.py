@@ -45,9 +45,9 @@ from jgraph.train.state.runner import Chunk, Events, Order, Position, Staleness
 from jgraph.train.state.size_limits import KEPT_BYTES, check_sizes, total_nbytes
 from jgraph.train.step.compress import begun, for_replica
 from jgraph.train.step.train_step import TrainStep
-from jgraph.train.strategies.async_strategy import AsyncPS
 from jgraph.train.strategies.durability import make_durable_copies
 from jgraph.train.strategies.messages import dealt_data, restart_programs, run_info
+from jgraph.train.strategies.options import AsyncPS
 from jgraph.train.strategies.rejoin import Rejoin
 from jgraph.train.strategies.workers import (
     Workers,

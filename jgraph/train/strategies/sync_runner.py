@@ -45,8 +45,8 @@ from jgraph.train.step.compress import for_replica
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
+from jgraph.train.strategies.options import SyncPS
 from jgraph.train.strategies.rejoin import Rejoin, is_one_back
-from jgraph.train.strategies.sync_strategy import SyncPS
 from jgraph.train.strategies.workers import chunk_of, end_loops, halted_chunk, rest
 
 __all__ = ["SyncPS", "SyncRunner"]
