@@ -28,7 +28,7 @@ from jgraph.plan.program.nodes import (
 )
 from jgraph.plan.program.row_values import padded
 from jgraph.runtime.cost import Cost
-from jgraph.runtime.gate import Gate, key_of
+from jgraph.runtime.gate import Gate, aggregator, key_of
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.node_work import work_of
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
@@ -227,13 +227,14 @@ class StepRun:
         return padded(self._values[value], self._loaded.partition.values[value])
 
     def _contribute(self, node: ContributeNode) -> None:
-        assert self._gate is not None  # the partition's
         variables = self._loaded.partition.variables
         values = {
             key_of(variables[v]): np.asarray(self._values[value])
             for v, value in zip(node.variables, node.values, strict=True)
         }
-        self._gate.contribute(self.step, int(self._values[node.slot]), values)
+        aggregator(self._gate).contribute(
+            self.step, int(self._values[node.slot]), values
+        )
 
     def _received(self, index: int, node: RecvNode, values: Sequence[Any]) -> None:
         self.times.received = self._shell.now()

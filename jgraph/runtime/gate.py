@@ -1,4 +1,4 @@
-"""Gate interface: decides which steps may start here, and takes contributions.
+"""Gates and aggregators: which steps may start here, and what makes up an update.
 
 A partition may name a gate. The task asks it before the partition's steps start, and
 tells it when they are over. Who decides is not the runtime's business: the cluster puts
@@ -6,11 +6,11 @@ gates into ``TaskRuntime.gates``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from jgraph.errors import JGError
+from jgraph.errors import InvalidProgramError, JGError
 from jgraph.plan.program.accumulate import mean, mean_of_rows
 from jgraph.plan.program.nodes import AggregateNode
 from jgraph.plan.program.program import Partition, StoredVariable
@@ -34,17 +34,35 @@ class Gate(Protocol):
     ) -> None:
         """Calls ``let_in`` when the step may start here, or ``refuse``, once."""
 
+    def ended(self, step: StepKey, *, done: bool) -> None:
+        """Learns that a step that asked is over; ``done`` unless it failed."""
+
+
+class Aggregator(Gate, Protocol):
+    """A gate that also averages what steps contribute."""
+
     def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
         """Takes what a step that was let in contributes for a data slot."""
 
     def chosen(self) -> Sequence[Contribution]:
         """Returns the contributions to average, in the order in which to sum them."""
 
-    def ended(self, step: StepKey, *, done: bool) -> None:
-        """Learns that a step that asked is over; ``done`` unless it failed."""
-
     def applied(self) -> None:
         """Learns that the update of the chosen contributions is applied here."""
+
+
+def aggregator(gate: Gate | None) -> Aggregator:
+    """Returns a gate that averages.
+
+    Raises:
+      InvalidProgramError: it is none, or does not; the program is for another gate.
+    """
+    if not hasattr(gate, "contribute"):
+        raise InvalidProgramError(
+            "the program averages contributions, and its gate takes none; the gate may "
+            "have been opened for asynchronous training: call fit again"
+        )
+    return cast(Aggregator, gate)
 
 
 def key_of(variable: StoredVariable) -> Key:

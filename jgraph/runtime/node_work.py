@@ -30,7 +30,7 @@ from jgraph.plan.program.replay import changes_state
 from jgraph.plan.program.row_counts import at_level, level_of
 from jgraph.plan.program.row_values import moved, padded
 from jgraph.runtime.compiled.sized import SizedExecutable
-from jgraph.runtime.gate import Gate, averages
+from jgraph.runtime.gate import Gate, aggregator, averages
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.store.entry import RowsOf
 from jgraph.runtime.store.local_mesh import SpreadExecutable, whole
@@ -92,8 +92,10 @@ def work_of(
 
             return write
         case AggregateNode():
-            assert gate is not None  # the partition's
-            chosen, means = gate.chosen(), _named(loaded, node.all_variables)
+            chosen, means = (
+                aggregator(gate).chosen(),
+                _named(loaded, node.all_variables),
+            )
 
             def average() -> list[Any]:
                 made = averages(loaded.partition, node, chosen)

@@ -21,7 +21,7 @@ from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.runtime.executor import ExecutorHost, Outcome, StepRun
 from jgraph.runtime.feeds import by_name, check_feeds
-from jgraph.runtime.gate import Gate
+from jgraph.runtime.gate import Gate, aggregator
 from jgraph.runtime.loaded import LoadedPartition, load_partition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.step_times import StepTimes
@@ -422,7 +422,7 @@ class TaskRuntime:
         if not registered.applies:
             gate.ended(step, done=done)
         elif done:
-            gate.applied()
+            aggregator(gate).applied()
 
     def _check_variables(self, program: Program) -> None:
         stored = {(row.container, row.name): row.type for row in self.store.table()}

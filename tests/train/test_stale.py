@@ -4,12 +4,14 @@ import asyncio
 from typing import Any
 
 import optax
+import pytest
 from flax import nnx
 
 from jgraph.client.cluster import connect
 from jgraph.cluster import event_loop
-from jgraph.errors import JGError, StaleGradientError
+from jgraph.errors import InvalidProgramError, JGError, StaleGradientError
 from jgraph.graph.ir import TaskName
+from jgraph.runtime.gate import aggregator
 from jgraph.server.gates.stale_gate import StaleGate
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.trainer import Trainer
@@ -17,6 +19,12 @@ from tests.support.models import NnxMLP, data, nnx_loss
 from tests.support.servers import Servers
 
 STEP = ("w0", 7)
+
+
+def test_a_program_that_averages_is_refused_at_a_gate_that_takes_nothing() -> None:
+    for gate in (StaleGate(), None):
+        with pytest.raises(InvalidProgramError, match="its gate takes none"):
+            aggregator(gate)
 
 
 def test_step_that_was_let_in_and_never_came_is_refused_when_it_does() -> None:

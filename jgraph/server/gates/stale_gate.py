@@ -5,11 +5,10 @@ the others wait for its word, which costs one message per step.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
-from jgraph.errors import InternalError, JGError, StaleGradientError
-from jgraph.runtime.gate import Contribution
+from jgraph.errors import JGError, StaleGradientError
 from jgraph.runtime.rendezvous import StepKey
 
 
@@ -66,14 +65,6 @@ class StaleGate:
         else:
             self._early.add(step)
 
-    def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
-        """See ``Gate``."""
-        raise InternalError("asynchronous steps contribute nothing")
-
-    def chosen(self) -> Sequence[Contribution]:
-        """See ``Gate``."""
-        raise InternalError("asynchronous steps choose nothing")
-
     def ended(self, step: StepKey, *, done: bool) -> None:
         """See ``Gate``."""
         self._waiting.pop(step, None)
@@ -82,9 +73,6 @@ class StaleGate:
             self.updates[step[0]][self._version - read_at] += 1
             self._version += 1
         self._end(step)
-
-    def applied(self) -> None:
-        """See ``Gate``."""
 
     def replica_lost(self, handle: str) -> None:
         """A replica went away: steps that were let in and are not here never count.

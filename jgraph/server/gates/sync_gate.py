@@ -27,7 +27,7 @@ from jgraph.runtime.rendezvous import StepKey
 
 @final
 class SyncGateShell:
-    """Performs what a ``SyncGate`` says; a ``Gate`` of the runtime.
+    """Performs what a ``SyncGate`` says; an ``Aggregator`` of the runtime.
 
     Args:
       version: updates applied so far.
