@@ -160,7 +160,8 @@ class AttachedRun:
                 if newest and newest[0].epoch > self.info.epoch:
                     (self.info,) = newest
                 elif newest and newest[0].state == "running":
-                    raise told_to_end(self.info.master)  # its heir takes over just now
+                    # Its standby takes over just now.
+                    raise told_to_end(self.info.master)
                 else:
                     return
             except (ClusterUnreachableError, TaskLostError) as error:

@@ -136,7 +136,7 @@ def test_row_21_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
         pytest.param(9.0, False, ALL, id="9 s"),
         pytest.param(30.0, False, ALL, id="30 s"),
         pytest.param(30.0, True, ALL, id="detached"),
-        pytest.param(30.0, True, ALL[:1], id="detached, who decides alone"),
+        pytest.param(30.0, True, ALL[:1], id="detached, the arbiter alone"),
     ],
 )
 def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_heals(

@@ -186,7 +186,7 @@ class GatedShard:
             self.leader.lost(said)
 
     def of_gate(self, src: TaskName, kind: str, said: list[Any]) -> None:
-        """Takes what another gate says to this one, or who decides."""
+        """Takes what another gate says to this one, or the arbiter."""
         opening, *rest = said
         if opening != self.opening:
             return  # it is of a gate that was here before
@@ -213,7 +213,7 @@ class GatedShard:
         self.send(src, ("deal", loop, number, dealt))
 
     def hear(self, src: TaskName, step: Step, version: int, slot: int) -> None:
-        """A ps has a contribution: tells who decides, as soon as that is there."""
+        """A ps has a contribution: tells the arbiter, as soon as that is there."""
         leader = self.leader
         if leader is None or leader.is_over:
             self.unheard.append((src, step, version, slot))

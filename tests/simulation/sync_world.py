@@ -108,7 +108,7 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.keep_looking()
 
     def dealer_of(self, master: TaskName) -> TaskName:
-        """Returns whom a loop asks for data: who decides what counts."""
+        """Returns whom a loop asks for data: the arbiter what counts."""
         return self.deciding
 
     def acknowledge(self, batch: int, life: int) -> None:

@@ -84,7 +84,7 @@ def test_row_20_gates_are_opened_by_the_newest_master_alone() -> None:
 
 
 def cut_off(seed: int) -> SyncWorld:
-    """Runs a cluster whose master does not reach who decides for a while."""
+    """Runs a cluster whose master does not reach the arbiter for a while."""
     shards, workers = 1 + seed % 3, 1 + seed % 4
     world = SyncWorld(
         *(seed,), shards=shards, workers=workers, backups=0, steps=80, delay_s=0.3

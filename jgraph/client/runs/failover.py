@@ -199,7 +199,8 @@ def wait_for_new_master(
       JGError: there is none.
     """
     clock = SystemClock()
-    deadline = clock.now() + 2 * END_S  # a silent master is waited for by the heir, too
+    # The standby waits for a silent master, too.
+    deadline = clock.now() + 2 * END_S
     while standby_of(cluster.tasks(), old) is not None and clock.now() < deadline:
         for found in runs_of(cluster):
             if found.name == run and found.epoch > epoch:
@@ -345,7 +346,7 @@ def lost_master(error: JGError, master: TaskName) -> JGError:
 
 
 async def tell_lost(cluster: Connection, order: pb.StopLoop) -> None:
-    """Tells who decides in synchronous training that a worker is gone."""
+    """Tells the arbiter in synchronous training that a worker is gone."""
     with suppress(JGError):
         await cluster.transport.ask(
             cluster.address,

@@ -30,7 +30,7 @@ from jgraph.rpc.frames import body_of, frame
 
 @final
 class LoopHalts:
-    """Acts for the ``Cuts`` of one run; in synchronous training for who decides.
+    """Acts for the ``Cuts`` of one run; in synchronous training for the arbiter.
 
     Args:
       cluster: where the loops are.

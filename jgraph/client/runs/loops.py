@@ -63,7 +63,7 @@ class LoopHandle:
     in time. Where ``DealtData.updates`` is set, neither is the loss of the master:
     another server becomes it, and deals out what is not known to be done.
     In synchronous training all loops end then; the last report says where. The master
-    of a detached run looks after workers, and if that is lost, its heir does.
+    of a detached run looks after workers, and if that is lost, its standby does.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class LoopHandle:
                 self._cluster.call(method, order)
 
     def pause(self) -> None:
-        """Asks who decides in synchronous training to end, and returns at once."""
+        """Asks the arbiter in synchronous training to end, and returns at once."""
         if self._arbiter is not None:
             order = self._to_arbiter(self._arbiter)
             order.run, order.epoch, order.pause = self._run, self.epoch, True
@@ -394,7 +394,7 @@ class LoopHandle:
             yield from self._fail_over(error)
 
     def _await_arbiter(self, one: Loop, error: JGError) -> Iterator[LoopReport]:
-        """Waits for the link to who decides, and takes from there how far that came.
+        """Waits for the link to the arbiter, and takes from there how far that came.
 
         Raises:
           JGError: ``error``, as it is not the link alone that is lost.

@@ -7,7 +7,7 @@ on computing while the run is saved, and only what is under way, two steps per w
 most, may be in the state without being in the position of the data, or on some ps and
 not on others. Then all go on.
 
-In synchronous training nothing is under way between two updates, and who decides halts
+In synchronous training nothing is under way between two updates, and the arbiter halts
 by itself; see ``aggregation``.
 """
 

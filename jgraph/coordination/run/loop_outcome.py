@@ -28,7 +28,7 @@ class LoopOutcome(Enum):
     """The master lost the worker."""
 
     ARBITER_LOST = auto()
-    """The master lost who decides in synchronous training."""
+    """The master lost the arbiter in synchronous training."""
 
     LINK_LOST = auto()
     """The worker lost another task, which the master may still reach."""

@@ -1,9 +1,9 @@
 """Succession of masters: picks the standby of a run, and what it has to restart.
 
-The heir knows what made the run and what its loops told. It ends the loops that go on,
-which tell in an account what the old master has not passed on any more; then it begins
-their next ones. Orders of the old master, should it still be there, are refused by all
-tasks that have heard of the heir; see ``epochs``.
+The standby knows what made the run and what its loops told. It ends the loops that go
+on, which tell in a final report what the old master has not passed on any more; then it
+begins their next ones. Tasks that have heard of the standby refuse all orders of the
+old master, should it still be there; see ``MasterTerms``.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ _ON_A_PS: Final = "/job:ps/"
 def standby_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
     """Returns who goes on with the runs of a master; None: nobody could.
 
-    A run needs every ps. So the first one is the heir, and a ps that is the master
+    A run needs every ps. So the first one is the standby, and a ps that is the master
     needs none: without what it holds the run cannot go on.
 
     Args:

@@ -2621,7 +2621,7 @@ class RunQuery(_message.Message):
     come. "Master.StopRun": ask its loops to stop. "Master.RunSaved": answers when the run is
     over and its master saves no more of it.
 
-    "RunJournal" (heir -> master of a run): the frames that made it, and what its loops told,
+    "RunJournal" (standby -> master of a run): the frames that made it, and what its loops told,
     one by one to its end; the last one says how it stands then.
     """
 

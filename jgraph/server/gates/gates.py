@@ -130,7 +130,7 @@ class Gates:
                 self._post(peer, pb.GateEvent(gate=name, closed=to_status(error)))
 
     def received(self, src: TaskName, event: pb.GateEvent) -> None:
-        """Takes a message from a gate, or from who decides for this one."""
+        """Takes a message from a gate, or from the arbiter of this one."""
         # A gate is opened by calls of a master, which may overtake these messages.
         if event.opening == self._openings.get(event.gate):
             self._take(src, event)
@@ -171,7 +171,7 @@ class Gates:
         callback()
 
     def listen(self, name: str, arbiter: Decides) -> None:
-        """Makes ``arbiter`` the one who decides; it hears also what came before."""
+        """Makes ``arbiter`` the arbiter; it also hears what came before."""
         self._arbiters[name] = arbiter
         for contributed in self._unheard.pop(name, ()):
             arbiter.take(contributed)

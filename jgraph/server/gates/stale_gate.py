@@ -17,8 +17,8 @@ class StaleGate:
     """A ``Gate`` of the runtime that notes versions, and waits for leave to read.
 
     Args:
-      ask: asks the one who decides for leave; None: everybody may read at once.
-      end: tells the one who decides that this task is done with a step.
+      ask: asks the arbiter for leave; None: everybody may read at once.
+      end: tells the arbiter that this task is done with a step.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StaleGate:
             self._ask(step)
 
     def let_in(self, step: StepKey) -> None:
-        """The one who decides lets a step read, maybe before it asks."""
+        """The arbiter lets a step read, maybe before it asks."""
         waiting = self._waiting.pop(step, None)
         if waiting is not None:
             self._enter(step, waiting)

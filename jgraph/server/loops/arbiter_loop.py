@@ -117,7 +117,7 @@ class ArbiterLoop:
         """Learns that a task went away: one that has contributions, or makes them."""
         if peer in self._order.sync.shards:
             # What it was about to tell of may be lost, and it would be waited for.
-            error = TaskLostError(f"{peer} was lost to who decides", task=peer)
+            error = TaskLostError(f"{peer} is out of reach for the arbiter", task=peer)
             self._end("failed", error)
         for handle, task in self._replicas.items():
             if task == peer:

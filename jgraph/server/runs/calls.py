@@ -21,7 +21,7 @@ from jgraph.server.runs.supervisor import RunSupervisor
 
 _LOG = logging.getLogger("jgraph.recover")
 _INVITE_S: Final = 2.0
-"""Between two invitations: an heir that was started again has forgotten the last."""
+"""Between two invitations: a standby that was started again has forgotten the last."""
 _KEPT: Final = 16
 """Runs that are over and can still be looked at."""
 
@@ -83,13 +83,13 @@ class Runs:
             supervisor = RunSupervisor(order, self._peers, self._clock)
             self._save(order, supervisor)
             self._supervisors[order.run] = supervisor
-            heir = standby_of(self._peers.tasks(), self._peers.task)
-            if heir is not None:
+            standby = standby_of(self._peers.tasks(), self._peers.task)
+            if standby is not None:
                 order.master = self._peers.task
                 order.incarnation = self._peers.incarnation
                 order.version = await version_if_known(self._peers, order)
-                await self._invite(heir, order, supervisor)
-                self._do(self._keep_standby(heir, order, supervisor))
+                await self._invite(standby, order, supervisor)
+                self._do(self._keep_standby(standby, order, supervisor))
         over = [
             name
             for name, supervisor in self._supervisors.items()
@@ -100,37 +100,37 @@ class Runs:
             self._savers.pop(name, None)
         yield frame(empty=pb.Empty())
 
-    # ------------------------------------------------------------ heirs
+    # ------------------------------------------------------------ standbys
 
     async def _keep_standby(
-        self, heir: TaskName, order: pb.OpenRun, supervisor: RunSupervisor
+        self, standby: TaskName, order: pb.OpenRun, supervisor: RunSupervisor
     ) -> None:
         """Sees to it that a run has one to its end, also if that is started again."""
         while True:
             await asyncio.sleep(_INVITE_S)
             if (
                 supervisor.record.is_over
-            ):  # its heir has read so, and follows it no more
+            ):  # its standby has read so, and follows it no more
                 return
             if not supervisor.record.is_whole:
                 _LOG.warning(
-                    "run '%s' is too long to be told to another heir: if %s is started "
-                    "again, it ends with its master, %s",
-                    *(order.run, heir, order.master),
+                    "run '%s' is too long to be told to another standby: if %s is "
+                    "started again, it ends with its master, %s",
+                    *(order.run, standby, order.master),
                 )
                 return
-            await self._invite(heir, order, supervisor)
+            await self._invite(standby, order, supervisor)
 
     async def _invite(
-        self, heir: TaskName, order: pb.OpenRun, supervisor: RunSupervisor
+        self, standby: TaskName, order: pb.OpenRun, supervisor: RunSupervisor
     ) -> None:
         order.age_s, order.frames = supervisor.record.seconds, supervisor.record.frames
         try:
-            await self._peers.call(heir, "InheritRun", frame(open_run=order))
+            await self._peers.call(standby, "InheritRun", frame(open_run=order))
         except FencedError as error:
             supervisor.fail(error)
         except JGError as error:
-            _LOG.info("run '%s' has no heir now: %s", order.run, error.message)
+            _LOG.info("run '%s' has no standby now: %s", order.run, error.message)
 
     async def _inherit(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
@@ -141,16 +141,16 @@ class Runs:
                 run=order.run,
             )
         if order.run not in self._standbys:
-            heir = Standby(
+            standby = Standby(
                 *(order, self._peers, self._clock), self._succeed, self._save_on
             )
-            self._standbys[order.run] = heir
-            self._do(self._follow(order.run, heir))
+            self._standbys[order.run] = standby
+            self._do(self._follow(order.run, standby))
         yield frame(empty=pb.Empty())
 
-    async def _follow(self, run: str, heir: Standby) -> None:
+    async def _follow(self, run: str, standby: Standby) -> None:
         try:
-            await heir.work()
+            await standby.work()
         finally:
             del self._standbys[run]
 

@@ -26,7 +26,7 @@ _Do: TypeAlias = Callable[[Coroutine[Any, Any, None]], None]
 
 @final
 class RunHalts:
-    """Acts for the ``Cuts`` of one run; in synchronous training for who decides.
+    """Acts for the ``Cuts`` of one run; in synchronous training for the arbiter.
 
     Args:
       order: what the client says of the run.

@@ -1,7 +1,7 @@
 """Run journal on the master: a run's request and all reports of its loops.
 
 It is the run's journal as well: all that made the run, and all that its loops told, one
-frame after the other. The heir of the master keeps a record of its own from that.
+frame after the other. The standby of the master keeps a record of its own from that.
 """
 
 import asyncio
@@ -161,7 +161,7 @@ class Journal:
         """Ends it: "done", "stopped" or "failed"."""
         self._seconds = self.seconds
         self._state, self.error = state, error
-        # An heir that has read this does not go on with it.
+        # A standby that has read this does not go on with it.
         self._append(frame(run_table=pb.RunTable(runs=[self.row()])))
 
     def _append(self, kept: Frame) -> None:

@@ -141,7 +141,7 @@ class RollingRestart:
         self.order.version += now - version
         told = pb.OpenRun()
         told.CopyFrom(self.order)
-        self.saver.record.note(frame(open_run=told))  # for the heir of this master
+        self.saver.record.note(frame(open_run=told))  # for the standby of this master
 
     def _ps(self) -> list[TaskName]:
         return [task for task in self.peers.tasks() if task.startswith("/job:ps/")]

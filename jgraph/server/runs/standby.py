@@ -62,7 +62,7 @@ class Standby:
       saves: called when the run goes on, to save it.
 
     Attributes:
-      master: whose heir this is.
+      master: whose standby this is.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Standby:
         except (ClusterUnreachableError, FencedError, TaskLostError) as error:
             return error  # fenced: another process has the place of the master
         except JGError as error:
-            _LOG.warning("run '%s' has no heir: %s", self._order.run, error.message)
+            _LOG.warning("run '%s' has no standby: %s", self._order.run, error.message)
         return None
 
     # ------------------------------------------------------------ the journal
@@ -209,7 +209,7 @@ class Standby:
             self._ledger.add(leases_of(body.done))
 
     def _newest(self) -> list[pb.RunLoop]:
-        """Returns the last order of each replica, and of who decides."""
+        """Returns the last order of each replica, and of the arbiter."""
         arbiter = [] if self._arbiter is None else [self._arbiter]
         return [*arbiter, *self._orders.values()]
 

@@ -239,12 +239,12 @@ class Copies:
         self._session.snapshots.copy(there, at_once=True)
         self._session.snapshots.copy(copied)
         for table, again in zip(self._step.tables, step.tables, strict=True):
-            for (owner, spec), (heir, same) in zip(
+            for (owner, spec), (successor, same) in zip(
                 table.shards, again.shards, strict=True
             ):
                 task, container = homes[owner]
                 state = state_of_shard(self._cluster, task, container, spec)
-                load_shard(self._cluster, heir, again.container, same, state)
+                load_shard(self._cluster, successor, again.container, same, state)
 
     def _pairs(self) -> list[tuple[TaskName, TaskName]]:
         """Returns each ps and the one with its copy: itself if that is a log."""

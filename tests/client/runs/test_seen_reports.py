@@ -23,7 +23,7 @@ def test_steps_that_another_master_tells_again_are_not_counted_again() -> None:
     seen = ReportDeduplicator()
     told = [report("a", 0), report("a", 1, 0, 1), report("a", 2, 2)]
     assert steps_of(seen, *told) == [[], [0, 1], [2]]
-    # The heir had not heard of report 2: an account tells of it, and of what came then.
+    # The standby had not heard of report 2: an account tells of it and of the rest.
     account = report("a", 4, 2, 3, 4)
     assert steps_of(seen, *told[:2], account, report("a~2.1", 0)) == [
         *(None, None),

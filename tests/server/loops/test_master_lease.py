@@ -1,4 +1,4 @@
-"""Whether who decides hears from its master: in real time, with a lease of moments."""
+"""Whether the arbiter hears from its master: in real time, with a lease of moments."""
 
 import asyncio
 

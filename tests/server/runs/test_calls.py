@@ -1,4 +1,4 @@
-"""A master and the heir of its runs: when it is invited."""
+"""A master and the standby of its runs: when it is invited."""
 
 import asyncio
 from typing import Any, cast
@@ -45,7 +45,7 @@ REPORT = frame(loop_report=pb.LoopReport(), tensors=[np.arange(9), np.ones(9)])
 
 
 async def opened(door: Inviting) -> tuple[Runs, RunSupervisor]:
-    """Returns a master's runs, one of which is open, once its heir is invited."""
+    """Returns a master's runs, one of which is open, once its standby is invited."""
     runs = Runs(cast("StandbyPeers", door), door.clock, lambda _: {})
     order = pb.OpenRun(run="r", info='{"container": ""}')
     async for _ in runs.methods["Master.OpenRun"](frame(open_run=order)):

@@ -1,4 +1,4 @@
-"""A run whose client and master are both gone goes on with the master's heir."""
+"""A run whose client and master are both gone goes on with the master's standby."""
 
 import asyncio
 import threading
@@ -213,7 +213,7 @@ class Behind:
         yield frame(empty=pb.Empty())
 
 
-def heir(
+def standby(
     door: Behind,
     began: list[RunSupervisor],
     saves: Callable[[pb.OpenRun, RunSupervisor], None] = lambda _order, _supervisor: (
@@ -237,7 +237,7 @@ def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() 
     async def main() -> None:
         fenced = FencedError("it was started again", task=TaskName(MASTER))
         door, began = Behind([LOOP], fenced), list[RunSupervisor]()
-        await heir(door, began).work()
+        await standby(door, began).work()
         assert (await door.began.get()).epoch == 2
         (supervisor,) = began
         assert (supervisor.record.epoch, supervisor.record.is_over) == (2, False)
@@ -253,7 +253,7 @@ def test_heir_of_a_run_that_is_over_goes_on_with_nothing() -> None:
         record.end("failed", TaskLostError("gone"))
         journal = [made async for made in record.journal(0)]
         began = list[RunSupervisor]()
-        await heir(Behind(journal, TaskLostError("gone")), began).work()
+        await standby(Behind(journal, TaskLostError("gone")), began).work()
         assert not began
 
     run_async(main(), timeout_s=20)
@@ -269,7 +269,7 @@ def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers(
             Behind([LOOP], TaskLostError("lost"), then=1),
             list[RunSupervisor](),
         )
-        await heir(door, began).work()
+        await standby(door, began).work()
         assert not began
 
     run_async(main(), timeout_s=20)
@@ -279,7 +279,7 @@ def test_heir_that_was_invited_late_tells_when_steps_were_since_the_run_began() 
     async def main() -> None:
         loop = frame(run_loop=pb.RunLoop(loop="w", task=PS, began_s=90.0))
         door, began = Behind([loop], TaskLostError("lost")), list[RunSupervisor]()
-        await heir(door, began, age_s=100.0).work()
+        await standby(door, began, age_s=100.0).work()
         await door.began.get()
         (supervisor,) = began
         assert supervisor.record.seconds == 100.0
@@ -300,7 +300,7 @@ def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
 
     async def main() -> None:
         door, began = Behind([LOOP], TaskLostError("lost")), list[RunSupervisor]()
-        await heir(door, began, saves=refuse).work()
+        await standby(door, began, saves=refuse).work()
         row = began[0].record.row()
         assert (row.state, row.epoch) == ("failed", 2)  # where who watches looks
         with pytest.raises(InternalError, match="it cannot be saved"):
@@ -318,7 +318,7 @@ def test_run_whose_heir_had_not_read_what_was_done_has_failed_and_says_so(
 
     async def main() -> None:
         door, began = Behind(read, TaskLostError("lost")), list[RunSupervisor]()
-        await heir(door, began, frames=2).work()
+        await standby(door, began, frames=2).work()
         row, error = began[0].record.row(), began[0].record.error
         assert (row.state, row.epoch) == ("failed", 2)
         assert isinstance(error, CopyLostError)
@@ -334,7 +334,7 @@ def test_master_that_is_told_to_end_goes_when_its_heir_has_asked_for_all_it_did(
         door, began = Behind([LOOP], TaskLostError("lost")), list[RunSupervisor]()
         door.may_tell.clear()
         door.told_to_end.set()
-        work = asyncio.ensure_future(heir(door, began, frames=1).work())
+        work = asyncio.ensure_future(standby(door, began, frames=1).work())
         assert not (await asyncio.wait({work}, timeout=0.1))[0]
         door.may_tell.set()
         await work

@@ -1,4 +1,4 @@
-"""A run whose client and master are both killed: the master's heir goes on with it."""
+"""A run whose client and master are both killed goes on with its standby."""
 
 from collections.abc import Callable
 
