@@ -122,6 +122,14 @@ def test_small_modules_are_not_cut_from_their_only_user() -> None:
     assert len(small) <= STUBS, small
 
 
+def test_modules_that_docstrings_name_are_there() -> None:
+    dotted = re.compile(r"``((?:coordination|plan|rpc|runtime)(?:\.[a-z_]+)+)``")
+    for path in PACKAGE:
+        for named in dotted.findall(path.read_text("utf-8")):
+            home = ROOT / "jgraph" / named.replace(".", "/")
+            assert home.with_suffix(".py").is_file(), f"{name(path)}: {named}"
+
+
 def test_the_architecture_page_names_what_is_there() -> None:
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
     rows = re.findall(r"^\| .* \| `([\w/]+\.py)` \| `([\w.]+)` \|$", page, re.M)

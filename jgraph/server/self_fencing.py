@@ -1,6 +1,6 @@
 """Self-fencing of a server: holds frames until no newer process of its task exists.
 
-The shell of ``coordination.tenure``, before the service of a task.
+The shell of ``coordination.liveness.self_fencing``, before the service of a task.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ def take_records(
       src: whose records.
       dst: who has the copies.
       handles: by number, the recorded programs as ``dst`` repeats them; see
-        ``plan.replay``. Empty where ``src`` has no part in one.
+        ``plan.program.replay``. Empty where ``src`` has no part in one.
     """
     order = pb.TakeRecords(stream=stream, src=src, handles=handles)
     cluster.call(

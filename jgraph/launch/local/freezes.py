@@ -1,4 +1,4 @@
-"""Watchdog that kills frozen task processes: the shell of ``coordination.freezes``.
+"""Watchdog of frozen task processes: the shell of ``coordination.liveness.freezes``.
 
 Imports no JAX, like ``processes``.
 """

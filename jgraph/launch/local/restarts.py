@@ -1,4 +1,4 @@
-"""Restarts of task processes: the shell of ``coordination.restarts``.
+"""Restarts of task processes: the shell of ``coordination.liveness.restarts``.
 
 Imports no JAX, like ``processes``.
 """

@@ -1,7 +1,7 @@
 """Gate of one task in asynchronous training: measures and bounds staleness.
 
-With a bound, the first ps decides for all who may read (``coordination.admission``);
-the others wait for its word, which costs one message per step.
+With a bound, the first ps decides for all who may read; see
+``coordination.sync.admission``. The others wait for its word: one message per step.
 """
 
 from collections import Counter, defaultdict

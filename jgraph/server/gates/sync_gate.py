@@ -1,4 +1,4 @@
-"""Gate of one ps in synchronous training: the shell of ``coordination.sync_gate``."""
+"""Gate of one ps in synchronous training, around ``coordination.sync.sync_gate``."""
 
 from collections.abc import Callable, Sequence
 from typing import final

@@ -1,4 +1,4 @@
-"""Data dealing for the runs of one master: the shell of ``coordination.dispatch``."""
+"""Data dealing for one master's runs: the shell of ``coordination.data.dispatch``."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Step driver: the shell around ``coordination.step`` on the driver's task."""
+"""Step driver: the shell around ``coordination.step.step`` on the driver's task."""
 
 import asyncio
 import itertools

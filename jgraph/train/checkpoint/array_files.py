@@ -1,8 +1,9 @@
 """Arrays of a checkpoint as files: each task writes and reads its own shards.
 
-An array is a directory with a file per block of rows, as ``runtime.shard_files`` says,
-and as Zarr has it: Orbax reads it without jgraph. What tasks do not have, or cannot
-reach because the directory is on another disk for them, the client writes and reads.
+An array is a directory with a file per block of rows, as
+``runtime.files.shard_files`` says, and as Zarr has it: Orbax reads it without jgraph.
+What tasks do not have, or cannot reach because the directory is on another disk for
+them, the client writes and reads.
 """
 
 import logging
