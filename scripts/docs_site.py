@@ -50,7 +50,7 @@ GROUPS: Final = {
     "Looking": ["Graph", "check", "doctor", "DeviceSpec", "JGError"],
 }
 BESIDE: Final = {
-    "Training": ["jgraph.train.run.run.run.Run"],
+    "Training": ["jgraph.train.run.run.Run"],
     "Clusters": ["jgraph.client.cluster.Cluster", "jgraph.client.status.TaskStatus"],
 }
 """What users hold in their hands and do not make by name."""
