@@ -109,7 +109,7 @@ async def interrupted_once(kernel: Kernel) -> None:
     told = await kernel.run("print(run.state, run.steps)\n!ls c")
     found = re.search(r"stopped (\d+)", text_of(told))
     assert found
-    assert found[1] in text_of(told).split()[2:], "the last step was not saved"
+    assert found[1] in text_of(told).split()[2:], text_of(told)
 
 
 async def interrupted_twice(kernel: Kernel) -> None:
