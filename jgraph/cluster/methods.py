@@ -70,9 +70,8 @@ METHODS: Final[Mapping[str, Method]] = {
     "Shutdown": Method(_CLIENT, "shutdown"),
     # What a client asks of its master.
     "Master.Connect": Method(_CLIENT, "connect"),
-    "Master.Status": Method(
-        _BOTH, "empty"
-    ),  # a master asks a worker which ps that reaches
+    # A master also asks a worker which ps that reaches.
+    "Master.Status": Method(_BOTH, "empty"),
     "Master.RegisterProgram": Method(_CLIENT, "register_program"),
     "Master.UnregisterProgram": Method(_CLIENT, "program_handle"),
     "Master.Variables": Method(_CLIENT, "variable_query"),

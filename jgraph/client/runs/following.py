@@ -116,9 +116,8 @@ class ReportStreams:
         for call in self._calls:
             call.cancel()
         self._calls = []
-        event_loop.run(
-            asyncio.sleep(0)
-        )  # behind the cancelling: nothing comes of them now
+        # Behind the cancelling: nothing comes of them now.
+        event_loop.run(asyncio.sleep(0))
         return [self._items.get_nowait() for _ in range(self._items.qsize())]
 
     async def _follow(

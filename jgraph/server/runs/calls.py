@@ -108,9 +108,7 @@ class Runs:
         """Sees to it that a run has one to its end, also if that is started again."""
         while True:
             await asyncio.sleep(_INVITE_S)
-            if (
-                supervisor.record.is_over
-            ):  # its standby has read so, and follows it no more
+            if supervisor.record.is_over:  # which its standby has read
                 return
             if not supervisor.record.is_whole:
                 _LOG.warning(

@@ -52,7 +52,6 @@ def test_row_21_task_that_master_reaches_as_it_began_is_not_lost() -> None:
     began = {PS0: "a", PS1: "b"}
     assert is_link_loss(PS1, began, {PS0: "a", PS1: "b"})
     assert not is_link_loss(PS1, began, {PS0: "a"})  # the master has lost it too
-    assert not is_link_loss(
-        PS1, began, {PS0: "a", PS1: "c"}
-    )  # started again, and empty
+    again_and_empty = {PS0: "a", PS1: "c"}
+    assert not is_link_loss(PS1, began, again_and_empty)
     assert not is_link_loss(PS1, {}, {PS1: "b"})

@@ -421,10 +421,8 @@ def test_row_25_a_writer_killed_at_any_moment_loses_no_saved_step(
     step, restored = newest_good(
         tmp_path, lambda path: checkpoint.restore(path, tree(0))
     )
-    assert step in (
-        told[-1],
-        told[-1] + 1,
-    )  # it may have been killed before it could tell
+    # It may have been killed before it could tell.
+    assert step in (told[-1], told[-1] + 1)
     np.testing.assert_array_equal(restored["params"]["w"], tree(step)["params"]["w"])
     with CheckpointWriter(tmp_path, keep=3) as writer:
         names = [path.name for path in tmp_path.iterdir()]

@@ -186,6 +186,21 @@ def test_several_rows_are_fetched_at_once_where_that_is_possible() -> None:
     assert rows.asked == [[7, 2]]
 
 
+@pytest.mark.parametrize(
+    "error", [TypeError, KeyError, NotImplementedError, ValueError]
+)
+def test_what_the_first_example_raises_is_not_hidden(error: type[Exception]) -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, row: int) -> Any:
+            raise error("of the user's own code")
+
+    with pytest.raises(error, match="of the user's own code"):
+        as_dataset(Broken(), batch_size=4)
+
+
 def taken(stream: Any, count: int) -> list[int]:
     """First label of each of so many batches."""
     return [int(stream.read(0, None)["data[1]"][0]) for _ in range(count)]
