@@ -55,9 +55,11 @@ check: .venv/dev.stamp
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/pip check
 
-# The pages as a site, build/site/index.html; runs the notebooks for their pictures.
+# The outputs of the notebooks anew, where more than measured values differs; then the
+# pages as a site, build/site/index.html.
 docs: .venv/docs.stamp
-	NO_MKDOCS_2_WARNING=1 JGRAPH_DOCS_RUN=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python scripts/notebook_outputs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks selection

@@ -2,12 +2,10 @@
 
 A hook of mkdocs.yml. Pages have the links that work in the repository: those to other
 pages of the site are turned into these, and of others only the text stays. Notebooks
-are run, and their outputs shown, if JGRAPH_DOCS_RUN is 1.
+have their outputs in the repository; scripts/notebook_outputs.py writes them.
 """
 
-import base64
 import json
-import os
 import posixpath
 import re
 from pathlib import Path
@@ -125,21 +123,9 @@ class Examples(griffe.Extension):  # type: ignore[misc, unused-ignore]
 
 
 def notebook_page(path: Path) -> str:
-    """A notebook as Markdown; with its outputs if they are wanted."""
-    text = path.read_text("utf-8")
-    run = os.environ.get("JGRAPH_DOCS_RUN") == "1"
-    notebook = executed(text) if run else json.loads(text)
+    """A notebook as Markdown, with its outputs."""
+    notebook = json.loads(path.read_text("utf-8"))
     return "\n\n".join(cell_text(cell) for cell in notebook["cells"]) + "\n"
-
-
-def executed(text: str) -> Any:
-    import nbformat
-    from nbclient import NotebookClient
-
-    node = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
-    resources = {"metadata": {"path": str(ROOT)}}
-    NotebookClient(node, timeout=300, resources=resources).execute()
-    return node
 
 
 def cell_text(cell: Any) -> str:
@@ -155,16 +141,8 @@ def output_text(output: Any) -> str:
         return f"```text\n{''.join(output['text']).rstrip()}\n```"
     data = output.get("data", {})
     if "image/png" in data:
-        picture = data["image/png"].strip()
+        picture = "".join(data["image/png"]).strip()
         return f'<img alt="output" src="data:image/png;base64,{picture}">'
     if "text/html" in data:
-        text = "".join(data["text/html"])
-        if "<iframe" not in text:
-            return f"<div>{' '.join(text.split())}</div>"
-        # A picture with scripts of its own: in a frame, and without blank lines.
-        frame = base64.b64encode(text.encode()).decode()
-        return (
-            f'<iframe src="data:text/html;base64,{frame}" loading="lazy" '
-            'style="width: 100%; height: 580px; border: 0"></iframe>'
-        )
+        return f"<div>{' '.join(''.join(data['text/html']).split())}</div>"
     return f"```text\n{''.join(data.get('text/plain', ''))}\n```" if data else ""

@@ -6,7 +6,9 @@ can be pointed at an accelerator (``JAX_PLATFORMS=cuda pytest -m gpu``).
 
 import atexit
 import gc
+import hashlib
 import os
+import platform
 import shutil
 import tempfile
 from importlib.metadata import version
@@ -32,7 +34,10 @@ if "JGRAPH_HOME" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JGRAPH_HOME"], ignore_errors=True)
 
 from collections.abc import Generator, Iterator
+from datetime import datetime
+from pathlib import Path
 
+import jax
 import pytest
 from hypothesis import settings
 
@@ -53,12 +58,56 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 gc.disable()
 
 
+def this_cpu() -> str:
+    """Tells CPUs apart for which XLA makes other code."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else platform.processor()
+    known = sorted({line for line in text.splitlines() if line.startswith("flags")})
+    return hashlib.sha256("".join(known or [text]).encode()).hexdigest()[:12]
+
+
+def forget_unused(compiled: Path, days: int = 7) -> None:
+    """Removes what no run of the tests has read for so long."""
+    longest_ago = datetime.now().timestamp() - days * 24 * 3600
+    for entry in compiled.iterdir():
+        if entry.stat().st_atime < longest_ago:
+            entry.unlink(missing_ok=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps what XLA compiles, for other workers of pytest and for the next run.
+
+    A fifth of the time of a second run, and a twentieth of a first one: tests of one
+    model compile the same programs. An entry that a worker is still writing, or was
+    killed while writing, cannot be read: it is compiled, and the warning is ignored.
+    Processes that tests start compile as those of users do.
+    """
+    cache = getattr(config, "cache", None)
+    if cache is None or os.environ["JAX_PLATFORMS"] != "cpu":
+        return
+    compiled = Path(cache.mkdir(f"compiled-{this_cpu()}"))
+    if not hasattr(config, "workerinput"):  # before there are others that read
+        forget_unused(compiled)
+    jax.config.update("jax_compilation_cache_dir", str(compiled))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite",
         action="store_true",
         help="write golden files from what the code gives now; then read the diff",
     )
+    for option, table in (("--row", "faults"), ("--bad-input-row", "bad inputs")):
+        parser.addoption(
+            option,
+            action="append",
+            type=int,
+            default=[],
+            metavar="NUMBER",
+            help=f"run the tests of this row of the {table} in docs/reliability.md",
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,13 +116,34 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+def _select_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what carries no marker of the rows that were asked for, if any were."""
+    asked = {name: config.getoption(name) for name in ("row", "bad_input_row")}
+    if not any(asked.values()):
+        return
+    kept: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        shown = any(
+            set(mark.args) & set(numbers)
+            for name, numbers in asked.items()
+            for mark in item.iter_markers(name)
+        )
+        (kept if shown else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Puts what takes long first, so that no worker has it left at the end.
 
     Tests with processes of their own are then one worker's, which waits much, while the
     other computes; two of them at once would slow each other down.
     """
+    _select_rows(config, items)
     first = ("procs", "slow")
     items.sort(key=lambda item: [not item.get_closest_marker(name) for name in first])
 

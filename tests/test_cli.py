@@ -21,20 +21,12 @@ from jgraph.errors import (
     JGError,
     PortInUseError,
 )
+from tests.support.cli import run
 
 COMMANDS_HERE = {
     c.name or c.callback.__name__  # type: ignore[union-attr]  # ours all have a callback
     for c in cli.app.registered_commands
 }
-
-
-def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of ``jgraph ARGS`` in this process."""
-    with pytest.raises(SystemExit) as stop:
-        cli.main(args)
-    out, err = capsys.readouterr()
-    code = stop.value.code
-    return (code if isinstance(code, int) else 0), out, err
 
 
 def test_version_prints_one_line_per_package(

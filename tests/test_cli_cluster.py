@@ -15,39 +15,9 @@ import psutil
 import pytest
 
 from jgraph.client.cluster import connect
+from tests.support.cli import Shell
 
 pytestmark = pytest.mark.procs
-
-
-class Shell:
-    """Runs ``jgraph …`` with a home of its own."""
-
-    def __init__(self, home: Path) -> None:
-        inherited = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-        self.environment = {**inherited, "JGRAPH_HOME": str(home)}
-        self.token = home / "token"
-        self.command = [sys.executable, "-c", "from jgraph.cli import main; main()"]
-
-    def __call__(
-        self, *args: str, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*self.command, *args],
-            env={**self.environment, **environment},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-
-    def start(self, *args: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*self.command, *args],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
 
 
 @pytest.fixture
@@ -114,7 +84,7 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
     ended = jgraph("down")
     assert ended.returncode == 0
     assert "0 processes left" in ended.stdout
-    assert not any(map(_runs, [facts["keeper"], *now.values()]))
+    assert not any(map(_runs, [facts["daemon"], *now.values()]))
     again = jgraph("down")  # there is nothing to do
     assert (again.returncode, "nothing to stop" in again.stdout) == (0, True)
     gone = jgraph("status", facts["target"])
@@ -132,10 +102,10 @@ def test_going_up_and_down_loads_jax_in_the_tasks_only() -> None:
     assert done.stdout == "False\n"
 
 
-def test_killed_keeper_takes_its_tasks_along(jgraph: Shell) -> None:
+def test_killed_daemon_takes_its_tasks_along(jgraph: Shell) -> None:
     facts = json.loads(jgraph("up", "--ps", "0", "--workers", "1", "--json").stdout)
     processes = [psutil.Process(pid) for pid in facts["pids"].values()]
-    os.kill(facts["keeper"], signal.SIGKILL)
+    os.kill(facts["daemon"], signal.SIGKILL)
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert not alive
     assert jgraph("up", "--ps", "0", "--workers", "1").returncode == 0

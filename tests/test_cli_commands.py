@@ -15,7 +15,7 @@ from jgraph.cli.top import Sight
 from jgraph.client.inspect import status_of
 from jgraph.client.status import ClusterStatus
 from jgraph.server.server import Server
-from tests.test_cli import run
+from tests.support.cli import run
 
 
 def walk(command: Any, *path: str) -> Iterator[tuple[str, Any]]:

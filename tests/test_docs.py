@@ -10,15 +10,7 @@ import pytest
 import jgraph
 from jgraph.cli import app
 from jgraph.cluster.spec import ClusterSpec, TFConfig
-
-ROOT = Path(__file__).parent.parent
-PATTERNS = ("*.md", "docs/*.md", "*/README.md", "jgraph/*/README.md")
-PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
-
-
-def blocks(page: str, language: str) -> list[str]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+from tests.support.pages import PAGES, ROOT, blocks
 
 
 def lines_of(example: str, directory: Path) -> list[str]:
@@ -53,12 +45,12 @@ def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "guide",
     [
-        *("checkpoints", "concepts", "data", "training"),
+        *("checkpoints", "concepts", "data"),
         *(
             pytest.param(guide, marks=pytest.mark.nightly)
             for guide in (
                 *("coming-from-keras", "embeddings", "pipelines"),
-                *("placement", "strategies"),
+                *("placement", "strategies", "training"),
             )
         ),
     ],

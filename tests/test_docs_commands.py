@@ -16,10 +16,9 @@ from flax import nnx
 import jgraph as jg
 from jgraph import cli
 from jgraph.launch.local.daemon import find
+from tests.support.cli import Shell, run
 from tests.support.models import data, nnx_loss
-from tests.test_cli import run
-from tests.test_cli_cluster import Shell
-from tests.test_docs import PAGES, ROOT, blocks
+from tests.support.pages import PAGES, ROOT, blocks
 
 CLUSTER = "tests/test_cli_cluster.py"
 UP = f"{CLUSTER}::test_cluster_goes_up_shows_itself_and_goes_down"
@@ -115,7 +114,7 @@ def test_the_commands_of_the_pages_do_what_they_say(
             words = [w.replace("jgraph://head:8470", kept.target) for w in words]
         if words[0] == "certs":  # each page makes its own
             shutil.rmtree("certs", ignore_errors=True)
-        if words[0] == "up":  # its keeper is no child of the tests
+        if words[0] == "up":  # its daemon is no child of the tests
             done = Shell(world / "home")(*words)
             code, out, err = done.returncode, done.stdout, done.stderr
         else:

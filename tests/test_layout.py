@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,20 @@ def imports_of(path: Path) -> set[str]:
 
 def test_there_are_sources_to_check() -> None:
     assert len(PACKAGE) > 20
+
+
+def test_what_several_tests_need_is_in_support_and_imported_from_there() -> None:
+    tests = [path for path in SOURCES if path.is_relative_to(ROOT / "tests")]
+    support = ROOT / "tests/support"
+    of_pytest = ("test_", "conftest.")
+    for path in tests:
+        assert path.is_relative_to(support) or path.name.startswith(of_pytest), (
+            f"{name(path)} belongs to tests/support"
+        )
+    of_a_test = re.compile(r"\bfrom tests\.(?:\w+\.)*(?:test_\w+|conftest) import\b")
+    for path in SOURCES:
+        found = of_a_test.findall(path.read_text("utf-8"))
+        assert not found, f"{name(path)}: {found}"
 
 
 def test_only_compat_touches_jax_internals() -> None:
@@ -133,13 +148,34 @@ def test_modules_that_docstrings_name_are_there() -> None:
 def test_the_architecture_page_names_what_is_there() -> None:
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
     rows = re.findall(r"^\| .* \| `([\w/]+\.py)` \| `([\w.]+)` \|$", page, re.M)
-    assert len(rows) == 10
+    assert len(rows) >= 10
     for file, function in rows:
         body = ast.parse((ROOT / "jgraph" / file).read_text("utf-8")).body
         for part in function.split("."):
             found = [n for n in body if getattr(n, "name", None) == part]
             assert found, f"{file} has no {function}"
             body = getattr(found[0], "body", [])
+
+
+def machines() -> Iterator[tuple[Path, str]]:
+    """State machines of the cluster: the module of each, and its class."""
+    for path in (ROOT / "jgraph/coordination").glob("*/*.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                methods = {getattr(part, "name", "") for part in node.body}
+                doc = ast.get_docstring(node) or ""
+                if "handle" in methods or doc.startswith("State machine"):
+                    yield path, node.name
+
+
+def test_every_state_machine_has_a_transcript() -> None:
+    assert len(list(machines())) > 15
+    for path, machine in machines():
+        package, module = path.parent.name, path.stem
+        scripts = ROOT / "tests/coordination" / package / "testdata" / module
+        made = re.compile(rf"^{machine}\b", re.M)
+        found = [script.read_text("utf-8") for script in scripts.glob("*.txt")]
+        assert any(map(made.search, found)), f"{scripts} has no {machine}"
 
 
 def texts() -> list[Path]:

@@ -5,7 +5,6 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -28,47 +27,9 @@ from jgraph.train.checkpoint.flax_checkpoints import Imported
 from jgraph.train.run.notebook import CellView
 from jgraph.train.run.report import Report
 from jgraph.train.run.standings import WorkerStanding
-from tests.test_public import PUBLIC
+from tests.support.shown_html import EVIL, Tags
 
-EVIL = "'\"><img src=x onerror=alert(1)><script>alert(1)</script>"
 X = np.ones((8, 2), np.float32)
-VOID = {"br", "img", "input", "hr", "meta"}
-
-
-class Tags(HTMLParser):
-    """Collects the elements of a page, and those of the pages inside its frames."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.handlers: list[str] = []
-        self.texts: list[str] = []
-        self.frames: list[Tags] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-        self.frames += [Tags(v or "") for name, v in attrs if name == "srcdoc"]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.handlers += [name for name, _ in attrs if name.startswith("on")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> closes another element"
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data if self.open[-1:] == ["script"] else "")
-
-    @property
-    def runs(self) -> str:
-        """What a browser would run of the page."""
-        told = [*self.handlers, *self.texts, *(frame.runs for frame in self.frames)]
-        return " ".join(told)
 
 
 def told_by_a_wrong_master(status: ClusterStatus) -> ClusterStatus:
@@ -162,7 +123,7 @@ def made() -> Iterator[dict[str, Any]]:
             *(EVIL, EVIL, 1, 2, 3.0, TaskName(EVIL), 0, 4, (EVIL,), EVIL, EVIL),
             synchronous=False,
             checkpoints=EVIL,
-            epoch=1,
+            term=1,
         ),
         "Graph.show": graph.show(),
         "Pipeline.schedule": pipe.schedule,
@@ -203,7 +164,7 @@ NO_OBJECTS = {
 }
 """Public names that give nothing of ours to look at, and what they give."""
 SHOWN = [
-    *sorted(set(PUBLIC) - NO_OBJECTS.keys()),
+    *sorted(set(jg.__all__) - NO_OBJECTS.keys()),
     *("Session.make_callable", "Session.run_metadata", "Session.plan", "Run"),
     *("Run.profile", "Trainer.plan", "Cluster.status", "Cluster.events"),
     *(
@@ -221,7 +182,7 @@ def test_every_public_name_is_shown_here_or_gives_nothing_to_show(
     made: dict[str, Any],
 ) -> None:
     assert set(SHOWN) == made.keys()
-    assert NO_OBJECTS.keys() < set(PUBLIC)
+    assert NO_OBJECTS.keys() < set(jg.__all__)
     for cluster in (jg.LocalCluster, jg.RayCluster):
         assert issubclass(cluster, Cluster)
 
@@ -233,8 +194,9 @@ def test_a_public_object_says_what_it_is(name: str, made: dict[str, Any]) -> Non
     assert 3 < len(text) < 3000
 
 
+@pytest.mark.bad_input_row(25)
 @pytest.mark.parametrize("name", SHOWN)
-def test_row_25_an_object_is_html_in_a_notebook_and_runs_nothing_of_what_it_shows(
+def test_an_object_is_html_in_a_notebook_and_runs_nothing_of_what_it_shows(
     name: str, made: dict[str, Any]
 ) -> None:
     page = Tags(made[name]._repr_html_())
@@ -244,7 +206,8 @@ def test_row_25_an_object_is_html_in_a_notebook_and_runs_nothing_of_what_it_show
     assert "onerror" not in page.runs
 
 
-def test_row_25_every_class_that_is_html_in_a_notebook_is_shown_here(
+@pytest.mark.bad_input_row(25)
+def test_every_class_that_is_html_in_a_notebook_is_shown_here(
     made: dict[str, Any],
 ) -> None:
     modules = [

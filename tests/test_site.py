@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 def test_the_site_builds_with_every_public_name_and_pages_from_outside_of_docs(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("mkdocs", reason="needs pip install 'jgraph[docs]'")
-    pytest.importorskip("mkdocstrings", reason="needs pip install 'jgraph[docs]'")
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(package, reason="needs pip install 'jgraph[docs]'")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],
         cwd=ROOT,
@@ -37,5 +37,6 @@ def test_the_site_builds_with_every_public_name_and_pages_from_outside_of_docs(
     assert set(jgraph.__all__) - outside <= shown
     assert 'href="notebooks/05_jgraph_from_scratch.html"' in page("index")
     assert 'href="../architecture.html"' in page("notebooks/05_jgraph_from_scratch")
+    assert "plan train_step" in page("notebooks/01_quickstart")  # a picture's title
     for name in ("security", "benchmarks", "examples", "changelog", "errors"):
         assert "</html>" in page(name)

@@ -44,14 +44,15 @@ class Session:
       cluster: a ``LocalCluster`` or what ``jg.connect`` gave.
       container: where variables live that have no container of their own. Sessions
         of one container share variables by name; those of two never do.
-      soft_placement: an operation that asks for a kind of device that its task does
-        not have (``jg.device("/gpu:0")``) runs on the one that it has. Else that is an
+      soft_placement: an operation that asks for a kind of device that its task does not
+        have (``jg.device("/gpu:0")``) runs on a device that the task has. Else it is an
         error, which names the operation and its line.
-      platforms: kinds of device, ``("cpu", "cuda")``, that all code is compiled for
-        beside that of its task, so that the same program also runs where it is moved.
-        For a task that did not answer yet it is those two anyway.
-      placement: what ``jg.auto`` gave: places what nobody has placed by predicted time
-        and memory, variables too. If unset, that is done by bytes on the wire.
+      platforms: kinds of device, ``("cpu", "cuda")``, for which all code is compiled
+        beside the kind of its task, so that the program also runs on another task. For
+        a task that has not answered yet it is compiled for both.
+      placement: what ``jg.auto`` gave: it places operations and variables without a
+        device by predicted time and memory. If unset, they are placed by bytes on the
+        wire.
 
     Example:
       >>> import jax.numpy as jnp
@@ -261,8 +262,8 @@ class Session:
     def snapshot(self, variables: Variable | Iterable[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name, those of each task at one moment.
 
-        Others may update them meanwhile, and wait for nothing. Each task needs memory
-        for its variables twice until they are read.
+        Other steps may update the variables meanwhile, without waiting. Until the
+        values are read each task needs twice the memory of its variables.
 
         Raises:
           ConfigError: two of them have one name, in different containers.

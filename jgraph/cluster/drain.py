@@ -23,7 +23,7 @@ async def holding(
     Yields what became of it: "held", "lost" before it is held again, "told" at last.
 
     Args:
-      call: makes the call of ``Farewell``.
+      call: makes the call of ``DrainHold``.
     """
     while True:
         replies, said = call(), ""
@@ -48,7 +48,7 @@ SHARE: Final = 2 / 3
 
 
 @final
-class Farewell:
+class DrainHolders:
     """Of one task: who would be told of its end."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Farewell:
             if not self._held:
                 self._free.set()
 
-    async def say(self, limit_s: float) -> None:
+    async def announce(self, limit_s: float) -> None:
         """Tells all of the end, and waits until they have let go, or ``limit_s``."""
         self._said.set()
         with suppress(TimeoutError):

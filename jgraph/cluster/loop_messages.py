@@ -10,6 +10,8 @@ import numpy as np
 
 from jgraph.coordination.data.dispatch import LEASE_S
 from jgraph.coordination.data.slots import Lease, SlotPlan
+from jgraph.coordination.run.recovery import Recovery
+from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
@@ -29,17 +31,24 @@ class Detached:
       about: what whoever attaches to the run must know.
       saves: what the master saves; None: nothing.
       source: JSON of what workers open; empty: they were given arrays.
-      records: what tasks record of a worker's program.
+      copies: what is kept of the ps; None: nothing.
       programs: of workers and ps, and what is run before; see ``Master.KeepProgram``.
       gate: of asynchronous training.
+      wait_s: how long it waits for tasks that it cannot go on without.
     """
 
     about: Mapping[str, Any]
     saves: pb.RunSaves | None = None
     source: str = ""
-    records: Sequence[pb.TaskRecords] = ()
+    copies: pb.RunCopies | None = None
     programs: Sequence[Frame] = ()
     gate: pb.OpenGate | None = None
+    wait_s: float = WAIT_S
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the master gives a ps again what its process before held."""
+        return self.saves is not None or self.copies is not None
 
 
 @final
@@ -59,8 +68,8 @@ class DealtData:
       stop: set from another thread: wait no longer.
       detached: set: the run goes on when its client is gone.
       first: updates before the run.
-      halt_every: halt all loops when a multiple of so many updates is passed, and let
-        them go on with ``LoopHandle.go_on``; 0: never.
+      halt_every: halt all loops when a multiple of one of these, in updates, is passed,
+        and let them go on with ``LoopHandle.go_on``.
       halt_s: or after so long.
     """
 
@@ -74,7 +83,7 @@ class DealtData:
     stop: threading.Event = field(default_factory=threading.Event)
     detached: Detached | None = None
     first: int = 0
-    halt_every: int = 0
+    halt_every: Sequence[int] = ()
     halt_s: float = 0.0
 
 
@@ -91,11 +100,11 @@ class SyncRequest:
       shards: the tasks with gates; the first one decides.
       plan: slots of the data that it deals out to the replicas.
       position: where in the data to begin; see ``Dispatch``.
-      run: which run it is part of, and under which epoch of masters; empty: its own.
-      epoch: likewise.
+      run: which run it is part of, and under which term of a master; empty: its own.
+      term: likewise.
       detached: as in ``DealtData``.
-      halt_every: stand still at multiples of so many updates until told to go on; 0:
-        never.
+      halt_every: stand still at the multiples of each of these, in updates, until told
+        to go on.
       halt_s: or until so long.
     """
 
@@ -107,9 +116,9 @@ class SyncRequest:
     plan: SlotPlan
     position: Mapping[str, Any] | None = None
     run: str = ""
-    epoch: int = 1
+    term: int = 1
     detached: Detached | None = None
-    halt_every: int = 0
+    halt_every: Sequence[int] = ()
     halt_s: float = 0.0
 
 
@@ -194,6 +203,8 @@ class LoopReport:
       data_done: batches done since the loop began.
       halted: of a loop that stands still: the number of the order, or of updates.
       in_flight: then, steps that may still be applied.
+      restored: "restored": what the run lost, and to where it went back; ``number`` is
+        that of the time.
     """
 
     replica: int
@@ -215,6 +226,7 @@ class LoopReport:
     data_done: int = 0
     halted: int = 0
     in_flight: int = 0
+    restored: Recovery | None = None
 
 
 def report_of(request: LoopRequest, message: Frame) -> LoopReport:
@@ -233,14 +245,24 @@ def report_of(request: LoopRequest, message: Frame) -> LoopReport:
         dropped={TaskName(task): count for task, count in body.dropped.items()},
         position=json.loads(body.data_position or "null"),
         done=tuple(leases_of(body.done)),
-        number=body.number,
+        number=body.restored.number or body.number,
         loop=body.loop,
         handle=body.handle,
         sent_s=body.seconds,
         data_done=body.data_done,
         halted=body.halted,
         in_flight=body.in_flight,
+        restored=recovery_of(body),
     )
+
+
+def recovery_of(body: pb.LoopReport) -> Recovery | None:
+    """Returns that a run went back, if this is what a report tells."""
+    if not body.HasField("restored"):
+        return None
+    told = body.restored
+    lost = tuple(TaskName(task) for task in told.lost)
+    return Recovery(lost, step=told.step, back_to=told.back_to)
 
 
 def lost_report(request: LoopRequest, error: JGError) -> LoopReport:

@@ -49,6 +49,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "ReadTable": Method(_TASK, "hash_table_call"),
     "LoadTable": Method(_TASK, "hash_table_call"),
     "Reset": Method(_TASK, "reset"),
+    "MoveVariables": Method(_TASK, "move_variables"),
     "Runs": Method(_TASK, "empty"),
     "InheritRun": Method(_TASK, "open_run"),
     # What the standby of a run asks of its master.
@@ -64,9 +65,9 @@ METHODS: Final[Mapping[str, Method]] = {
     "SaveShards": Method(_BOTH, "shard_files"),
     "LoadShards": Method(_BOTH, "shard_files"),
     "KeepRecords": Method(_BOTH, "keep_records"),
-    "TakeRecords": Method(_CLIENT, "take_records"),
-    "EndRecords": Method(_CLIENT, "end_records"),
-    "Farewell": Method(_BOTH, "empty"),  # a master, for a run whose client is gone
+    "TakeRecords": Method(_BOTH, "take_records"),
+    "EndRecords": Method(_BOTH, "end_records"),
+    "DrainHold": Method(_BOTH, "empty"),  # a master, for a run whose client is gone
     "Shutdown": Method(_CLIENT, "shutdown"),
     # What a client asks of its master.
     "Master.Connect": Method(_CLIENT, "connect"),

@@ -16,6 +16,7 @@ from jgraph.errors import DeviceSpecError
 from jgraph.view import markup
 
 TaskName = NewType("TaskName", str)
+
 """Canonical name of one task, for example ``/job:ps/task:0``."""
 
 _FIELDS = (
@@ -32,14 +33,24 @@ _TASK = re.compile(r"([a-zA-Z][a-zA-Z0-9_]*):([0-9]{1,3})")  # more is a port
 _EXAMPLE = "/job:worker/task:0/device:cpu:0"
 
 
+def is_ps(task: str) -> bool:
+    """Whether a task is a parameter server, which holds variables of others.
+
+    Example:
+      >>> is_ps("/job:ps/task:0"), is_ps("/job:worker/task:0")
+      (True, False)
+    """
+    return task.startswith("/job:ps/")
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """A possibly partial device: every field may be unset (``None``).
 
     ``device_index`` None with a ``device_type`` means any device of that type
-    (``/device:cpu:*``). ``beside`` is a variable whose job and task are under the
-    fields that are set, its name quoted as in URLs (see ``colocate_with``).
+    (``/device:cpu:*``). ``beside`` is the name, quoted as in URLs, of a variable whose
+    task is meant where the fields do not say another one (see ``colocate_with``).
 
     Example:
       >>> spec = DeviceSpec.from_string("/job:ps/task:1/cpu:0")

@@ -71,9 +71,9 @@ class Variable:
       partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or
         ``"mod"`` (every n-th).
       shard_devices: where each shard lives, merged over ``device``.
-      table: it is the column of this name of a hash table; then it is used by rows
+      table: the column of a hash table that the variable is; it is then used by rows
         only, and its initial value, of one row per shard, is not used. With
-        ``shard_devices`` the table has a shard on each of them, all like this one.
+        ``shard_devices`` the table has a shard on each of them.
 
     Attributes:
       spec: name, shape, dtype and device, as graphs know them.

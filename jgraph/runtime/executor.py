@@ -128,6 +128,7 @@ class StepRun:
         self.over = False
         self.working: set[int] = set()
         """Nodes that were given to a thread, or compute here, and have not ended."""
+        self._when_settled: list[Callable[[], None]] | None = None
         self.times = StepTimes()
         if trace:
             self.times.nodes = np.full((self._left, 3), np.nan)
@@ -152,6 +153,15 @@ class StepRun:
     def abort(self, error: BaseException) -> None:
         """Ends the step with ``error``; work already submitted is not undone."""
         self._finish(error)
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once no work of a step that is over goes on."""
+        if not self.working:
+            callback()
+        elif self._when_settled is None:
+            self._when_settled = [callback]
+        else:
+            self._when_settled.append(callback)
 
     def _drain(self) -> None:
         # A loop, not recursion: completions of cheap nodes come back at once.
@@ -256,6 +266,10 @@ class StepRun:
 
     def _worked(self, index: int, result: list[Any] | BaseException) -> None:
         self.working.discard(index)
+        if self._when_settled is not None and not self.working:
+            for settled in self._when_settled:
+                settled()
+            self._when_settled = None
         if isinstance(result, BaseException):
             self._finish(result)
             return

@@ -201,13 +201,19 @@ class TaskRuntime:
         """See ``jgraph.runtime.feeds``."""
         check_feeds(self.program(handle), feeds)
 
-    def unregister(self, handle: str) -> None:
-        """Forgets a program; its steps in flight are cancelled."""
+    def unregister(self, handle: str) -> list[StepRun]:
+        """Forgets a program; its steps in flight are cancelled.
+
+        Returns:
+          Those of which work goes on, which may change variables yet.
+        """
         self._programs.pop(handle, None)
         stopped = CancelledStepError(f"program '{handle}' was removed from {self.task}")
         for step in [key for key in self._steps if key[0] == handle]:
             self.abort(step, stopped)
         self._rendezvous.finish_program(handle)
+        self._left_behind = [one for one in self._left_behind if one[3].working]
+        return [one[3] for one in self._left_behind if one[3].step[0] == handle]
 
     def start_step(
         self,

@@ -59,7 +59,7 @@ def serve(
         nonlocal code
         if number == signal.SIGTERM:
             code = sigterm_code
-        _LOG.info("%s ends on %s", server.task, signal.Signals(number).name)
+        _LOG.info("%s got %s and ends", server.task, signal.Signals(number).name)
         end(DRAIN_S if number == signal.SIGTERM else 1.0)
 
     signal.signal(signal.SIGTERM, on_signal)
@@ -75,7 +75,7 @@ def serve(
         loading.join()
     code = code if server.replaced is None else REPLACED
     if server.computes:  # for whose thread the end of Python would wait
-        _LOG.warning("%s ends though something still computes", server.task)
+        _LOG.warning("%s exits while a computation still runs", server.task)
         leave(code)
     return code
 

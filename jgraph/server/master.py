@@ -211,8 +211,8 @@ class Master:
         where = self.address(task)
         return self._transport.call(where, method, request, timeout_s=bounded_s(0.0))
 
-    async def register(self, request: Frame, only: TaskName | None = None) -> Frame:
-        """Passes every task, or only one, its part of a program."""
+    async def register(self, request: Frame) -> Frame:
+        """Passes every task its part of a program."""
         body = body_of(request)
         program = decode_program(body.program, request.tensors)
         participants = [partition.task for partition in program.partitions]
@@ -230,8 +230,7 @@ class Master:
             )
             return int(body_of(reply).compilations)
 
-        wanted = [task for task in participants if only in (None, task)]
-        counts = await asyncio.gather(*map(register, wanted))
+        counts = await asyncio.gather(*map(register, participants))
         return frame(
             program_handle=pb.ProgramHandle(
                 handle=body.handle, compilations=sum(counts)

@@ -62,14 +62,14 @@ class OverdueWatch:
         self._silent = self._silent + 1 if self._is_silent() else 0
         if self._silent >= _SILENT_LOOKS:
             what = ", ".join(self._runtime.computing()) or "a computation"
-            return f"{what} keeps the event loop for over {_SILENT_LOOKS} s"
+            return f"{what} blocks the event loop for over {_SILENT_LOOKS} s"
         left = self._runtime.overdue_computations()
         # Who interrupts a step says nothing of how long it would take.
         late_s = [one.seconds for one in left if one.is_late]
         if max(late_s, default=0.0) < self._limit_s:
             return ""
         first = left[0]  # later ones may wait for what it holds
-        return f"{first.what} goes on {first.seconds:.0f} s after its step was over"
+        return f"{first.what} still runs {first.seconds:.0f} s after its step was over"
 
     def _is_silent(self) -> bool:
         """Whether the event loop computes and has not turned since the last look."""

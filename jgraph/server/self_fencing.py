@@ -208,7 +208,9 @@ class FencedHandler:
                 case AskAgain(after_s):
                     self._asking = asyncio.ensure_future(self._ask(after_s))
                 case GoOn():
-                    _LOG.info("%s was away, and has its place still", self._task)
+                    _LOG.info(
+                        "%s was stopped, and no other process has its place", self._task
+                    )
                     self._settled.set()
                     self._do_what_came()
                 case Leave(away_s):
@@ -237,7 +239,7 @@ class FencedHandler:
         try:
             theirs = await self._asker.who_is_at(self.address, CONNECT_TIMEOUT_S)
         except Exception as error:  # noqa: BLE001  # or all would wait for ever
-            _LOG.info("who is at %s is not known: %s", self.address, error)
+            _LOG.info("cannot find out which process is at %s: %s", self.address, error)
             return FoundNobody()
         if theirs.task != self._task:
             return FoundNobody()

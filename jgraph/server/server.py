@@ -193,18 +193,18 @@ class Server:
         Unix sockets; ``"grpc"`` all of them over the network.
       tls: the directory that ``jgraph certs`` wrote, or the ``TLS`` files of this
         task: whoever connects must have a certificate too. None speaks plain text.
-      token_file: what whoever calls must show, in a file that others may not read; if
-        unset, that of the environment variable ``JGRAPH_TOKEN_FILE``, beside the
-        certificates, or the user's own in ``~/.jgraph``.
+      token_file: the token that every caller must show, in a file that other users may
+        not read; if unset, the file that the environment variable ``JGRAPH_TOKEN_FILE``
+        names, the one beside the certificates, or the user's own in ``~/.jgraph``.
       insecure_i_accept: listen beyond loopback without ``tls``: whoever can read the
         network sees the token, and with it may run programs here.
       allow_sources: functions that a ``jg.Source.grain`` may call here, as patterns of
         ``"package.module:function"``.
-      max_request_bytes: how much of what clients send it takes in at once; who sends
-        more waits for its turn. A quarter of the free memory unless given.
-      overdue_s: a computation that goes on for so long after the time of its step
-        was up ends this process, with exit code 76, for somebody to start it again.
-        None: never; nothing else can end what computes.
+      max_request_bytes: how many bytes of requests the server holds at once; a client
+        that sends more waits for its turn. A quarter of the free memory unless given.
+      overdue_s: a computation that still runs so many seconds after the deadline of its
+        step ends this process, with exit code 76, so that a launcher starts it again.
+        None: never; nothing else can end a computation.
       start: whether to start at once.
 
     Raises:

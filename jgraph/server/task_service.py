@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from jgraph.clock import Clock
-from jgraph.cluster.drain import SHARE, Farewell
+from jgraph.cluster.drain import SHARE, DrainHolders
 from jgraph.cluster.events import EventLog
 from jgraph.cluster.log_tail import log_tail
 from jgraph.cluster.methods import Answer, check_request
@@ -91,7 +91,7 @@ class TaskService:
         self.leaving = False
         """It was told to end; those who hold it may still use it."""
         self.draining = False
-        self.farewell = Farewell()
+        self.holders = DrainHolders()
         self.events = EventLog(task)
         self.replaced: FencedError | None = None
         """Set: another process has the place of this one, which ends."""
@@ -123,8 +123,9 @@ class TaskService:
             "SaveShards": self._save_shards,
             "LoadShards": self._load_shards,
             "Reset": self._reset,
+            "MoveVariables": self._move_variables,
             "TaskLog": self._task_log,
-            "Farewell": self.farewell.held,
+            "DrainHold": self.holders.held,
             "Shutdown": self._shut_down,
         }
 
@@ -226,7 +227,7 @@ class TaskService:
         ends, idle = self._clock.now() + grace_s, asyncio.Event()
         self.leaving = True
         self.loops.leave()
-        await self.farewell.say(SHARE * grace_s)
+        await self.holders.announce(SHARE * grace_s)
         self.draining = True
         self.loops.stop()
         with suppress(TimeoutError):
@@ -296,7 +297,13 @@ class TaskService:
         )
 
     async def _unregister_program(self, request: Frame) -> AsyncIterator[Frame]:
-        self.runtime.unregister(body_of(request).handle)
+        body = body_of(request)
+        left = self.runtime.unregister(body.handle)
+        if body.settle:
+            for run in left:
+                settled = asyncio.Event()
+                run.when_settled(settled.set)
+                await settled.wait()
         await asyncio.to_thread(give_back_memory)
         yield frame(empty=pb.Empty())
 
@@ -386,6 +393,11 @@ class TaskService:
         self.records.drop(containers)
         self.gates.drop(containers or list(self.runtime.gates))
         self.loops.forget_data(containers)
+        yield frame(empty=pb.Empty())
+
+    async def _move_variables(self, request: Frame) -> AsyncIterator[Frame]:
+        body = body_of(request)
+        self.runtime.store.move(body.container, body.into)
         yield frame(empty=pb.Empty())
 
     async def _task_log(self, request: Frame) -> AsyncIterator[Frame]:

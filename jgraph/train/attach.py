@@ -13,6 +13,7 @@ from jgraph.client.runs.runs import RunInfo, position_of, reports_of, stop_run
 from jgraph.client.runs.seen_reports import ReportDeduplicator
 from jgraph.clock import Clock
 from jgraph.cluster.drain import told_to_end
+from jgraph.cluster.loop_messages import recovery_of
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -135,6 +136,9 @@ class AttachedRun:
             steps, seconds, *fetches = reply.tensors
             if body.HasField("error"):
                 _LOG.warning("a worker was lost: %s", body.error.message)
+            if recovery := recovery_of(body):
+                self.history.go_back(recovery.back_to, 0.0)
+                self.run.recovered(recovery)
             if len(steps):
                 metrics = metrics_by_name(self.info.metrics, fetches)
                 together = self.info.synchronous
@@ -157,7 +161,7 @@ class AttachedRun:
                     if new is not None:
                         yield new
                 newest = [r for r in self.cluster.runs() if r.name == self.info.name]
-                if newest and newest[0].epoch > self.info.epoch:
+                if newest and newest[0].term > self.info.term:
                     (self.info,) = newest
                 elif newest and newest[0].state == "running":
                     # Its standby takes over just now.
@@ -168,8 +172,8 @@ class AttachedRun:
                 lost = self.info.master
                 if self.cluster.master == lost:
                     take_over(self.cluster, error)
-                name, epoch = self.info.name, self.info.epoch
-                self.info = wait_for_new_master(self.cluster, name, epoch, error, lost)
+                name, term = self.info.name, self.info.term
+                self.info = wait_for_new_master(self.cluster, name, term, error, lost)
 
     def _stop(self) -> None:
         self.stop.wait()  # it is also set when the run is over

@@ -13,6 +13,7 @@ import jax
 
 from jgraph.client.cluster import Cluster
 from jgraph.cluster.wait_message import show_wait
+from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import ConfigError
 from jgraph.plan.program.types import from_plain, plain_type
 from jgraph.runtime.files.manifest import is_ours
@@ -51,6 +52,8 @@ class FitRequest:
     epochs: int | None = None
     keeps_evaluated: bool = False
     """A callback wants what is evaluated."""
+    wait_s: float = WAIT_S
+    """For lost tasks without which the run cannot go on."""
 
     @property
     def whole(self) -> bool:
@@ -191,6 +194,11 @@ class Attempts:
         )
         return self._attempt(made, dataset, evaluated)
 
+    @property
+    def _halts_here(self) -> bool:
+        """Whether this process halts loops; a detached run's master does otherwise."""
+        return self._given.cluster is not None and not self._wanted.detached
+
     def _open(self) -> _Opened:
         given, wanted = self._given, self._wanted
         dataset = as_source_or_dataset(
@@ -235,8 +243,10 @@ class Attempts:
                 self._given.seed,
                 wanted.eval_every,
                 save_every=wanted.checkpoint and wanted.checkpoint.every,
+                evaluates_halted=wanted.whole and self._halts_here,
                 stop=wanted.stop,
                 detached=wanted.detached,
+                wait_s=wanted.wait_s,
                 saves=wanted.checkpoint if wanted.detached else None,
             ),
             first=first,

@@ -15,6 +15,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.client.runs.failover import ask_with_failover
 from jgraph.clock import Clock
 from jgraph.coordination.run.loop_outcome import BATCH_ERRORS
+from jgraph.coordination.run.recovery import Recovery
 from jgraph.errors import (
     CheckpointWriterError,
     ClusterError,
@@ -142,7 +143,7 @@ class Fit:
         if report is not None and report.step != self.history.steps:
             report = replace(report, step=self.history.steps)
             self.run.report(report)
-            self.display(report)
+            self.display.show(report)
 
     def _ended(self, runner: Runner) -> _End:
         """Reads what a run has come to."""
@@ -180,7 +181,7 @@ class Fit:
     def _next(self, failure: JGError, began: float) -> Attempt:
         assert self.recover is not None  # _failure asks for it
         self.display.say(f"waiting for all tasks to be back: {failure}")
-        attempt, recovery = self.recover(failure)
+        attempt, recovery = self.recover.next_attempt(failure)
         self.history.go_back(recovery.back_to, self.clock.now() - began)
         self.run.recovered(recovery)
         return attempt
@@ -195,7 +196,7 @@ class Fit:
             attempt.order.batch_size,
             self.clock,
             evaluations=attempt.evaluations,
-            every=attempt.order.eval_every,
+            every=None if attempt.order.evaluates_halted else attempt.order.eval_every,
             events=attempt.runner.events,
             standings=Standings(self.workers, ask),
             began=began,
@@ -218,16 +219,19 @@ class Fit:
         if dataset.note:
             _LOG.info("%s", dataset.note)
         running = contextlib.closing(attempt.runner.run(attempt.order))
+        halted = attempt.first
         with dataset.reading(), running as chunks:
             for chunk in chunks:
                 if chunk.at_rest:
                     self._save_at_rest()
                     continue
                 if chunk.go_on is not None:
-                    if self.saving is not None:
-                        self.saving.save_halted(chunk.go_on)
+                    halted = self._at_halt(attempt, chunk.go_on, halted)
                     continue
-                self._tell(watch.take(chunk))
+                if chunk.restored is not None:
+                    self._recovered(chunk.restored)
+                else:
+                    self._tell(watch.take(chunk))
                 if self.saving is not None:
                     self.saving.note(self.history.steps)
         total = attempt.first + attempt.order.steps
@@ -239,6 +243,47 @@ class Fit:
                 *(self.history.steps, total),
             )
 
+    def _at_halt(self, attempt: Attempt, go_on: Callable[[], bool], last: int) -> int:
+        """Evaluates, and saves, while loops stand still, if that is due.
+
+        Returns:
+          After how many updates; ``last`` is that of the halt before.
+        """
+        order, saving = attempt.order, self.saving
+        if not order.evaluates_halted:
+            if saving is not None:
+                saving.save_halted(go_on)
+            return last
+        try:
+            step = attempt.runner.global_step()
+        except ClusterError:
+            return last  # the run finds out by itself what was lost
+
+        def is_due(every: int | None) -> bool:
+            return every is not None and step // every != last // every
+
+        def save_and_go_on() -> bool:
+            stood: list[bool] = []
+
+            def told() -> bool:
+                stood.append(go_on())
+                return stood[-1]
+
+            if saving is not None and is_due(order.save_every):
+                saving.save_halted(told)
+            return all(stood) if stood else go_on()
+
+        if attempt.evaluations is not None and is_due(order.eval_every):
+            attempt.evaluations.begin_halted(save_and_go_on)
+        else:
+            save_and_go_on()
+        return step
+
+    def _recovered(self, recovery: Recovery) -> None:
+        """Takes note that the master of the run has taken it back."""
+        self.history.go_back(recovery.back_to, 0.0)
+        self.run.recovered(recovery)
+
     def _save_at_rest(self) -> None:
         if self.saving is not None:
             self.display.say("saving, as tasks are about to end")
@@ -248,7 +293,7 @@ class Fit:
         if report.copy is not None and isinstance(self.saving, Saver):
             self.saving.save_best(report)
         self.run.report(replace(report, copy=None))
-        self.display(report)
+        self.display.show(report)
         for callback in self.callbacks:
             if callable(callback):
                 callback(self.run, report)
@@ -296,6 +341,20 @@ def check_counts(**counts: int) -> None:
             raise ConfigError(f"{name} is {count!r:.60}; it must be a whole number")
         if count < 1:
             raise ConfigError(f"{name} is {count}; it must be at least 1")
+
+
+def check_wait(wait_s: float) -> None:
+    """Refuses what is no time to wait.
+
+    Raises:
+      ConfigError: says what it may be.
+    """
+    is_number = isinstance(wait_s, float | int | np.number)
+    if not (is_number and wait_s >= 0):
+        raise ConfigError(
+            f"wait_s is {wait_s!r:.60}; it is how many seconds to wait for lost tasks, "
+            "0 or more"
+        )
 
 
 def check_evaluation(eval_data: object, eval_every: int | None) -> None:

@@ -28,7 +28,7 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.files.step_files import our_steps
-from jgraph.train.attempt import Attempt, Attempts
+from jgraph.train.attempt import Attempt, Attempts, FitRequest
 from jgraph.train.checkpoint.remote_saver import RemoteSaver
 from jgraph.train.checkpoint.saver import Saver
 from jgraph.train.parts import Rebuilt, TrainerConfig
@@ -36,7 +36,6 @@ from jgraph.train.run.history import History
 from jgraph.train.strategies.local import Local
 
 _LOG = logging.getLogger("jgraph.recover")
-_WAIT_S: Final = 60.0
 
 _LOSS_ERRORS: Final = (ClusterError, ProtocolError, InternalError, UninitializedError)
 """What a step may fail with where a task is gone, or was started again meanwhile.
@@ -64,6 +63,7 @@ class Recover:
         checkpoint, and returns what does the steps that are left.
       keep_on: does so from what is kept of a lost ps; None: nothing is.
       known: which processes the run began with.
+      wait_s: how long all tasks are waited for.
       clock: says how long it took.
     """
 
@@ -75,13 +75,14 @@ class Recover:
     again: Callable[[Path, Future[Rebuilt]], Attempt]
     keep_on: Callable[[Future[Rebuilt]], Attempt] | None
     known: Mapping[TaskName, str]
+    wait_s: float
     clock: Clock = field(default_factory=SystemClock)
     decide: Recoveries = field(init=False)
 
     def __post_init__(self) -> None:
         self.decide = Recoveries(self.history.steps)
 
-    def __call__(self, error: JGError) -> tuple[Attempt, Recovery]:
+    def next_attempt(self, error: JGError) -> tuple[Attempt, Recovery]:
         """Waits for the tasks, and returns the attempt and what happened.
 
         A run that was to end anyway ends there: stopped, with what it goes back to.
@@ -104,7 +105,7 @@ class Recover:
             with ThreadPoolExecutor(1, thread_name_prefix="jgraph-recover") as pool:
                 remade = pool.submit(self.remake)
                 try:
-                    if not self.cluster.wait_for_tasks(_WAIT_S, stop=stop):
+                    if not self.cluster.wait_for_tasks(self.wait_s, stop=stop):
                         break
                 except ClusterError as missing:
                     raise self._hopeless(missing, "", self._newest()) from error
@@ -174,7 +175,7 @@ class Recover:
         _LOG.info(
             "%s step %d%s. The run waits up to %g s until all tasks answer, and then "
             "%s.",
-            *(what, step, why, _WAIT_S, then),
+            *(what, step, why, self.wait_s, then),
         )
 
     def _went_on(
@@ -224,6 +225,7 @@ class Recover:
 
 def make_recover(
     given: TrainerConfig,
+    wanted: FitRequest,
     saving: Saver | RemoteSaver | None,
     history: History,
     attempts: Attempts,
@@ -235,6 +237,8 @@ def make_recover(
     cluster, strategy = given.cluster, given.strategy
     if cluster is None or isinstance(strategy, Local):
         return None
+    if wanted.detached:
+        return None  # its master takes it back
     kept = None if strategy.durability == "checkpoint" else attempts.keep_on
     if saving is None and kept is None:
         return None
@@ -244,4 +248,5 @@ def make_recover(
         again=attempts.again,
         keep_on=kept,
         known=incarnations_of(cluster),
+        wait_s=wanted.wait_s,
     )

@@ -12,6 +12,7 @@ from flax import nnx
 from jgraph.client.cluster import Cluster
 from jgraph.clock import SystemClock
 from jgraph.cluster.wait_message import hide_wait, show_wait
+from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import ClusterBusyError, ConfigError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.train.arguments import check_arguments
@@ -27,6 +28,7 @@ from jgraph.train.fit import (
     check_counts,
     check_evaluation,
     check_length,
+    check_wait,
     one_of,
     wait_or_stop,
 )
@@ -61,7 +63,8 @@ class Trainer:
       ``variables``, gets all of them; the loss returns what changed:
       ``return loss, {**updates, "accuracy": accuracy}``.
 
-    A mean over a named axis, as of ``BatchNorm(axis_name=…)``, is that of one batch.
+    A mean over a named axis, as of ``BatchNorm(axis_name=…)``, is over one worker's
+    batch.
 
     A loss returns a scalar, or a scalar and a dict of metrics. ``batch`` has the
     structure of the data: a tuple ``(x, y)``, a dict, or one array.
@@ -176,6 +179,7 @@ class Trainer:
         progress: bool = True,
         block: bool = True,
         detached: bool = False,
+        wait_s: float = WAIT_S,
     ) -> Run:
         """Trains for ``steps`` more updates, and returns the run.
 
@@ -202,11 +206,14 @@ class Trainer:
           callbacks: one or several: functions, called as ``callback(run, report)``
             twice a second or so, and objects with ``begin(run)`` or ``end(run)``.
           checkpoint: where to save while training; ``restore`` goes on from there. A
-            run that loses a ps waits up to 60 s until all tasks answer, and goes on
-            from the newest good step by itself; see ``Run.recoveries``.
+            run that loses a ps goes on from the newest good step by itself; see
+            ``Run.recoveries``.
           progress: show live how the run stands; in a notebook also the tasks' logs.
           block: wait for the end; else train in the background, see ``Run.wait``.
           detached: go on when this process is gone; see ``attach``. The master saves.
+          wait_s: seconds that a run waits for a ps that was lost, or for a worker if
+            none is left, until they are started again; then the run fails. It ends at
+            once where nobody would start them.
 
         Raises:
           DataError: data that cannot be used; names the field.
@@ -219,6 +226,7 @@ class Trainer:
         check_counts(**{name: n for name, n in counts.items() if n is not None})
         eval_data = one_of(eval_data, validation_data)
         check_evaluation(eval_data, eval_every)
+        check_wait(wait_s)
         called = as_callbacks(callbacks)
         data = data if y is None else (data, y)
         given, evaluate = self._given, self._state.evaluated
@@ -227,6 +235,7 @@ class Trainer:
             checkpoint=checkpoint,
             epochs=epochs,
             keeps_evaluated=any(getattr(c, "restore_best", False) for c in called),
+            wait_s=wait_s,
         )
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(
@@ -241,7 +250,7 @@ class Trainer:
             attempt = attempts.first()
             history = History(attempt.first)
             saving = make_saving(wanted, attempt, given.cluster)
-            recover = make_recover(given, saving, history, attempts)
+            recover = make_recover(given, wanted, saving, history, attempts)
             at_end = stack.pop_all()
         self._is_detached = detached
         if detached:
@@ -366,7 +375,7 @@ class Trainer:
 
     @short_traceback
     def attach(self, name: str | None = None) -> Run:
-        """Finds a run again by its name in ``cluster.runs()``; None: that goes on.
+        """Finds a run again by its name in ``cluster.runs()``; None: the one under way.
 
         Raises:
           ConfigError: no such run, or this Trainer has trained already.
@@ -377,9 +386,9 @@ class Trainer:
     def close(self) -> None:
         """Drops all that this Trainer has on its cluster; runs keep their values.
 
-        A ``with`` block does so at its end, and so does whatever ends the client, or
-        Python when nobody knows the Trainer and its runs any more. A detached run keeps
-        what it needs until this is called.
+        The end of a ``with`` block and the end of the client do the same, and so does
+        Python when the Trainer and its runs are garbage. A detached run keeps what it
+        needs until this is called.
         """
         self._parts.close()
 

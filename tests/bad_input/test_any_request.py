@@ -11,10 +11,10 @@ from jgraph.cluster.methods import METHODS
 from jgraph.errors import JGError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
-from tests.bad_input.conftest import PS, WORKER, Served
+from tests.support.served import PS, WORKER, Served
 
 # What ends the server, is meant to forget what is there, or is answered at its end.
-NAMES = sorted({*METHODS} - {"Shutdown", "Reset", "Master.Reset", "Farewell"})
+NAMES = sorted({*METHODS} - {"Shutdown", "Reset", "Master.Reset", "DrainHold"})
 PLAN = (
     '{"parts": [["d", 8]], "batch_size": 2, "seed": 0, "shuffle": "slots", '
     '"slot_batches": 1}'
@@ -61,10 +61,11 @@ def anything(chance: random.Random, field: Field) -> Any:
             return chance.choice(WHOLE)
 
 
+@pytest.mark.bad_input_row(5)
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))]
 )
-def test_row_5_any_request_is_answered_in_words_and_changes_nothing(
+def test_any_request_is_answered_in_words_and_changes_nothing(
     served: Served, seed: int
 ) -> None:
     chance, wrong = random.Random(seed), list[str]()

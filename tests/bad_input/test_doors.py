@@ -26,7 +26,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD
 from jgraph.rpc.frames import frame
-from tests.bad_input.conftest import PS, WORKER, Served
+from tests.support.served import PS, WORKER, Served
 
 
 def ports(served: Served) -> list[int]:
@@ -85,8 +85,9 @@ def answer(port: int, sent: bytes) -> bytes:
         return got
 
 
+@pytest.mark.bad_input_row(24, 25)
 @pytest.mark.parametrize("case", REQUESTED)
-def test_rows_24_and_25_no_port_answers_what_a_browser_or_a_script_asks(
+def test_no_port_answers_what_a_browser_or_a_script_asks(
     served: Served, case: str
 ) -> None:
     """Nothing but HTTP/2's own first words comes back, and the connection ends."""
@@ -97,8 +98,9 @@ def test_rows_24_and_25_no_port_answers_what_a_browser_or_a_script_asks(
         assert b"text/html" not in got
 
 
+@pytest.mark.bad_input_row(25)
 @pytest.mark.parametrize("method", [ASKS_METHOD, EXCHANGE_METHOD, "/api/jobs"])
-def test_row_25_a_page_that_speaks_http_2_is_nobody_without_the_token(
+def test_a_page_that_speaks_http_2_is_nobody_without_the_token(
     served: Served, method: str
 ) -> None:
     """A browser sends its Host and Origin, and no Authorization that it has not got."""
@@ -118,8 +120,9 @@ def test_row_25_a_page_that_speaks_http_2_is_nobody_without_the_token(
 ELSEWHERE = ("../../etc/passwd", "/etc/passwd", "..", "/job:ps/task:0/../x", "ps-0.log")
 
 
+@pytest.mark.bad_input_row(25)
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_row_25_a_log_is_of_a_task_and_never_a_path(served: Served, name: str) -> None:
+def test_a_log_is_of_a_task_and_never_a_path(served: Served, name: str) -> None:
     refused = (DeviceSpecError, UnknownDeviceError)
     with pytest.raises(refused):
         served.cluster.logs(name)
@@ -130,8 +133,9 @@ def test_row_25_a_log_is_of_a_task_and_never_a_path(served: Served, name: str) -
         visit.logs(name, behind=5)
 
 
+@pytest.mark.bad_input_row(25)
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "", ".", "a\0", "x" * 101])
-def test_row_25_files_of_a_named_cluster_are_in_its_directory(
+def test_files_of_a_named_cluster_are_in_its_directory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JGRAPH_HOME", str(tmp_path / "home"))
@@ -143,8 +147,9 @@ def test_row_25_files_of_a_named_cluster_are_in_its_directory(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.bad_input_row(25)
 @pytest.mark.parametrize("tls", [False, True])
-def test_row_25_a_job_whose_log_would_be_elsewhere_touches_no_file(
+def test_a_job_whose_log_would_be_elsewhere_touches_no_file(
     tmp_path: Path, *, tls: bool
 ) -> None:
     logs, other = tmp_path / "logs", tmp_path / "other-0.log"
@@ -167,7 +172,8 @@ def texts_in(message: Descriptor | None, seen: set[str]) -> Iterator[FieldDescri
             yield field
 
 
-def test_row_25_no_request_names_an_address() -> None:
+@pytest.mark.bad_input_row(25)
+def test_no_request_names_an_address() -> None:
     """So none can send a server somewhere: it dials the tasks of its cluster."""
     fields = pb.Frame.DESCRIPTOR.fields_by_name
     texts = [
@@ -180,7 +186,8 @@ def test_row_25_no_request_names_an_address() -> None:
     assert not [text for text in texts if address.search(text)]
 
 
-def test_row_25_who_deals_out_data_or_gets_it_is_a_task_of_the_cluster(
+@pytest.mark.bad_input_row(25)
+def test_who_deals_out_data_or_gets_it_is_a_task_of_the_cluster(
     served: Served,
 ) -> None:
     """Whoever is dialled is shown the token."""

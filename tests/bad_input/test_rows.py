@@ -41,10 +41,9 @@ from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.decoder import Decoder
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.trainer import Trainer
-from tests.bad_input.conftest import PS, WORKER, Served, X, step
-from tests.rpc.test_grpc_bad_inputs import data as encoded, error_in
-from tests.rpc.wire.test_codec import typed
+from tests.support.bad_frames import data as encoded, error_in, typed
 from tests.support.models import BATCH, NnxMLP, data, nnx_loss
+from tests.support.served import PS, WORKER, Served, X, step
 from tests.support.servers import Servers
 
 
@@ -72,7 +71,8 @@ def talk(
     return error_in(event_loop.run(send()))
 
 
-def test_row_3_a_task_of_another_cluster_at_an_address_is_named(
+@pytest.mark.bad_input_row(3)
+def test_a_task_of_another_cluster_at_an_address_is_named(
     served: Served,
 ) -> None:
     """Both lists name the other's port, as after a mistake in one of two files."""
@@ -94,28 +94,30 @@ def test_row_3_a_task_of_another_cluster_at_an_address_is_named(
 HELLO = frame(hello=hello(None, incarnation=5))
 RUN = frame(run_step=pb.RunStep(handle="h", timeout_s=5.0), tensors=[X])
 MALFORMED = {
-    "row 5: random bytes": (b"\x07random bytes", "not a jgraph message"),
-    "row 6: fewer bytes than the shape says": (encoded(RUN)[:-4], "middle of a frame"),
-    "row 7: a negative dimension": (
+    "random bytes": (b"\x07random bytes", "not a jgraph message"),
+    "fewer bytes than the shape says": (encoded(RUN)[:-4], "middle of a frame"),
+    "a negative dimension": (
         typed("float32", [3, -1]),
         "tensor 0 has shape [3, -1], not allowed",
     ),
-    "row 8: a dtype of objects": (
+    "a dtype of objects": (
         encoded(RUN).replace(b"float32", b"object_"),
         "dtype 'object_', which is not allowed",
     ),
 }
 
 
+@pytest.mark.bad_input_row(5, 6, 7, 8)
 @pytest.mark.parametrize("case", MALFORMED)
-def test_rows_5_to_8_malformed_bytes_are_refused(served: Served, case: str) -> None:
+def test_malformed_bytes_are_refused(served: Served, case: str) -> None:
     sent, said = MALFORMED[case]
     error = talk(served.servers.server(WORKER).address, iter([encoded(HELLO) + sent]))
     assert error.code == "JG-401"
     assert said in error.message
 
 
-def test_row_5_a_frame_of_another_kind_is_refused_by_every_method(
+@pytest.mark.bad_input_row(5)
+def test_a_frame_of_another_kind_is_refused_by_every_method(
     served: Served,
 ) -> None:
     wrong = frame(values=pb.Values(handle="h", key="k"))
@@ -124,10 +126,9 @@ def test_row_5_a_frame_of_another_kind_is_refused_by_every_method(
             served.cluster.call(method, wrong)
 
 
+@pytest.mark.bad_input_row(5)
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"parts": 3}', "[" * 10**5])
-def test_row_5_a_plan_of_the_data_that_is_none_is_refused(
-    served: Served, text: str
-) -> None:
+def test_a_plan_of_the_data_that_is_none_is_refused(served: Served, text: str) -> None:
     order = frame(open_data_run=pb.OpenDataRun(run="r", plan=text))
     with pytest.raises(MalformedMessageError, match="the data of a run is none"):
         served.cluster.call("Master.OpenDataRun", order)
@@ -135,17 +136,16 @@ def test_row_5_a_plan_of_the_data_that_is_none_is_refused(
 
 ZEROS = np.zeros((3, 2), np.float32)
 WRONG = {
-    "row 9: nothing": ([], f"{WORKER} sent 0 values"),
-    "row 9: one too many": ([ZEROS, ZEROS], f"{WORKER} sent 2 values"),
-    "row 10: transposed": ([ZEROS.T], "sent float32[2,3] as value 0"),
-    "row 10: integers": ([ZEROS.astype("int32")], "sent int32[3,2] as value 0"),
+    "nothing": ([], f"{WORKER} sent 0 values"),
+    "one too many": ([ZEROS, ZEROS], f"{WORKER} sent 2 values"),
+    "transposed": ([ZEROS.T], "sent float32[2,3] as value 0"),
+    "integers": ([ZEROS.astype("int32")], "sent int32[3,2] as value 0"),
 }
 
 
+@pytest.mark.bad_input_row(9, 10)
 @pytest.mark.parametrize("case", WRONG)
-def test_rows_9_and_10_gradients_of_another_program_change_nothing(
-    served: Served, case: str
-) -> None:
+def test_gradients_of_another_program_change_nothing(served: Served, case: str) -> None:
     sent, said = WRONG[case]
     worker, ps = (served.servers.server(task)._server for task in (WORKER, PS))
     assert worker is not None
@@ -170,7 +170,8 @@ def test_rows_9_and_10_gradients_of_another_program_change_nothing(
     assert said in told.value.message
 
 
-def test_row_15_a_server_that_is_being_stopped_takes_no_step() -> None:
+@pytest.mark.bad_input_row(15)
+def test_a_server_that_is_being_stopped_takes_no_step() -> None:
     servers = Servers(ps=1, worker=1)
     worker = servers.server(WORKER)
     with connect(worker.target, timeout_s=20) as cluster:
@@ -184,10 +185,11 @@ def test_row_15_a_server_that_is_being_stopped_takes_no_step() -> None:
     servers.stop()
 
 
+@pytest.mark.bad_input_row(17)
 @pytest.mark.parametrize(
     ("method", "where"), [(ASKS_METHOD, service), (EXCHANGE_METHOD, receiver)]
 )
-def test_row_17_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
+def test_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
     served: Served, monkeypatch: pytest.MonkeyPatch, method: str, where: ModuleType
 ) -> None:
     """The limit is for all of its Hello, and not for each byte."""
@@ -235,8 +237,9 @@ PATHS = {
 }
 
 
+@pytest.mark.bad_input_row(21)
 @pytest.mark.parametrize("case", PATHS)
-def test_row_21_a_path_that_cannot_be_of_checkpoints_is_refused_before_training(
+def test_a_path_that_cannot_be_of_checkpoints_is_refused_before_training(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

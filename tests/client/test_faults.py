@@ -212,6 +212,7 @@ def test_step_over_its_deadline_names_the_task_that_is_not_done(pair: Servers) -
         assert cluster.session().run(lambda x: x + 1, 1.0) == 2.0
 
 
+@pytest.mark.bad_input_row(15)
 def test_error_in_one_task_ends_the_step_on_all_and_names_the_cause(
     pair: Servers,
 ) -> None:
@@ -232,6 +233,7 @@ def test_error_in_one_task_ends_the_step_on_all_and_names_the_cause(
         assert session.run(f, 2.0) == 6.0
 
 
+@pytest.mark.bad_input_row(19)
 @pytest.mark.parametrize("how", ["print", "callback"])
 def test_callback_inside_a_shipped_function_is_refused(pair: Servers, how: str) -> None:
     def f(x: Any) -> Any:
@@ -258,6 +260,7 @@ def test_function_that_jax_cannot_export_is_refused(pair: Servers) -> None:
         cluster.session().run(f, 1.0)
 
 
+@pytest.mark.bad_input_row(4)
 def test_older_jax_on_a_task_is_refused_by_name() -> None:
     status = pb.ClusterStatus(
         tasks=[
@@ -290,6 +293,7 @@ def test_call_that_a_server_does_not_know_is_refused(pair: Servers) -> None:
         cluster.call("FormatDisk", frame(empty=pb.Empty()))
 
 
+@pytest.mark.bad_input_row(3)
 def test_step_of_an_unknown_program_says_so(pair: Servers) -> None:
     with (
         connect(pair.servers[0].target, timeout_s=10) as cluster,
@@ -300,6 +304,7 @@ def test_step_of_an_unknown_program_says_so(pair: Servers) -> None:
         )
 
 
+@pytest.mark.bad_input_row(10)
 @pytest.mark.parametrize(
     "tensors",
     [(), (np.zeros(2, np.float64),), (np.zeros(3, np.float32),)],

@@ -35,7 +35,8 @@ def counting() -> tuple[Variable, Any]:
     return count, step
 
 
-def test_row_28_each_step_of_too_many_callers_is_made_once(
+@pytest.mark.row(28)
+def test_each_step_of_too_many_callers_is_made_once(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task refuses all but three at a time; nobody sees it."""

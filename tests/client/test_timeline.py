@@ -8,7 +8,7 @@ import numpy as np
 
 import jgraph as jg
 from jgraph.client.session import Session
-from tests.coordination.step.test_timeline import check_trace
+from tests.support.traces import check_trace
 
 
 def test_a_traced_step_shows_every_task_its_segments_and_messages(

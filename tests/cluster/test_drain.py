@@ -10,7 +10,6 @@ from typing import Any, TypeAlias, cast
 import pytest
 
 from jgraph.client.runs.holds import DrainHolds
-from jgraph.clock import SystemClock
 from jgraph.cluster import drain, event_loop
 from jgraph.cluster.deadlines import bounded_s
 from jgraph.cluster.drain import holding
@@ -20,10 +19,13 @@ from jgraph.rpc.calls import caller, sessions
 from jgraph.rpc.frames import frame
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Frame
-from jgraph.server.runs.rolling_restart import RollingRestart
+from jgraph.server.runs.holds import PsHolds
+from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WORKER
-from tests.rpc.test_each_call_resumes import service_of
+from tests.support.services import service_of
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 EMPTY = frame(empty=pb.Empty())
 
@@ -58,7 +60,7 @@ class Far:
     async def open(self, stack: AsyncExitStack) -> None:
         """Serves."""
         service, server = await stack.enter_async_context(service_of(PS))
-        self.farewell = service.farewell
+        self.holders = service.holders
         self.server = await server.start(service)
         self.proxy = await stack.enter_async_context(TcpProxy(self.server))
         self.transport = GrpcTransport(None, same_machine="off")
@@ -79,7 +81,7 @@ class Far:
     async def is_held(self, wanted: bool = True) -> None:
         """Waits until it is, or is not."""
         async with asyncio.timeout(20):
-            while self.farewell._free.is_set() == wanted:  # noqa: ASYNC110
+            while self.holders._free.is_set() == wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
     async def break_link(self) -> None:
@@ -90,7 +92,7 @@ class Far:
 
     async def end(self) -> None:
         """Tells the ps to end, and waits until it may."""
-        await asyncio.wait_for(self.farewell.say(60.0), 20)
+        await asyncio.wait_for(self.holders.announce(60.0), 20)
 
 
 @pytest.fixture
@@ -116,20 +118,20 @@ def by_client(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
 
 def by_master(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
     """Holds the ps; returns what lets it go."""
-    nobody: Any = SimpleNamespace(record=SimpleNamespace(is_over=False))
-    rest = RollingRestart(
-        *(pb.OpenRun(), cast("Any", far), nobody, nobody, SystemClock()), tell
-    )
+    nobody: Any = SimpleNamespace(is_over=False)
+    order, peers = pb.OpenRun(), cast("Any", far)
+    holds = PsHolds(peers, PsSetup(order, peers, nobody), nobody, tell)
 
     async def act(what: Callable[[], None]) -> None:
         what()
 
-    event_loop.run(act(rest.hold))
-    return lambda: event_loop.run(act(rest.hang_up))
+    event_loop.run(act(holds.hold))
+    return lambda: event_loop.run(act(holds.close))
 
 
+@pytest.mark.row(29)
 @pytest.mark.parametrize("hold", [by_client, by_master])
-def test_row_29_ps_that_is_told_to_end_after_its_link_was_broken_waits_for_the_run(
+def test_ps_that_is_told_to_end_after_its_link_was_broken_waits_for_the_run(
     far: Far, hold: Hold
 ) -> None:
     told = threading.Event()

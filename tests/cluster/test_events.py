@@ -66,7 +66,7 @@ def test_an_event_of_another_version_is_named_in_a_sentence(line: str) -> None:
 
 
 def test_a_line_that_is_being_written_is_told_when_it_is_whole(tmp_path: Path) -> None:
-    files, path = LogFiles(tmp_path), tmp_path / "keeper.log"
+    files, path = LogFiles(tmp_path), tmp_path / "daemon.log"
     line = f"2026-11-22 01:02:03,004 WARNING jgraph.events: [died] {WORKER} died\n"
     path.write_text(line[:40])
     assert files.new() == []

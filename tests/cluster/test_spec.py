@@ -238,6 +238,7 @@ def test_port_zero_is_taken_and_may_repeat_where_it_is_allowed() -> None:
     assert ClusterSpec(spec) == spec
 
 
+@pytest.mark.bad_input_row(23)
 def test_all_problems_are_told_at_once_and_as_data() -> None:
     error = refused(
         ClusterSpec,

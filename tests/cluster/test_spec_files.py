@@ -121,6 +121,7 @@ def test_tf_config_task_is_read_as_tensorflow_reads_it(
     assert (config.job, config.task) == expected
 
 
+@pytest.mark.bad_input_row(23)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

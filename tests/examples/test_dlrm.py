@@ -22,7 +22,7 @@ from jgraph.examples.clicks import (
 )
 from jgraph.examples.options import Options
 from jgraph.graph.rows.hash_keys import NO_KEY, Keys, join_keys
-from tests.examples.data import write_criteo
+from tests.support.example_data import write_criteo
 
 
 @pytest.fixture(scope="module")

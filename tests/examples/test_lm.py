@@ -12,7 +12,7 @@ from jgraph.errors import DataError
 from jgraph.examples import lm
 from jgraph.examples.options import Options
 from jgraph.examples.text import UNKNOWN, read_corpus, sequences, split_words
-from tests.examples.data import real, write_text
+from tests.support.example_data import real, write_text
 
 
 def corpus_of(tmp_path: Path, text: str, vocabulary: int = 100) -> list[str]:

@@ -9,7 +9,7 @@ from jgraph import cli
 from jgraph.errors import ConfigError
 from jgraph.examples import pipeline
 from jgraph.examples.options import Options
-from tests.examples.data import write_text
+from tests.support.example_data import write_text
 
 
 def test_without_a_cluster_it_says_what_to_type(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from jgraph.errors import DataError
 from jgraph.examples import wide_deep
 from jgraph.examples.census import CROSSES, WIDE_ROWS, load, read_table
 from jgraph.examples.options import Options
-from tests.examples.data import real, write_census
+from tests.support.example_data import real, write_census
 
 LINE = (
     "39, State-gov, 77516, Bachelors, 13, Never-married, ?, Not-in-family, White, "

@@ -9,8 +9,8 @@ from jgraph.failpoints import CRASHED, ONCE, VARIABLE
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.durability import Durability
 from jgraph.train.strategies.sync_runner import SyncPS
-from tests.faults.conftest import Fault
 from tests.support.counting import BATCH, IDS, Ledger, check_together, trainer
+from tests.support.fault import Fault
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 
@@ -36,6 +36,7 @@ AT: Final[dict[str, tuple[Durability, int]]] = {
 """What is kept a second time, and when the process crashes."""
 
 
+@pytest.mark.row(2, 16)
 @pytest.mark.parametrize(
     "point",
     [pytest.param(n, marks=() if n == QUICK else pytest.mark.chaos) for n in AT],
@@ -58,6 +59,7 @@ def test_a_task_that_crashes_at_a_step_of_its_work_loses_no_update(
     there.close()
 
 
+@pytest.mark.row(19)
 @pytest.mark.parametrize(
     "point",
     [
@@ -66,7 +68,7 @@ def test_a_task_that_crashes_at_a_step_of_its_work_loses_no_update(
         pytest.param("loop.asked", marks=pytest.mark.chaos),
     ],
 )
-def test_row_19_a_master_that_dies_while_gates_open_is_replaced_and_costs_no_step(
+def test_a_master_that_dies_while_gates_open_is_replaced_and_costs_no_step(
     fault: Fault, tmp_path: Path, point: str
 ) -> None:
     """There is no checkpoint: to go back would end the run."""

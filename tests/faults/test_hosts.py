@@ -13,8 +13,8 @@ import pytest
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
-from tests.faults.conftest import Fault, Stopwatch
 from tests.support.counting import BATCH, IDS, Ledger, after, trainer
+from tests.support.fault import Fault, Stopwatch
 from tests.support.hosts import cluster_on, hosts, lossy_hosts
 from tests.support.links import NOTICED_S
 from tests.support.stopping import once
@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(240)]
 SEED = int(os.environ.get("CHAOS_SEED", random.randrange(10**6)))
 
 
-def test_rows_21_and_23_a_cable_that_is_out_for_a_second_loses_nothing(
+@pytest.mark.row(21, 23)
+def test_a_cable_that_is_out_for_a_second_loses_nothing(
     fault: Fault, tmp_path: Path
 ) -> None:
     fault.is_noticed = False
@@ -54,7 +55,8 @@ def test_rows_21_and_23_a_cable_that_is_out_for_a_second_loses_nothing(
         trained.close()
 
 
-def test_rows_21_and_23_a_host_whose_cable_is_out_is_noticed_and_done_without(
+@pytest.mark.row(21, 23)
+def test_a_host_whose_cable_is_out_is_noticed_and_done_without(
     fault: Fault, tmp_path: Path
 ) -> None:
     with hosts(2) as there, cluster_on(there, fault, tmp_path) as cluster:
@@ -91,7 +93,8 @@ def test_rows_21_and_23_a_host_whose_cable_is_out_is_noticed_and_done_without(
         trained.close()
 
 
-def test_row_24_hosts_that_are_slow_and_lose_packets_lose_nobody(
+@pytest.mark.row(24)
+def test_hosts_that_are_slow_and_lose_packets_lose_nobody(
     fault: Fault, tmp_path: Path
 ) -> None:
     """Each packet comes 0.3 s later, and each twentieth never."""

@@ -25,8 +25,8 @@ from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.faults.conftest import Fault
 from tests.support.counting import BATCH, IDS, check_recovered, gone_back_to, trainer
+from tests.support.fault import Fault
 from tests.support.models import NnxMLP, data, nnx_loss
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(400)]

@@ -15,8 +15,8 @@ from jgraph.graph.variable import Variable
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
-from tests.faults.conftest import Fault, Stopwatch
 from tests.support.counting import BATCH, IDS, Ledger, after, trainer
+from tests.support.fault import Fault, Stopwatch
 from tests.support.links import CLIENT, through_proxies
 from tests.support.stopping import once, once_both_took_part
 
@@ -26,7 +26,8 @@ PS0, PS = "/job:ps/task:0", "/job:ps/task:1"
 MASTER, WORKER = "/job:worker/task:0", "/job:worker/task:1"
 
 
-def test_rows_1_to_3_a_killed_worker_loses_no_update_and_is_taken_back(
+@pytest.mark.row(1, 2, 3)
+def test_a_killed_worker_loses_no_update_and_is_taken_back(
     fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Killed in the middle of its steps; at its old port it begins to count anew."""
@@ -93,7 +94,8 @@ def test_rows_1_to_3_a_killed_worker_loses_no_update_and_is_taken_back(
     there.close()
 
 
-def test_row_19_a_run_whose_master_is_killed_goes_on_from_where_it_was(
+@pytest.mark.row(19)
+def test_a_run_whose_master_is_killed_goes_on_from_where_it_was(
     fault: Fault,
 ) -> None:
     """Without a checkpoint: the ps keep the state, and one of them is the master."""
@@ -126,8 +128,9 @@ def test_row_19_a_run_whose_master_is_killed_goes_on_from_where_it_was(
     there.close()
 
 
+@pytest.mark.row(29)
 @pytest.mark.nightly
-def test_row_29_a_worker_that_is_told_to_end_ends_and_the_others_go_on(
+def test_a_worker_that_is_told_to_end_ends_and_the_others_go_on(
     fault: Fault,
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2)
@@ -147,11 +150,12 @@ def test_row_29_a_worker_that_is_told_to_end_ends_and_the_others_go_on(
     ledger.add(run)
     assert ledger.check(there) == 0  # it gave back what it had not done
     assert cluster._processes[WORKER].process.wait(30) == 0
-    fault.names += [f"{WORKER} ends on SIGTERM"]
+    fault.names += [f"{WORKER} got SIGTERM and ends"]
     there.close()
 
 
-def test_rows_4_5_and_7_connections_that_are_cut_lose_nothing_and_bring_nothing_twice(
+@pytest.mark.row(4, 5, 7)
+def test_connections_that_are_cut_lose_nothing_and_bring_nothing_twice(
     fault: Fault,
 ) -> None:
     """What was on its way, there or back, is sent again; no step knows of it."""
@@ -186,7 +190,8 @@ def test_rows_4_5_and_7_connections_that_are_cut_lose_nothing_and_bring_nothing_
         there.close()
 
 
-def test_rows_4_to_7_steps_of_a_session_are_made_once_over_a_line_that_is_cut(
+@pytest.mark.row(4, 5, 6, 7)
+def test_steps_of_a_session_are_made_once_over_a_line_that_is_cut(
     fault: Fault,
 ) -> None:
     fault.is_noticed = False

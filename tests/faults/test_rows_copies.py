@@ -20,7 +20,6 @@ from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.durability import Durability
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.faults.conftest import Fault, Stopwatch
 from tests.support.counting import (
     BATCH,
     IDS,
@@ -30,7 +29,8 @@ from tests.support.counting import (
     gone_back_to,
     trainer,
 )
-from tests.train.test_hash_eviction import (
+from tests.support.fault import Fault, Stopwatch
+from tests.support.hash_eviction import (
     BATCH as ROW_BATCH,
     Counts as Table,
     check_rows,
@@ -46,7 +46,8 @@ REPLICA = AsyncPS(durability="replica")
 GOES_ON = "the run goes on from"
 
 
-def test_row_13_a_killed_ps_with_a_replica_loses_no_update(fault: Fault) -> None:
+@pytest.mark.row(13)
+def test_a_killed_ps_with_a_replica_loses_no_update(fault: Fault) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
     there, ledger = trainer(cluster, REPLICA), Ledger()
     run = there.fit(
@@ -70,9 +71,10 @@ def test_row_13_a_killed_ps_with_a_replica_loses_no_update(fault: Fault) -> None
     there.close()
 
 
+@pytest.mark.row(13)
 @pytest.mark.chaos
 @pytest.mark.parametrize("ps", [FIRST, PS])
-def test_row_13_a_killed_ps_with_a_replica_costs_no_step_of_synchronous_training(
+def test_a_killed_ps_with_a_replica_costs_no_step_of_synchronous_training(
     fault: Fault, ps: str
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
@@ -96,9 +98,10 @@ def test_row_13_a_killed_ps_with_a_replica_costs_no_step_of_synchronous_training
     there.close()
 
 
+@pytest.mark.row(17)
 @pytest.mark.chaos
 @pytest.mark.parametrize("frozen_s", [1.5, FROZEN_S])
-def test_row_17_a_frozen_ps_is_killed_and_its_copy_takes_its_place(
+def test_a_frozen_ps_is_killed_and_its_copy_takes_its_place(
     fault: Fault, frozen_s: float
 ) -> None:
     """A pause of less than that is waited for; the longer one ends with its process."""
@@ -139,8 +142,9 @@ def test_row_17_a_frozen_ps_is_killed_and_its_copy_takes_its_place(
     there.close()
 
 
+@pytest.mark.row(17)
 @pytest.mark.chaos
-def test_row_17_a_frozen_ps_with_a_replica_is_waited_for_and_loses_no_update(
+def test_a_frozen_ps_with_a_replica_is_waited_for_and_loses_no_update(
     fault: Fault,
 ) -> None:
     """Given up by the others, it wakes with all that it held, and is asked for that."""
@@ -167,8 +171,9 @@ def test_row_17_a_frozen_ps_with_a_replica_is_waited_for_and_loses_no_update(
     there.close()
 
 
+@pytest.mark.row(14, 16)
 @pytest.mark.chaos
-def test_rows_14_and_16_a_killed_ps_with_a_log_loses_no_update(
+def test_a_killed_ps_with_a_log_loses_no_update(
     fault: Fault,
 ) -> None:
     """Wherever it was between an update, its record, the disk and the answer."""
@@ -190,10 +195,11 @@ def test_rows_14_and_16_a_killed_ps_with_a_log_loses_no_update(
     assert recovery.again <= 4
     ledger.add(run)
     ledger.check(there, lost=2)
-    fault.names += [PS, "applied the log", "goes on with the copies", "SIGKILL"]
+    fault.names += [PS, "applied the change log", "goes on with the copies", "SIGKILL"]
     there.close()
 
 
+@pytest.mark.row(13, 14, 15, 16)
 @pytest.mark.chaos
 @pytest.mark.parametrize(
     ("durability", "point"),
@@ -206,7 +212,7 @@ def test_rows_14_and_16_a_killed_ps_with_a_log_loses_no_update(
         ("replica", "copy.received"),
     ],
 )
-def test_rows_13_to_16_all_ps_go_on_from_one_update_when_one_dies_within_it(
+def test_all_ps_go_on_from_one_update_when_one_dies_within_it(
     fault: Fault, tmp_path: Path, durability: Durability, point: str
 ) -> None:
     """After a worker froze and the master was killed; it is the first ps by then.
@@ -238,10 +244,11 @@ def test_rows_13_to_16_all_ps_go_on_from_one_update_when_one_dies_within_it(
     there.close()
 
 
+@pytest.mark.row(13, 14)
 @pytest.mark.chaos
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "ttl"])
 @pytest.mark.parametrize("durability", ["replica", "log"])
-def test_rows_13_and_14_a_table_within_a_budget_outlives_its_ps(
+def test_a_table_within_a_budget_outlives_its_ps(
     fault: Fault, durability: Any, eviction: Any
 ) -> None:
     """Its rows go on from where they were, and none has an update twice."""
@@ -288,8 +295,9 @@ def check_times(fault: Fault, seconds: float, *lost: str) -> None:
     assert min(fault.seconds_between(s, GOES_ON) for s in served) < seconds
 
 
+@pytest.mark.row(18)
 @pytest.mark.chaos
-def test_row_18_both_copies_lost_end_a_run_and_it_never_begins_anew(
+def test_both_copies_lost_end_a_run_and_it_never_begins_anew(
     fault: Fault,
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
@@ -307,8 +315,9 @@ def test_row_18_both_copies_lost_end_a_run_and_it_never_begins_anew(
     there.close()
 
 
+@pytest.mark.row(18)
 @pytest.mark.chaos
-def test_row_18_both_copies_lost_leave_the_newest_checkpoint(fault: Fault) -> None:
+def test_both_copies_lost_leave_the_newest_checkpoint(fault: Fault) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
     there = trainer(cluster, REPLICA)
     run = there.fit(

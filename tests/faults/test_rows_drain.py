@@ -1,4 +1,4 @@
-"""Row 29: every task is told to end and started again, while a run goes on."""
+"""Every task is told to end and started again, while a run goes on."""
 
 import logging
 import threading
@@ -13,8 +13,8 @@ from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
-from tests.faults.conftest import Fault, Stopwatch
 from tests.support.counting import BATCH, IDS, counted, trainer
+from tests.support.fault import Fault, Stopwatch
 from tests.support.ledger import examples_counted, examples_due
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(180)]
@@ -65,6 +65,7 @@ class RollingRestart:
         self.seconds.append(clock.seconds)
 
 
+@pytest.mark.row(29)
 @pytest.mark.parametrize(
     ("strategy", "saves"),
     [
@@ -75,7 +76,7 @@ class RollingRestart:
     ],
     ids=["async", "sync", "async-replica", "sync-log"],
 )
-def test_row_29_all_tasks_are_restarted_in_turn_and_no_step_is_lost_or_repeated(
+def test_all_tasks_are_restarted_in_turn_and_no_step_is_lost_or_repeated(
     fault: Fault,
     strategy: Strategy,
     saves: bool,

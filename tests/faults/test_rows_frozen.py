@@ -29,7 +29,6 @@ from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.durability import Durability
-from tests.faults.conftest import Fault, Stopwatch
 from tests.support.counting import (
     BATCH,
     IDS,
@@ -40,6 +39,7 @@ from tests.support.counting import (
     gone_back_to,
     trainer,
 )
+from tests.support.fault import Fault, Stopwatch
 from tests.support.links import Link
 from tests.support.stopping import once_both_took_part
 
@@ -135,6 +135,7 @@ def files_in(directory: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (s.st_mtime_ns, s.st_size) for path, s in found.items()}
 
 
+@pytest.mark.row(17)
 @pytest.mark.parametrize(
     "durability",
     [
@@ -142,7 +143,7 @@ def files_in(directory: Path) -> dict[str, tuple[int, int]]:
         *(pytest.param(d, marks=pytest.mark.chaos) for d in ("log", "checkpoint")),
     ],
 )
-def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
+def test_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
     fault: Fault,
     tmp_path: Path,
     durability: Durability,
@@ -195,8 +196,9 @@ def test_row_17_a_frozen_ps_that_was_replaced_says_so_and_ends_when_it_wakes(
         training.close()
 
 
+@pytest.mark.row(8)
 @pytest.mark.chaos
-def test_row_8_a_frozen_worker_that_was_replaced_says_so_and_ends_when_it_wakes(
+def test_a_frozen_worker_that_was_replaced_says_so_and_ends_when_it_wakes(
     fault: Fault, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another process has its place and takes part in the run."""

@@ -9,8 +9,8 @@ import pytest
 from jgraph.client.cluster import connect
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.sync_runner import SyncPS
-from tests.faults.conftest import Fault, Stopwatch
 from tests.support.counting import BATCH, IDS, Ledger, after, check_together, trainer
+from tests.support.fault import Fault, Stopwatch
 from tests.support.links import NOTICED_S, through_proxies
 from tests.support.stopping import once
 
@@ -80,8 +80,9 @@ def contributions_after(run: Any, pause_s: float) -> Any:
     return run.metrics("contributions")["value"][first + 1 :]
 
 
+@pytest.mark.row(21)
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
-def test_row_21_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
+def test_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
     fault: Fault, caplog: pytest.LogCaptureFixture, strategy: Any
 ) -> None:
     """There is no checkpoint: to go back would end the run."""
@@ -130,6 +131,7 @@ def test_row_21_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
         there.close()
 
 
+@pytest.mark.row(22)
 @pytest.mark.parametrize(
     ("silent_s", "detached", "tasks"),
     [
@@ -139,7 +141,7 @@ def test_row_21_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
         pytest.param(30.0, True, ALL[:1], id="detached, the arbiter alone"),
     ],
 )
-def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_heals(
+def test_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_heals(
     fault: Fault,
     caplog: pytest.LogCaptureFixture,
     silent_s: float,
@@ -175,7 +177,7 @@ def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_
         silence.check_that_loops_went_on()
         assert cluster.master == CHIEF
         check_together(there, run)
-        paused = "no answer of the master: the loop pauses"
+        paused = "the master does not answer; the loop pauses"
         assert paused in silence.said(since=False)
         fault.names += [paused]
         # Nothing was decided from the pause until the link was whole.
@@ -183,8 +185,9 @@ def test_row_22_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_
         there.close()
 
 
+@pytest.mark.row(22)
 @pytest.mark.parametrize("silent_s", [9.0, 30.0], ids=["9 s", "30 s"])
-def test_row_22_workers_pause_without_their_master_and_go_on_when_the_link_heals(
+def test_workers_pause_without_their_master_and_go_on_when_the_link_heals(
     fault: Fault, caplog: pytest.LogCaptureFixture, silent_s: float
 ) -> None:
     """In 5 to 15 s its connections end as well."""

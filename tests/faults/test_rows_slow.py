@@ -23,8 +23,7 @@ from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.faults import fit_forever
-from tests.faults.conftest import Fault, Stopwatch
+from tests.support import fit_forever
 from tests.support.counting import (
     BATCH,
     IDS,
@@ -35,6 +34,7 @@ from tests.support.counting import (
     gone_back_to,
     trainer,
 )
+from tests.support.fault import Fault, Stopwatch
 from tests.support.links import NOTICED_S, through_proxies
 from tests.support.stopping import once_both_took_part
 
@@ -43,8 +43,9 @@ pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
 
 
+@pytest.mark.row(12)
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
-def test_row_12_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
+def test_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
     fault: Fault, strategy: Any
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
@@ -81,8 +82,9 @@ def test_row_12_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
     there.close()
 
 
+@pytest.mark.row(25)
 @pytest.mark.parametrize("point", ["shard.written", "shard.on_disk"])
-def test_row_25_a_ps_that_crashes_while_it_writes_its_shard_loses_no_saved_step(
+def test_a_ps_that_crashes_while_it_writes_its_shard_loses_no_saved_step(
     fault: Fault, tmp_path: Path, point: str
 ) -> None:
     once = tmp_path / "crashed"
@@ -104,8 +106,9 @@ def test_row_25_a_ps_that_crashes_while_it_writes_its_shard_loses_no_saved_step(
     there.close()
 
 
+@pytest.mark.row(9, 19)
 @pytest.mark.parametrize("lost", [(MASTER,), (WORKER, MASTER)], ids=["19", "9"])
-def test_rows_9_and_19_lost_workers_are_back_in_the_same_run_also_of_a_new_master(
+def test_lost_workers_are_back_in_the_same_run_also_of_a_new_master(
     fault: Fault, lost: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
@@ -142,11 +145,12 @@ def test_rows_9_and_19_lost_workers_are_back_in_the_same_run_also_of_a_new_maste
     ledger.check(there, lost=len(lost))
     fault.names += [f"{MASTER}, the master, was lost", f"{MASTER} answers again"]
     if WORKER in lost:
-        fault.names += ["no worker is left; the run waits up to 60 s for one"]
+        fault.names += ["no worker is left; the run waits up to 300 s for one"]
     there.close()
 
 
-def test_row_20_a_master_that_was_frozen_and_replaced_changes_nothing_when_it_wakes(
+@pytest.mark.row(20)
+def test_a_master_that_was_frozen_and_replaced_changes_nothing_when_it_wakes(
     fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it would order of that run is refused by the worker that is left."""
@@ -162,14 +166,15 @@ def test_row_20_a_master_that_was_frozen_and_replaced_changes_nothing_when_it_wa
     there, _ = trained_without(cluster, MASTER, fault.stop_after(lost))
     assert cluster.master != MASTER
     old = cluster.spec.address(MASTER)
-    order = pb.StopLoop(loop="any", task=WORKER, run=names[0], epoch=1)
+    order = pb.StopLoop(loop="any", task=WORKER, run=names[0], term=1)
     with pytest.raises(FencedError, match=f"master 1 of run '{names[0]}' came after"):
         cluster.call("Master.StopLoop", frame(stop_loop=order), to=old)
     fault.names += [lost]
     there.close()
 
 
-def test_row_8_a_frozen_worker_is_replaced_and_changes_nothing_when_it_wakes(
+@pytest.mark.row(8)
+def test_a_frozen_worker_is_replaced_and_changes_nothing_when_it_wakes(
     fault: Fault,
 ) -> None:
     lost = f"{WORKER} was lost; the other workers go on"
@@ -207,7 +212,8 @@ def trained_without(
     return there, ledger
 
 
-def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
+@pytest.mark.row(17)
+def test_a_frozen_ps_is_waited_for_and_writes_nothing_late(
     fault: Fault,
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2)
@@ -237,8 +243,9 @@ def test_row_17_a_frozen_ps_is_waited_for_and_writes_nothing_late(
     there.close()
 
 
+@pytest.mark.row(21, 23)
 @pytest.mark.parametrize("silent_s", [3.0, 40.0], ids=["3 s", "40 s"])
-def test_rows_21_and_23_a_link_that_falls_silent_is_noticed_and_done_without(
+def test_a_link_that_falls_silent_is_noticed_and_done_without(
     fault: Fault, silent_s: float
 ) -> None:
     """One worker does not reach one ps; no connection is closed.
@@ -286,7 +293,8 @@ def test_rows_21_and_23_a_link_that_falls_silent_is_noticed_and_done_without(
         there.close()
 
 
-def test_row_24_slow_links_lose_nobody(fault: Fault) -> None:
+@pytest.mark.row(24)
+def test_slow_links_lose_nobody(fault: Fault) -> None:
     fault.is_noticed = False
     tasks = ("/job:ps/task:0", PS, MASTER, WORKER)
     links = [(a, b) for a in tasks for b in tasks if a != b]
@@ -306,7 +314,8 @@ def test_row_24_slow_links_lose_nobody(fault: Fault) -> None:
         there.close()
 
 
-def test_row_30_a_killed_client_stops_its_run_and_another_goes_on_from_its_checkpoint(
+@pytest.mark.row(30)
+def test_a_killed_client_stops_its_run_and_another_goes_on_from_its_checkpoint(
     fault: Fault,
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2)

@@ -11,9 +11,9 @@ from jgraph.runtime.files.step_files import steps_in
 from jgraph.train.checkpoint.checkpoint import verify
 from jgraph.train.run.run import Run
 from jgraph.train.trainer import Trainer
-from tests.faults.conftest import Fault, Stopwatch
 from tests.support.counting import Ledger, check_together, trainer
 from tests.support.detached_client import STRATEGIES, begin_and_kill
+from tests.support.fault import Fault, Stopwatch
 
 pytestmark = pytest.mark.procs
 
@@ -33,6 +33,7 @@ def until(
         assert clock.seconds < 40, servers.logs(PS, tail=100)
 
 
+@pytest.mark.row(19, 30)
 @pytest.mark.parametrize(
     ("strategy", "restarts"),
     [
@@ -42,7 +43,7 @@ def until(
         pytest.param("sync", 0, marks=pytest.mark.chaos),
     ],
 )
-def test_rows_19_and_30_a_run_without_its_client_goes_on_when_its_master_is_killed(
+def test_a_run_without_its_client_goes_on_when_its_master_is_killed(
     fault: Fault, strategy: str, restarts: int
 ) -> None:
     """Also if it is started again at once: what it knew of the run is gone."""
@@ -52,7 +53,7 @@ def test_rows_19_and_30_a_run_without_its_client_goes_on_when_its_master_is_kill
     target = servers.target.replace(servers.address, servers.spec.address(PS))
     with connect(target, timeout_s=20) as cluster:
         servers.kill(MASTER)
-        info = until(cluster, servers, lambda run: run.epoch == 2)
+        info = until(cluster, servers, lambda run: run.term == 2)
         assert info.master == PS
         if restarts:
             back = f"{MASTER} answers again and takes part"

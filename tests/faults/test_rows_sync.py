@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from jgraph.train.strategies.sync_runner import SyncPS
-from tests.faults.conftest import Fault
 from tests.support.counting import BATCH, IDS, check_together, trainer
+from tests.support.fault import Fault
 
 pytestmark = pytest.mark.procs
 
 MASTER, WORKER = "/job:worker/task:0", "/job:worker/task:1"
 
 
-def test_rows_1_9_and_19_a_synchronous_run_takes_lost_workers_and_masters_back(
+@pytest.mark.row(1, 9, 19)
+def test_a_synchronous_run_takes_lost_workers_and_masters_back(
     fault: Fault,
 ) -> None:
     """A worker, the master, then all workers: no batch is left out, or comes twice."""

@@ -15,8 +15,8 @@ from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
-from tests.faults.conftest import Fault
 from tests.support.counting import BATCH, IDS, check_recovered, trainer
+from tests.support.fault import Fault
 from tests.support.servers import connected
 from tests.support.stopping import once
 

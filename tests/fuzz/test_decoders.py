@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 SECONDS = os.environ.get("JGRAPH_FUZZ_SECONDS", "10")
-CODE = Path(__file__).with_name("decoders.py").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+CODE = (ROOT / "tests/support/fuzz/decoders.py").read_text(encoding="utf-8")
 NAMES = re.findall(r"^    \"(\w+)\": \(", CODE, re.MULTILINE)
 
 
@@ -24,10 +25,9 @@ def test_whatever_bytes_come_a_decoder_returns_or_raises_an_error_of_ours(
     name: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("atheris", reason="pip install 'jgraph[fuzz]'")
-    root = str(Path(__file__).parents[2])
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.decoders", name, SECONDS],
-        env={**os.environ, "PYTHONPATH": root},
+        [sys.executable, "-m", "tests.support.fuzz.decoders", name, SECONDS],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

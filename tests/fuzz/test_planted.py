@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from jgraph.plan.analysis.flow import _Walk
 from jgraph.plan.partition.segments import _Links
-from tests.fuzz.recipes import Recipe
-from tests.fuzz.test_equivalence import check, recipes
+from tests.support.fuzz.equivalence import check, recipes
+from tests.support.fuzz.recipes import Recipe
 
 WITHIN = 20
 

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jgraph.graph.device import TaskName
 from jgraph.launch.kubernetes import Deployment, Manifest
 from jgraph.rpc.security.certificates import make_certificates
-from tests.launch.test_ssh import free_port
+from tests.support.free_port import free_port
 
 ROOT = Path(__file__).parents[2]
 

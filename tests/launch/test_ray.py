@@ -17,7 +17,8 @@ import pytest
 from jgraph.errors import ConfigError
 from jgraph.launch.ray_cluster import RayCluster
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+SESSION = ROOT / "tests/support/ray_session.py"
 
 
 def test_without_ray_the_message_says_what_to_install(
@@ -40,7 +41,7 @@ def directory() -> Iterator[str]:
 
 def start(directory: str, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, str(HERE / "ray_session.py"), directory, *arguments],
+        [sys.executable, str(SESSION), directory, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -48,7 +49,7 @@ def start(directory: str, *arguments: str) -> "subprocess.Popen[str]":
         env={
             **os.environ,
             "TMPDIR": directory,
-            "PYTHONPATH": str(HERE.parents[1]),
+            "PYTHONPATH": str(ROOT),
             "RAY_AUTH_MODE": "disabled",  # else a token goes into the user's home
             "RAY_USAGE_STATS_ENABLED": "0",
         },

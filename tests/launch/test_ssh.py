@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -30,6 +29,7 @@ from jgraph.launch.hosts import (
     read_hosts,
     remote_command,
 )
+from tests.support.free_port import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,12 +99,6 @@ def ssh(tmp_path: Path) -> Iterator[str]:
         assert "listening" in daemon.stderr.readline()
         yield f"ssh -F {tmp_path}/ssh_config"
         daemon.terminate()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return min(int(free.getsockname()[1]), 65000)
 
 
 def up(

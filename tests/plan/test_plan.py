@@ -1,6 +1,5 @@
 """Whole plans of real training steps: they compute what one jit computes."""
 
-import dataclasses
 import functools
 import pathlib
 import re
@@ -15,8 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import jgraph as jg
 from jgraph.errors import UnknownDeviceError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.graph import Graph
-from jgraph.graph.ir import TaskName, VariableKey
+from jgraph.graph.ir import TaskName
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program.nodes import ReadNode, SegmentNode, SendNode
 from tests.support.plans import (
@@ -31,7 +29,6 @@ from tests.support.plans import (
     check_plan,
     check_program,
     graph_of,
-    initial_values,
     nodes_of,
     reference,
     segments_per_task,
@@ -40,45 +37,21 @@ from tests.support.plans import (
 from tests.support.programs import (
     EXAMPLES,
     MLP,
-    Example,
     Transformer,
     batch_of,
     linen_step,
     staged_mlp,
     tokens,
 )
+from tests.support.scattered import scattered, traced
 
 GOLDEN = pathlib.Path(__file__).parent / "testdata" / "plan.txt"
-
-
-@functools.cache
-def traced(name: str) -> tuple[Example, Graph, Values]:
-    example = EXAMPLES[name]()
-    graph = graph_of(example.fn, *example.args, variables=example.variables)
-    return example, graph, initial_values(example.variables)
 
 
 @functools.cache
 def wanted(name: str) -> tuple[list[Any], Values]:
     example, graph, values = traced(name)
     return reference(graph, values, example.args, FAST)
-
-
-def scattered(
-    graph: Graph, seed: int
-) -> tuple[Graph, list[TaskName], dict[VariableKey, TaskName]]:
-    """Returns the graph stamped at random in runs of equations, tasks, variables."""
-    rng = np.random.default_rng(seed)
-    tasks = TASKS[1 : 2 + seed % 4]
-    bounds = np.sort(rng.integers(0, len(graph.stamps), rng.integers(0, 4)))
-    devices = [DeviceSpec(), *map(DeviceSpec.from_string, tasks)]
-    picks = rng.integers(0, len(devices), len(bounds) + 1)
-    stamps = tuple(
-        devices[picks[np.searchsorted(bounds, i)]] for i in range(len(graph.stamps))
-    )
-    homes = {v.key: tasks[rng.integers(len(tasks))] for v in graph.variables}
-    free = tuple(dataclasses.replace(v, device=DeviceSpec()) for v in graph.variables)
-    return dataclasses.replace(graph, stamps=stamps, variables=free), tasks, homes
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

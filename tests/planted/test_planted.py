@@ -23,6 +23,9 @@ SYNCHRONOUS: Final = (
     "test_every_ps_makes_the_same_updates_and_no_batch_counts_twice"
 )
 PS_CORE: Final = "tests/server/test_ps_core.py::TestPsCore"
+TRANSCRIPT: Final = (
+    "tests/coordination/test_transcripts.py::test_a_machine_does_as_its_transcript_says"
+)
 SAVER: Final = "tests/server/runs/test_checkpointer.py::"
 INBOUND: Final = "tests/rpc/exchange/test_inbound.py::"
 CALLS: Final = "tests/rpc/test_calls_resume.py::"
@@ -63,21 +66,20 @@ BUGS: Final = {
         "return named in ready and ready[named] == began.get(named)",
         "return named in ready",
         "tests/coordination/run/test_loop_outcome.py::"
-        "test_row_21_task_that_master_reaches_as_it_began_is_not_lost",
+        "test_task_that_master_reaches_as_it_began_is_not_lost",
     ),
     "updates are decided without a master": Bug(
         "coordination/sync/aggregation.py",
         "if self._unsupervised or len(there) < self.needed:",
         "if len(there) < self.needed:",
-        "tests/coordination/sync/test_aggregation.py::"
-        "test_row_22_no_update_begins_while_the_master_is_silent",
+        f"{TRANSCRIPT}[sync/aggregation/silent_master]",
     ),
     "a run goes on to decide without its master": Bug(
         "coordination/sync/aggregation.py",
         "if self._unsupervised or len(there) < self.needed:",
         "if len(there) < self.needed:",
         "tests/simulation/test_sync.py::"
-        "test_row_22_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals",
+        "test_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals",
     ),
     "an older process of a task is taken for the newer": Bug(
         "rpc/exchange/inbound.py",
@@ -89,22 +91,21 @@ BUGS: Final = {
         "coordination/liveness/self_fencing.py",
         "if away_s >= DOUBT_S:",
         "if away_s < 0:",
-        "tests/coordination/liveness/test_self_fencing.py::"
-        "test_row_17_process_that_was_away_is_not_sure_before_it_has_asked",
+        f"{TRANSCRIPT}[liveness/self_fencing/paused_process]",
     ),
     "what comes before the place is known is done": Bug(
         "server/self_fencing.py",
         "return self._is_sure() and self._service.replaced is None",
         "return self._service.replaced is None",
         "tests/server/test_self_fencing.py::"
-        "test_row_17_what_comes_after_a_pause_waits_until_the_place_is_known",
+        "test_what_comes_after_a_pause_waits_until_the_place_is_known",
     ),
     "a process that was replaced writes to its log": Bug(
         "server/replication/wal_thread.py",
         "                self._check_place()\n                number = record.number\n",
         "                number = record.number\n",
         "tests/server/replication/test_wal.py::"
-        "test_row_17_process_that_was_replaced_writes_nothing_to_its_log",
+        "test_process_that_was_replaced_writes_nothing_to_its_log",
     ),
     "a log is applied to its end, whatever the other ps have": Bug(
         "coordination/run/same_version.py",
@@ -118,7 +119,7 @@ BUGS: Final = {
         "for task, there in held.items() if version not in there)",
         "for task, there in held.items() if not there)",
         "tests/simulation/test_sync.py::"
-        "test_rows_13_and_14_all_ps_go_on_from_one_update_after_two_losses",
+        "test_all_ps_go_on_from_one_update_after_two_losses",
     ),
     "a ps goes on to change what another has taken the place of": Bug(
         "runtime/store/change_log.py",
@@ -135,11 +136,18 @@ BUGS: Final = {
     ),
     "a master that was replaced takes workers back": Bug(
         "server/runs/supervisor.py",
-        "            await check_master(self._peers, order.run, order.epoch)\n"
+        "            await check_master(self._peers, order.run, order.term)\n"
         "            order.handle",
         "            order.handle",
         "tests/server/runs/test_supervisor.py::"
-        "test_row_20_master_that_was_replaced_takes_no_worker_back",
+        "test_master_that_was_replaced_takes_no_worker_back",
+    ),
+    "a master that was replaced takes its run back": Bug(
+        "server/runs/rollback.py",
+        "        await check_master(self.peers, self.order.run, self.record.term)\n",
+        "        return\n",
+        "tests/server/runs/test_rollback.py::"
+        "test_master_that_was_replaced_takes_no_run_back",
     ),
     "the batches of a lost worker are forgotten": Bug(
         "coordination/data/dispatch.py",
@@ -163,8 +171,7 @@ BUGS: Final = {
         "coordination/sync/aggregation.py",
         "if len(set(versions.values())) > 1:",
         "if not versions:",
-        "tests/coordination/sync/test_aggregation.py::"
-        "test_contribution_read_at_two_versions_is_void",
+        f"{TRANSCRIPT}[sync/aggregation/several_ps]",
     ),
     "a contribution read at two versions is averaged": Bug(
         "coordination/sync/aggregation.py",
@@ -186,15 +193,14 @@ BUGS: Final = {
     ),
     "orders of a master that was replaced are carried out": Bug(
         "coordination/run/succession.py",
-        "if epoch < newest:",
-        "if epoch < 0:",
-        "tests/coordination/run/test_master_terms.py::"
-        "test_row_20_orders_of_a_master_that_was_replaced_are_refused",
+        "if term < newest:",
+        "if term < 0:",
+        f"{TRANSCRIPT}[run/succession/older_master]",
     ),
     "a master that was replaced still begins loops": Bug(
         "coordination/run/succession.py",
-        "if epoch < newest:",
-        "if epoch < 0:",
+        "if term < newest:",
+        "if term < 0:",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "another master leaves out what nobody has told of": Bug(
@@ -232,13 +238,13 @@ BUGS: Final = {
         "            put_back(directory / old[1])\n",
         "            pass\n",
         "tests/runtime/files/test_step_files.py::"
-        "test_row_25_a_step_that_is_replaced_is_there_before_and_after",
+        "test_a_step_that_is_replaced_is_there_before_and_after",
     ),
     "a caller that comes back is taken for a new one": Bug(
         "rpc/calls/sessions.py",
         "            return self._lines[key]\n",
         "            return self._make()\n",
-        f"{CALLS}test_rows_4_to_7_a_call_is_made_once_whatever_of_it_was_lost",
+        f"{CALLS}test_a_call_is_made_once_whatever_of_it_was_lost",
     ),
     "a step is told of before its record is kept": Bug(
         "coordination/step/commit_tracker.py",
@@ -266,17 +272,17 @@ BUGS: Final = {
     ),
     "a gate is opened by a master that was replaced": Bug(
         "coordination/run/succession.py",
-        "if epoch < newest:",
-        "if epoch < 0:",
+        "if term < newest:",
+        "if term < 0:",
         "tests/simulation/test_sync.py::"
-        "test_row_20_gates_are_opened_by_the_newest_master_alone",
+        "test_gates_are_opened_by_the_newest_master_alone",
     ),
     "a task does not ask which master opens its gate": Bug(
         "server/loops/task_loops.py",
-        "        self._epochs.check(order.run, order.epoch)\n        self._gates",
+        "        self._terms.check(order.run, order.term)\n        self._gates",
         "        self._gates",
         "tests/client/runs/test_failover.py::"
-        "test_row_20_order_of_a_master_that_was_replaced_is_refused_by_every_task"
+        "test_order_of_a_master_that_was_replaced_is_refused_by_every_task"
         "[/job:ps/task:0]",
     ),
     "a gate takes what was said to the one before": Bug(
@@ -296,15 +302,13 @@ BUGS: Final = {
         "coordination/liveness/master_lease.py",
         "case Unanswered(error) if silent_s >= self._end_s:",
         "case Unanswered(error) if silent_s < 0:",
-        "tests/coordination/liveness/test_master_lease.py::"
-        "test_loop_ends_that_hears_nothing_for_a_minute",
+        f"{TRANSCRIPT}[liveness/master_lease/silent_master]",
     ),
     "a wait for contributions never ends": Bug(
         "coordination/sync/aggregation.py",
         'return self._finish("failed", self._late(timeout_s))',
         "return []",
-        "tests/coordination/sync/test_aggregation.py::"
-        "test_wait_that_is_too_long_names_who_is_missing",
+        f"{TRANSCRIPT}[sync/aggregation/end]",
     ),
     "a run that went back uses the variables of before": Bug(
         "train/parts.py",
@@ -335,15 +339,13 @@ BUGS: Final = {
         "coordination/sync/aggregation.py",
         "        if self._halted:\n            return []\n",
         "",
-        "tests/coordination/sync/test_aggregation.py::"
-        "test_nothing_is_decided_at_a_multiple_until_it_may_go_on",
+        f"{TRANSCRIPT}[sync/aggregation/halt]",
     ),
     "workers go on while a run is saved": Bug(
         "coordination/step/replica_loop.py",
         "                self._halted\n                or self._computing",
         "                self._computing",
-        "tests/coordination/step/test_replica_loop.py::"
-        "test_a_loop_that_halts_says_what_is_in_flight_and_starts_nothing",
+        f"{TRANSCRIPT}[step/replica_loop/halt]",
     ),
     "retention removes the newest": Bug(
         "runtime/files/step_files.py",
@@ -356,14 +358,14 @@ BUGS: Final = {
         "if self.leaves.get(name) != found.get(name)",
         "if name not in self.leaves",
         "tests/train/test_checkpoint_damage.py::"
-        "test_row_27_a_flipped_bit_of_an_array_names_the_leaf",
+        "test_a_flipped_bit_of_an_array_names_the_leaf",
     ),
     "a writer that was replaced commits": Bug(
         "train/checkpoint/checkpoints.py",
         "        def check() -> None:\n            self._lease.check()\n",
         "        def check() -> None:\n",
         "tests/train/test_failpoints.py::"
-        "test_row_20_a_writer_that_is_replaced_during_a_save_commits_nothing",
+        "test_a_writer_that_is_replaced_during_a_save_commits_nothing",
     ),
     "a server writes its token to its log": Bug(
         "server/server.py",
@@ -515,6 +517,10 @@ def test_a_planted_bug_still_has_its_place(name: str) -> None:
     code = (Path(jgraph.__file__).parent / bug.file).read_text(encoding="utf-8")
     assert code.count(bug.right) == 1
     test, _, function = bug.found_by.partition("::")
-    function = function.partition("[")[0]
+    function, _, script = function.removesuffix("]").partition("[")
+    if bug.found_by.startswith(TRANSCRIPT):
+        package, machine, name = script.split("/")
+        folder = ROOT / "tests/coordination" / package / "testdata" / machine
+        assert (folder / f"{name}.txt").is_file()
     code = (ROOT / test).read_text(encoding="utf-8")
     assert f"def {function}(" in code or f"{function} = " in code

@@ -1,15 +1,13 @@
 """What a mistaken or hostile caller can send over a stream of calls."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeAlias
 
 import grpc
 import numpy as np
 import pytest
 
-from jgraph.errors import JGError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls import outbox
 from jgraph.rpc.calls.answering import MAX_UNANSWERED
@@ -18,14 +16,12 @@ from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.shared_memory.local_socket import connect
-from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import encode, pack, prepare
 from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import PS, Recorder, asked, numbers, step
+from tests.support.asks import HELLO, Asks, error_in, send, told
 from tests.support.run_async import run_async
-
-Asks: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 @asynccontextmanager
@@ -46,28 +42,6 @@ def ask(number: int, method: str = "Echo", request: Frame | None = None) -> byte
     return b"".join(pack(encoded.pieces))
 
 
-def told(message: Frame) -> bytes:
-    return b"".join(pack(encode(message).pieces))
-
-
-async def send(address: Address, chunks: Iterable[bytes]) -> list[Frame]:
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        return await send_over(channel, chunks)
-
-
-async def send_over(channel: grpc.aio.Channel, chunks: Iterable[bytes]) -> list[Frame]:
-    stream = channel.stream_stream(ASKS_METHOD, None, None)(iter(chunks), timeout=20)
-    decoder = Decoder()
-    return [f async for chunk in stream for f in decoder.feed(chunk)]
-
-
-def error_in(frames: list[Frame]) -> JGError:
-    last = frames[-1]
-    assert (kind_of(last), last.header.sequence) == ("status", 0)
-    return from_status(body_of(last))
-
-
-HELLO = told(frame(hello=hello(None, incarnation=5)))
 BAD = {
     "random bytes": ([b"\x00\x01random bytes instead"], "not a jgraph message"),
     "nothing": ([], "ended before its first frames"),

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 from jgraph.clock import SystemClock
-from jgraph.cluster.methods import METHODS, ROLES
+from jgraph.cluster.methods import METHODS
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
@@ -23,6 +23,7 @@ from jgraph.server.task_service import TaskService
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WAIT_S, WORKER, Way, asked, call
 from tests.support.run_async import run_async
+from tests.support.services import service_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -42,7 +43,7 @@ FILLED: Final = {
 """Others are sent with nothing in them."""
 FOLLOWED: Final = ("RunLoop", "Master.RunLoop", "Master.Attach", "RunJournal")
 """Their callers take many replies."""
-HELD: Final = "Farewell"
+HELD: Final = "DrainHold"
 """Its callers hang up."""
 
 
@@ -69,20 +70,6 @@ class Counted:
         await self.may_answer.wait()
         async for reply in self.service.handle_call(method, request):
             yield reply
-
-
-@asynccontextmanager
-async def service_of(
-    task: TaskName,
-) -> AsyncIterator[tuple[TaskService, GrpcTransport]]:
-    transport = GrpcTransport(task, same_machine="off", roles=ROLES)
-    service = TaskService(task, transport, SystemClock(), lambda grace_s: None)
-    try:
-        yield service, transport
-    finally:
-        await transport.close()
-        service.records.close()
-        service.shell.close()
 
 
 @dataclass
@@ -121,7 +108,7 @@ async def served() -> AsyncIterator[Served]:
         service, transport = await stack.enter_async_context(service_of(PS))
         master = Master(service, transport, SystemClock())
         master.set_cluster(ClusterSpec({"worker": [where]}))
-        await service.farewell.say(0.0)
+        await service.holders.announce(0.0)
         stack.callback(master.runs.close)
         at_master = Counted(service)
         proxy = TcpProxy(await transport.start(at_master))
@@ -184,8 +171,9 @@ async def check(there: Served, moment: Moment, methods: list[str], way: Way) -> 
     assert there.at_master.made - made == Counter(methods)
 
 
+@pytest.mark.row(4, 5, 6, 7)
 @pytest.mark.parametrize("moment", [requests_lost, in_flight, responses_lost])
-def test_rows_4_to_7_every_method_runs_once_whatever_of_its_call_was_lost(
+def test_every_method_runs_once_whatever_of_its_call_was_lost(
     moment: Moment,
 ) -> None:
     """And gives the answer, or the error, that it gives over a line which holds."""

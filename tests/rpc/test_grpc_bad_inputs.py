@@ -14,7 +14,6 @@ import pytest
 
 from jgraph.errors import (
     FencedError,
-    JGError,
     MalformedMessageError,
     MessageTooLargeError,
     VersionError,
@@ -24,12 +23,11 @@ from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
-from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
-from jgraph.rpc.wire.codec import encode, pack
 from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, call, step
-from tests.rpc.grpc.test_transport import ps_process
+from tests.support.bad_frames import data, error_in
+from tests.support.ps_process import ps_process
 from tests.support.run_async import run_async
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -52,12 +50,6 @@ async def ps(max_frame_bytes: int = 1 << 20) -> AsyncIterator[tuple[Recorder, Ad
         await transport.close()
 
 
-def data(*frames: Frame, first: int = 1) -> bytes:
-    """The bytes of frames, numbered as on an Exchange."""
-    encoded = (encode(f, sequence=n) for n, f in enumerate(frames, first))
-    return b"".join(pack(piece for e in encoded for piece in e.pieces))
-
-
 async def send(method: str, address: Address, chunks: Iterable[bytes]) -> list[Frame]:
     """Sends raw chunks to a method; returns the frames that come back."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
@@ -65,11 +57,6 @@ async def send(method: str, address: Address, chunks: Iterable[bytes]) -> list[F
         decoder = Decoder()
         stream = dial(iter(chunks), timeout=20)
         return [f async for chunk in stream for f in decoder.feed(chunk)]
-
-
-def error_in(frames: list[Frame]) -> JGError:
-    assert kind_of(frames[-1]) == "status"
-    return from_status(body_of(frames[-1]))
 
 
 def raw_bytes(seed: int) -> bytes:
@@ -111,6 +98,7 @@ BAD_EXCHANGES = {
 }
 
 
+@pytest.mark.bad_input_row(13)
 @pytest.mark.parametrize("case", BAD_EXCHANGES)
 def test_bad_exchange_is_answered_with_a_status(case: str) -> None:
     chunks, said = BAD_EXCHANGES[case]
@@ -126,6 +114,7 @@ def test_bad_exchange_is_answered_with_a_status(case: str) -> None:
     run_async(main())
 
 
+@pytest.mark.row(7)
 def test_repeated_frame_is_delivered_once() -> None:
     async def main() -> None:
         async with ps() as (recorder, address):
@@ -137,6 +126,7 @@ def test_repeated_frame_is_delivered_once() -> None:
     run_async(main())
 
 
+@pytest.mark.bad_input_row(3)
 def test_older_incarnation_is_refused_after_a_newer_one() -> None:
     async def main() -> None:
         async with ps() as (recorder, address):
@@ -152,6 +142,7 @@ def test_older_incarnation_is_refused_after_a_newer_one() -> None:
     run_async(main())
 
 
+@pytest.mark.bad_input_row(4)
 def test_other_version_of_the_protocol_is_named_on_both_sides() -> None:
     async def main() -> None:
         async with ps() as (recorder, address):
@@ -172,6 +163,7 @@ def test_other_version_of_the_protocol_is_named_on_both_sides() -> None:
     run_async(main())
 
 
+@pytest.mark.bad_input_row(16)
 def test_chunk_over_the_limit_of_grpc_is_refused_by_grpc() -> None:
     async def main() -> None:
         async with ps() as (_, address):
@@ -189,8 +181,9 @@ def test_chunk_over_the_limit_of_grpc_is_refused_by_grpc() -> None:
     run_async(main())
 
 
+@pytest.mark.bad_input_row(16)
 @pytest.mark.parametrize("method", [ASKS_METHOD, EXCHANGE_METHOD])
-def test_row_16_a_chunk_too_large_when_unpacked_is_one_line_of_the_log_at_most(
+def test_a_chunk_too_large_when_unpacked_is_one_line_of_the_log_at_most(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """gRPC ends the stream, and what is answered meets its end or does not."""
@@ -221,10 +214,11 @@ def most_memory(process: SpawnProcess) -> int:
     return int(said.partition("VmHWM:")[2].split()[0]) << 10
 
 
+@pytest.mark.bad_input_row(16)
 @pytest.mark.procs
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not tell")
-def test_row_16_memory_stays_flat_whatever_a_compressed_chunk_would_be() -> None:
+def test_memory_stays_flat_whatever_a_compressed_chunk_would_be() -> None:
     bomb = 128 << 20
 
     async def send_compressed(address: Address, nbytes: int) -> grpc.StatusCode:
@@ -246,6 +240,7 @@ def test_row_16_memory_stays_flat_whatever_a_compressed_chunk_would_be() -> None
         assert most_memory(process) - before < bomb // 8
 
 
+@pytest.mark.bad_input_row(16)
 def test_frame_over_the_limit_is_refused_while_it_is_still_being_sent() -> None:
     async def main() -> None:
         async with ps(max_frame_bytes=100_000) as (recorder, address):

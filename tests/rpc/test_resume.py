@@ -51,6 +51,7 @@ async def paired() -> AsyncIterator[Pair]:
             await ps.close()
 
 
+@pytest.mark.row(6)
 def test_each_frame_arrives_once_however_often_the_connection_is_cut() -> None:
     async def main() -> None:
         async with paired() as pair:

@@ -21,8 +21,7 @@ from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import pack
 from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import PS, WAIT_S, Recorder, asked, numbers, step
-from tests.rpc.calls.test_admission_control import LARGE, LIMIT, ask, intake
-from tests.rpc.test_bad_asks import HELLO, Asks, error_in
+from tests.support.asks import HELLO, LARGE, LIMIT, Asks, ask, error_in, intake
 from tests.support.run_async import run_async
 
 BEGUN = ask(1, step(1, LARGE))[:100_000]
@@ -57,8 +56,9 @@ async def rest_of(stream: Asks) -> list[Frame]:
     return got
 
 
+@pytest.mark.bad_input_row(17)
 @pytest.mark.parametrize("near", [True, False])
-def test_row_17_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
+def test_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
     near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answering, "LOOK_EVERY_S", 0.1)
@@ -88,7 +88,8 @@ def test_row_17_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room
     run_async(main())
 
 
-def test_row_17_call_that_goes_on_slowly_is_waited_for() -> None:
+@pytest.mark.bad_input_row(17)
+def test_call_that_goes_on_slowly_is_waited_for() -> None:
     room = RequestBudget(LIMIT)
     stream = intake(room)
     call = ask(1, step(1, LARGE))
@@ -101,7 +102,8 @@ def test_row_17_call_that_goes_on_slowly_is_waited_for() -> None:
     assert stream.begin(1, "Echo", PS) == LARGE.nbytes
 
 
-def test_row_17_process_that_was_frozen_reads_on_before_it_gives_a_call_up() -> None:
+@pytest.mark.bad_input_row(17)
+def test_process_that_was_frozen_reads_on_before_it_gives_a_call_up() -> None:
     stream = intake(RequestBudget(LIMIT))
     stream.feed(BEGUN)
     assert [stream.is_stuck() for _ in range(2)] == [False] * 2
@@ -109,7 +111,8 @@ def test_row_17_process_that_was_frozen_reads_on_before_it_gives_a_call_up() -> 
     assert [stream.is_stuck() for _ in range(3)] == [False, False, True]
 
 
-def test_row_17_room_that_is_kept_for_a_call_that_does_not_come_is_given_back() -> None:
+@pytest.mark.bad_input_row(17)
+def test_room_that_is_kept_for_a_call_that_does_not_come_is_given_back() -> None:
     async def main() -> None:
         room = RequestBudget(LIMIT)
         stream = intake(room)
@@ -125,7 +128,8 @@ def test_row_17_room_that_is_kept_for_a_call_that_does_not_come_is_given_back() 
     run_async(main())
 
 
-def test_row_17_more_streams_than_a_server_takes_are_refused_until_one_ends(
+@pytest.mark.bad_input_row(17)
+def test_more_streams_than_a_server_takes_are_refused_until_one_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "MAX_CONCURRENT_STREAMS", 3)

@@ -11,8 +11,11 @@ from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WAIT_S, Recorder
 from tests.support.run_async import run_async
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-def test_row_17_a_task_learns_that_another_process_has_its_address() -> None:
+
+@pytest.mark.row(17)
+def test_a_task_learns_that_another_process_has_its_address() -> None:
     async def main() -> None:
         old, new = (GrpcTransport(PS, incarnation=one) for one in (7, 8))
         async with TcpProxy(await old.start(Recorder())) as proxy:

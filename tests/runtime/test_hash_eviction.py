@@ -1,7 +1,7 @@
 """What eviction within a step means, against a dict: one shard, several workers."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any, final
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings, strategies as st
@@ -10,8 +10,8 @@ from jgraph.graph.rows.hash_keys import Keys
 from jgraph.graph.rows.hash_spec import Admission, Column, Eviction, HashSpec
 from jgraph.runtime.store.hash_budget import nbytes_for
 from jgraph.runtime.store.hash_shard import HashShard
+from tests.support.hash_eviction import ROOM, TTL, WORKERS, Oracle
 
-ROOM, TTL, WORKERS = 5, 2, 2
 AT_ONCE = Admission()
 POLICIES = st.sampled_from(["lru", "lfu", "ttl"])
 COLUMNS = (Column("rows", 1), Column("count", 0, "int32"))
@@ -26,66 +26,6 @@ def shard_of(eviction: Eviction, admission: Admission = AT_ONCE) -> HashShard:
     shard = HashShard(replace(spec, capacity_bytes=nbytes_for(spec, ROOM)))
     assert shard.capacity == ROOM
     return shard
-
-
-@final
-@dataclass(slots=True)
-class Oracle:
-    """The rules as the pages state them, with a dict.
-
-    Of rows that are equally old any may go: it looks which ones did.
-    """
-
-    eviction: Eviction
-    rows: dict[int, int] = field(default_factory=dict)
-    """How many updates each row has had."""
-    used: dict[int, int] = field(default_factory=dict)
-    uses: dict[int, int] = field(default_factory=dict)
-    updates: int = 0
-    refused: int = 0
-    evicted: int = 0
-    expired: int = 0
-    dropped: int = 0
-
-    def looked_up(self, keys: set[int], left: set[int]) -> None:
-        """A step asked for these keys, and then these were there."""
-        if self.eviction == "ttl":
-            old = [k for k in self.rows if self.used[k] < self.updates - TTL]
-            self.expired += len(old)
-            self._forget(old)
-        for key in keys & self.rows.keys():
-            self.used[key] = self.updates
-            self.uses[key] += 1
-        new = sorted(keys - self.rows.keys())
-        may_go = {
-            k: (self.uses[k] if self.eviction == "lfu" else 0, self.used[k])
-            for k in self.rows
-            if self.used[k] < self.updates and self.eviction != "ttl"
-        }
-        missing = max(0, len(self.rows) + len(new) - ROOM)
-        gone = self.rows.keys() - left
-        assert len(gone) == min(missing, len(may_go))
-        assert gone <= may_go.keys()
-        stayed = [score for key, score in may_go.items() if key not in gone]
-        assert not gone or not stayed or max(may_go[k] for k in gone) <= min(stayed)
-        self.evicted += len(gone)
-        self._forget(gone)
-        room = ROOM - len(self.rows)
-        self.refused += len(new[room:])
-        for key in new[:room]:
-            self.rows[key], self.used[key], self.uses[key] = 0, self.updates, 1
-        assert left == self.rows.keys()
-
-    def updated(self, keys: set[int]) -> None:
-        """The gradient of a step came."""
-        self.dropped += len(keys - self.rows.keys())
-        for key in keys & self.rows.keys():
-            self.rows[key] += 1
-        self.updates += 1
-
-    def _forget(self, keys: Any) -> None:
-        for key in list(keys):
-            del self.rows[key], self.used[key], self.uses[key]
 
 
 def train(rows: Any, count: Any) -> tuple[Any, Any]:

@@ -1,3 +1,5 @@
+from collections import deque
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,6 +188,28 @@ def test_unregistered_program_is_gone_and_its_steps_end(tasks: Tasks) -> None:
     assert isinstance(tasks.outcomes[WORKER, step], CancelledStepError)
     with pytest.raises(InvalidProgramError, match="no program 'count'"):
         tasks.runtimes[WORKER].start_step(("count", 2), lambda outcome, times: None)
+
+
+def test_step_that_is_over_has_settled_when_its_threads_change_nothing_more(
+    tasks: Tasks,
+) -> None:
+    step = tasks.start("count", 1, {"x": np.ones(3, np.float32)})
+    ps, tasks.threads = tasks.runtimes[PS], deque()
+    tasks.deliver_all()
+    while not ps.steps[step].working:
+        tasks.threads.popleft()()
+        tasks.deliver_all()
+    (run,) = ps.unregister("count")
+    assert isinstance(tasks.outcomes[PS, step], CancelledStepError)
+    settled: list[list[float]] = []
+    run.when_settled(lambda: settled.append(value_of_w(tasks)))
+    assert settled == []
+    while tasks.threads:
+        tasks.threads.popleft()()
+    assert settled == [value_of_w(tasks)]
+    run.when_settled(lambda: settled.append([]))  # at once
+    assert settled[1:] == [[]]
+    assert ps.unregister("count") == []
 
 
 def test_name_reused_with_another_shape_is_refused_at_registration(

@@ -64,7 +64,8 @@ def test_a_freed_block_is_used_again_without_new_pages() -> None:
 
 @on_linux
 def test_free_memory_between_what_is_used_is_given_back() -> None:
-    assert printed(BETWEEN) > 16_000  # of 16,384 pages
+    # Of 16,384 pages; asking takes memory too, at times a huge page (512) or two of it.
+    assert printed(BETWEEN) > 15_000
 
 
 def test_who_sets_variables_of_glibc_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,12 @@ import pytest
 
 from jgraph.client.cluster import Cluster, connect
 from jgraph.clock import SystemClock
-from jgraph.cluster.drain import Farewell
+from jgraph.cluster.drain import DrainHolders
 from jgraph.errors import TaskLeavingError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.files.step_files import steps_in
-from jgraph.server.server import Server
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
@@ -44,13 +43,9 @@ class Ending:
 
     def __call__(self, task: str, *, restart: bool = False) -> None:
         def end() -> None:
-            old = self.servers.server(task)
-            old.stop(30.0)
+            self.servers.server(task).stop(30.0)
             if restart:
-                job, _, index = task.removeprefix("/job:").partition("/task:")
-                self.servers.servers.remove(old)
-                new = Server(self.servers.spec, job, int(index))
-                self.servers.servers.append(new)
+                self.servers.start_again(task)
 
         self.threads.append(threading.Thread(target=end))
         self.threads[-1].start()
@@ -103,16 +98,16 @@ async def hang_up(held: AsyncIterator[Frame]) -> None:
 
 def test_task_waits_for_those_who_hold_it_but_not_for_ever() -> None:
     async def main() -> None:
-        farewell, clock = Farewell(), SystemClock()
-        first, second = farewell.held(EMPTY), farewell.held(EMPTY)
+        holders, clock = DrainHolders(), SystemClock()
+        first, second = holders.held(EMPTY), holders.held(EMPTY)
         assert [await anext(held) for held in (first, second)] == [EMPTY, EMPTY]
         told = [asyncio.ensure_future(anext(held)) for held in (first, second)]
         await asyncio.sleep(0)
         began = clock.now()
-        await farewell.say(0.05)
+        await holders.announce(0.05)
         assert clock.now() - began >= 0.05
         assert await asyncio.gather(*told) == [EMPTY, EMPTY]
-        last = asyncio.ensure_future(farewell.say(60.0))
+        last = asyncio.ensure_future(holders.announce(60.0))
         await hang_up(first)
         assert not last.done()
         await hang_up(second)
@@ -123,16 +118,17 @@ def test_task_waits_for_those_who_hold_it_but_not_for_ever() -> None:
 
 def test_task_that_nobody_holds_does_not_wait() -> None:
     async def main() -> None:
-        await asyncio.wait_for(Farewell().say(60.0), 1)
+        await asyncio.wait_for(DrainHolders().announce(60.0), 1)
 
     asyncio.run(main())
 
 
+@pytest.mark.row(29)
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 @pytest.mark.parametrize(
     ("task", "detached"), [(WORKER, False), (MASTER, False), (MASTER, True)]
 )
-def test_row_29_a_worker_or_master_that_is_told_to_end_hands_over_all_it_has(
+def test_a_worker_or_master_that_is_told_to_end_hands_over_all_it_has(
     ending: Ending,
     client: Cluster,
     strategy: Strategy,
@@ -177,9 +173,10 @@ def test_master_that_is_told_to_end_with_the_last_step_waits_until_the_run_is_re
     check_exact(there, run)
 
 
+@pytest.mark.row(29)
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 @pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
-def test_row_29_a_ps_that_is_told_to_end_costs_a_pause_and_no_step(
+def test_a_ps_that_is_told_to_end_costs_a_pause_and_no_step(
     ending: Ending,
     client: Cluster,
     strategy: Strategy,

@@ -51,7 +51,7 @@ def test_task_whose_step_does_not_end_is_started_again_and_says_which_it_was() -
         assert process.wait(60) == OVERDUE
         assert cluster.wait_for_tasks(60)
         said = cluster.logs(PS, tail=100)
-        assert "segment 'while x1, reduce_sum x1' of 'spin' goes on" in said
+        assert "segment 'while x1, reduce_sum x1' of 'spin' still runs" in said
         w = Variable("w", jnp.ones(2), device=PS)
         session = cluster.session()
         session.initialize([w])
@@ -93,7 +93,7 @@ def test_event_loop_that_computes_for_half_a_minute_is_overdue() -> None:
 
     try:
         why, later = event_loop.run(looked())
-        assert why == "a computation keeps the event loop for over 30 s"
+        assert why == "a computation blocks the event loop for over 30 s"
         assert later == ""
     finally:
         servers.stop()

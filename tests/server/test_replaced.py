@@ -61,7 +61,8 @@ def wait_heard(server: Server, peer: TaskName, frames: int) -> None:
     event_loop.run(heard())
 
 
-def test_rows_8_and_17_a_process_that_was_replaced_ends_with_a_code_of_its_own(
+@pytest.mark.row(8, 17)
+def test_a_process_that_was_replaced_ends_with_a_code_of_its_own(
     signals: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack:

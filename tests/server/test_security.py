@@ -134,7 +134,8 @@ def test_with_tls_a_task_may_not_call_what_is_for_clients(tmp_path: Path) -> Non
         assert not server.join(0.0)
 
 
-def test_row_2_every_method_is_for_the_roles_in_the_table_and_no_other(
+@pytest.mark.bad_input_row(2)
+def test_every_method_is_for_the_roles_in_the_table_and_no_other(
     tmp_path: Path,
 ) -> None:
     """Who may call is told that the frame is wrong, and others not even that."""

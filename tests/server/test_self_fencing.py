@@ -136,8 +136,9 @@ async def test_process_that_is_awake_asks_nobody_and_keeps_nobody_waiting(
     assert world.network.asked == 0
 
 
+@pytest.mark.row(17)
 @in_a_world
-async def test_row_17_what_comes_after_a_pause_waits_until_the_place_is_known(
+async def test_what_comes_after_a_pause_waits_until_the_place_is_known(
     world: World,
 ) -> None:
     world.time.s = 60.0
@@ -156,8 +157,9 @@ async def test_row_17_what_comes_after_a_pause_waits_until_the_place_is_known(
     ]
 
 
+@pytest.mark.row(17)
 @in_a_world
-async def test_row_17_process_that_was_replaced_answers_nothing_else_and_takes_nothing(
+async def test_process_that_was_replaced_answers_nothing_else_and_takes_nothing(
     world: World,
 ) -> None:
     began = world.told()  # before it is stopped
@@ -204,8 +206,9 @@ async def test_frame_that_is_none_and_had_to_wait_loses_its_sender_alone(
     assert world.service.took == [f"loss of {WORKER}", f"frame of {OTHER_PS}"]
 
 
+@pytest.mark.row(17)
 @in_a_world
-async def test_row_17_process_that_others_refuse_does_nothing_more(
+async def test_process_that_others_refuse_does_nothing_more(
     world: World,
 ) -> None:
     world.time.s = 60.0
@@ -218,8 +221,9 @@ async def test_row_17_process_that_others_refuse_does_nothing_more(
         world.watch.check()
 
 
+@pytest.mark.row(17)
 @in_a_world
-async def test_row_17_thread_that_writes_waits_until_the_place_is_known(
+async def test_thread_that_writes_waits_until_the_place_is_known(
     world: World,
 ) -> None:
     world.time.s = 60.0

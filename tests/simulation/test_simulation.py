@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from tests.simulation.faulty_run import check_each
-from tests.simulation.world import World
+from tests.support.simulation.faulty_run import check_each
+from tests.support.simulation.world import World
 
 
 def simulated(seed: int) -> World:
@@ -39,6 +39,7 @@ def simulated(seed: int) -> World:
     return world
 
 
+@pytest.mark.row(7)
 def test_no_batch_is_left_out_and_no_update_lost_or_applied_twice() -> None:
     check_each(simulated)
 

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from jgraph.train.strategies.durability import Durability
-from tests.simulation.faulty_run import FIRST, REJOIN_S, RUNS, check_each
-from tests.simulation.leader import Leader
-from tests.simulation.sync_world import SyncWorld
+from tests.support.simulation.faulty_run import FIRST, REJOIN_S, RUNS, check_each
+from tests.support.simulation.leader import Leader
+from tests.support.simulation.sync_world import SyncWorld
 
 
 def simulated(seed: int) -> SyncWorld:
@@ -76,7 +76,8 @@ def overtaken(seed: int) -> Overtaken:
     return world
 
 
-def test_row_20_gates_are_opened_by_the_newest_master_alone() -> None:
+@pytest.mark.row(20)
+def test_gates_are_opened_by_the_newest_master_alone() -> None:
     for seed in range(FIRST, FIRST + RUNS // 10):
         run = overtaken(seed)
         run.check()
@@ -98,9 +99,8 @@ def cut_off(seed: int) -> SyncWorld:
     return world
 
 
-def test_row_22_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals() -> (
-    None
-):
+@pytest.mark.row(22)
+def test_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals() -> None:
     for seed in range(FIRST, FIRST + RUNS // 10):
         run = cut_off(seed)
         run.check()
@@ -165,8 +165,9 @@ def lossy(seed: int, durability: Durability) -> Lossy:
     return world
 
 
+@pytest.mark.row(13, 14)
 @pytest.mark.parametrize("durability", ["log", "replica"])
-def test_rows_13_and_14_all_ps_go_on_from_one_update_after_two_losses(
+def test_all_ps_go_on_from_one_update_after_two_losses(
     durability: Durability,
 ) -> None:
     """Where one of them made, logged or copied an update that another never heard of.

@@ -1,4 +1,4 @@
-"""A client that begins a detached run: ``… detach TARGET STRATEGY DIRECTORY``."""
+"""A client that begins a detached run: ``… TARGET STRATEGY DIRECTORY WAIT_S``."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ def make(cluster: Cluster | None, strategy: Strategy | None = None) -> Trainer:
     return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
 
 
-def main(target: str, strategy: str, directory: str) -> None:
+def main(target: str, strategy: str, directory: str, wait_s: str) -> None:
     """Says so when there is a checkpoint, of more than the beginning."""
 
     def tell(run: Any, report: Any) -> None:
@@ -39,6 +39,7 @@ def main(target: str, strategy: str, directory: str) -> None:
         checkpoint=Checkpoints(directory, every=50),
         progress=False,
         detached=True,
+        wait_s=float(wait_s),
     )
 
 

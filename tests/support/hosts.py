@@ -19,7 +19,7 @@ from jgraph.client.cluster import Cluster, connect
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.launch.hosts import cluster_file
 from jgraph.rpc.security.certificates import make_certificates
-from tests.faults.conftest import Fault
+from tests.support.fault import Fault
 from tests.support.lossy import LossyNetwork
 
 NET: Final = f"198.18.{os.getpid() % 250}"  # kept free for tests of networks

@@ -62,6 +62,14 @@ class Servers:
 
         event_loop.run(end())
 
+    def start_again(self, task: str) -> None:
+        """Starts a task where it was, after its server has ended."""
+        old = self.server(task)
+        old.stop(grace_s=0.0)
+        self.servers.remove(old)
+        job, _, index = task.removeprefix("/job:").partition("/task:")
+        self.servers.append(Server(self.spec, job, int(index)))
+
     def stop(self) -> None:
         for server in self.servers:
             server.stop(grace_s=1.0)

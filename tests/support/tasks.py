@@ -26,6 +26,8 @@ class Tasks:
         self.runtimes: dict[str, TaskRuntime] = {}
         self.messages: deque[tuple[TaskName, StepKey, str, Sequence[Any]]] = deque()
         self.outcomes: dict[tuple[str, StepKey], Outcome] = {}
+        self.threads: deque[Callable[[], None]] | None = None
+        """Work that goes on in threads; None: work is done at once."""
         for name in names:
             self.runtimes[name] = TaskRuntime(TaskName(name), self, self.cache)
 
@@ -38,12 +40,18 @@ class Tasks:
         done: Callable[[T | BaseException], None],
         cost: Cost,
     ) -> None:
-        result: T | BaseException
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001  # becomes the step's outcome
-            result = error
-        done(result)
+        def thread() -> None:
+            result: T | BaseException
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001  # becomes the step's outcome
+                result = error
+            done(result)
+
+        if self.threads is None:
+            thread()
+        else:
+            self.threads.append(thread)
 
     def send(
         self,

@@ -24,6 +24,7 @@ from jgraph.plan.program.nodes import (
     SendNode,
     SplitNode,
     ValueType,
+    WriteNode,
 )
 from jgraph.plan.program.program import Partition, Program, SegmentCode, StoredVariable
 
@@ -168,3 +169,44 @@ def programs(draw: st.DrawFn) -> Program:
     fetches = tuple((f"[{i}]", driver.values[v]) for i, v in enumerate(fetched))
     parts = (driver.partition(), ps.partition())
     return Program("step", DRIVER, parts, segments, feeds, fetches)
+
+
+F32 = ValueType((2,), "float32")
+CODE = b"code"
+DIGEST = hashlib.sha256(CODE).hexdigest()
+
+
+def small() -> Program:
+    """A driver feeds a ps, which updates its variable and answers."""
+    driver = Partition(
+        DRIVER,
+        values=(F32, F32),
+        variables=(),
+        nodes=(
+            FeedNode("x", 0),
+            SendNode(PS, "x", (0,)),
+            RecvNode(PS, "y", (1,)),
+            FetchNode((1,)),
+        ),
+    )
+    ps = Partition(
+        PS,
+        values=(F32, F32, F32, F32),
+        variables=(StoredVariable("w", F32), StoredVariable("v", F32)),
+        nodes=(
+            ConstNode(np.ones(2, np.float32), 0),
+            RecvNode(DRIVER, "x", (1,)),
+            ReadNode((1,), (2,)),
+            SegmentNode(DIGEST, (0,), (1,), (0, 1, 2), (3,), (1,), (2,)),
+            WriteNode((1,), (3,), (2, 3)),
+            SendNode(DRIVER, "y", (3,)),
+        ),
+    )
+    return Program(
+        "step",
+        DRIVER,
+        (driver, ps),
+        (SegmentCode(DIGEST, CODE, ("cpu",), "add"),),
+        (("x", F32),),
+        (("[0]", F32),),
+    )

@@ -8,8 +8,8 @@ import pytest
 
 import jgraph as jg
 from jgraph.errors import FeedError
-from tests.plan.test_sizes import batch, check_sizes
 from tests.support.plans import PS
+from tests.support.sizes import batch, check_sizes
 
 
 def squares(y: Any, t: Any) -> Any:

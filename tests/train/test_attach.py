@@ -64,10 +64,12 @@ def test_detached_run_is_found_with_all_that_it_told(
     there.close()
 
 
-def begin_and_kill(target: str, strategy: Strategy, directory: Path) -> None:
+def begin_and_kill(
+    target: str, strategy: Strategy, directory: Path, wait_s: float = 60
+) -> None:
     """Lets a client begin a detached run, and kills it when there is a checkpoint."""
     command = [sys.executable, "-m", detach.__name__, target]
-    command += [type(strategy).__name__, str(directory)]
+    command += [type(strategy).__name__, str(directory), str(wait_s)]
     client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None
     assert client.stdout.readline() == "saved\n"
@@ -88,13 +90,14 @@ def test_run_that_cannot_outlive_its_client_is_refused() -> None:
         make(None, Local()).fit(data(), steps=1, batch_size=8, detached=True)
 
 
+@pytest.mark.row(30)
 @pytest.mark.procs
 @pytest.mark.parametrize(
     "strategy",
     [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
     ids=["async", "sync"],
 )
-def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
+def test_run_goes_on_when_its_client_is_killed_and_another_finds_it(
     capsys: pytest.CaptureFixture[str], strategy: Strategy, tmp_path: Path
 ) -> None:
     with LocalCluster(ps=1, workers=2, restarts=3) as servers:
@@ -134,13 +137,14 @@ def test_row_30_run_goes_on_when_its_client_is_killed_and_another_finds_it(
             there.close()
 
 
+@pytest.mark.row(12, 30)
 @pytest.mark.nightly
 @pytest.mark.procs
-def test_rows_12_and_30_a_detached_run_that_loses_a_ps_says_where_to_go_on(
+def test_a_detached_run_that_does_not_wait_for_a_ps_says_where_to_go_on(
     tmp_path: Path,
 ) -> None:
     with LocalCluster(ps=2, workers=1, restarts=3) as servers:
-        begin_and_kill(servers.target, AsyncPS(), tmp_path)
+        begin_and_kill(servers.target, AsyncPS(), tmp_path, wait_s=0)
         servers.kill("/job:ps/task:1")
         assert servers.wait_for_tasks(30)
         with connect(servers.target, timeout_s=20) as cluster:
@@ -185,7 +189,8 @@ def test_master_saves_a_detached_run_and_any_client_goes_on_from_there(
         trainer.close()
 
 
-def test_row_26_a_detached_run_whose_disk_is_full_goes_on_and_says_where(
+@pytest.mark.row(26)
+def test_a_detached_run_whose_disk_is_full_goes_on_and_says_where(
     cluster: Cluster,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

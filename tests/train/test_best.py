@@ -23,9 +23,11 @@ from jgraph.train.strategies.local import Local
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.train.test_cuts import Counts, X, counting, one_more
+from tests.support.two_counts import Counts, X, counting, one_more
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+WORKERS = 2
 
 
 def far(model: Any, batch: Any) -> Any:
@@ -48,6 +50,19 @@ def values_of(one: Trainer) -> dict[str, Any]:
     return dict(zip(one.names, map(np.asarray, one.current_values()), strict=True))
 
 
+def check_moment(found: dict[str, Any], position: Any, strategy: Strategy) -> None:
+    """Checks that all ps, and the data, are at the updates that the copy has."""
+    step, done = int(found["global_step"]), position["done"]
+    on_ps = [np.unique(found[f"params/{n}"]).item() for n in ("first", "second")]
+    if isinstance(strategy, AsyncPS):
+        assert max(on_ps) - min(on_ps) <= 2 * WORKERS
+        assert done <= min(*on_ps, step)
+        assert max(*on_ps, step) - done <= position["again"] <= 2 * WORKERS
+    else:
+        assert on_ps == [step, step]
+        assert done == step * (WORKERS if isinstance(strategy, SyncPS) else 1)
+
+
 STRATEGIES = pytest.mark.parametrize(
     "strategy",
     [Local(), AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
@@ -65,12 +80,15 @@ def test_the_best_copy_is_saved_as_it_was_evaluated_and_stays(
     run = there.fit(X, steps=400, eval_data=X[:4], eval_every=20, **options)
     told = run.metrics("eval_far")
     best = int(told["step"][np.argmin(told["value"])])
+    if not isinstance(strategy, AsyncPS):
+        assert told["step"].tolist() == [*range(20, 401, 20)]
     assert best_in(tmp_path) == best
     assert steps_in(tmp_path) == sorted({best, 400})
     here = counting(None).restore(tmp_path / "best")
     found = values_of(here)
     wrong = [np.abs(found[f"params/{n}"] - 60).mean() for n in ("first", "second")]
     assert sum(wrong) == told["value"].min()
+    check_moment(found, here.current_position(), strategy)
     evaluation = read_manifest(tmp_path / str(best)).evaluation
     assert evaluation is not None
     assert evaluation["eval_far"] == told["value"].min()
@@ -90,6 +108,7 @@ def test_early_stopping_goes_back_to_the_copy_that_was_evaluated(
     assert run.state == "stopped"
     found = values_of(there)
     assert run.steps == found["global_step"] == early.best_step
+    check_moment(found, there.current_position(), strategy)
     wrong = [np.abs(found[f"params/{n}"] - 60).mean() for n in ("first", "second")]
     assert sum(wrong) == early.best == run.metrics("eval_far")["value"].min()
     there.fit(X, steps=5, batch_size=2, progress=False)  # the Trainer trains on

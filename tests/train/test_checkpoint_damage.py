@@ -92,8 +92,9 @@ def found_or_harmless(path: Path) -> bool:
     return False
 
 
+@pytest.mark.row(27)
 @given(data=st.data())
-def test_row_27_a_flipped_bit_is_found_or_changes_nothing(
+def test_a_flipped_bit_is_found_or_changes_nothing(
     saved: Path, data: st.DataObject
 ) -> None:
     file = data.draw(st.sampled_from(files_of(saved)))
@@ -105,7 +106,8 @@ def test_row_27_a_flipped_bit_is_found_or_changes_nothing(
         found_or_harmless(saved)
 
 
-def test_row_27_a_flipped_bit_of_an_array_names_the_leaf(saved: Path) -> None:
+@pytest.mark.row(27)
+def test_a_flipped_bit_of_an_array_names_the_leaf(saved: Path) -> None:
     file = max(files_of(saved), key=lambda file: file.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 0x10
@@ -120,8 +122,9 @@ def test_row_27_a_flipped_bit_of_an_array_names_the_leaf(saved: Path) -> None:
         assert not np.array_equal(kernel, tree()["params"]["dense"]["kernel"])
 
 
+@pytest.mark.bad_input_row(22)
 @pytest.mark.parametrize("size", [None, 0, 0.5])
-def test_row_22_a_file_that_is_gone_or_cut_off_is_found_or_changes_nothing(
+def test_a_file_that_is_gone_or_cut_off_is_found_or_changes_nothing(
     saved: Path, size: float | None
 ) -> None:
     found = []
@@ -153,7 +156,8 @@ def test_a_manifest_says_what_is_there(saved: Path) -> None:
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
-def test_row_26_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
+@pytest.mark.row(26)
+def test_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
     huge = tree()
     huge["params"] = {"w": np.broadcast_to(np.float32(0), (1 << 25, 1 << 25))}
     with pytest.raises(CheckpointSpaceError, match="needs 4,503,") as caught:
@@ -162,7 +166,8 @@ def test_row_26_no_room_is_told_before_anything_is_written(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_row_26_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.row(26)
+def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path) -> None:
     good = checkpoint.save(tmp_path / "1", tree(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -244,7 +249,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(directory)], check=True)
 
 
-def test_row_26_a_full_disk_keeps_the_steps_that_are_there(small_disk: Path) -> None:
+@pytest.mark.row(26)
+def test_a_full_disk_keeps_the_steps_that_are_there(small_disk: Path) -> None:
     checkpoint.save(small_disk / "1", tree(1, rows=512))
     (small_disk / "others").write_bytes(bytes(1_000_000))
     with pytest.raises(CheckpointSpaceError, match="bytes") as caught:
@@ -254,6 +260,7 @@ def test_row_26_a_full_disk_keeps_the_steps_that_are_there(small_disk: Path) -> 
     checkpoint.verify(small_disk / "1")
 
 
+@pytest.mark.bad_input_row(22)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=9),
@@ -263,18 +270,17 @@ def test_row_26_a_full_disk_keeps_the_steps_that_are_there(small_disk: Path) -> 
         ),
     )
 )
-def test_row_22_any_json_as_a_manifest_is_one_error(saved: Path, content: Any) -> None:
+def test_any_json_as_a_manifest_is_one_error(saved: Path, content: Any) -> None:
     with changed(saved / FILE, json.dumps(content).encode()):
         for read in (checkpoint.verify, checkpoint.restore_position):
             with pytest.raises(CheckpointCorruptError, match=FILE):
                 read(saved)
 
 
+@pytest.mark.bad_input_row(22)
 @given(st.binary(max_size=200))
 @example(b"[" * 4000)
-def test_row_22_any_bytes_as_a_manifest_are_one_error(
-    saved: Path, content: bytes
-) -> None:
+def test_any_bytes_as_a_manifest_are_one_error(saved: Path, content: bytes) -> None:
     with (
         changed(saved / FILE, content),
         pytest.raises(CheckpointCorruptError, match=FILE),

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 from jgraph.client.cluster import Cluster, connect
 from jgraph.launch.local.cluster import LocalCluster
@@ -20,33 +17,13 @@ from jgraph.runtime.files.manifest import read_manifest
 from jgraph.runtime.files.step_files import steps_in
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.strategies.async_runner import AsyncPS
-from jgraph.train.strategies.local import Local
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
-from jgraph.train.trainer import Trainer
+from tests.support.two_counts import X, counting
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 WORKERS = 2
-X = np.zeros((600, 1), np.float32)
-
-
-class Counts(nnx.Module):
-    """Two parameters that count updates; each is on a ps of its own."""
-
-    def __init__(self) -> None:
-        self.first = nnx.Param(jnp.zeros(4))
-        self.second = nnx.Param(jnp.zeros(4))
-
-
-def one_more(model: Any, batch: Any) -> Any:
-    return -(model.first[...].sum() + model.second[...].sum()) + 0.0 * batch.sum()
-
-
-def counting(cluster: Cluster | None, strategy: Strategy | None = None) -> Trainer:
-    strategy = strategy or Local()
-    tx = optax.sgd(1.0)
-    return Trainer(Counts(), one_more, tx, cluster=cluster, strategy=strategy)
 
 
 class Cut(NamedTuple):
@@ -105,9 +82,37 @@ def test_an_asynchronous_checkpoint_is_ahead_of_its_data_by_two_steps_per_worker
     assert cuts[-1].step == 850
     assert [cut.step // 100 for cut in cuts if cut.step] == [*range(1, 9), 8]
     for cut in cuts:
-        assert max(cut.on_ps) - min(cut.on_ps) <= 2 * WORKERS
-        assert min(*cut.on_ps, cut.step) - cut.done >= 0
-        assert max(*cut.on_ps, cut.step) - cut.done <= cut.again <= 2 * WORKERS
+        check_moment(cut)
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_what_was_evaluated_and_is_kept_is_of_one_moment_as_a_checkpoint_is(
+    cluster: Cluster, tmp_path: Path, strategy: AsyncPS | SyncPS
+) -> None:
+    """The loss only falls, so that each copy that is evaluated is the best so far."""
+    where = Checkpoints(tmp_path, every=25, keep=100, best="eval_loss")
+    how: Any = {"steps": 60, "eval_data": X[:4], "eval_every": 10}
+    run = train(cluster, strategy, where, **how)
+    evaluated = run.metrics("eval_loss")["step"].tolist()
+    cuts = [cut for cut in cuts_in(tmp_path) if cut.step]
+    assert {cut.step for cut in cuts} >= set(evaluated)
+    if isinstance(strategy, SyncPS):
+        assert evaluated == [10, 20, 30, 40, 50, 60]
+        assert [cut.step for cut in cuts] == [10, 20, 25, 30, 40, 50, 60]
+        for cut in cuts:
+            assert set(cut.on_ps) == {cut.step}
+            assert cut.done == cut.step * WORKERS
+    else:
+        assert len({step // 10 for step in evaluated}) == len(evaluated)
+        for cut in cuts:
+            check_moment(cut)
+
+
+def check_moment(cut: Cut) -> None:
+    """Checks how far asynchronous training may be ahead of its data."""
+    assert max(cut.on_ps) - min(cut.on_ps) <= 2 * WORKERS
+    assert min(*cut.on_ps, cut.step) - cut.done >= 0
+    assert max(*cut.on_ps, cut.step) - cut.done <= cut.again <= 2 * WORKERS
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Row 25: a save that ends, or fails, at each of its steps loses nothing saved."""
+"""A save that ends, or fails, at each of its steps loses nothing saved."""
 
 import json
 import os
@@ -15,8 +15,7 @@ from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
 from jgraph.runtime.files.step_files import TEMPORARY, steps_in
 from jgraph.train.checkpoint import checkpoint
 from jgraph.train.checkpoint.checkpoints import CheckpointWriter, newest_good
-from jgraph.train.model.trees import Tree
-from tests.train.conftest import check_kept
+from tests.support.saved_steps import check_kept, tree
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -31,7 +30,7 @@ OF_STEPS = [
 SAVES = """
 import json, sys
 from pathlib import Path
-from tests.train.test_failpoints import tree
+from tests.support.saved_steps import tree
 from jgraph.train.checkpoint.checkpoints import CheckpointWriter
 
 for first in (1, 6):
@@ -40,11 +39,6 @@ for first in (1, 6):
             writer.save(step, tree(step))
             print(json.dumps(step), flush=True)
 """
-
-
-def tree(step: int) -> Tree:
-    w = np.full((64, 64), step, np.float32)
-    return {"params": {"w": w}, "opt": (), "state": {}, "global_step": np.int32(step)}
 
 
 def newest_step(directory: Path) -> int:
@@ -67,6 +61,7 @@ def check_goes_on(directory: Path, step: int) -> None:
     assert not list(directory.glob("*.corrupt"))
 
 
+@pytest.mark.row(25)
 @pytest.mark.procs
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -76,7 +71,7 @@ def check_goes_on(directory: Path, step: int) -> None:
         for name in OF_STEPS
     ],
 )
-def test_row_25_a_writer_that_crashes_at_a_step_of_a_save_loses_no_saved_step(
+def test_a_writer_that_crashes_at_a_step_of_a_save_loses_no_saved_step(
     tmp_path: Path, point: str
 ) -> None:
     time = 1 if point == "lease.released" else 2
@@ -94,8 +89,9 @@ def test_row_25_a_writer_that_crashes_at_a_step_of_a_save_loses_no_saved_step(
     check_goes_on(tmp_path, 20)
 
 
+@pytest.mark.row(26)
 @pytest.mark.parametrize("point", [n for n in OF_STEPS if not n.startswith("lease")])
-def test_row_26_a_disk_that_fails_at_a_step_of_a_save_loses_no_saved_step(
+def test_a_disk_that_fails_at_a_step_of_a_save_loses_no_saved_step(
     tmp_path: Path, point: str
 ) -> None:
     with CheckpointWriter(tmp_path, keep=2) as writer:
@@ -111,7 +107,8 @@ def test_row_26_a_disk_that_fails_at_a_step_of_a_save_loses_no_saved_step(
     check_goes_on(tmp_path, 5)
 
 
-def test_row_20_a_writer_that_is_replaced_during_a_save_commits_nothing(
+@pytest.mark.row(20)
+def test_a_writer_that_is_replaced_during_a_save_commits_nothing(
     tmp_path: Path,
 ) -> None:
     def take_over() -> None:
@@ -144,8 +141,9 @@ def test_a_checkpoint_that_is_replaced_is_there_before_and_after(
     assert checkpoint.restore(target, tree(0))["global_step"] == 2
 
 
+@pytest.mark.row(25)
 @pytest.mark.parametrize("point", REPLACING)
-def test_row_25_a_writer_that_is_killed_while_it_replaces_a_step_loses_none(
+def test_a_writer_that_is_killed_while_it_replaces_a_step_loses_none(
     tmp_path: Path, point: str
 ) -> None:
     directory, killed = tmp_path / "run", tmp_path / "killed"

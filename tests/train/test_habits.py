@@ -17,14 +17,8 @@ from jgraph.train.data.data import as_dataset
 from jgraph.train.model.optimizer import unwrapped
 from jgraph.train.run.hooks import as_callbacks
 from jgraph.train.strategies.strategies import batches_per_update
-from tests.train.data.test_forms import Loader, batches
-
-X = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]
-Y = 3 * X[:, 0]
-
-
-def loss(model: Any, batch: Any) -> jax.Array:
-    return jnp.mean((model(batch[0])[:, 0] - batch[1]) ** 2)
+from tests.support.data_forms import Loader, batches
+from tests.support.straight_line import X, Y, loss
 
 
 def close_to(model: Any, batch: Any) -> jax.Array:

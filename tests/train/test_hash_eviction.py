@@ -11,37 +11,19 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.graph.rows.hash_keys import join_keys
-from jgraph.graph.rows.hash_spec import Column, Eviction, HashSpec
-from jgraph.runtime.store.hash_budget import nbytes_for
-from jgraph.train.run.run import Run
-from tests.runtime.test_hash_eviction import ROOM, TTL, Oracle
+from jgraph.graph.rows.hash_spec import Eviction
+from tests.support.hash_eviction import (
+    BATCH,
+    Counts,
+    Oracle,
+    check_rows,
+    counts_in,
+    examples,
+    loss,
+    options,
+)
 from tests.support.ledger import examples_counted
 from tests.support.servers import connected
-
-BATCH, KEYS = 2, 16
-
-
-def options(eviction: Eviction, rows: int = ROOM) -> dict[str, Any]:
-    """Options of a table with so many rows in each shard."""
-    ttl = TTL if eviction == "ttl" else 0
-    spec = HashSpec("t", (Column("", 1),), 1 << 20, eviction=eviction, ttl=ttl)
-    return {"capacity_bytes": nbytes_for(spec, rows), "eviction": eviction, "ttl": ttl}
-
-
-class Counts(nnx.Module):
-    """A row counts the updates that its key has had."""
-
-    def __init__(self, **given: Any) -> None:
-        self.table = jg.HashTable(1, **given)
-
-    def __call__(self, ids: Any) -> Any:
-        return self.table(ids)
-
-
-def loss(model: Any, batch: Any) -> Any:
-    seen = jax.nn.one_hot(batch["number"], KEYS).sum(0)
-    return -model(batch["ids"]).sum(), {"seen": seen}
 
 
 class Linen(nn.Module):
@@ -51,19 +33,6 @@ class Linen(nn.Module):
     def __call__(self, ids: Any) -> Any:
         make = nnx.bridge.to_linen(jg.HashTable, 1, skip_rng=True, **self.given)
         return make(ids)
-
-
-def counts_in(model: Any) -> dict[int, float]:
-    """Returns the row of each key."""
-    if isinstance(model, nnx.Module):
-        table: Any = model
-        known, rows = table.table.known[...], table.table.rows[...]
-    else:
-        known = model["KnownKeys"]["ToLinen_0"]["known"]
-        rows = model["params"]["ToLinen_0"]["rows"]
-    keys = join_keys(np.asarray(known)[1:])
-    values = np.asarray(rows)[1:, 0]
-    return dict(zip(keys.tolist(), values.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -108,28 +77,6 @@ def test_a_worker_alone_trains_the_table_of_a_dict(
         assert event.dropped == oracle.dropped
         assert event.evicted == oracle.evicted
         assert event.evicted or eviction == "ttl"
-
-
-def examples() -> dict[str, Any]:
-    """Examples of a key each, those of low numbers more often."""
-    number = (np.random.default_rng(0).random(64) ** 2 * KEYS).astype(np.int32)
-    return {"ids": jg.split_keys(number[:, None]), "number": number}
-
-
-def check_rows(run: Run, lookups: Any) -> None:
-    """No row has more updates than it can have had, and none has parts of one.
-
-    Args:
-      run: is over.
-      lookups: how often each key was looked up, by key.
-    """
-    model: Any = run.model()
-    found = counts_in(model)
-    assert found
-    for key, count in found.items():
-        assert 0 <= count <= lookups[key]
-        assert count == round(count)
-    assert all(event.rows <= ROOM for event in run.events())
 
 
 @pytest.mark.nightly

@@ -103,13 +103,13 @@ def fit(one: jg.Trainer, given: dict[str, Any], steps: int = 1) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with jg.LocalCluster(ps=2, workers=1) as two:
+    with connected(ps=2, worker=1) as two:
         yield two
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Any]:
-    with jg.LocalCluster(ps=1, workers=1) as one:
+    with connected(ps=1, worker=1) as one:
         yield one
 
 

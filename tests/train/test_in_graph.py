@@ -13,29 +13,17 @@ import jgraph as jg
 from jgraph.client.cluster import Cluster
 from jgraph.client.session import Session
 from jgraph.errors import ConfigError, FeedError, UnknownDeviceError
+from tests.support.layers import (
+    BATCH,
+    STEPS,
+    WORKERS,
+    batches,
+    layer,
+    params_of,
+    squares,
+)
 from tests.support.models import NnxMLP, batches_of, cross_entropy, data, nnx_loss
 from tests.support.plans import assert_same
-
-WORKERS, BATCH, STEPS = 2, 8, 5
-
-
-def layer(params: Any, x: Any) -> Any:
-    return jnp.tanh(x @ params["w"] + params["b"])
-
-
-def squares(y: Any, t: Any) -> Any:
-    return ((y - t) ** 2).mean()
-
-
-def params_of(stages: int, width: int = 4) -> list[dict[str, Any]]:
-    keys = jax.random.split(jax.random.key(1), stages)
-    normal = [jax.random.normal(key, (width, width)) for key in keys]
-    return [{"w": w, "b": jnp.ones(width)} for w in normal]
-
-
-def batches(count: int, width: int = 4) -> Any:
-    values = np.random.default_rng(0).normal(size=(count, 2, BATCH, width))
-    return values.astype(np.float32)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def ends_at_the_bad_step(
     there.close()
 
 
+@pytest.mark.bad_input_row(11)
 @each_strategy
 def test_run_ends_at_the_step_that_is_not_finite(
     cluster: Cluster, strategy: Strategy, tmp_path: Path

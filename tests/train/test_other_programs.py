@@ -29,7 +29,7 @@ from jgraph.train.checkpoint.checkpoints import (
 from jgraph.train.checkpoint.flax_checkpoints import find, match
 from jgraph.train.trainer import Trainer
 from tests.support import flax_program
-from tests.train.checkpoint.test_checkpoints import filled, tree
+from tests.support.saved_steps import filled, tree
 
 pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("nothing_is_left")]
 STEPS, MORE = flax_program.STEPS, flax_program.MORE
@@ -265,7 +265,8 @@ def everything(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_row_26_nothing_renames_or_deletes_steps_of_another_program(
+@pytest.mark.bad_input_row(26)
+def test_nothing_renames_or_deletes_steps_of_another_program(
     others: Path, run: Any
 ) -> None:
     (others / f"5{TEMPORARY}-7").mkdir()

@@ -10,8 +10,8 @@ import pytest
 import jgraph as jg
 from jgraph.client.cluster import connect
 from jgraph.coordination.step.run_metadata import NodeTime, RunMetadata
+from tests.support.layers import batches, layer, params_of, squares
 from tests.support.servers import Servers
-from tests.train.test_in_graph import batches, layer, params_of, squares
 
 FIRST, LAST = "/job:worker/task:0", "/job:worker/task:1"
 SOON_S = 30

@@ -237,6 +237,7 @@ def ended_by_example(there: Trainer, at: int, **options: Any) -> DataSlotError:
     return caught.value
 
 
+@pytest.mark.row(10)
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_example_that_kills_three_workers_ends_the_run_and_is_named(
@@ -253,9 +254,10 @@ def test_example_that_kills_three_workers_ends_the_run_and_is_named(
         assert len(cluster.status().tasks) == 2
 
 
+@pytest.mark.row(10)
 @pytest.mark.chaos
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
-def test_row_10_example_that_kills_one_worker_thrice_ends_the_run_with_a_checkpoint(
+def test_example_that_kills_one_worker_thrice_ends_the_run_with_a_checkpoint(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, strategy: Strategy
 ) -> None:
     at, worker = 77, "/job:worker/task:0"

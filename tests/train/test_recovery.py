@@ -34,7 +34,7 @@ from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.support.models import NnxMLP, data, nnx_loss
-from tests.train.conftest import damage
+from tests.support.saved_steps import damage
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -137,6 +137,7 @@ def cluster() -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.mark.row(12)
 @pytest.mark.procs
 @pytest.mark.parametrize(
     ("strategy", "steps", "lost"),
@@ -146,7 +147,7 @@ def cluster() -> Iterator[LocalCluster]:
     ],
     ids=["async", "sync"],
 )
-def test_row_12_run_goes_on_from_its_newest_checkpoint_by_itself(
+def test_run_goes_on_from_its_newest_checkpoint_by_itself(
     cluster: LocalCluster,
     tmp_path: Path,
     strategy: Strategy,
@@ -191,8 +192,9 @@ def test_row_12_run_goes_on_from_its_newest_checkpoint_by_itself(
     trainer.close()
 
 
+@pytest.mark.row(27)
 @pytest.mark.procs
-def test_row_27_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
+def test_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
     cluster: LocalCluster,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -364,9 +366,10 @@ def test_trainer_goes_on_after_a_worker_and_not_after_a_ps_was_started_again(
     trainer.close()
 
 
+@pytest.mark.row(18)
 @pytest.mark.nightly
 @pytest.mark.procs
-def test_row_18_run_whose_ps_stays_away_ends_and_says_where_to_go_on(
+def test_run_whose_ps_stays_away_ends_and_says_where_to_go_on(
     tmp_path: Path,
 ) -> None:
     clock = SystemClock()

@@ -8,7 +8,7 @@ the contributions of two and then their mean.
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -309,9 +309,11 @@ def check(case: Case) -> None:
     step = TrainStep(
         adapter, OPTIMIZERS[case.optimizer], arrangement=arrangement, sparse=sparse
     )
-    due = plainly(case, adapter.params)
-    found = RUNS[case.path](case, step)
-    for name, wanted in due.items():
+    compare(case, adapter.params, RUNS[case.path](case, step))
+
+
+def compare(case: Case, initial: Any, found: dict[str, Any]) -> None:
+    for name, wanted in plainly(case, initial).items():
         np.testing.assert_allclose(
             found[f"params/{name}"], wanted, 1e-4, 1e-5, err_msg=f"{case}: {name}"
         )
@@ -370,3 +372,44 @@ def test_rows_are_trained_as_a_plain_loop_trains_them(case: Case) -> None:
 @pytest.mark.parametrize("case", cases(300), ids=str)
 def test_rows_are_trained_on_every_path_as_a_plain_loop_trains_them(case: Case) -> None:
     check(case)
+
+
+# -------------------------------------------------------------------- in processes
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[jg.LocalCluster]:
+    with jg.LocalCluster(ps=2, workers=2) as cluster:
+        yield cluster
+
+
+def in_processes(case: Case, cluster: jg.LocalCluster) -> dict[str, Any]:
+    """Returns values after steps of one worker each, or of two at once."""
+    kind = jg.SyncPS if case.path == "sync" else jg.AsyncPS
+    cut = None if case.cut == "whole" else jg.fixed_size_partitioner(3)
+    strategy: Any = kind(
+        variable_partitioner=cut,
+        partition_strategy="mod" if case.cut == "mod" else "div",
+    )
+    there = jg.Trainer(
+        *(Parameters(case.rows), loss_of(case), OPTIMIZERS[case.optimizer]),
+        cluster=cluster,
+        strategy=strategy,
+        sparse=case.sparse,  # type: ignore[arg-type]  # one of SPARSE
+    )
+    size = BATCH // 2 if case.path == "sync" else BATCH
+    with there:
+        for batch in batches(case):
+            there.fit(batch, steps=1, batch_size=size, progress=False)
+        return dict(zip(there.names, there.current_values(), strict=True))
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", [c for c in KEPT if c.path != "local"][2:], ids=str)
+def test_rows_are_trained_in_processes_as_a_plain_loop_trains_them(
+    processes: jg.LocalCluster, case: Case
+) -> None:
+    ids = as_dataset(batches(case)[0]["ids"])
+    adapter = adapt(Parameters(case.rows), loss_of(case), seed=0, data=ids)
+    compare(case, adapter.params, in_processes(case, processes))

@@ -56,7 +56,8 @@ def steps_of_each(run: Run) -> Any:
     return np.bincount(run.metrics("loss")["replica"].astype(int), minlength=2)
 
 
-def test_row_11_without_a_bound_a_slow_worker_costs_its_own_steps_only(
+@pytest.mark.row(11)
+def test_without_a_bound_a_slow_worker_costs_its_own_steps_only(
     cluster: Cluster,
 ) -> None:
     run = trained(cluster, 200, max_staleness=None)
@@ -65,7 +66,8 @@ def test_row_11_without_a_bound_a_slow_worker_costs_its_own_steps_only(
     assert oldest(run) > 5
 
 
-def test_row_11_with_a_bound_the_others_wait_for_a_slow_worker(
+@pytest.mark.row(11)
+def test_with_a_bound_the_others_wait_for_a_slow_worker(
     cluster: Cluster,
 ) -> None:
     run = trained(cluster, 12, max_staleness=1)

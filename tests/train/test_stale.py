@@ -42,6 +42,7 @@ def test_step_that_was_let_in_and_never_came_is_refused_when_it_does() -> None:
     assert (entered, len(refused)) == ([1], 1)
 
 
+@pytest.mark.bad_input_row(14)
 def test_refused_step_is_computed_anew_and_every_batch_counts_once() -> None:
     servers = Servers(ps=2, worker=2)
     worker = TaskName("/job:worker/task:0")

@@ -31,6 +31,7 @@ from jgraph.errors import (
     TaskLeavingError,
     TaskLostError,
 )
+from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import is_refused
@@ -135,8 +136,9 @@ def open_run(cluster: Connection, run: str, detached: Detached) -> None:
         info=json.dumps(detached.about),
         saves=detached.saves,
         source=detached.source,
-        records=detached.records,
+        copies=detached.copies,
         gate=detached.gate,
+        wait_s=detached.wait_s,
     )
     cluster.call("Master.OpenRun", frame(open_run=order))
     for program in detached.programs:
@@ -184,14 +186,14 @@ def release_run(cluster: Connection, drain_holds: DrainHolds) -> None:
 
 
 def wait_for_new_master(
-    cluster: Connection, run: str, epoch: int, error: JGError, old: TaskName
+    cluster: Connection, run: str, term: int, error: JGError, old: TaskName
 ) -> RunInfo:
     """Waits until a detached run has another master, which the client has from then on.
 
     Args:
       cluster: the client; it has another master already.
       run: the run.
-      epoch: of the master that was lost.
+      term: of the master that was lost.
       error: why it is thought to be lost.
       old: which it was.
 
@@ -203,7 +205,7 @@ def wait_for_new_master(
     deadline = clock.now() + 2 * END_S
     while standby_of(cluster.tasks(), old) is not None and clock.now() < deadline:
         for found in runs_of(cluster):
-            if found.name == run and found.epoch > epoch:
+            if found.name == run and found.term > term:
                 cluster.move_to(found.master)
                 return found
             if found.name == run and found.state == "failed":
@@ -259,13 +261,8 @@ def begin_with_failover(
             return begin(sync), sync
         except (ClusterUnreachableError, TaskLostError) as error:
             _do_without(cluster, master, error)
-            sync = replace(sync, epoch=sync.epoch + 1)
+            sync = replace(sync, term=sync.term + 1)
     return begin(sync), sync
-
-
-def is_ps(task: TaskName) -> bool:
-    """Whether a task holds variables of others."""
-    return task.startswith("/job:ps/")
 
 
 def _may_be_master(cluster: Connection, task: TaskName) -> bool:

@@ -14,7 +14,6 @@ from jgraph.client.runs.seen_reports import ReportDeduplicator
 from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import loop_timeout_s
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest, report_of
-from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import DeadlineError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -23,7 +22,7 @@ from jgraph.rpc.transport import Frame
 
 T = TypeVar("T")
 Judge: TypeAlias = Callable[[Loop, JGError, TaskName, int], Item]
-"""Says what the end of a loop's reports means: the loop, why, the master, the epoch."""
+"""Says what the end of a loop's reports means: the loop, why, the master, the term."""
 
 
 @final
@@ -35,7 +34,8 @@ class ReportStreams:
       judge: called in the event loop's thread.
       requests: the loops.
       came: is given each report as it comes, in the event loop's thread.
-      detached: tell also that the reports of a replica are over.
+      detached: of a run that its master looks after, how long that waits for tasks;
+        tell also that the reports of a replica are over. None: of another run.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class ReportStreams:
         requests: Sequence[LoopRequest],
         came: Callable[[Loop, LoopReport], LoopReport],
         *,
-        detached: bool,
+        detached: float | None,
     ) -> None:
         self._cluster = cluster
         self._judge = judge
         self._came = came
-        self._detached = detached
+        self._detached = detached is not None
         # A worker reports at least once per step; silence beyond that is an error.
         longest_s = max(
             (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
         )
-        self._silence_s = 30.0 + longest_s + (WAIT_S if detached else 0.0)
+        self._silence_s = 30.0 + longest_s + (detached or 0.0)
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._calls: list[concurrent.futures.Future[None]] = []
         self._seen: defaultdict[int, ReportDeduplicator] = defaultdict(
@@ -91,16 +91,16 @@ class ReportStreams:
 
     def begin(self, one: Loop, order: pb.RunLoop) -> None:
         """Sets a loop going, and follows it."""
-        self._call(one, "Master.RunLoop", frame(run_loop=order), order.epoch)
+        self._call(one, "Master.RunLoop", frame(run_loop=order), order.term)
 
     def again(self, loops: Iterable[Loop], run: RunInfo) -> None:
         """Follows the loops of a run at another master, which knows them all."""
         for one in loops:
             query = pb.RunQuery(run=run.name, replica=one.request.replica)
-            self._call(one, "Master.Attach", frame(run_query=query), run.epoch)
+            self._call(one, "Master.Attach", frame(run_query=query), run.term)
 
-    def _call(self, one: Loop, method: str, request: Frame, epoch: int) -> None:
-        following = self._follow(one, method, request, self._cluster.master, epoch)
+    def _call(self, one: Loop, method: str, request: Frame, term: int) -> None:
+        following = self._follow(one, method, request, self._cluster.master, term)
         self._calls.append(self.beside(following))
 
     def beside(self, work: Coroutine[None, None, T]) -> concurrent.futures.Future[T]:
@@ -121,7 +121,7 @@ class ReportStreams:
         return [self._items.get_nowait() for _ in range(self._items.qsize())]
 
     async def _follow(
-        self, one: Loop, method: str, request: Frame, master: TaskName, epoch: int
+        self, one: Loop, method: str, request: Frame, master: TaskName, term: int
     ) -> None:
         asked = one.request
         try:
@@ -138,4 +138,4 @@ class ReportStreams:
             if self._detached:
                 self._items.put((one, None))
         except JGError as error:
-            self._items.put(self._judge(one, error, master, epoch))
+            self._items.put(self._judge(one, error, master, term))

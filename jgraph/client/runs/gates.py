@@ -34,7 +34,7 @@ def open_gate(
     version: int = 0,
     max_staleness: int | None = None,
     run: str = "",
-    epoch: int = 0,
+    term: int = 0,
 ) -> pb.OpenGate:
     """Opens a gate on tasks, in place of an earlier one of that name.
 
@@ -45,8 +45,8 @@ def open_gate(
       synchronous: contributions are averaged; else updates are asynchronous.
       version: synchronous only: updates applied so far.
       max_staleness: asynchronous only: the bound; None: there is none.
-      run: which run it is part of, and under which epoch of masters.
-      epoch: likewise.
+      run: which run it is part of, and under which term of masters.
+      term: likewise.
 
     Returns:
       The order, for a task that is started again.
@@ -59,7 +59,7 @@ def open_gate(
         max_staleness=max_staleness,
         opening=uuid.uuid4().hex,
         run=run,
-        epoch=epoch,
+        term=term,
     )
     request = frame(open_gate=order)
     cluster.call("Master.OpenGate", request, timeout_s=SILENCE_S + CONTROL_S)

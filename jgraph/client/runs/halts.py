@@ -43,7 +43,8 @@ class LoopHalts:
         self._cuts: Cuts | None = None
         if data is not None and data.halt_every:
             end = data.first + data.batches
-            self._cuts = Cuts(every=data.halt_every, first=data.first, end=end)
+            every, *also = data.halt_every
+            self._cuts = Cuts(every=every, first=data.first, end=end, also=also)
         self._loops: dict[str, Loop] = {}
         self._decides: tuple[Loop, int] | None = None
         self._saving = 0  # the halt in which the run is saved

@@ -81,7 +81,7 @@ class DrainHolds:
     async def _hold(self, task: TaskName, held: Future[None]) -> None:
         address = self._cluster.spec.address(task)
         call = lambda: self._cluster.transport.call(
-            address, "Farewell", frame(empty=pb.Empty()), timeout_s=bounded_s(0.0)
+            address, "DrainHold", frame(empty=pb.Empty()), timeout_s=bounded_s(0.0)
         )
         try:
             async with aclosing(holding(call)) as news:

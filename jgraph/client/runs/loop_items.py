@@ -78,7 +78,7 @@ class Loop:
             return None
         return ended_report(self.request)
 
-    def stop_order(self, run: str, epoch: int, *, account: bool = False) -> pb.StopLoop:
+    def stop_order(self, run: str, term: int, *, account: bool = False) -> pb.StopLoop:
         """Returns what ends it; with ``account`` also asks what nobody has heard of."""
         return pb.StopLoop(
             loop=self.name,
@@ -87,7 +87,7 @@ class Loop:
             after=self.seen,
             timeout_s=self.request.step_timeout_s,
             run=run,
-            epoch=epoch,
+            term=term,
         )
 
 
@@ -99,15 +99,15 @@ class Ended:
     Attributes:
       loop: which.
       error: the error.
-      master: relayed its reports, under an epoch.
-      epoch: likewise.
+      master: relayed its reports, under a term.
+      term: likewise.
       verdict: what the error means.
     """
 
     loop: Loop
     error: JGError
     master: TaskName
-    epoch: int
+    term: int
     verdict: LoopOutcome
 
 

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, final
@@ -15,7 +15,6 @@ from jgraph.client.runs.failover import (
     ask_position,
     drop_programs,
     final_reports_of,
-    is_ps,
     lost_master,
     open_data,
     open_run,
@@ -28,6 +27,7 @@ from jgraph.client.runs.following import ReportStreams
 from jgraph.client.runs.halts import LoopHalts
 from jgraph.client.runs.holds import DrainHolds
 from jgraph.client.runs.loop_items import Ended, Item, Loop, TaskDraining
+from jgraph.client.runs.seen_reports import RestoreBarrier
 from jgraph.client.wait_for_tasks import ready_tasks
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
@@ -45,6 +45,7 @@ from jgraph.cluster.loop_messages import (
 )
 from jgraph.coordination.run.loop_outcome import LoopOutcome, is_link_loss, judge
 from jgraph.errors import ClusterError, FencedError, JGError, TaskLeavingError
+from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -77,10 +78,11 @@ class LoopHandle:
         self.leaving: list[TaskName] = []  # ps, held until all loops have ended
         self._clock = SystemClock()
         self._began = self._clock.now()
-        self.epoch = 1
+        self.term = 1
         self._run = self._name = unique("loop")
         self._data = data
         self._detached = data is not None and data.detached is not None
+        detached = None if data is None else data.detached
         self._arbiter = next((r for r in requests if r.sync is not None), None)
         self._plan = ""
         sync = None if self._arbiter is None else self._arbiter.sync
@@ -93,17 +95,21 @@ class LoopHandle:
                 self._ledger = RunLedger(data, data.updates, self.position())
         elif sync is not None:
             self._plan = plain(sync.plan)
-            self._run, self.epoch = sync.run or self._name, sync.epoch
+            self._run, self.term = sync.run or self._name, sync.term
             if sync.detached is not None:
-                self._detached = True
+                self._detached, detached = True, sync.detached
                 open_run(cluster, self._run, sync.detached)
         self._following = ReportStreams(
-            cluster, self._judged, requests, self._came, detached=self._detached
+            *(cluster, self._judged, requests, self._came),
+            detached=None if detached is None else detached.wait_s,
         )
+        # Its master saves it before a ps ends, and goes on from there.
+        self._is_restored = detached is not None and detached.is_restored
         self._stopped = threading.Event()
         self._loops: set[Loop] = set()
         self._began_with = self._following.beside(ready_tasks(cluster))
         self._again = Counter[int]()  # how often a replica began anew
+        self._barrier = RestoreBarrier()
         self._lost: JGError | None = None  # how the last one ended, if it was lost
         self._unwell: JGError | None = None  # a batch that cannot be trained on
         for request in requests:
@@ -144,8 +150,13 @@ class LoopHandle:
                 self._begin(item)
             case (loop, None):
                 self._loops.discard(loop)
+                yield from self._passed(self._barrier.go_on(self._loops))
             case (loop, report):
-                yield from self._halted(loop, self._noted(loop, report))
+                yield from self._passed(self._barrier.take(loop, report, self._loops))
+
+    def _passed(self, told: Iterable[tuple[Loop, LoopReport]]) -> Iterator[LoopReport]:
+        for loop, report in told:
+            yield from self._halted(loop, self._noted(loop, report))
 
     def go_on(self) -> bool:
         """Lets loops go on that stand still; returns whether they did until now."""
@@ -245,7 +256,7 @@ class LoopHandle:
 
     def _part_with(self, task: TaskName) -> Iterator[LoopReport]:
         """Takes what the run has on a task that is told to end."""
-        if is_ps(task):
+        if is_ps(task) and not self._is_restored:
             self.leaving.append(task)
             self.stop()
             return
@@ -265,8 +276,8 @@ class LoopHandle:
         if not self._detached:
             yield from self._begin_anew(error, old)
             return
-        run = wait_for_new_master(self._cluster, self._run, self.epoch, error, old)
-        self.epoch, self._name = run.epoch, run.data_run
+        run = wait_for_new_master(self._cluster, self._run, self.term, error, old)
+        self.term, self._name = run.term, run.data_run
         yield from self._come_so_far(error)
         self._following.again(self._loops, run)
         if self._stopped.is_set():  # the one before may not have heard it
@@ -275,13 +286,13 @@ class LoopHandle:
 
     def _begin_anew(self, error: JGError, old: TaskName) -> Iterator[LoopReport]:
         """Goes on from what is known to be done."""
-        self.epoch += 1
+        self.term += 1
         if self._drain_holds is not None:
             self._drain_holds.hold([self._cluster.master])
         yield from self._come_so_far(error)
         loops, self._loops = list(self._loops), set()
         self._halts.all_over()
-        orders = [one.stop_order(self._run, self.epoch, account=True) for one in loops]
+        orders = [one.stop_order(self._run, self.term, account=True) for one in loops]
         leaves = isinstance(error, TaskLeavingError)  # it still answers
         accounts = final_reports_of(self._cluster, orders, None if leaves else old)
         goes_on, left = list[Loop](), list[Loop]()
@@ -328,7 +339,7 @@ class LoopHandle:
             return
         self._stopped.set()
         orders = [
-            ("Master.StopLoop", frame(stop_loop=one.stop_order(self._run, self.epoch)))
+            ("Master.StopLoop", frame(stop_loop=one.stop_order(self._run, self.term)))
             for one in list(self._loops)  # another thread may begin one
         ]
         if self._detached:
@@ -341,13 +352,13 @@ class LoopHandle:
         """Asks the arbiter in synchronous training to end, and returns at once."""
         if self._arbiter is not None:
             order = self._to_arbiter(self._arbiter)
-            order.run, order.epoch, order.pause = self._run, self.epoch, True
+            order.run, order.term, order.pause = self._run, self.term, True
             with suppress(JGError):
                 self._cluster.call("Master.StopLoop", frame(stop_loop=order))
 
     def _order(self, one: Loop) -> pb.RunLoop:
         order = order_of(one.request)
-        order.loop, order.run, order.epoch = one.name, self._run, self.epoch
+        order.loop, order.run, order.term = one.name, self._run, self.term
         if self._arbiter is not None:
             arbiter = self._to_arbiter(self._arbiter)
             order.data_run, order.dealer = arbiter.loop, arbiter.task
@@ -356,7 +367,7 @@ class LoopHandle:
         order.data_plan = order.data_plan or self._plan
         return order
 
-    def _judged(self, one: Loop, error: JGError, master: TaskName, epoch: int) -> Item:
+    def _judged(self, one: Loop, error: JGError, master: TaskName, term: int) -> Item:
         """Returns what the end of a loop's reports means."""
         request = one.request
         decides = request is self._arbiter
@@ -368,7 +379,7 @@ class LoopHandle:
             return one, lost_report(request, error)
         if verdict in {LoopOutcome.FAILED, LoopOutcome.WORKER_LOST}:
             return error
-        return Ended(one, error, master, epoch, verdict)
+        return Ended(one, error, master, term, verdict)
 
     def _over(self, end: Ended) -> Iterator[LoopReport]:
         """Goes on without whoever is lost.
@@ -390,7 +401,7 @@ class LoopHandle:
             raise error
         if self._ledger is None and self._arbiter is None:
             raise lost_master(error, end.master)
-        if end.epoch == self.epoch:  # of each loop; the first one counts
+        if end.term == self.term:  # of each loop; the first one counts
             yield from self._fail_over(error)
 
     def _await_arbiter(self, one: Loop, error: JGError) -> Iterator[LoopReport]:
@@ -406,7 +417,7 @@ class LoopHandle:
             yield silent_report(one.request)
             with suppress(queue.Empty):
                 yield from self._taken(self._following.next(_POLL_S))
-        order = one.stop_order(self._run, self.epoch, account=True)
+        order = one.stop_order(self._run, self.term, account=True)
         (account,) = final_reports_of(self._cluster, [order])
         if isinstance(account, JGError) or body_of(account).state == "failed":
             raise error

@@ -33,7 +33,7 @@ class RunInfo:
       data_run: under which its data is dealt out.
       synchronous: whether each step is one of all workers.
       checkpoints: where its master saves; empty: nowhere.
-      epoch: how many masters it has had.
+      term: how many masters it has had.
     """
 
     name: str
@@ -49,7 +49,7 @@ class RunInfo:
     data_run: str
     synchronous: bool
     checkpoints: str
-    epoch: int
+    term: int
 
     def _repr_html_(self) -> str:
         return data(self)
@@ -74,7 +74,7 @@ def run_infos(reply: Frame) -> list[RunInfo]:
             data_run=row.data_run,
             synchronous=info["synchronous"],
             checkpoints=info["checkpoints"],
-            epoch=row.epoch,
+            term=row.term,
         )
         for row, info in rows
     ]

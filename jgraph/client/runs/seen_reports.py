@@ -1,7 +1,11 @@
-"""Deduplication of the reports of a replica, which a new master sends once more."""
+"""Deduplication of a run's reports after a new master, and their order at a restore."""
 
-from typing import final
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import TypeAlias, final
 
+from jgraph.client.runs.loop_items import Loop
+from jgraph.cluster.loop_messages import LoopReport
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 
@@ -15,6 +19,7 @@ class ReportDeduplicator:
         self._loop = ""
         self._number = 0
         self._next_step = 0
+        self._restored = 0
 
     def unseen(self, report: Frame) -> Frame | None:
         """Returns what is new in a report, which counts as seen from here on.
@@ -23,6 +28,10 @@ class ReportDeduplicator:
         may have been told of. None: all of it was.
         """
         body, (steps, seconds, *fetches) = body_of(report), report.tensors
+        if body.HasField("restored"):
+            is_new = body.restored.number > self._restored
+            self._restored = max(self._restored, body.restored.number)
+            return report if is_new else None
         if body.loop in self._over:
             return None
         if body.loop != self._loop:
@@ -42,3 +51,52 @@ class ReportDeduplicator:
             return report
         tensors = [tensor[new] for tensor in (steps, seconds, *fetches)]
         return frame(loop_report=body, tensors=tensors)
+
+
+_Told: TypeAlias = tuple[Loop, LoopReport]
+
+
+@final
+class RestoreBarrier:
+    """Puts what replicas tell in order around "restored", which each of them tells.
+
+    What came before a restore in one stream is passed on before what comes after it in
+    another.
+    """
+
+    def __init__(self) -> None:
+        self._restored = 0  # how often, as far as was passed on
+        self._passed = Counter[Loop]()
+        self._behind: list[_Told] = []
+        self._report: _Told | None = None
+
+    def take(
+        self, loop: Loop, report: LoopReport, loops: Collection[Loop]
+    ) -> Iterator[_Told]:
+        """Yields what may be passed on now.
+
+        Args:
+          loop: tells it.
+          report: what.
+          loops: all that tell something.
+        """
+        if self._passed[loop] > self._restored:
+            self._behind.append((loop, report))
+        elif report.restored is None:
+            yield loop, report
+        elif report.number > self._restored:
+            self._passed[loop], self._report = report.number, (loop, report)
+            yield from self.go_on(loops)
+
+    def go_on(self, loops: Collection[Loop]) -> Iterator[_Told]:
+        """Yields what no loop holds up any more."""
+        if self._report is None:
+            return
+        if any(self._passed[each] <= self._restored for each in loops):
+            return
+        told, self._report = self._report, None
+        self._restored = told[1].number
+        yield told
+        behind, self._behind = self._behind, []
+        for loop, report in behind:
+            yield from self.take(loop, report, loops)

@@ -58,24 +58,6 @@ class BatchLedger:
             return
         self.done += 1
 
-    def shift(self, updates: int) -> None:
-        """Counts updates from another number on: what counts them began anew.
-
-        Args:
-          updates: how many more it says than it would have.
-
-        Example:
-          >>> from jgraph.coordination.data.dispatch import Dispatch
-          >>> from jgraph.coordination.data.slots import Part
-          >>> plan = SlotPlan([Part("data", 8)], batch_size=1, seed=0)
-          >>> begin = Dispatch(plan, budget=8, workers=1).state()
-          >>> ledger = BatchLedger(plan, begin, updates=5)
-          >>> ledger.shift(-6)
-          >>> ledger.position(updates=1)["again"]
-          2
-        """
-        self._unknown += updates
-
     def position(self, updates: int) -> dict[str, Any]:
         """Returns where the run is, as plain data.
 

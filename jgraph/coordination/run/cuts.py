@@ -11,6 +11,7 @@ In synchronous training nothing is under way between two updates, and the arbite
 by itself; see ``aggregation``.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
@@ -114,6 +115,7 @@ class Cuts:
 
     Args:
       every: save at the first moment after each multiple of so many updates.
+      also: likewise after each multiple of these.
       first: updates before the run.
       end: updates at which it ends; there it is saved when all loops have ended.
 
@@ -129,8 +131,10 @@ class Cuts:
       [GoOn(number=1, loops=('a',))]
     """
 
-    def __init__(self, *, every: int, first: int, end: int) -> None:
-        self._every = every
+    def __init__(
+        self, *, every: int, first: int, end: int, also: Iterable[int] = ()
+    ) -> None:
+        self._multiples = (every, *also)
         self._first = self._last = self._due_at = first
         self._end = end
         self._done: dict[str, int] = {}
@@ -171,7 +175,7 @@ class Cuts:
 
     def _halt_if_due(self) -> list[Instruction]:
         now = self._first + sum(self._done.values())
-        passed = now // self._every > self._last // self._every
+        passed = any(now // n > self._last // n for n in self._multiples)
         if not passed or self._asked or now >= self._end or not self._running:
             return []
         self._due_at = now

@@ -12,25 +12,25 @@ from typing import Final, TypeAlias, final
 
 from jgraph.coordination.run.supervisor import (
     Event,
-    Failed,
     LoopEnded,
     LoopLost,
     RoundEnded,
+    StateLost,
     StopAsked,
     WorkerReady,
 )
 from jgraph.errors import FencedError, JGError
+from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 
 Accounts: TypeAlias = Mapping[int, str | JGError]
-_ON_A_PS: Final = "/job:ps/"
 
 
 def standby_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
-    """Returns who goes on with the runs of a master; None: nobody could.
+    """Returns who goes on with the runs of a master; None: no other task is there.
 
-    A run needs every ps. So the first one is the standby, and a ps that is the master
-    needs none: without what it holds the run cannot go on.
+    The first ps that is not the master, as a run needs all of them anyway, else the
+    first worker.
 
     Args:
       tasks: of the cluster.
@@ -39,11 +39,10 @@ def standby_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
     Example:
       >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
       >>> standby_of([worker, ps], worker), standby_of([worker, ps], ps)
-      ('/job:ps/task:0', None)
+      ('/job:ps/task:0', '/job:worker/task:0')
     """
-    if master.startswith(_ON_A_PS):
-        return None
-    return min((task for task in tasks if task.startswith(_ON_A_PS)), default=None)
+    others = (task for task in tasks if task != master)
+    return min(others, key=lambda task: (not is_ps(task), task), default=None)
 
 
 def resume_events(
@@ -91,8 +90,7 @@ def _together(
     accounts: Accounts, row: str | JGError, *, stopping: bool
 ) -> Iterator[Event]:
     if isinstance(row, JGError):
-        yield Failed(row)
-        return
+        yield StateLost(None, row)  # it is on a ps
     for replica, account in accounts.items():
         if isinstance(account, JGError):
             yield LoopLost(replica, account)
@@ -100,8 +98,8 @@ def _together(
             yield LoopEnded(replica, "left" if account == "left" else "stopped")
     if stopping:
         yield StopAsked()
-    # It may have ended because its master was gone.
-    yield RoundEnded("paused" if row == "stopped" and not stopping else row)
+    if isinstance(row, str):  # it may have ended because its master was gone
+        yield RoundEnded("paused" if row == "stopped" and not stopping else row)
 
 
 _KEPT: Final = 256
@@ -113,10 +111,10 @@ class MasterTerms:
     """The newest master that a task has heard of, by run.
 
     Example:
-      >>> epochs = MasterTerms()
-      >>> epochs.check("run-1", 1), epochs.check("run-1", 2)
+      >>> terms = MasterTerms()
+      >>> terms.check("run-1", 1), terms.check("run-1", 2)
       (None, None)
-      >>> epochs.check("run-1", 1)
+      >>> terms.check("run-1", 1)
       Traceback (most recent call last):
       jgraph.errors.FencedError: JG-139 an order of master 1 of run ...
     """
@@ -124,26 +122,26 @@ class MasterTerms:
     def __init__(self) -> None:
         self._newest: OrderedDict[str, int] = OrderedDict()
 
-    def check(self, run: str, epoch: int) -> None:
+    def check(self, run: str, term: int) -> None:
         """Takes note of who gives an order.
 
         Args:
           run: empty: one that nobody takes over.
-          epoch: of the master.
+          term: of the master.
 
         Raises:
           FencedError: a later master of that run was here already.
         """
         if not run:
             return
-        newest = max(epoch, self._newest.pop(run, 0))
+        newest = max(term, self._newest.pop(run, 0))
         self._newest[run] = newest
         if len(self._newest) > _KEPT:
             self._newest.popitem(last=False)
-        if epoch < newest:
+        if term < newest:
             raise FencedError(
-                f"an order of master {epoch} of run '{run}' came after master {newest} "
+                f"an order of master {term} of run '{run}' came after master {newest} "
                 "had taken over; it is not carried out",
                 run=run,
-                epoch=newest,
+                term=newest,
             )

@@ -9,7 +9,8 @@ began with. When a lost one is prepared, that loop pauses after the update under
 when all loops of its row have ended the next row begins, with everybody who is there.
 
 Before a ps ends, all loops do: the run rests, is saved, and goes on when the ps is
-there again.
+there again. After a ps was lost with what it held all loops end too, and the run goes
+back to what is kept of its state.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from typing import Final, TypeAlias, final
 
 from jgraph.errors import JGError, TaskLostError
 
-WAIT_S: Final = 3600.0
-"""So long a run waits for a worker when it has none."""
+WAIT_S: Final = 300.0
+"""So long a run waits for a worker when it has none, or for a ps, unless it is told."""
 
 
 @final
@@ -48,6 +49,30 @@ class LoopLost:
     """The worker of a replica is gone, and its loop with it."""
 
     replica: int
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoopFailed:
+    """A loop ended with an error, though its worker is there.
+
+    None: it was the loop that decides.
+    """
+
+    replica: int | None
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StateLost:
+    """A loop ended because a ps is gone, and what it held.
+
+    None: it was the loop that decides.
+    """
+
+    replica: int | None
     error: JGError
 
 
@@ -104,7 +129,7 @@ class RestartAsked:
 @final
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """All ps are there, and hold what they held when the run came to rest.
+    """All ps are there, and hold what they held, or what the run went back to.
 
     Again: one of them was told to end since.
     """
@@ -130,6 +155,8 @@ Event: TypeAlias = (
     LoopBegan
     | LoopEnded
     | LoopLost
+    | LoopFailed
+    | StateLost
     | RoundBegan
     | RoundEnded
     | WorkerAnswered
@@ -167,6 +194,12 @@ class Pause:
 
 @final
 @dataclass(frozen=True, slots=True)
+class EndLoops:
+    """Ask all loops to end: what they would do is lost."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class LeaveOut:
     """Tell the loop that decides that the worker of a replica is gone."""
 
@@ -181,6 +214,14 @@ class Rest:
 
 @final
 @dataclass(frozen=True, slots=True)
+class GoBack:
+    """No loop runs: wait for all ps, and give them what is kept of the state."""
+
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Over:
     """The run is over: "done", "stopped" or "failed"."""
 
@@ -188,7 +229,9 @@ class Over:
     error: JGError | None = None
 
 
-Instruction: TypeAlias = Prepare | Begin | Pause | LeaveOut | Rest | Over
+Instruction: TypeAlias = (
+    Prepare | Begin | Pause | EndLoops | LeaveOut | Rest | GoBack | Over
+)
 
 
 @final
@@ -223,6 +266,8 @@ class Supervisor:
         self._row = ""  # running, or how it ended
         self._pausing = False
         self._resting = ""  # asked, or begun
+        self._state_lost: JGError | None = None
+        self._stopping = False
         self._end = ""
         self._over = False
         self._alone_since: float | None = None
@@ -242,6 +287,16 @@ class Supervisor:
         if self._over:
             return []
         match event:
+            case LoopLost() | LoopEnded() | LoopFailed() | StateLost() | RoundEnded():
+                said = self._loop_over(event)
+            case Failed(error):
+                said = self._finish("failed", error)
+            case _:
+                said = self._note(event)
+        return said or list(self._go_on(now))
+
+    def _loop_over(self, event: Event) -> list[Instruction]:
+        match event:
             case LoopLost(replica, error):
                 self._standing[replica], self._lost = "lost", error
                 if self._row == "running":
@@ -251,43 +306,71 @@ class Supervisor:
                 if self._row == "running" and not self._pausing:
                     self._pausing = True  # or the others would wait for it
                     return [Pause()]
-            case WorkerAnswered(replica) if replica in self.missing:
-                self._standing[replica] = "preparing"
-                return [Prepare(replica)]
-            case RestartAsked() if not (self._end or self._resting):
-                self._resting = "asked"
-                if self._of("running") and not self._pausing:
-                    self._pausing = self._together
-                    return [Pause()]
-            case Failed(error):
+            case LoopEnded(replica, state):
+                self._ended(replica, state)
+            case RoundEnded(state):
+                self._row_ended(state)
+            case LoopFailed(_, error) if self._state_lost is None:
                 return self._finish("failed", error)
-            case _:
-                self._note(event)
-        return list(self._go_on(now))
+            case LoopFailed(replica, error) | StateLost(replica, error):
+                if replica is None:
+                    self._row, self._pausing = "paused", False
+                else:
+                    self._standing[replica] = "idle"
+                return self._lose_state(error)
+        return []
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: Event) -> list[Instruction]:
         match event:
             case LoopBegan(replica):
                 self._standing[replica] = "running"
+            case RoundBegan():
+                self._row = "running"
+            case WorkerAnswered(replica) if replica in self.missing:
+                self._standing[replica] = "preparing"
+                return [Prepare(replica)]
             case WorkerReady(replica):
                 self._standing[replica] = "ready"
             case WorkerNotReady(replica):
                 self._standing[replica] = "lost"
-            case LoopEnded(replica, state):
-                self._ended(replica, state)
-            case RoundBegan():
-                self._row = "running"
-            case RoundEnded(state):
-                self._row_ended(state)
+            case StopAsked():
+                self._stopping = True
+                # A loop that decides ends by itself, and says how.
+                if self._row != "running" or self._resting:
+                    self._end = self._end or "stopped"
+            case RestartAsked() | Restarted():
+                return self._restarts(event)
+        return []
+
+    def _restarts(self, event: RestartAsked | Restarted) -> list[Instruction]:
+        match event:
+            case RestartAsked() if not (self._end or self._resting):
+                self._resting = "asked"
+                # A row that has ended pauses no more: its loops end by themselves.
+                goes_on = self._row in {"running", ""} and self._of("running")
+                if goes_on and not self._pausing:
+                    self._pausing = self._together
+                    return [Pause()]
             case Restarted(again):
                 self._resting = "asked" if again else ""
-            case StopAsked() if self._row != "running" or self._resting:
-                # A loop that decides ends by itself, and says how.
-                self._end = self._end or "stopped"
+                self._state_lost = None
+                if self._stopping:
+                    self._end = self._end or "stopped"
+        return []
+
+    def _lose_state(self, error: JGError) -> list[Instruction]:
+        """All that was done since the last copy is lost: no loop is to go on."""
+        if self._state_lost is not None:
+            return []
+        self._state_lost, self._resting = error, "asked"
+        if self._end == "done":
+            self._end = ""
+        is_running = self._of("running") or self._row == "running"
+        return [EndLoops()] if is_running else []
 
     def _ended(self, replica: int, state: str) -> None:
         self._standing[replica] = "idle"
-        if self._together:
+        if self._together or self._state_lost is not None:
             return
         if state == "done":
             self._end = "done"
@@ -296,6 +379,8 @@ class Supervisor:
 
     def _row_ended(self, state: str) -> None:
         self._row, self._pausing = state, False
+        if self._state_lost is not None:
+            return
         if state in {"done", "stopped"}:
             self._end = state
         if state == "alone":  # so those that ended in order have left
@@ -312,6 +397,9 @@ class Supervisor:
                 yield Pause()
             return
         running = self._of("running")
+        if self._state_lost is not None:
+            yield from self._rest(running)
+            return
         if self._end:
             if not running:
                 yield from self._finish(self._end)
@@ -333,7 +421,8 @@ class Supervisor:
     def _rest(self, running: list[int]) -> Iterator[Instruction]:
         if self._resting == "asked" and not (running or self._of("preparing")):
             self._resting = "begun"
-            yield Rest()
+            lost = self._state_lost
+            yield Rest() if lost is None else GoBack(lost)
 
     def _wait(self, now: float) -> Iterator[Instruction]:
         if self._alone_since is None:

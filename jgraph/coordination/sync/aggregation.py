@@ -189,8 +189,8 @@ class Arbiter:
       wanted: contributions of an update. When fewer replicas are left, as many.
       version: updates applied so far.
       steps: how many updates to decide.
-      halt_every: stand still at multiples of so many updates, so that they can be
-        saved; 0: never. Not at the end: there nothing goes on anyway.
+      halt_every: stand still at the multiples of each of these, in updates, so that
+        they can be copied. Not at the end: there nothing goes on anyway.
 
     Example:
       >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
@@ -214,7 +214,7 @@ class Arbiter:
         wanted: int,
         version: int,
         steps: int,
-        halt_every: int = 0,
+        halt_every: Iterable[int] = (),
     ) -> None:
         self._shards = frozenset(shards)
         self._replicas = dict(replicas)
@@ -223,7 +223,7 @@ class Arbiter:
         self._wanted = wanted
         self._version = version
         self._end = version + steps
-        self._halt_every = halt_every
+        self._halt_every = tuple(halt_every)
         self._halted = False
         self._applying = False
         self._unsupervised = False
@@ -280,7 +280,7 @@ class Arbiter:
     def _applied(self) -> list[Instruction]:
         self._applying = False
         self._version += 1
-        if self._halt_every and not self._version % self._halt_every:
+        if any(self._version % every == 0 for every in self._halt_every):
             self._halted = self._version < self._end and not self._stopping
         return [Halt(self._version)] if self._halted else self._go_on()
 

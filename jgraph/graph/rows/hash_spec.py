@@ -17,7 +17,7 @@ Eviction: TypeAlias = Literal["lru", "lfu", "ttl"]
 @final
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """How new values come about: a function of (seed, key, column), so repeatable.
+    """How the values of a new row are made: a function of (seed, key, column).
 
     Attributes:
       kind: ``"constant"``: ``scale`` itself; ``"normal"``: mean 0, standard deviation
@@ -70,9 +70,9 @@ class Admission:
     """Which unknown keys get a row; the others read initial values and learn nothing.
 
     Attributes:
-      sightings: a key gets a row when it is looked up for the n-th time, counted
-        roughly (never too few, sometimes too many) and forgotten over time.
-      probability: with which a key gets a row each time it is looked up.
+      sightings: a key gets a row at its n-th lookup. The count is approximate (never
+        too low, sometimes too high) and decays over time.
+      probability: of getting a row, at each lookup of the key.
 
     Example:
       >>> Admission(sightings=3)

@@ -1,8 +1,8 @@
 """Daemon of a named local cluster: ``jgraph up`` starts it, ``jgraph down`` ends it.
 
-A keeper process starts the tasks' processes and writes what it is to a state file; the
-tasks end when it ends, however it ends. The file is in the user's own directory, which
-others cannot read. Nothing here imports JAX: the tasks' processes do that meanwhile.
+The daemon starts the tasks' processes and writes what it is to a state file; the tasks
+end when the daemon ends, however it ends. The file is in the user's own directory,
+which others cannot read. Nothing here imports JAX: the tasks' processes do meanwhile.
 """
 
 import json
@@ -48,21 +48,21 @@ class NamedCluster:
     Attributes:
       name: its name.
       target: what ``jg.connect`` takes.
-      keeper: process id of its keeper.
+      daemon: process id of its daemon.
       pids: process id of each task, by task name.
       log_dir: where the tasks' logs are.
     """
 
     name: str
     target: str
-    keeper: int
+    daemon: int
     pids: dict[str, int]
     log_dir: str
 
     @property
     def running(self) -> bool:
-        """Whether the keeper lives."""
-        return _is_daemon(self.keeper)
+        """Whether the daemon lives."""
+        return _is_daemon(self.daemon)
 
 
 def state_directory() -> Path:
@@ -127,8 +127,8 @@ def up(
     log_dir = state_directory().parent / "logs" / name
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     order = [name, *map(str, (ps, workers, restarts, log_dir))]
-    with (log_dir / "keeper.log").open("w") as log:
-        keeper = subprocess.Popen(
+    with (log_dir / "daemon.log").open("w") as log:
+        daemon = subprocess.Popen(
             [sys.executable, "-m", "jgraph.launch.local.daemon", *order],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -136,18 +136,18 @@ def up(
             text=True,
             start_new_session=True,
         )
-    assert keeper.stdout is not None  # a pipe
-    timer = threading.Timer(timeout_s, keeper.kill)
+    assert daemon.stdout is not None  # a pipe
+    timer = threading.Timer(timeout_s, daemon.kill)
     timer.start()
     with show_wait(f"starting {ps + workers} tasks"):
-        told = keeper.stdout.readline()
+        told = daemon.stdout.readline()
     timer.cancel()
-    keeper.stdout.close()
+    daemon.stdout.close()
     kept = find(name) if told else None
     if kept is None:
-        keeper.kill()
-        keeper.wait(_END_S)
-        tail = "\n".join((log_dir / "keeper.log").read_text().splitlines()[-20:])
+        daemon.kill()
+        daemon.wait(_END_S)
+        tail = "\n".join((log_dir / "daemon.log").read_text().splitlines()[-20:])
         raise StartError(
             f"cluster '{name}' did not start. The end of its log:\n{tail}", name=name
         )
@@ -164,13 +164,13 @@ def down(name: str, timeout_s: float = _END_S) -> NamedCluster:
       StartError: a process did not end; it is named.
     """
     kept = named_cluster(name)
-    pids = [kept.keeper, *kept.pids.values()]
+    pids = [kept.daemon, *kept.pids.values()]
     processes = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
     with suppress(ProcessLookupError):
-        os.kill(kept.keeper, signal.SIGTERM)
+        os.kill(kept.daemon, signal.SIGTERM)
     with show_wait(f"ending {len(kept.pids)} tasks"):
         left = _wait_ended(processes, timeout_s)
     for process in left:
@@ -207,7 +207,7 @@ def _wait_ended(
     deadline = clock.now() + timeout_s
     left = processes
     while left and clock.now() < deadline:
-        # A keeper that has ended is a zombie until init looks after it, which may take
+        # A daemon that has ended is a zombie until init looks after it, which may take
         # seconds and matters to nobody: psutil alone would wait for that too.
         left = [p for p in psutil.wait_procs(left, timeout=0.05)[1] if _runs(p)]
     return left

@@ -141,7 +141,9 @@ class Restarter:
             for instruction in [] if self._closed else self._restarts.handle(ended):
                 match instruction:
                     case StartAgain(task):
-                        died = f"{task} died ({process.how_it_ended()}); starting it"
+                        died = (
+                            f"{task} died ({process.how_it_ended()}); starting it again"
+                        )
                         self.events.note("died", died, level=logging.WARNING)
                         if said := last_words(process.tail()):
                             _LOG.warning("the log of %s ended with:\n%s", task, said)

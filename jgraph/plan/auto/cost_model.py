@@ -75,17 +75,17 @@ class Link:
 @final
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a cluster's tasks and links take: what ``jg.auto`` plans with.
+    """Speeds of a cluster's tasks and links, from which ``jg.auto`` predicts a step.
 
     ``jg.auto(cluster)`` measures one; ``jgraph doctor --links --json`` prints one.
 
     Attributes:
       tasks: the speed of each.
       links: by (from, to), for every ordered pair of tasks.
-      call: a client's call of a step: what it costs beside the step, and what feeds
-        and fetches pass.
-      crowding: by host, how many times as long work takes while all of its tasks
-        compute; 1 if they are not in each other's way.
+      call: what a client's call of a step costs beside the step, and the link that
+        feeds and fetches pass.
+      crowding: by host, how many times longer a computation takes while all tasks of
+        the host compute; 1 if they do not slow each other.
 
     Example:
       >>> task = TaskName("/job:worker/task:0")

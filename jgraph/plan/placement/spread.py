@@ -47,7 +47,8 @@ PlacementFunction: TypeAlias = Callable[
 class GreedyLoadBalancing:
     """Places variables on the least loaded task, in the order they are made.
 
-    Without any of these strategies the largest goes first, which spreads better.
+    Without such a strategy jgraph places the largest variable first, which spreads
+    better.
 
     Args:
       load: of a variable, given its bytes; the bytes themselves if unset.

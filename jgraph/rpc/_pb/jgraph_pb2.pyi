@@ -163,6 +163,7 @@ class Frame(_message.Message):
     KEEP_RECORDS_FIELD_NUMBER: _builtins.int
     TAKE_RECORDS_FIELD_NUMBER: _builtins.int
     END_RECORDS_FIELD_NUMBER: _builtins.int
+    MOVE_VARIABLES_FIELD_NUMBER: _builtins.int
     GATE_EVENT_FIELD_NUMBER: _builtins.int
     OPEN_GATE_FIELD_NUMBER: _builtins.int
     GATE_QUERY_FIELD_NUMBER: _builtins.int
@@ -265,6 +266,8 @@ class Frame(_message.Message):
     @_builtins.property
     def end_records(self) -> Global___EndRecords: ...
     @_builtins.property
+    def move_variables(self) -> Global___MoveVariables: ...
+    @_builtins.property
     def gate_event(self) -> Global___GateEvent: ...
     @_builtins.property
     def open_gate(self) -> Global___OpenGate: ...
@@ -344,6 +347,7 @@ class Frame(_message.Message):
         keep_records: Global___KeepRecords | None = ...,
         take_records: Global___TakeRecords | None = ...,
         end_records: Global___EndRecords | None = ...,
+        move_variables: Global___MoveVariables | None = ...,
         gate_event: Global___GateEvent | None = ...,
         open_gate: Global___OpenGate | None = ...,
         gate_query: Global___GateQuery | None = ...,
@@ -364,11 +368,11 @@ class Frame(_message.Message):
         feed_data: Global___FeedData | None = ...,
         wanted_data: Global___WantedData | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1205,18 +1209,22 @@ class ProgramHandle(_message.Message):
 
     HANDLE_FIELD_NUMBER: _builtins.int
     COMPILATIONS_FIELD_NUMBER: _builtins.int
+    SETTLE_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     compilations: _builtins.int
     """segments compiled for this registration (not found in cache)"""
+    settle: _builtins.bool
+    """"UnregisterProgram": answer when none of its steps changes anything more"""
     def __init__(
         self,
         *,
         handle: _builtins.str = ...,
         compilations: _builtins.int = ...,
+        settle: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compilations", b"compilations", "handle", b"handle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compilations", b"compilations", "handle", b"handle", "settle", b"settle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1329,7 +1337,7 @@ class RunLoop(_message.Message):
     DEALER_FIELD_NUMBER: _builtins.int
     DATA_FEEDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     MASTER_FIELD_NUMBER: _builtins.int
     BEGAN_S_FIELD_NUMBER: _builtins.int
     FINITE_LEAVES_FIELD_NUMBER: _builtins.int
@@ -1372,7 +1380,7 @@ class RunLoop(_message.Message):
     """Which run this is part of, and which of its masters says so: a task that was told so
     by a later one refuses. Empty: nobody takes over.
     """
-    epoch: _builtins.int
+    term: _builtins.int
     master: _builtins.str
     """Synchronous training: the master that passes this on. No update begins while nothing
     is heard of it.
@@ -1420,7 +1428,7 @@ class RunLoop(_message.Message):
         dealer: _builtins.str = ...,
         data_feeds: _abc.Iterable[_builtins.str] | None = ...,
         run: _builtins.str = ...,
-        epoch: _builtins.int = ...,
+        term: _builtins.int = ...,
         master: _builtins.str = ...,
         began_s: _builtins.float = ...,
         finite_leaves: _abc.Iterable[_builtins.str] | None = ...,
@@ -1429,7 +1437,7 @@ class RunLoop(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "epoch", b"epoch", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1494,9 +1502,10 @@ class LoopReport(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     HALTED_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
-    after its workers also "lost".
+    after its tasks also "lost" and "restored".
     """
     steps_done: _builtins.int
     seconds: _builtins.float
@@ -1535,6 +1544,10 @@ class LoopReport(_message.Message):
 
     @_builtins.property
     def error(self) -> Global___Status: ...
+    @_builtins.property
+    def restored(self) -> Global___RunRestored:
+        """"restored": all reports before are of a state that is lost"""
+
     def __init__(
         self,
         *,
@@ -1553,14 +1566,61 @@ class LoopReport(_message.Message):
         handle: _builtins.str = ...,
         halted: _builtins.int = ...,
         in_flight: _builtins.int = ...,
+        restored: Global___RunRestored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "replica", b"replica", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "replica", b"replica", "restored", b"restored", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoopReport: _TypeAlias = LoopReport  # noqa: Y015
+
+@_typing.final
+class RunRestored(_message.Message):
+    """A run has another process of a ps, and goes on from a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    BACK_TO_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """1, 2, … of the run"""
+    step: _builtins.int
+    """updates that were told of"""
+    back_to: _builtins.int
+    """updates of the model now"""
+    version: _builtins.int
+    """of `global_step` now"""
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """tasks"""
+
+    @_builtins.property
+    def data(self) -> Global___OpenDataRun:
+        """what is left to deal out; asynchronous training"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        lost: _abc.Iterable[_builtins.str] | None = ...,
+        step: _builtins.int = ...,
+        back_to: _builtins.int = ...,
+        data: Global___OpenDataRun | None = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back_to", b"back_to", "data", b"data", "lost", b"lost", "number", b"number", "step", b"step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunRestored: _TypeAlias = RunRestored  # noqa: Y015
 
 @_typing.final
 class SyncOrder(_message.Message):
@@ -1587,8 +1647,6 @@ class SyncOrder(_message.Message):
     """contributions of an update"""
     data_position: _builtins.str
     """JSON: where in the data to begin"""
-    halt_every: _builtins.int
-    """halt at multiples of so many updates; 0: never"""
     halt_s: _builtins.float
     """and go on untold after so long"""
     @_builtins.property
@@ -1601,6 +1659,10 @@ class SyncOrder(_message.Message):
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def halt_every(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """halt at multiples of each of these, in updates"""
+
     def __init__(
         self,
         *,
@@ -1611,7 +1673,7 @@ class SyncOrder(_message.Message):
         tasks: _abc.Iterable[_builtins.str] | None = ...,
         shards: _abc.Iterable[_builtins.str] | None = ...,
         data_position: _builtins.str = ...,
-        halt_every: _builtins.int = ...,
+        halt_every: _abc.Iterable[_builtins.int] | None = ...,
         halt_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -1637,7 +1699,7 @@ class OpenGate(_message.Message):
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     synchronous: _builtins.bool
     version: _builtins.int
@@ -1648,7 +1710,7 @@ class OpenGate(_message.Message):
     """tells this gate from earlier ones of the same name"""
     run: _builtins.str
     """as in RunLoop"""
-    epoch: _builtins.int
+    term: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1661,11 +1723,11 @@ class OpenGate(_message.Message):
         max_staleness: _builtins.int | None = ...,
         opening: _builtins.str = ...,
         run: _builtins.str = ...,
-        epoch: _builtins.int = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "max_staleness", b"max_staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "epoch", b"epoch", "gate", b"gate", "max_staleness", b"max_staleness", "opening", b"opening", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "max_staleness", b"max_staleness", "opening", b"opening", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
@@ -1763,7 +1825,7 @@ class StopLoop(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     HALT_FIELD_NUMBER: _builtins.int
     GO_ON_FIELD_NUMBER: _builtins.int
@@ -1777,7 +1839,7 @@ class StopLoop(_message.Message):
     """limit for that"""
     run: _builtins.str
     """as in RunLoop"""
-    epoch: _builtins.int
+    term: _builtins.int
     pause: _builtins.bool
     """synchronous training: the run goes on with another loop"""
     halt: _builtins.int
@@ -1798,14 +1860,14 @@ class StopLoop(_message.Message):
         after: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         run: _builtins.str = ...,
-        epoch: _builtins.int = ...,
+        term: _builtins.int = ...,
         pause: _builtins.bool = ...,
         halt: _builtins.int = ...,
         go_on: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "epoch", b"epoch", "go_on", b"go_on", "halt", b"halt", "loop", b"loop", "lost", b"lost", "pause", b"pause", "run", b"run", "task", b"task", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "go_on", b"go_on", "halt", b"halt", "loop", b"loop", "lost", b"lost", "pause", b"pause", "run", b"run", "task", b"task", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2279,6 +2341,32 @@ class EndRecords(_message.Message):
 Global___EndRecords: _TypeAlias = EndRecords  # noqa: Y015
 
 @_typing.final
+class MoveVariables(_message.Message):
+    """"MoveVariables": those of a container are those of another one from now on, in place of
+    what that had.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTAINER_FIELD_NUMBER: _builtins.int
+    INTO_FIELD_NUMBER: _builtins.int
+    container: _builtins.str
+    into: _builtins.str
+    def __init__(
+        self,
+        *,
+        container: _builtins.str = ...,
+        into: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "into", b"into"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveVariables: _TypeAlias = MoveVariables  # noqa: Y015
+
+@_typing.final
 class Reset(_message.Message):
     """"Reset": drop the variables, programs and data sets of these containers (empty: all)."""
 
@@ -2302,7 +2390,7 @@ Global___Reset: _TypeAlias = Reset  # noqa: Y015
 
 @_typing.final
 class Shutdown(_message.Message):
-    """"Farewell" (client -> task): Empty -> Empty at once, and another when the task is told to
+    """"DrainHold" (client -> task): Empty -> Empty at once, and another when the task is told to
     end. It goes on until whoever asked hangs up, or a time limit.
 
     "Shutdown": finish what runs, then end the process.
@@ -2458,13 +2546,14 @@ class OpenRun(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
-    RECORDS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     GATE_FIELD_NUMBER: _builtins.int
     MASTER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -2482,11 +2571,13 @@ class OpenRun(_message.Message):
     """since the run began"""
     frames: _builtins.int
     """of the journal; who has fewer cannot go on with the run"""
+    wait_s: _builtins.float
+    """so long it waits for tasks that it cannot go on without"""
     @_builtins.property
     def saves(self) -> Global___RunSaves: ...
     @_builtins.property
-    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskRecords]:
-        """What tasks record of a worker's program, without its handle."""
+    def copies(self) -> Global___RunCopies:
+        """what is kept of its ps, if anything is"""
 
     @_builtins.property
     def gate(self) -> Global___OpenGate:
@@ -2499,44 +2590,93 @@ class OpenRun(_message.Message):
         info: _builtins.str = ...,
         saves: Global___RunSaves | None = ...,
         source: _builtins.str = ...,
-        records: _abc.Iterable[Global___TaskRecords] | None = ...,
+        copies: Global___RunCopies | None = ...,
         gate: Global___OpenGate | None = ...,
         master: _builtins.str = ...,
         version: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         age_s: _builtins.float = ...,
         frames: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "saves", b"saves"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "frames", b"frames", "gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "records", b"records", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "copies", b"copies", "frames", b"frames", "gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenRun: _TypeAlias = OpenRun  # noqa: Y015
 
 @_typing.final
-class TaskRecords(_message.Message):
+class RunCopies(_message.Message):
+    """What is kept of the ps of a run, so that it outlives their processes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
+    updates: _builtins.int
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the recorded programs: that of a worker, and in synchronous training the one that
+        applies updates, which is number `updates`.
+        """
+
+    @_builtins.property
+    def streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunCopy]:
+        """one for each ps"""
+
+    def __init__(
+        self,
+        *,
+        handles: _abc.Iterable[_builtins.str] | None = ...,
+        updates: _builtins.int | None = ...,
+        streams: _abc.Iterable[Global___RunCopy] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_updates", b"_updates", "updates", b"updates"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_updates", b"_updates", "handles", b"handles", "streams", b"streams", "updates", b"updates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__updates: _TypeAlias = _typing.Literal["updates"]  # noqa: Y015
+    _WhichOneofArgType__updates: _TypeAlias = _typing.Literal["_updates", b"_updates"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__updates) -> _WhichOneofReturnType__updates | None: ...
+
+Global___RunCopies: _TypeAlias = RunCopies  # noqa: Y015
+
+@_typing.final
+class RunCopy(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TASK_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    BACKUP_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    UNDOES_FIELD_NUMBER: _builtins.int
     task: _builtins.str
-    @_builtins.property
-    def order(self) -> Global___KeepRecords: ...
+    stream: _builtins.str
+    """see KeepRecords"""
+    backup: _builtins.str
+    """empty: a log"""
+    nbytes: _builtins.int
+    """of the state, or more"""
+    undoes: _builtins.bool
     def __init__(
         self,
         *,
         task: _builtins.str = ...,
-        order: Global___KeepRecords | None = ...,
+        stream: _builtins.str = ...,
+        backup: _builtins.str = ...,
+        nbytes: _builtins.int = ...,
+        undoes: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "nbytes", b"nbytes", "stream", b"stream", "task", b"task", "undoes", b"undoes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TaskRecords: _TypeAlias = TaskRecords  # noqa: Y015
+Global___RunCopy: _TypeAlias = RunCopy  # noqa: Y015
 
 @_typing.final
 class RunSaves(_message.Message):
@@ -2688,7 +2828,7 @@ class RunRow(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     DATA_RUN_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     task: _builtins.str
     """its master"""
@@ -2704,7 +2844,7 @@ class RunRow(_message.Message):
     """as in RunLoop"""
     age_s: _builtins.float
     """since it began, also when it is over"""
-    epoch: _builtins.int
+    term: _builtins.int
     """of its master"""
     def __init__(
         self,
@@ -2717,11 +2857,11 @@ class RunRow(_message.Message):
         seconds: _builtins.float = ...,
         data_run: _builtins.str = ...,
         age_s: _builtins.float = ...,
-        epoch: _builtins.int = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "epoch", b"epoch", "info", b"info", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "info", b"info", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

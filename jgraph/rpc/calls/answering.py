@@ -169,7 +169,9 @@ class Answers:
             return
         error = task.exception()  # a connection that broke: who reads it learns it
         if isinstance(error, _GIVES_UP) and self._serving is not None:
-            _logger.warning("%s gives a caller up: %s", self._hello.task, error.message)
+            _logger.warning(
+                "%s closes a connection: %s", self._hello.task, error.message
+            )
             self._given_up = error
             self._serving.cancel()
 

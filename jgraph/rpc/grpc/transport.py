@@ -262,7 +262,7 @@ class GrpcTransport:
         except OSError as error:
             _logger.info(
                 "Tensors go through streams, not through shared memory: this process "
-                "cannot make any (%s).",
+                "cannot allocate any (%s).",
                 error.strerror or error,
             )
             self._is_near = False

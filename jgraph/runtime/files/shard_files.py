@@ -12,7 +12,8 @@ import hmac
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,12 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from jgraph.errors import CheckpointPathError
+from jgraph.errors import CheckpointCorruptError, CheckpointPathError
 from jgraph.failpoints import failpoint
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.row_values import aligned_empty
 from jgraph.runtime.files.blocks import Blocks, Bytes, Run, Sums, as_rows
-from jgraph.runtime.files.manifest import PROOF
+from jgraph.runtime.files.manifest import PROOF, Leaf, directory_of
 
 PROOF_BYTES: Final = 32
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -285,3 +286,42 @@ def _opened(parent: int, name: str, flags: int, nbytes: int) -> Iterator[int]:
 def _check_name(name: str) -> None:
     if not name or name in {".", ".."} or "/" in name or "\0" in name:
         raise OSError(errno.EINVAL, f"{name!r:.80} is no name of a file")
+
+
+def joined(
+    leaves: Mapping[str, Leaf], parts: Iterable[tuple[str, Sums]]
+) -> dict[str, tuple[int, ...]] | None:
+    """Returns the checksums of arrays from those of their parts; None: of other arrays.
+
+    Args:
+      leaves: the arrays, by path.
+      parts: arrays by name of their directory, with the checksums of some rows.
+    """
+    sums: defaultdict[str, list[Sums]] = defaultdict(list)
+    for array, part in parts:
+        sums[array].append(part)
+    if {directory_of(name) for name in leaves} != sums.keys():
+        return None
+    return {
+        name: Slice.whole(directory_of(name), leaf.type, leaf.block_rows).blocks.joined(
+            sums[directory_of(name)]
+        )
+        for name, leaf in leaves.items()
+    }
+
+
+def check_read(
+    path: Path, leaves: Mapping[str, Leaf], parts: Sequence[tuple[str, Sums]]
+) -> None:
+    """Refuses what is not what was written.
+
+    Raises:
+      CheckpointCorruptError: names the first array.
+    """
+    found = joined(leaves, parts) or {}
+    wrong = [name for name in leaves if found.get(name) != leaves[name].crc32]
+    if wrong:
+        raise CheckpointCorruptError(
+            f"{path} is damaged: '{wrong[0]}' is not what was written",
+            path=str(path),
+        )

@@ -236,6 +236,18 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def put_aside(path: Path) -> Path:
+    """Renames a damaged step, and returns where it is; there if that is forbidden."""
+    number, aside = 1, path.with_name(f"{path.name}.corrupt")
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.corrupt-{number}")
+    try:
+        return path.rename(aside)
+    except OSError:
+        return path
+
+
 def beyond(directory: Path, keep: int, is_good: Callable[[Path], bool]) -> list[int]:
     """Returns the steps of jgraph before its newest good ones, oldest first.
 

@@ -164,7 +164,7 @@ class WriterLease:
                     return  # ``check`` tells the one who saves
             except OSError as error:
                 _LOG.warning(
-                    "the lease of %s is not renewed, but tried again in %g s: %s",
+                    "could not renew the lease of %s; the next try is in %g s: %s",
                     *(self._directory, self._lease_s / 3, error),
                 )
 

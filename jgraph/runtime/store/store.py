@@ -257,6 +257,15 @@ class VariableStore:
             forgotten = self._tables.drop(chosen)
         return len(gone) + forgotten
 
+    def move(self, source: str, target: str) -> None:
+        """Makes all variables of a container those of another, in place of its own."""
+        with self._lock:
+            for key in [key for key in self._entries if key[0] == target]:
+                del self._entries[key]
+            for key in [key for key in self._entries if key[0] == source]:
+                self._entries[target, key[1]] = self._entries.pop(key)
+            self._tables.move(source, target)
+
     def table(self) -> list[VariableInfo]:
         """Returns what is stored, sorted by container and name; waits for no update."""
         with self._lock:
@@ -454,6 +463,12 @@ class HashTables:
                 task=self._task,
             )
         return HashEntry(shard, lock, column)
+
+    def move(self, source: str, target: str) -> None:
+        """Makes the tables of a container those of another, in place of its own."""
+        self.drop([target])
+        for key in [key for key in self._shards if key[0] == source]:
+            self._shards[target, key[1]] = self._shards.pop(key)
 
     def drop(self, containers: Collection[str]) -> int:
         """Forgets the tables of these containers (none named: all)."""

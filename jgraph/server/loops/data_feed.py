@@ -306,10 +306,10 @@ class DataFeed:
         for instruction in instructions:
             match instruction:
                 case Pause():
-                    _LOG.info("no answer of the master: the loop pauses")
+                    _LOG.info("the master does not answer; the loop pauses")
                     self._paused = True
                 case GoOn():
-                    _LOG.info("the master answers: the loop goes on")
+                    _LOG.info("the master answers again; the loop goes on")
                     self._paused = False
                 case master_lease.Ask() if self._asking is None:
                     asking = self._ask_master(0, idle=False)

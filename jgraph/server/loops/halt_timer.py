@@ -41,7 +41,7 @@ class HaltTimer:
     def _is_over(self, number: int, limit_s: float) -> None:
         if self._go_on(number):
             _LOG.warning(
-                "%s stood still while its run is saved, and goes on after %g s: "
-                "nobody told it that it is",
+                "%s was halted while its run is saved, and goes on after %g s: no word "
+                "came that the run is saved",
                 *(self._loop, limit_s),
             )

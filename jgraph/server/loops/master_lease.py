@@ -100,11 +100,11 @@ class MasterLease:
         for instruction in self._supervision.handle(event, self._clock.now()):
             match instruction:
                 case Pause():
-                    _LOG.info("no answer of the master: the loop pauses")
+                    _LOG.info("the master does not answer; the loop pauses")
                     self.has_ended = True
                     self._tell(MasterSilent())
                 case GoOn():
-                    _LOG.info("the master answers: the loop goes on")
+                    _LOG.info("the master answers again; the loop goes on")
                     self.has_ended = False
                     self._tell(MasterHeard())
                 case Ask() if self._asking is None:

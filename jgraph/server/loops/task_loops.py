@@ -85,7 +85,7 @@ class TaskLoops:
         self._ended: OrderedDict[str, LoopReports] = OrderedDict()
         # What loops are told before they begin: it may overtake the order to run them.
         self._early: deque[pb.StopLoop] = deque(maxlen=_KEPT)
-        self._epochs = MasterTerms()
+        self._terms = MasterTerms()
         self._none = asyncio.Event()
         self._none.set()
         self.methods: Mapping[str, Answer] = {
@@ -174,7 +174,7 @@ class TaskLoops:
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         failpoint("order.received")
-        self._epochs.check(order.run, order.epoch)
+        self._terms.check(order.run, order.term)
         failpoint("order.accepted")
         if order.loop in self._loops:
             raise ClusterBusyError(f"loop '{order.loop}' already runs on {self._task}")
@@ -298,7 +298,7 @@ class TaskLoops:
 
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        self._epochs.check(body.run, body.epoch)
+        self._terms.check(body.run, body.term)
         if body.account:
             yield await self._account(body)
             return
@@ -317,7 +317,7 @@ class TaskLoops:
     async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         # A gate that another master opened since would let nobody through.
-        self._epochs.check(order.run, order.epoch)
+        self._terms.check(order.run, order.term)
         self._gates.open(order)
         yield frame(empty=pb.Empty())
 

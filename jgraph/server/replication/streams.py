@@ -180,7 +180,7 @@ class ChangeStreams:
     def _replay(self, stream: str, copier: ChangeApplier) -> None:
         for record in read_log(self._logs(), stream):
             copier.apply(record)
-        _LOG.info("applied the log '%s' up to record %d", stream, copier.number)
+        _LOG.info("applied the change log '%s' up to record %d", stream, copier.number)
 
     def received(self, src: TaskName, record: Frame) -> None:
         """Takes a record of another task."""

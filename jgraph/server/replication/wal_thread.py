@@ -80,7 +80,7 @@ class WalThread:
             self._writer.begin()
             self._write_all()
         except Exception as error:  # noqa: BLE001  # becomes that of the steps
-            _LOG.error("the log '%s' ends: %s", self._stream, error)
+            _LOG.error("the change log '%s' ends: %s", self._stream, error)
             what = getattr(error, "strerror", None) or error
             lost = error if isinstance(error, JGError) else None
             lost = lost or CopyLostError(

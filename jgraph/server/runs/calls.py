@@ -11,11 +11,11 @@ from jgraph.coordination.run.succession import standby_of
 from jgraph.errors import ConfigError, FencedError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
 from jgraph.server.runs.checkpointer import RunCheckpointer
 from jgraph.server.runs.journal import Journal
-from jgraph.server.runs.rolling_restart import version_if_known
+from jgraph.server.runs.ps_setup import version_if_known
 from jgraph.server.runs.standby import Standby, StandbyPeers
 from jgraph.server.runs.supervisor import RunSupervisor
 
@@ -112,7 +112,7 @@ class Runs:
                 return
             if not supervisor.record.is_whole:
                 _LOG.warning(
-                    "run '%s' is too long to be told to another standby: if %s is "
+                    "run '%s' is too long for another standby to read: if %s is "
                     "started again, it ends with its master, %s",
                     *(order.run, standby, order.master),
                 )
@@ -168,8 +168,11 @@ class Runs:
 
     def note(self, request: Frame) -> None:
         """Keeps what made a run, if it is one that outlives its client."""
-        if (supervisor := self.find(body_of(request).run)) is not None:
-            supervisor.record.note(request)
+        if (supervisor := self.find(body_of(request).run)) is None:
+            return
+        supervisor.record.note(request)
+        if kind_of(request) == "open_data_run":
+            supervisor.data = body_of(request)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -208,8 +211,8 @@ class Runs:
             if isinstance(reply, BaseException):
                 raise reply
             table.runs.extend(body_of(reply).runs)
-        # A master that was replaced has it still: of an epoch before, or as failed.
-        order = lambda row: (row.epoch, row.state != "failed")
+        # A master that was replaced has it still: of a term before, or as failed.
+        order = lambda row: (row.term, row.state != "failed")
         newest = {row.run: row for row in sorted(table.runs, key=order)}
         yield frame(run_table=pb.RunTable(runs=newest.values()))
 

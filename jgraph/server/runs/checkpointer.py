@@ -8,8 +8,8 @@ import asyncio
 import logging
 import os
 import shutil
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,13 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.files.blocks import Sums
 from jgraph.runtime.files.failed_saves import FailedSaves
 from jgraph.runtime.files.manifest import Leaf, Manifest, directory_of
-from jgraph.runtime.files.shard_files import Slice, make_proof, proven, read_slice
+from jgraph.runtime.files.shard_files import (
+    Slice,
+    joined,
+    make_proof,
+    proven,
+    read_slice,
+)
 from jgraph.runtime.files.step_files import begin_step, commit_step, our_steps, prune
 from jgraph.runtime.files.writer_lease import LEASE_S, WriterLease
 from jgraph.server.runs.journal import Journal
@@ -137,10 +143,22 @@ class RunCheckpointer:
             finally:
                 self._turn.release()
         except TimeoutError:
-            _LOG.info("not saved now: the save before is not done")
+            _LOG.info("no checkpoint now: the one before it is not written yet")
         finally:
             if not went_on:
                 await go_on()
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Saves nothing meanwhile; what comes after is another state.
+
+        Raises:
+          CheckpointWriterError: another process writes to the directory.
+        """
+        async with self._turn:
+            await self._become_writer(LEASE_S)
+            yield
+            self._saved = self.record.row().steps
 
     async def rest(self) -> None:
         """Waits until the run is over, and nothing of it is left to save."""
@@ -252,7 +270,7 @@ class RunCheckpointer:
           What describes it, and the checksums of each task.
         """
         proof = await asyncio.to_thread(make_proof, made)
-        sums: defaultdict[str, list[Sums]] = defaultdict(list)
+        parts: list[tuple[str, Sums]] = []
         by_task: dict[TaskName, list[Sums]] = {}
 
         async def ask(shards: pb.TaskShards) -> None:
@@ -265,22 +283,17 @@ class RunCheckpointer:
             request = frame(shard_files=files)
             reply = await self.call(task, "SaveShards", request, timeout_s=limit_s)
             told = by_task[task] = sums_in(reply, len(mine))
-            for shard, one in zip(mine, told, strict=True):
-                sums[shard.rows.array].append(one)
+            arrays = [shard.rows.array for shard in mine]
+            parts.extend(zip(arrays, told, strict=True))
 
         await asyncio.gather(*map(ask, self.order.tasks))
-        arrays = {directory_of(name): name for name in like.leaves}
-        if arrays.keys() != sums.keys() or STEP not in like.leaves:
+        sums = joined(like.leaves, parts)
+        if sums is None or STEP not in like.leaves:
             raise CheckpointError(
                 f"the newest checkpoint in {self.order.directory} is of another model",
                 path=self.order.directory,
             )
-        leaves = {
-            name: replace(
-                leaf, crc32=_whole(name, leaf).blocks.joined(sums[directory_of(name)])
-            )
-            for name, leaf in like.leaves.items()
-        }
+        leaves = {name: replace(x, crc32=sums[name]) for name, x in like.leaves.items()}
         return leaves, by_task
 
 

@@ -36,13 +36,13 @@ class Journal:
 
     Attributes:
       data_run: under which its data is dealt out.
-      epoch: of the masters that it had.
+      term: of the masters that it had.
       position: where in the data it is, as JSON; None: who deals that out knows.
       error: what it failed with.
     """
 
     def __init__(self, task: TaskName, order: pb.OpenRun, clock: Clock) -> None:
-        self.data_run, self.epoch = "", 1
+        self.data_run, self.term = "", 1
         self.position: str | None = None
         self.error: JGError | None = None
         self._task = task
@@ -92,7 +92,7 @@ class Journal:
             seconds=self._seconds if self.is_over else age_s,
             data_run=self.data_run,
             age_s=age_s,
-            epoch=self.epoch,
+            term=self.term,
         )
 
     @property
@@ -110,7 +110,7 @@ class Journal:
             self.position = order.sync.data_position
         elif order.batch_feed:
             self._helpers.add(order.loop)
-        self.data_run, self.epoch = order.data_run, max(self.epoch, order.epoch)
+        self.data_run, self.term = order.data_run, max(self.term, order.term)
         self._dropped[order.replica] += self._late.pop(order.replica, Counter())
         begun = frame(run_loop=order)
         body_of(begun).began_s = self.seconds
@@ -157,6 +157,22 @@ class Journal:
         )
         self._append(frame(loop_report=body, tensors=_NOTHING))
 
+    def go_back(self, restored: pb.RunRestored, steps: int, position: str) -> None:
+        """Takes note that the run goes on from a checkpoint.
+
+        Args:
+          restored: says so.
+          steps: updates since it began that the model has now.
+          position: where in the data it is, as JSON; empty: where it was.
+        """
+        body = pb.LoopReport(
+            state="restored", data_position=position, restored=restored
+        )
+        self.again(frame(loop_report=body, tensors=_NOTHING))
+        self._steps = steps
+        if restored.HasField("data"):  # who deals that out knows
+            self.data_run, self.position = restored.data.run, None
+
     def end(self, state: str, error: JGError | None) -> None:
         """Ends it: "done", "stopped" or "failed"."""
         self._seconds = self.seconds
@@ -182,7 +198,8 @@ class Journal:
         Raises:
           JGError: the run failed.
         """
-        async for report in self._told(lambda body: body.replica == replica):
+        wanted = lambda body: body.replica == replica or body.HasField("restored")
+        async for report in self._told(wanted):
             yield report
         if self.error is not None:
             raise self.error

@@ -80,7 +80,7 @@ async def final_report_of(
         after=after,
         timeout_s=order.step_timeout_s,
         run=order.run,
-        epoch=order.epoch,
+        term=order.term,
     )
     limit_s = CONTROL_S + bounded_s(order.step_timeout_s)
     request = frame(stop_loop=told)

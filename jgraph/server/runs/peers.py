@@ -7,10 +7,12 @@ from typing import Final, Protocol
 
 from jgraph.cluster.deadlines import CONTROL_S
 from jgraph.errors import FencedError, JGError, TaskLostError
+from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Address, Frame
+from jgraph.server.loops.dealer import Dealers
 
 _NO_QUESTION: Final = frame(empty=pb.Empty())
 
@@ -38,12 +40,16 @@ class Peers(Protocol):
     ) -> AsyncIterator[Frame]:
         """Calls another task for all replies, however long they take."""
 
-    async def register(self, request: Frame, only: TaskName | None = None) -> Frame:
-        """Passes every task, or only one, its part of a program."""
+    async def register(self, request: Frame) -> Frame:
+        """Passes every task its part of a program."""
 
 
 class LoopPeers(Peers, Protocol):
     """A ``Peers`` through which loops are told and tell."""
+
+    @property
+    def dealers(self) -> Dealers:
+        """Deal out the data of runs here."""
 
     def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
         """Runs a loop on its task; yields its reports."""
@@ -71,17 +77,17 @@ async def reaches_every_ps(peers: Peers, worker: TaskName) -> bool:
             worker, "Master.Status", _NO_QUESTION, timeout_s=2 * CONTROL_S
         )
         missing = body_of(reply).missing
-        return not any(task.startswith("/job:ps/") for task in missing)
+        return not any(map(is_ps, missing))
     return False
 
 
-async def check_master(peers: Peers, run: str, epoch: int) -> None:
+async def check_master(peers: Peers, run: str, term: int) -> None:
     """Tells all tasks that answer who is the master of a run.
 
     Raises:
       FencedError: one of them has heard of a later one.
     """
-    told = frame(stop_loop=pb.StopLoop(run=run, epoch=epoch))
+    told = frame(stop_loop=pb.StopLoop(run=run, term=term))
     calls = [peers.call(task, "StopLoop", told) for task in peers.tasks()]
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, FencedError):

@@ -27,11 +27,10 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
-from jgraph.server.loops.dealer import Dealers
 from jgraph.server.runs.journal import note_report
 from jgraph.server.runs.links import wait_reconnected
 from jgraph.server.runs.peers import LoopPeers, check_master
-from jgraph.server.runs.rolling_restart import version_if_known
+from jgraph.server.runs.ps_setup import version_if_known
 from jgraph.server.runs.supervisor import RunSupervisor
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -44,10 +43,6 @@ class StandbyPeers(LoopPeers, Protocol):
     @property
     def incarnation(self) -> int:
         """Which start of its task the master is."""
-
-    @property
-    def dealers(self) -> Dealers:
-        """Deal out the data of runs here."""
 
 
 @final
@@ -98,6 +93,7 @@ class Standby:
     async def work(self) -> None:
         """Follows the master to the end of the run, or takes its place."""
         held, leaves = self._hold()
+        self._supervisor.learn_anew()
         try:
             while (lost := await self._lost_or(leaves)) is not None:
                 if self._is_over:
@@ -131,7 +127,7 @@ class Standby:
 
         async def hold() -> None:
             nothing = frame(empty=pb.Empty())
-            call = lambda: self._peers.stream(self.master, "Farewell", nothing)
+            call = lambda: self._peers.stream(self.master, "DrainHold", nothing)
             async for said in holding(call):
                 if said == "told":
                     await self._has_read.wait()
@@ -177,6 +173,8 @@ class Standby:
                     self._orders[order.replica] = order
                 self._began_s[order.loop] = order.began_s
                 record.begins(order)
+            case "loop_report" if body.HasField("restored"):
+                self._go_back(body)
             case "loop_report":
                 self._note(made)
                 record.again(made)
@@ -185,9 +183,27 @@ class Standby:
 
     def _rested(self, order: pb.OpenRun) -> None:
         """Takes what is another since a ps was started again."""
-        if self._ledger is not None:
-            self._ledger.shift(order.version - self._order.version)
         self._order.CopyFrom(order)
+        self._supervisor.learn_anew()
+
+    def _go_back(self, report: pb.LoopReport) -> None:
+        """Takes what is another since the run went back to a checkpoint."""
+        restored, info = report.restored, json.loads(self._order.info)
+        steps = restored.back_to - info["first_step"]
+        self._supervisor.record.go_back(restored, steps, report.data_position)
+        self._supervisor.restores = restored.number
+        self._supervisor.copies.began = restored.back_to
+        if self._arbiter is not None:
+            self._arbiter.steps = info["steps"] - restored.back_to
+            self._arbiter.sync.version = restored.back_to
+            self._arbiter.sync.data_position = report.data_position
+        else:
+            data = restored.data
+            plan = SlotPlan.from_dict(json.loads(data.plan))
+            position = json.loads(data.position)
+            self._data = data
+            self._ledger = BatchLedger(plan, position, restored.version)
+            self._end = self._ledger.done + data.budget
 
     def _open_ledger(self, order: pb.OpenDataRun) -> None:
         plan = SlotPlan.from_dict(json.loads(order.plan))
@@ -217,7 +233,7 @@ class Standby:
 
     async def _take_over(self, error: JGError) -> None:
         run, record = self._order.run, self._supervisor.record
-        epoch, loops = record.epoch + 1, self._newest()
+        term, loops = record.term + 1, self._newest()
         has_read = self._has_read.is_set()
         if not loops and has_read:
             _LOG.warning("run '%s' ended with its master before it began", run)
@@ -225,22 +241,22 @@ class Standby:
         why, here = error.message.rstrip("."), self._peers.task
         if not isinstance(error, TaskLeavingError):
             why = f"{self.master}, the master, was lost: {why}"
-            _LOG.warning("%s. %s is that of run '%s' from here on", why, here, run)
+            _LOG.warning("%s. %s is the master of run '%s' now", why, here, run)
         else:
-            _LOG.info("%s. %s is that of run '%s' from here on", why, here, run)
+            _LOG.info("%s. %s is the master of run '%s' now", why, here, run)
         if self._ledger is not None and has_read:  # until it is dealt out here
             record.position = json.dumps(self._ledger.position(self._order.version))
         self._begins(self._order, self._supervisor)
         try:
-            await check_master(self._peers, run, epoch)
-            await self._go_on(loops, epoch, error)
+            await check_master(self._peers, run, term)
+            await self._go_on(loops, term, error)
         except FencedError as fenced:  # it goes on elsewhere
             self._supervisor.fail(fenced)
         except Exception as failed:  # noqa: BLE001  # who watches it would wait for ever
-            record.epoch = epoch
+            record.term = term
             self._supervisor.fail(as_error(failed, here))
 
-    async def _go_on(self, loops: list[pb.RunLoop], epoch: int, why: JGError) -> None:
+    async def _go_on(self, loops: list[pb.RunLoop], term: int, why: JGError) -> None:
         """Ends the loops of the lost master, and begins the next ones."""
         if not self._has_read.is_set():
             raise CopyLostError(
@@ -250,13 +266,13 @@ class Standby:
                 "run, from a checkpoint: trainer.restore(…)",
                 task=self.master,
             )
-        ends = [self._end_loop(order, epoch, why) for order in loops]
+        ends = [self._end_loop(order, term, why) for order in loops]
         names = [order.loop for order in loops]
         states = dict(zip(names, await asyncio.gather(*ends), strict=True))
-        await self._deal(epoch)
-        self._supervisor.record.epoch = epoch
+        await self._deal(term)
+        self._supervisor.record.term = term
         for order in loops:
-            order.epoch = epoch
+            order.term = term
         self._saves(self._order, self._supervisor)
         arbiter = self._arbiter
         events = resume_events(
@@ -267,7 +283,7 @@ class Standby:
         self._supervisor.resume(self._orders, arbiter, events)
 
     async def _end_loop(
-        self, order: pb.RunLoop, epoch: int, why: JGError
+        self, order: pb.RunLoop, term: int, why: JGError
     ) -> str | JGError:
         """Ends a loop and takes what it has not told; returns how it ended."""
         task, limit_s = TaskName(order.task), bounded_s(order.step_timeout_s)
@@ -281,7 +297,7 @@ class Standby:
             after=self._seen.get(order.loop, 0),
             timeout_s=limit_s,
             run=self._order.run,
-            epoch=epoch,
+            term=term,
         )
         try:
             report = await self._peers.call(
@@ -303,17 +319,18 @@ class Standby:
         self._note(report)
         return state
 
-    async def _deal(self, epoch: int) -> None:
+    async def _deal(self, term: int) -> None:
         """Deals out what is not known as done."""
         if self._data is None or self._ledger is None:
             return
         updates = await version_if_known(self._peers, self._order)
         left = pb.OpenDataRun()
         left.CopyFrom(self._data)
-        left.run = f"{self._order.run}~{epoch}"
+        left.run = f"{self._order.run}~{term}"
         left.budget = self._end - self._ledger.done
         left.position = json.dumps(self._ledger.position(updates))
         self._peers.dealers.open(left)
+        self._supervisor.data = left
         self._supervisor.record.data_run, self._supervisor.record.position = (
             left.run,
             None,

@@ -1,21 +1,26 @@
 """Run supervisor on the master: starts, watches and replaces a run's replica loops."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.deadlines import DRAIN_S
+from jgraph.cluster.drain import told_to_end
 from jgraph.coordination.run.loop_outcome import LoopOutcome, is_link_loss, judge
 from jgraph.coordination.run.supervisor import (
     Begin,
+    EndLoops,
     Event,
     Failed,
+    GoBack,
     Instruction,
     LeaveOut,
     LoopBegan,
     LoopEnded,
+    LoopFailed,
     LoopLost,
     Over,
     Pause,
@@ -25,6 +30,7 @@ from jgraph.coordination.run.supervisor import (
     Restarted,
     RoundBegan,
     RoundEnded,
+    StateLost,
     StopAsked,
     Supervisor,
     TimePassed,
@@ -36,16 +42,21 @@ from jgraph.errors import (
     ClusterUnreachableError,
     DataSlotError,
     FencedError,
+    InvalidProgramError,
     JGError,
     TaskLostError,
+    UninitializedError,
 )
+from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
-from jgraph.server.runs.checkpointer import RunCheckpointer
+from jgraph.server.runs.checkpointer import RunCheckpointer, Saved
+from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.halts import RunHalts
+from jgraph.server.runs.holds import PsHolds
 from jgraph.server.runs.journal import Journal, note_report
 from jgraph.server.runs.links import final_report_of
 from jgraph.server.runs.peers import (
@@ -55,7 +66,8 @@ from jgraph.server.runs.peers import (
     reaches_every_ps,
     ready_tasks,
 )
-from jgraph.server.runs.rolling_restart import RollingRestart
+from jgraph.server.runs.ps_setup import PsSetup
+from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -76,12 +88,18 @@ class RunSupervisor:
       record: what the loops told.
       ready: gives workers what they need.
       stopping: its loops are asked to end.
+      copies: what is kept of its ps.
+      data: what is dealt out in asynchronous training, once that is known.
+      restores: how often the run went on from a checkpoint.
     """
 
     def __init__(self, order: pb.OpenRun, peers: LoopPeers, clock: Clock) -> None:
         self.record = Journal(peers.task, order, clock)
         self._order = order
         self.ready = WorkerSetup(order, peers)
+        self._ps = PsSetup(order, peers, self.ready)
+        self.copies = RunCopies(order, peers, self.ready)
+        self.data: pb.OpenDataRun | None = None
         self._peers = peers
         self._clock = clock
         self._supervisor: Supervisor | None = None
@@ -92,8 +110,12 @@ class RunSupervisor:
         self._known: dict[TaskName, str] = {}
         self._learning: asyncio.Future[dict[TaskName, str]] | None = None
         self._number = 0
-        self._rest: RollingRestart | None = None
+        told = lambda: self._handle(RestartAsked())
+        self._holds = PsHolds(peers, self._ps, self.record, told)
+        self._rollback = self._make_rollback(None)
+        self.restores = 0
         self._halts: RunHalts | None = None
+        self._saver: RunCheckpointer | None = None
         self.stopping = False
         self._looking = False
         self._working: set[asyncio.Task[None]] = set()
@@ -104,7 +126,7 @@ class RunSupervisor:
         """Begins a loop as a client asks; yields what its replica tells from now on."""
         together = order.HasField("sync") or bool(order.batch_feed)
         if self._supervisor is None:
-            self._supervisor = Supervisor(together=together)
+            self._supervisor = self._make_supervisor(together=together)
         if not self.record.is_over:
             self._start(order)
             self._handle(
@@ -112,20 +134,26 @@ class RunSupervisor:
             )
         return self.record.of(order.replica)
 
+    def _make_supervisor(self, *, together: bool) -> Supervisor:
+        return Supervisor(together=together, wait_s=self._order.wait_s)
+
     def be_saved(self, saver: RunCheckpointer) -> None:
         """Lets ``saver`` save the run now and then, and before a ps ends."""
         self._halts = RunHalts(self._order, saver, self._ask, self._do)
-        self._rest = RollingRestart(
-            *(self._order, self._peers, self.ready, saver, self._clock),
-            tell=lambda: self._handle(RestartAsked()),
+        self._saver, self._rollback = saver, self._make_rollback(saver)
+
+    def _make_rollback(self, saver: RunCheckpointer | None) -> Rollback:
+        return Rollback(
+            *(self._order, self._peers, self.ready, self._ps, self.copies),
+            *(self.record, saver, self._clock),
+            is_stopped=lambda: self.stopping,
         )
 
     def stop(self) -> None:
         """Asks all loops to end after their steps in flight."""
         self.stopping = True
         self.record.note(frame(stop_loop=pb.StopLoop()))
-        for loop in list(self._under_way.values()):
-            self._tell(loop, pb.StopLoop())
+        self._end_loops()
         self._handle(StopAsked())
 
     def resume(
@@ -142,7 +170,7 @@ class RunSupervisor:
           events: what became of them.
         """
         self._orders, self._arbiter = dict(orders), arbiter
-        self._supervisor = Supervisor(together=arbiter is not None)
+        self._supervisor = self._make_supervisor(together=arbiter is not None)
         for event in events:
             self._handle(event)
 
@@ -156,8 +184,7 @@ class RunSupervisor:
         """Looks after nobody any more."""
         for work in self._working:
             work.cancel()
-        if self._rest is not None:
-            self._rest.hang_up()
+        self._holds.close()
 
     # ------------------------------------------------------------ loops
 
@@ -177,6 +204,8 @@ class RunSupervisor:
         asked.CopyFrom(order)  # the master adds to it
         try:
             await self._learn()
+            if self._saver is not None or self.copies.is_kept:
+                self._holds.hold()
             async for report in self._peers.loop(asked):
                 body = body_of(report)
                 if body.number:  # else it tells how far it is, and no more
@@ -206,20 +235,15 @@ class RunSupervisor:
     ) -> Event:
         """Returns what the end of a loop by an error means for the run."""
         task = TaskName(order.task)
-        if not order.HasField("sync"):
-            if not await self._is_lost(order, error):
-                return Failed(error)
-            return await self._leave_out(order, error)
-        if (
-            judge(error, task, self._peers.task, decides=True)
-            != LoopOutcome.ARBITER_LOST
-        ):
-            return Failed(error)
+        sync = order.HasField("sync")
+        verdict = judge(error, task, self._peers.task, decides=sync)
+        if not sync or verdict != LoopOutcome.ARBITER_LOST:
+            return await self._loss_of(order, error)
         world = self._peers, self._known, self._clock
         try:
             account = await final_report_of(order, after, error, *world)
         except JGError as another:
-            return Failed(another)
+            return await self._loss_of(order, another)
         state = self._keep(order, account, began_s).state
         if state == "stopped" and not self.stopping:
             state = "paused"  # it was the loss of its master that ended it
@@ -235,7 +259,7 @@ class RunSupervisor:
     async def _leave_out(self, order: pb.RunLoop, error: JGError) -> Event:
         """Goes on without the worker of a loop, if this still is the master."""
         try:
-            await check_master(self._peers, order.run, order.epoch)
+            await check_master(self._peers, order.run, order.term)
         except FencedError as fenced:
             return Failed(fenced)
         _LOG.warning("%s was lost: %s", order.task, error.message)
@@ -243,29 +267,45 @@ class RunSupervisor:
         await self.ready.drop(order.handle)
         return LoopLost(order.replica, error)
 
+    def learn_anew(self) -> None:
+        """Takes note of which processes the run has now, in place of those before."""
+        self._learning, self._known = None, {}
+        self._do(self._learn())
+
     async def _learn(self) -> None:
-        """Takes note of which processes the run begins with."""
         if self._learning is None:
             self._learning = asyncio.ensure_future(ready_tasks(self._peers))
-            if self._rest is not None:
-                self._rest.hold()
         self._known = {**await self._learning, **self._known}
 
-    async def _is_lost(self, order: pb.RunLoop, error: JGError) -> bool:
-        """Whether the others can go on without the worker of a loop."""
+    async def _loss_of(self, order: pb.RunLoop, error: JGError) -> Event:
+        """Returns what is lost where a loop ends with an error: a worker, or the state.
+
+        Or nothing, and the run fails.
+        """
+        decides = order.HasField("sync")
+        replica = None if decides else order.replica
+        failed = LoopFailed(replica, error)
+        if isinstance(error, DataSlotError | FencedError):
+            return failed
         task = TaskName(order.task)
         named = TaskName(str(error.details.get("task", "")))
-        if isinstance(error, DataSlotError | FencedError):
-            return False
         ready = await ready_tasks(self._peers)
         if isinstance(error, TaskLostError | ClusterUnreachableError):
             # A ps that is where it was, or only the worker does not reach it.
-            return named == task or is_link_loss(named, self._known, ready)
-        return ready.get(task) != self._known.get(task)
+            link = is_link_loss(named, self._known, ready)
+            if not decides and (named == task or link):
+                return await self._leave_out(order, error)
+            return StateLost(replica, error) if is_ps(named) else failed
+        changed = {t for t, one in self._known.items() if ready.get(t) != one}
+        # It has lost what it had, though it may be the one that was known last.
+        is_new = isinstance(error, InvalidProgramError | UninitializedError)
+        if any(map(is_ps, changed)) or (is_new and is_ps(named)):
+            return StateLost(replica, error)
+        return await self._leave_out(order, error) if task in changed else failed
 
     def _tell(self, order: pb.RunLoop, told: pb.StopLoop) -> None:
         told.loop, told.task = order.loop, order.task
-        told.run, told.epoch = order.run, order.epoch
+        told.run, told.term = order.run, order.term
         self._do(self._tell_loop(told))
 
     async def _ask(self, loop: str, told: pb.StopLoop) -> int:
@@ -274,12 +314,12 @@ class RunSupervisor:
         if order is None:
             return 0
         told.loop, told.task = order.loop, order.task
-        told.run, told.epoch = order.run, order.epoch
+        told.run, told.term = order.run, order.term
         try:
             request = frame(stop_loop=told)
             reply = await self._peers.call(TaskName(told.task), "StopLoop", request)
         except JGError as error:
-            _LOG.info("%s is not told: %s", told.loop, error.message)
+            _LOG.info("loop %s is not reached: %s", told.loop, error.message)
             return 0
         return int(body_of(reply).halted) if told.go_on else 0
 
@@ -292,7 +332,7 @@ class RunSupervisor:
             except FencedError:
                 return  # another master looks after it
             except JGError as error:
-                _LOG.info("%s is not told yet: %s", told.loop, error.message)
+                _LOG.info("loop %s is not reached yet: %s", told.loop, error.message)
                 await asyncio.sleep(_POLL_S)
             else:
                 return
@@ -313,27 +353,38 @@ class RunSupervisor:
         match instruction:
             case Prepare(replica):
                 self._do(self._prepare(replica))
-            case Begin(replicas) if arbiter is not None:
-                # Known from here on, as it is told what comes while the gates open.
-                self._arbiter = again = self._again(arbiter)
-                self._under_way[again.loop] = again
-                self._do(self._begin_round(again, replicas))
             case Begin(replicas):
-                for replica in replicas:
-                    self._start(self._again(self._orders[replica]))
+                self._begin(replicas)
             case Pause():
                 self._pause()
+            case EndLoops():
+                self._end_loops()
             case Rest():
                 self._do(self._restart_ps())
+            case GoBack(error):
+                self._do(self._go_back(error))
             case LeaveOut(replica) if arbiter is not None:
                 self._tell(arbiter, pb.StopLoop(lost=self._orders[replica].task))
             case Over(state, error):
                 self._end(state, error)
 
+    def _begin(self, replicas: Sequence[int]) -> None:
+        if self._arbiter is not None:
+            # Known from here on, as it is told what comes while the gates open.
+            self._arbiter = again = self._again(self._arbiter)
+            self._under_way[again.loop] = again
+            self._do(self._begin_round(again, replicas))
+            return
+        for replica in replicas:
+            self._start(self._again(self._orders[replica]))
+
     def _pause(self) -> None:
         if self._arbiter is not None:
             self._tell(self._arbiter, pb.StopLoop(pause=True))
-            return
+        else:
+            self._end_loops()
+
+    def _end_loops(self) -> None:
         for loop in list(self._under_way.values()):
             self._tell(loop, pb.StopLoop())
 
@@ -345,15 +396,106 @@ class RunSupervisor:
             for loop in self._under_way.values():
                 self._tell(loop, pb.StopLoop())
         self.record.end(state, error)
-        if self._rest is not None:
-            self._do(self._rest.close())
+        self._do(self._let_go())
 
     async def _restart_ps(self) -> None:
-        assert self._rest is not None  # who else would ask for it
-        loops = [*self._orders.values(), *filter(None, [self._arbiter])]
+        """Lets the ps end that were told to, once what they hold is kept elsewhere."""
+        saved = None
+        if not self.copies.is_kept:
+            assert self._saver is not None  # or no ps is held
+            saved = await self._saver.save_at_rest()
+        await self._go_back(told_to_end(*self._holds.release()), saved)
+
+    async def _let_go(self) -> None:
+        """Lets all ps go, as soon as a run that is over is saved."""
+        if self._saver is not None:
+            await self._saver.rest()
+        self._holds.close()
+
+    def _note_order(self) -> None:
+        """Keeps what is known of the run now, for the standby of this master."""
+        order = pb.OpenRun()
+        order.CopyFrom(self._order)
+        self.record.note(frame(open_run=order))
+
+    @property
+    def _newest(self) -> list[pb.RunLoop]:
+        """The last order of each replica, and of the loop that decides."""
+        return [*self._orders.values(), *filter(None, [self._arbiter])]
+
+    def _next_name(self, kind: str) -> str:
         self._number += 1
-        await self._rest(self._known, loops, self._number)
-        self._handle(Restarted(again=self._rest.is_asked))
+        return f"{kind}.{self.record.term}.{self._number}"
+
+    async def _go_back(self, error: JGError, saved: Saved | None = None) -> None:
+        """Goes on from what is kept of the state, with all workers that answer."""
+        world = self._known, self._newest, self._next_name("back")
+        try:
+            back = await self._rollback.go_back(error, *world, saved)
+        except JGError as hopeless:
+            self._handle(Failed(hopeless))
+            return
+        if self.record.is_over:
+            return
+        info, step = json.loads(self._order.info), back.back_to
+        self.restores += 1
+        told = pb.RunRestored(
+            number=self.restores,
+            lost=back.lost,
+            step=back.step,
+            back_to=step,
+            version=back.version,
+        )
+        place = self._place(back)
+        if self._arbiter is not None:
+            self._arbiter.steps = info["steps"] - step
+            self._arbiter.sync.version = step
+            self._arbiter.sync.data_position = json.dumps(place)
+        elif self.data is not None:
+            left = info["steps"] - step
+            if back.manifest is None:
+                left = _end_of(self.data) - place["done"]
+            self._deal_again(left, place)
+            told.data.CopyFrom(self.data)
+        self.record.go_back(told, step - info["first_step"], json.dumps(place))
+        self._order.version = back.version
+        self._note_order()
+        if self._saver is not None:
+            self._halts = RunHalts(self._order, self._saver, self._ask, self._do)
+        for order in self._orders.values():
+            if order.task in back.left_out:
+                self._handle(LoopLost(order.replica, error))
+        if self._saver is not None or self.copies.is_kept:
+            self._holds.hold_again(back.lost)
+        self._handle(Restarted(again=self._holds.is_asked))
+
+    def _place(self, back: RolledBack) -> dict[str, Any]:
+        """Returns where in its data a run is that went back."""
+        arbiter, data = self._arbiter, self.data
+        if back.manifest is not None and arbiter is not None:
+            return position_of(arbiter.data_plan, back.manifest, arbiter.sync.wanted)
+        if arbiter is not None:
+            told = self.record.position or arbiter.sync.data_position
+            return dict(json.loads(told))
+        if data is None:
+            raise AssertionError("a run whose data nobody deals out")
+        if back.manifest is not None:
+            return position_of(data.plan, back.manifest, 1)
+        return self._peers.dealers.position(data.run)
+
+    def _deal_again(self, batches: int, place: Mapping[str, Any]) -> None:
+        assert self.data is not None  # of asynchronous training
+        dealers, old = self._peers.dealers, self.data.run
+        data = pb.OpenDataRun()
+        data.CopyFrom(self.data)
+        data.run = f"{self._order.run}~{self._next_name('data')}"
+        data.budget = batches
+        data.position = json.dumps(place)
+        dealers.open(data)
+        dealers.close(old)
+        self.data, self.record.data_run = data, data.run
+        for order in self._orders.values():
+            order.data_run = data.run
 
     async def _look(self) -> None:
         """Looks for workers that are missing, as long as there are any."""
@@ -375,8 +517,9 @@ class RunSupervisor:
         order = self._orders[replica]
         self._number += 1
         try:
-            await check_master(self._peers, order.run, order.epoch)
-            order.handle = await self.ready(order, self._number)
+            await check_master(self._peers, order.run, order.term)
+            order.handle = await self.ready.prepare(order, self._number)
+            await self.copies.admit(order.handle, 0)
         except FencedError as error:
             self._handle(Failed(error))
             return
@@ -391,9 +534,7 @@ class RunSupervisor:
         self._number += 1
         return next_order(order, self._number)
 
-    async def _begin_round(
-        self, arbiter: pb.RunLoop, replicas: tuple[int, ...]
-    ) -> None:
+    async def _begin_round(self, arbiter: pb.RunLoop, replicas: Sequence[int]) -> None:
         """Begins the next row of loops of synchronous training."""
         orders = [self._again(self._orders[r]) for r in replicas]
         try:
@@ -417,6 +558,13 @@ class RunSupervisor:
             self._handle(Failed(as_error(error, self._peers.task)))
 
 
+def _end_of(data: pb.OpenDataRun) -> int:
+    """Returns how many batches are done when all that is dealt out are."""
+    if not data.position:
+        return int(data.budget)
+    return int(json.loads(data.position)["done"]) + int(data.budget)
+
+
 def _ended(order: pb.RunLoop, state: str) -> Event:
     if order.HasField("sync"):
         return RoundEnded(state)
@@ -428,7 +576,7 @@ def next_order(order: pb.RunLoop, number: int) -> pb.RunLoop:
     after = pb.RunLoop()
     after.CopyFrom(order)
     first = order.loop.partition("~")[0]
-    after.loop = f"{first}~{order.epoch}.{number}"
+    after.loop = f"{first}~{order.term}.{number}"
     return after
 
 
@@ -455,7 +603,7 @@ async def open_round_gates(
         version=sync.version,
         opening=deciding.loop,
         run=deciding.run,
-        epoch=deciding.epoch,
+        term=deciding.term,
     )
     for shard in map(TaskName, sync.shards):
         request = frame(open_gate=gate)

@@ -6,12 +6,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from jgraph.cluster.deadlines import COMPILE_S
+from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S
 from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.graph.ir import TaskName
+from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
+from jgraph.rpc.wire.program_codec import decode_program
 from jgraph.server.runs.peers import Peers
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -22,9 +24,7 @@ _DATA_S: Final = 3600.0
 @final
 @dataclass(slots=True)
 class WorkerSetup:
-    """Gives workers of one run their programs, data and first values again.
-
-    And its programs to a ps.
+    """Gives tasks of one run their programs, data and first values again.
 
     Args:
       order: what the client said of the run.
@@ -46,7 +46,7 @@ class WorkerSetup:
         else:
             self._before[TaskName(body.program.driver)].append(request)
 
-    async def __call__(self, loop: pb.RunLoop, number: int) -> str:
+    async def prepare(self, loop: pb.RunLoop, number: int) -> str:
         """Prepares the worker of a loop; returns the handle of its program.
 
         Args:
@@ -57,15 +57,7 @@ class WorkerSetup:
           JGError: the worker, or one it works with, does not answer.
         """
         task = TaskName(loop.task)
-        handle = await self.renew(loop.handle, f"{loop.epoch}.{number}")
-        for records in self.order.records:
-            kept = pb.KeepRecords()
-            kept.CopyFrom(records.order)
-            kept.handles[:] = [handle] * len(kept.programs)
-            request = frame(keep_records=kept)
-            await self.peers.call(
-                TaskName(records.task), "KeepRecords", request, timeout_s=COMPILE_S
-            )
+        handle = await self.renew(loop.handle, f"{loop.term}.{number}")
         await self.give_data(task, loop.data)
         await self.begin(task, handle)
         return handle
@@ -100,31 +92,39 @@ class WorkerSetup:
         await self._register(program, new)
         return new
 
-    async def again(self, handle: str, ps: TaskName) -> None:
-        """Gives a ps its part of a program that the other tasks have.
+    def program(self, handle: str) -> Program:
+        """Returns a program that is kept.
 
         Raises:
-          JGError: it does not answer.
+          ConfigError: there is none.
         """
-        await self._register(self._kept(handle), handle, only=ps)
+        kept = self._kept(handle)
+        return decode_program(body_of(kept).program, kept.tensors)
 
     def _kept(self, handle: str) -> Frame:
         if (first := _first(handle)) not in self._programs:
             raise ConfigError(f"the program '{first}' is not kept")
         return self._programs[first]
 
-    async def _register(
-        self, program: Frame, handle: str, only: TaskName | None = None
-    ) -> None:
+    async def _register(self, program: Frame, handle: str) -> None:
         body = pb.RegisterProgram(handle=handle, program=body_of(program).program)
         request = frame(register_program=body, tensors=program.tensors)
-        await self.peers.register(request, only=only)
+        await self.peers.register(request)
 
-    async def drop(self, handle: str) -> None:
-        """Makes all tasks refuse steps of a program, whoever still asks for some."""
-        request = frame(program_handle=pb.ProgramHandle(handle=handle))
+    async def drop(self, handle: str, *, settle: bool = False) -> None:
+        """Makes all tasks refuse steps of a program, whoever still asks for some.
+
+        With ``settle`` none of its steps changes anything on any task from here on.
+        """
+        body = pb.ProgramHandle(handle=handle, settle=settle)
+        limit_s = COMPILE_S if settle else CONTROL_S
         calls = [
-            self.peers.call(task, "UnregisterProgram", request)
+            self.peers.call(
+                task,
+                "UnregisterProgram",
+                frame(program_handle=body),
+                timeout_s=limit_s,
+            )
             for task in self.peers.tasks()
         ]
         # Who does not answer does none.

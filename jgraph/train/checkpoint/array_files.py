@@ -138,7 +138,7 @@ def _shards_of(
 def _tell_of(directory: Path, shards: list[Shard]) -> None:
     if shards:
         _LOG.info(
-            "%s: not the same directory for %s; the client writes and reads for them",
+            "%s is not the same directory for %s; the client reads and writes for them",
             directory,
             ", ".join(sorted({shard.task for shard in shards})),
         )

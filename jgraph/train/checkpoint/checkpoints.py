@@ -34,6 +34,7 @@ from jgraph.runtime.files.step_files import (
     is_whole,
     mark_best,
     our_steps,
+    put_aside,
     remove,
     steps_in,
 )
@@ -70,19 +71,20 @@ Keep: TypeAlias = int | Policy
 class Checkpoints:
     """Where and how often ``Trainer.fit`` saves.
 
-    A run saves at multiples of so many updates, and at its end, in a thread of its own:
-    training goes on as soon as the state is copied. The directory has one writer at a
-    time. A save that fails for want of room is told in the log, and training goes on.
+    A run saves at multiples of ``every`` updates and at its end, in a thread of its
+    own: training goes on as soon as the state is copied. The directory has one writer
+    at a time. If the disk is full, the log says so and training goes on.
 
-    In one process and in synchronous training a checkpoint is of exactly one update, in
-    the data too. In asynchronous training workers have up to two steps each under way:
-    ``Run.repeated`` of a run that is restored counts what it may train on twice.
+    In one process and in synchronous training a checkpoint holds the state after
+    exactly one update, and the position in the data at that update. In asynchronous
+    training each worker may have two steps under way: after a restore, ``Run.repeated``
+    counts the batches that may be trained on twice.
 
     Args:
       directory: made if it is not there.
-      every: save at the multiples of so many updates; asynchronously soon after. On a
-        cluster those that pass while a slow save is under way are left out; in one
-        process a save waits for the one before.
+      every: how many updates from one save to the next; an asynchronous run saves soon
+        after that. On a cluster a save is left out while the one before it is under
+        way; in one process it waits for that one.
       keep: how many to keep, the newest ones; or a policy of Orbax, such as
         ``orbax.checkpoint.checkpoint_managers.EveryNSteps(1000)``. The newest stays.
       best: a metric of ``eval_data``, such as ``eval_loss``: the copy of the model that
@@ -330,7 +332,7 @@ def newest_good(
             if not isinstance(error, CheckpointCorruptError):
                 raise
             damaged.append(step)
-            now = _put_aside(path) if quarantine else path
+            now = put_aside(path) if quarantine else path
             where = "stays where it is" if now == path else f"is now {now}"
             _LOG.error("%s. It %s; the step before is used.", error, where)
     if not damaged and (others := steps_in(directory)):
@@ -378,18 +380,6 @@ def copy(source: Path, target: Path) -> Path:
         raise CheckpointError(f"cannot copy {source} to {target}: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _put_aside(path: Path) -> Path:
-    """Renames a damaged step, and returns where it is; there if that is forbidden."""
-    number, aside = 1, path.with_name(f"{path.name}.corrupt")
-    while aside.exists():
-        number += 1
-        aside = path.with_name(f"{path.name}.corrupt-{number}")
-    try:
-        return path.rename(aside)
-    except OSError:
-        return path
 
 
 def _saved(directory: Path, step: int) -> _Saved:

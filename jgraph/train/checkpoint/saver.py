@@ -78,6 +78,8 @@ class Saver:
         self._under_way: Future[None] | None = None
         self._took_s: float | None = None
         self._best: float | None = None
+        # Of the best step that this saver wrote: a step that is written anew keeps it.
+        self._evaluated: tuple[int | None, Mapping[str, float] | None] = None, None
         self._stack = ExitStack()
         with ExitStack() as stack:
             self._writer = stack.enter_context(
@@ -125,7 +127,7 @@ class Saver:
         if self._under_way is not None:
             wait([self._under_way], patience_s(self._took_s))
             if not self._under_way.done():
-                _LOG.info("not saved now: the save before is not done")
+                _LOG.info("no checkpoint now: the one before it is not written yet")
                 return
             self._settle(self._under_way)
 
@@ -140,7 +142,7 @@ class Saver:
         except JGError as error:
             # The run finds out by itself what was lost. What was made for one master
             # another does not know; it is made anew for the next save.
-            _LOG.info("not saved now: %s", error)
+            _LOG.info("no checkpoint now: %s", error)
 
     @property
     def directory(self) -> Path:
@@ -164,7 +166,8 @@ class Saver:
             )
         if given.is_better(found[given.best], self._best):
             self.wait()
-            self._best = found[given.best]
+        # The save before may have been of a better one; or it failed.
+        if given.is_better(found[given.best], self._best):
             step = report.evaluation_step
             snapshot = Snapshot(step, copy.tree, copy.position)
             saving = self._thread.submit(self._save, snapshot, None, found)
@@ -194,7 +197,7 @@ class Saver:
         try:
             self._begin(at_rest=True)
         except ClusterError as error:
-            _LOG.warning("not saved before tasks end: %s", error)
+            _LOG.warning("no checkpoint before the tasks end: %s", error)
         self.wait()
 
     def finish(self) -> None:
@@ -218,7 +221,9 @@ class Saver:
         due |= at_rest and snapshot.step == self._written
         self._last = snapshot.step
         if due:
-            saving = self._thread.submit(self._save, snapshot, before_commit)
+            of_step, evaluation = self._evaluated
+            known = evaluation if snapshot.step == of_step else None
+            saving = self._thread.submit(self._save, snapshot, before_commit, known)
             self._under_way = saving
             if before_commit is not None:
                 self.wait()
@@ -237,6 +242,9 @@ class Saver:
             tree = snapshot.tree
             self._writer.save(step, tree, position, before_commit, evaluation)
             self._written = step
+            if evaluation is not None and self._given.best is not None:
+                self._best = evaluation[self._given.best]
+                self._evaluated = step, evaluation
         finally:
             self._took_s = _CLOCK.now() - began
             with suppress(ClusterError):  # a task that is gone holds nothing

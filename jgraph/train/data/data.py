@@ -23,8 +23,8 @@ from jgraph.train.data.forms import (
     BATCH_SIZE,
     Indexed,
     Stream,
+    first_by_number,
     first_element,
-    is_indexed,
     may_be_batches,
     whole_batches,
 )
@@ -319,12 +319,12 @@ def _fed(given: Any, name: str, batch_size: int | None, *, finite: bool) -> Data
             "jg.Source.npz(path), .parquet(path), .tfrecord(path, features), "
             ".array_record(path, features)"
         )
-    if is_indexed(given):
+    if (first := first_by_number(given)) is not None:
         examples = not may_be_batches(given)
-        first = first_element(
-            given[0], name, batch_size, examples=examples, finite=finite
+        like = first_element(
+            first[0], name, batch_size, examples=examples, finite=finite
         )
-        reader = Indexed(given, first)
+        reader = Indexed(given, like)
     elif hasattr(given, "__iter__") or callable(given):
         reader = Stream(given, name, batch_size, finite=finite)
     else:

@@ -180,21 +180,20 @@ def whole_batches(given: Any) -> int | None:
     return length
 
 
-def is_indexed(given: Any) -> bool:
-    """Whether an object gives its elements by number.
+def first_by_number(given: Any) -> tuple[Any] | None:
+    """Returns the first element, boxed, of what gives its elements by number.
 
     One that can be iterated may have numbers for other things. Of one that cannot, what
     its first element raises is its owner's own error, and comes out as it is.
     """
     if not hasattr(given, "__getitem__") or not length_of(given):
-        return False
+        return None
     try:
-        given[0]
+        return (given[0],)
     except (TypeError, NotImplementedError, KeyError):
         if not hasattr(given, "__iter__"):
             raise
-        return False
-    return True
+        return None
 
 
 def may_be_batches(given: Any) -> bool:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, final
 
-from jgraph.errors import JGError
+from jgraph.errors import ClusterError, JGError
 
 _LOG = logging.getLogger("jgraph.evaluate")
 
@@ -38,18 +38,23 @@ T = TypeVar("T")
 Evaluate: TypeAlias = Callable[[], Evaluation]
 """Evaluates a copy of the model as it is now."""
 
+EvaluateHalted: TypeAlias = Callable[[Callable[[], bool]], Evaluation]
+"""Likewise while loops stand still. It is given what lets them go on, once the copy is
+there, and returns whether they stood still until then."""
+
 
 @final
 class Evaluations:
     """Evaluates when told to; used by one thread.
 
-    A side car evaluates in a thread of its own, one evaluation after the other; what is
-    asked for meanwhile is one more after it, of the model as it then is. The first
-    error of a side car is its last: it is told once, and evaluation goes on here.
+    The evaluator task is asked in a thread of its own, for one evaluation at a time.
+    Requests that come meanwhile become one more, of the model as it then is.
+    After the first error of the evaluator task, which is logged, this process does it.
 
     Args:
       here: evaluates in this process.
       evaluator_task: evaluates elsewhere; its waits have deadlines of their own.
+      halted: evaluates here what loops that stand still have.
 
     Example:
       >>> evaluations = Evaluations(lambda: Evaluation(10, {"loss": 0.5}))
@@ -61,9 +66,15 @@ class Evaluations:
       []
     """
 
-    def __init__(self, here: Evaluate, evaluator_task: Evaluate | None = None) -> None:
+    def __init__(
+        self,
+        here: Evaluate,
+        evaluator_task: Evaluate | None = None,
+        halted: EvaluateHalted | None = None,
+    ) -> None:
         self._here: Evaluate | None = here
-        self._side_car = evaluator_task
+        self._halted = halted
+        self._evaluator_task = evaluator_task
         self._under_way: Future[Evaluation] | None = None
         self._again = False
         self._over: list[Evaluation] = []
@@ -72,23 +83,37 @@ class Evaluations:
     @property
     def are_here(self) -> bool:
         """Whether this process evaluates, and so needs the whole model."""
-        return self._side_car is None
+        return self._evaluator_task is None
 
     def begin(self) -> None:
         """Evaluates the model of now, or of a little later."""
-        if self._side_car is None:
+        if self._evaluator_task is None:
             self._evaluate_here()
         elif self._under_way is None:
-            self._under_way = in_thread(self._side_car, "jgraph-evaluate")
+            self._under_way = in_thread(self._evaluator_task, "jgraph-evaluate")
         else:
             self._again = True
+
+    def begin_halted(self, go_on: Callable[[], bool]) -> None:
+        """Evaluates the model that loops have which stand still, until ``go_on``.
+
+        Not if they do not stand still, or do not answer: a run finds out by itself what
+        was lost.
+        """
+        if self._halted is None:
+            go_on()
+            return
+        try:
+            self._note(self._halted(go_on))
+        except ClusterError as error:
+            _LOG.info("not evaluated now: %s", error)
 
     def take(self) -> list[Evaluation]:
         """Returns what was evaluated since the last call."""
         if self._under_way is not None and self._under_way.done():
             again, self._again = self._again, False
             self._settle(self._under_way)
-            if again and self._side_car is not None:
+            if again and self._evaluator_task is not None:
                 self.begin()
         over, self._over = self._over, []
         return over
@@ -117,21 +142,19 @@ class Evaluations:
         if error is None:
             self._note(future.result())
             return
-        self._side_car = None
+        self._evaluator_task = None
         try:
             self._evaluate_here()
         except JGError as also:
             self._here = None
             _LOG.warning(
-                "evaluation beside the training failed, and there is none from now on, "
-                "since it fails here too (%s): %s",
-                also,
-                error,
+                "the evaluator task failed (%s), and so did this client (%s); the run "
+                "is not evaluated from now on",
+                *(error, also),
             )
         else:
             _LOG.warning(
-                "evaluation beside the training failed; this client evaluates from "
-                "now on: %s",
+                "the evaluator task failed; this client evaluates from now on: %s",
                 error,
             )
 

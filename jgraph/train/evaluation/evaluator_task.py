@@ -330,7 +330,7 @@ def make_evaluations(
     *,
     whole: bool = False,
 ) -> Evaluations | None:
-    """Returns what evaluates in a run: beside it if there is a side car, or here.
+    """Returns what evaluates in a run: on the evaluator task if there is one, or here.
 
     None if nothing is to be evaluated.
 
@@ -346,7 +346,8 @@ def make_evaluations(
     # What only the evaluator has opened is opened here when that is needed.
     here = partial(evaluate, opened if opened.is_here else given)
     if whole:
-        return Evaluations(partial(here, whole=True))
+        kept = partial(here, whole=True)
+        return Evaluations(kept, halted=lambda go_on: kept(go_on=go_on))
     return Evaluations(
         here, None if evaluator_task is None else evaluator_task.prepare(opened)
     )

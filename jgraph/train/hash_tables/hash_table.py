@@ -24,14 +24,15 @@ class KnownKeys(nnx.Variable[jax.Array]):
 class HashTable(nnx.Module):
     """A row per id, for any int64 ids, made when an id is first seen.
 
-    The options say what parameter servers keep of it: rows by hash of their id, within
-    one budget of memory; ids come in and go by the policies given here, together with
-    their optimizer state. The layer itself has the rows that it was given, and all
-    other ids share one more row, the first: this is what an exported model does.
-    ``jg.NO_KEY``, -2**63, is no id and never gets a row: it fills places without one,
-    as in a bag that is not full. What it reads means nothing; leave it out.
-    ``jg.Trainer`` with ``jg.AsyncPS`` trains it: on each ps a shard of the rows, of
-    which a step moves those of its ids, and ``run.model()`` has the rows in it.
+    The parameter servers keep the rows, by the hash of the id, within one budget of
+    memory. The policies given here decide which ids get a row and which lose it,
+    together with its optimizer state. The layer object itself has only the rows that it
+    was given, and all other ids share one more row, the first: an exported model does
+    the same.
+    ``jg.NO_KEY``, -2**63, is no id and never gets a row: it pads, for example, a bag
+    that is not full. The values that it reads mean nothing.
+    ``jg.Trainer`` trains it on a cluster: each ps has a shard of the rows, a step moves
+    only the rows of its ids, and ``run.model()`` has all rows.
 
     In a linen model: ``nnx.bridge.to_linen(jg.HashTable, 16, 1 << 30, skip_rng=True)``.
 

@@ -31,9 +31,9 @@ class Pipeline:
     """A model cut into stages that run on several tasks, microbatch after microbatch.
 
     A step is one graph: the batch is cut into microbatches, and each stage's forward
-    and backward pass on each of them is a segment on the stage's task. In which order
-    is a table, ``schedule``; print it to see it, and the part of time that is waited.
-    Loss and gradients are those of the whole batch in one piece.
+    and backward pass on each of them is a segment on the stage's task. Their order is a
+    table, ``schedule``; print it to see the order and the share of time in which tasks
+    wait (the bubble). Loss and gradients are those of the whole batch in one piece.
 
     Args:
       stages: what each stage computes: a ``linen.Module``, an ``nnx.Module``, or a
@@ -42,8 +42,8 @@ class Pipeline:
       microbatches: into how many parts a batch is cut.
       schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``, see
         ``jgraph.plan.schedule``.
-      tasks: devices of the stages, or how many workers; stage ``s`` is on that of
-        number ``s % len(tasks)``. ``/job:worker/task:<s>`` if unset.
+      tasks: devices of the stages, or how many workers; stage ``s`` is on ``tasks[s %
+        len(tasks)]``. ``/job:worker/task:<s>`` if unset.
 
     Attributes:
       schedule: the table.

@@ -105,7 +105,7 @@ class CellDisplay:
             thread.start()
         return self
 
-    def __call__(self, report: Report) -> None:
+    def show(self, report: Report) -> None:
         """See ``Display``."""
         with self._lock:
             self._evaluation = report.evaluation or self._evaluation

@@ -35,7 +35,7 @@ class Display(Protocol):
     def __enter__(self) -> Self:
         """Begins to show."""
 
-    def __call__(self, report: Report) -> None:
+    def show(self, report: Report) -> None:
         """Shows a report."""
 
     def say(self, what: str) -> None:
@@ -123,7 +123,7 @@ class LiveDisplay:
         self._live.start()
         return self
 
-    def __call__(self, report: Report) -> None:
+    def show(self, report: Report) -> None:
         """See ``Display``."""
         self._evaluation = report.evaluation or self._evaluation
         report = replace(report, evaluation=self._evaluation)
@@ -176,7 +176,7 @@ class LineDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __call__(self, report: Report) -> None:
+    def show(self, report: Report) -> None:
         """See ``Display``."""
         self._hush()
         self._last = report

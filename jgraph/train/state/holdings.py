@@ -1,5 +1,6 @@
 """Resources of a Trainer on a cluster, and their release."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeAlias, final
@@ -56,10 +57,11 @@ class ClusterResources:
     def drop_soon(self) -> None:
         """Drops it in a thread of its own: garbage is collected in any."""
         if self._drops:
-            loop = event_loop()
-            loop.call_soon_threadsafe(
-                lambda: loop.run_in_executor(None, self._drop_anyhow)
-            )
+            event_loop().call_soon_threadsafe(self._begin_to_drop)
+
+    def _begin_to_drop(self) -> None:
+        with suppress(RuntimeError):  # the process ends, and its clients drop all
+            asyncio.get_running_loop().run_in_executor(None, self._drop_anyhow)
 
     def _drop_anyhow(self) -> None:
         with suppress(JGError):  # of a cluster that is gone nothing is left to drop

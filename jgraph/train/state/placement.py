@@ -34,7 +34,7 @@ class Placement:
         self._tasks = cluster.tasks("ps")
         self._placement = placement
 
-    def __call__(self, sizes: Mapping[str, int]) -> dict[str, TaskName]:
+    def place(self, sizes: Mapping[str, int]) -> dict[str, TaskName]:
         """Returns the task of each group, given its bytes."""
         return spread(sizes, self._tasks, self._placement)
 

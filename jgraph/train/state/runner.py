@@ -9,6 +9,8 @@ import numpy as np
 
 from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import SlotPlan
+from jgraph.coordination.run.recovery import Recovery
+from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data.checks import Array
 from jgraph.train.data.data import Dataset
@@ -41,6 +43,10 @@ class Order:
     saves: Any = None
     """``Checkpoints`` that the master of a detached run takes; None: none."""
     save_every: int | None = None
+    evaluates_halted: bool = False
+    """Loops stand still for what is to be evaluated: it is kept if it is the best."""
+    wait_s: float = WAIT_S
+    """For lost tasks without which the run cannot go on."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set from another thread: stop after the current step."""
 
@@ -48,6 +54,12 @@ class Order:
     def boundaries(self) -> list[int]:
         """Numbers of updates: something is to be done at each multiple of one."""
         return [every for every in (self.eval_every, self.save_every) if every]
+
+    @property
+    def halts(self) -> tuple[int, ...]:
+        """Numbers of updates: at each multiple of one all loops stand still."""
+        evaluated = self.eval_every if self.evaluates_halted else None
+        return tuple(every for every in (self.save_every, evaluated) if every)
 
 
 @final
@@ -65,7 +77,8 @@ class Chunk:
     nothing was done, and nothing is under way: a task with a part of the state ends
     when the next chunk is asked for. With ``go_on`` nothing was done either: all loops
     stand still so that the run can be saved, until that is called, or the next chunk is
-    asked for. It returns whether they did until then.
+    asked for. It returns whether they did until then. With ``restored`` the run went
+    back to a checkpoint: all steps after that are done again.
     """
 
     replica: int
@@ -79,6 +92,7 @@ class Chunk:
     batches: int | None = None
     began: float = 0.0
     go_on: Callable[[], bool] | None = None
+    restored: Recovery | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -118,10 +132,13 @@ class Runner(Protocol):
     def global_step(self) -> int:
         """Returns the number of updates applied so far."""
 
-    def values(self, *, model_only: bool = False) -> Sequence[Any]:
+    def values(
+        self, *, model_only: bool = False, halted: bool = False
+    ) -> Sequence[Any]:
         """Returns the value of every variable, in the order of the step's.
 
-        With ``model_only`` the optimizer's state is None.
+        With ``model_only`` the optimizer's state is None. With ``halted`` loops stand
+        still: all is of one moment without a copy.
 
         Raises:
           TooLargeError: with ``model_only``: a variable is too large to come here.

@@ -1,10 +1,11 @@
 """Training state that a Trainer and its runs share: values, model, position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from jgraph.cluster.wait_message import show_wait
+from jgraph.errors import DeadlineError
 from jgraph.train.attempt import save_to
 from jgraph.train.data.data import Data, Dataset
 from jgraph.train.data.source import Source, as_source_or_dataset
@@ -82,18 +83,35 @@ class TrainingState:
         values: Sequence[Any] | None = None,
         *,
         whole: bool = False,
+        go_on: Callable[[], bool] | None = None,
     ) -> Evaluation:
         """Evaluates a copy of the model: of these values; None: of those of now.
 
         With ``whole`` the copy has all that a checkpoint has, and is returned as well.
+
+        Args:
+          data: to evaluate on.
+          batch_size: examples at a time.
+          values: of all variables.
+          whole: keep what is evaluated.
+          go_on: lets loops go on that stand still until the copy is here; returns
+            whether they did. Else what is of one moment is what one task has.
+
+        Raises:
+          DeadlineError: they did not, so that the copy is of no one moment.
         """
         dataset = as_source_or_dataset(data)
         self._parts.check_alike(dataset)
         step, runner, evaluator = self._parts.made(dataset)
         with show_wait("evaluating"):
+            # The position first: what is trained meanwhile comes again, none is left
+            # out.
             position = runner.position() if whole else None
             if values is None:
-                values = runner.values(model_only=not whole)
+                halted = go_on is not None
+                values = runner.values(model_only=not whole, halted=halted)
+            if go_on is not None and not go_on():
+                raise DeadlineError("the run went on while it was to be copied")
             tree = step.unflatten(values)
             found = evaluator.evaluate(tree, dataset, batch_size)
             copy = Copy(values, tree, position) if whole else None

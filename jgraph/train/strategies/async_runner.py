@@ -8,7 +8,7 @@ its own loop over its part of the data; workers never wait for each other.
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
@@ -21,7 +21,7 @@ from jgraph.client.runs.loops import LoopHandle
 from jgraph.client.session import Session
 from jgraph.client.state.snapshot_handle import SnapshotHandle
 from jgraph.cluster.deadlines import bulk_timeout_s
-from jgraph.cluster.loop_messages import Detached, LoopRequest
+from jgraph.cluster.loop_messages import Detached, LoopReport, LoopRequest
 from jgraph.errors import ClusterError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.graph import Graph
@@ -55,6 +55,7 @@ from jgraph.train.strategies.workers import (
     end_loops,
     halted_chunk,
     rest,
+    restored_chunk,
     shares,
 )
 
@@ -160,7 +161,9 @@ class AsyncRunner:
             )
             programs = prepared.programs(self.workers.tasks)
             detached = self.detached(
-                *(order, prepared.graph, prepared.names, programs), gate=gate
+                *(order, prepared.graph, prepared.names, programs),
+                recorded=prepared.handles[:1],
+                gate=gate,
             )
             loops = self._loops = self.session.run_loops(
                 self._requests(prepared, order),
@@ -183,17 +186,9 @@ class AsyncRunner:
             for report in loops:
                 if order.stop.is_set():
                     loops.stop()
-                if report.state == "halted":
-                    self._in_flight = report.in_flight
-                    yield halted_chunk(loops)
-                    self._in_flight = 0
-                    continue
-                self.workers.note(report)
                 if report.state in {"lost", "left"}:
-                    self._replaced = True
                     rejoin.lost(report.replica, report.task)
-                if len(report.steps):
-                    yield chunk_of(report, prepared.names, report.replica)
+                yield from self._chunks(report, loops, prepared.names)
             self.is_training = False
             yield from rest(loops)
         except GeneratorExit:
@@ -209,6 +204,21 @@ class AsyncRunner:
                 self._loops, self.is_training = None, False
                 with contextlib.suppress(ClusterError):  # gone, and the run with it
                     self._position = loops.close()
+
+    def _chunks(
+        self, report: LoopReport, loops: LoopHandle, names: Sequence[str]
+    ) -> Iterator[Chunk]:
+        self._replaced |= report.state in {"lost", "left", "restored"}
+        if report.state == "halted":
+            self._in_flight = report.in_flight
+            yield halted_chunk(loops)
+            self._in_flight = 0
+        elif report.restored is not None:
+            yield restored_chunk(report.restored)
+        else:
+            self.workers.note(report)
+            if len(report.steps):
+                yield chunk_of(report, names, report.replica)
 
     def _register(self, prepared: _Prepared) -> None:
         if prepared.handles and not self._replaced:
@@ -262,7 +272,9 @@ class AsyncRunner:
             variable = self._step.variables[self._step.names.index("global_step")]
             return int(self.session.read([variable])["global_step"])
 
-    def values(self, *, model_only: bool = False) -> Sequence[Any]:
+    def values(
+        self, *, model_only: bool = False, halted: bool = False
+    ) -> Sequence[Any]:
         """See ``Runner.values``."""
         if model_only:
             self.check_model()
@@ -272,6 +284,7 @@ class AsyncRunner:
             self.initialize()
             # A large model has no room for another of itself.
             at_once = self.is_training and total_nbytes(wanted) <= KEPT_BYTES
+            at_once &= not halted  # nothing changes meanwhile
             read = self.session.snapshot if at_once else self.session.read
             values = read(wanted)
             for table in self._step.tables:
@@ -408,6 +421,7 @@ class AsyncRunner:
         names: Sequence[str],
         programs: Mapping[str, Program],
         *,
+        recorded: Sequence[str],
         sync: bool = False,
         gate: pb.OpenGate | None = None,
     ) -> Detached | None:
@@ -418,6 +432,7 @@ class AsyncRunner:
           graph: of the step.
           names: of its metrics.
           programs: of the workers, and of ps, by handle.
+          recorded: handles of the programs that change what copies are kept of.
           sync: training is synchronous.
           gate: of asynchronous training.
         """
@@ -435,7 +450,7 @@ class AsyncRunner:
             *(order, self.global_step(), self._step.container, names),
             sync=sync,
             saves=saves,
-            records=[] if self.copies is None else self.copies.orders(0),
+            copies=self.copies and self.copies.about(recorded),
             programs=[*restart_programs(self._cluster, programs, zeros)],
             gate=gate,
         )

@@ -138,22 +138,22 @@ class Copies:
                 )
         self._is_open = False  # from the first step on they are of this run
 
-    def orders(self, program: int) -> list[pb.TaskRecords]:
-        """Returns what ``admit`` asks of each ps, for a handle that is yet to come."""
-        tasks = [partition.task for partition in self._programs[program].partitions]
-        return [
-            pb.TaskRecords(
+    def about(self, handles: Sequence[str]) -> pb.RunCopies:
+        """Returns what the master of a detached run is told of the copies.
+
+        Args:
+          handles: one of each program of ``open``.
+        """
+        copies = pb.RunCopies(handles=handles, updates=self._updates)
+        for src in self._ps:
+            copies.streams.add(
                 task=src,
-                order=pb.KeepRecords(
-                    stream=self._stream(src),
-                    container=self._step.container,
-                    programs=[program],
-                    backup=self._backup(src) or "",
-                ),
+                stream=self._stream(src),
+                backup=self._backup(src) or "",
+                nbytes=self._nbytes,
+                undoes=self._undoes,
             )
-            for src in self._ps
-            if src in tasks
-        ]
+        return copies
 
     def end(self) -> None:
         """Drops the copies."""
@@ -271,8 +271,6 @@ class Copies:
     def _keep(
         self, src: TaskName, programs: Mapping[str, int], *, updates: bool = False
     ) -> None:
-        shards = [spec for table in self._step.tables for _, spec in table.shards]
-        tables = sum(spec.capacity_bytes for spec in shards)
         keep_records(
             self._cluster,
             self._stream(src),
@@ -280,10 +278,20 @@ class Copies:
             self._backup(src),
             programs,
             container=self._step.container,
-            nbytes=total_nbytes(self._step.plain) + tables,
+            nbytes=self._nbytes,
             updates=updates,
-            undoes=self._updates is not None and not self._in_logs,
+            undoes=self._undoes,
         )
+
+    @property
+    def _undoes(self) -> bool:
+        return self._updates is not None and not self._in_logs
+
+    @property
+    def _nbytes(self) -> int:
+        shards = [spec for table in self._step.tables for _, spec in table.shards]
+        tables = sum(spec.capacity_bytes for spec in shards)
+        return total_nbytes(self._step.plain) + tables
 
 
 _Pair: TypeAlias = tuple[Variable, Variable]

@@ -195,7 +195,9 @@ class LocalRunner:
         with self._lock:
             return int(self._step.unflatten(self._values)["global_step"])
 
-    def values(self, *, model_only: bool = False) -> Sequence[Any]:
+    def values(
+        self, *, model_only: bool = False, halted: bool = False
+    ) -> Sequence[Any]:
         """See ``Runner.values``; copies, because a later step reuses the buffers."""
         with self._lock:
             return [

@@ -17,7 +17,6 @@ from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import encode_program
 from jgraph.train.state.runner import Order, Position, position_in
-from jgraph.train.strategies.rejoin import WAIT_S
 
 
 def dealt_data(
@@ -45,11 +44,11 @@ def dealt_data(
         len(done),
         position_in(plan, position, sum(done)),
         updates=updates,
-        wait_s=WAIT_S,
+        wait_s=order.wait_s,
         stop=order.stop,
         detached=detached,
         first=updates(),
-        halt_every=order.save_every or 0,
+        halt_every=order.halts,
         halt_s=halt_s,
     )
 
@@ -62,7 +61,7 @@ def run_info(
     *,
     sync: bool,
     saves: pb.RunSaves | None,
-    records: Sequence[pb.TaskRecords],
+    copies: pb.RunCopies | None,
     programs: Sequence[Frame],
     gate: pb.OpenGate | None,
 ) -> Detached:
@@ -75,7 +74,7 @@ def run_info(
       names: of the metrics of a step.
       sync: training is synchronous.
       saves: what the master saves.
-      records: what tasks record of a worker's program.
+      copies: what is kept of the ps; None: nothing.
       programs: see ``restart_programs``.
       gate: of asynchronous training.
     """
@@ -88,7 +87,15 @@ def run_info(
         "synchronous": sync,
         "checkpoints": "" if saves is None else saves.directory,
     }
-    return Detached(about, saves, order.dataset.source, records, programs, gate)
+    return Detached(
+        about,
+        saves,
+        order.dataset.source,
+        copies,
+        programs,
+        gate,
+        wait_s=order.wait_s,
+    )
 
 
 def restart_programs(

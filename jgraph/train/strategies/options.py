@@ -20,10 +20,10 @@ from jgraph.view import markup
 class AsyncPS:
     """Train on a cluster's workers against its parameter servers, asynchronously.
 
-    Variables are spread over the ``ps`` tasks by bytes; an update runs where its
-    variables are. A worker's gradient may be of a version that others have updated
-    meanwhile. The master deals out the data as workers ask for it, so a slow one gets
-    less; what a lost worker held goes to the others.
+    Variables are spread over the ``ps`` tasks by bytes, and an update runs on the task
+    of its variables. A worker may compute a gradient from parameters that other workers
+    have updated meanwhile. The master deals out the data as workers ask for it: a slow
+    worker gets less, and the batches of a lost worker go to the others.
 
     Args:
       step_timeout_s: limit for one step of a worker.
@@ -31,16 +31,15 @@ class AsyncPS:
         as that, and a worker adds what rounding took away to its next one. It then
         holds float32 left-overs of the size of these parameters, zeros at the start of
         a ``fit``. Gradients of rows travel as they are, without left-overs.
-      max_staleness: an update is made from parameters to which at most that many
-        others were applied meanwhile, on any ps; a worker that would run ahead waits.
-        0 makes workers take turns. None: a gradient may be as old as it is. See
-        ``Run.staleness``.
-      durability: what a run is left with when a ps is lost. ``"checkpoint"``: what
-        ``fit(checkpoint=…)`` saved last. The others: everything that a worker was
-        told is applied. ``"replica"``: each ps has a copy on the next one, which makes
-        the same updates in the same order. ``"log"``: each ps writes what it updates
-        to a disk, below ``JGRAPH_RECORDS_DIR`` of its environment. A step is done when
-        it is kept there too.
+      max_staleness: how many updates of other workers a ps may apply between a worker's
+        read of the parameters and the update by its gradient; a worker that would run
+        ahead waits. 0 makes workers take turns. None: no bound. See ``Run.staleness``.
+      durability: what a run still has when a ps is lost. ``"checkpoint"``: the state
+        that ``fit(checkpoint=…)`` saved last. ``"replica"`` and ``"log"``: every update
+        that was acknowledged to a worker. With ``"replica"`` each ps has a copy on the
+        next ps, which applies the same updates in the same order. With ``"log"`` each
+        ps writes its updates to a disk, below ``JGRAPH_RECORDS_DIR`` of its
+        environment. A step is done when the copy or the disk has its updates too.
       variable_partitioner: cuts parameters into shards, for example
         ``jg.fixed_size_partitioner(2)``; the optimizer's state is cut alike.
       partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or
@@ -118,10 +117,10 @@ class SyncPS:
       placement: chooses the ps of each parameter or shard, as for ``AsyncPS``.
       gradient_dtype: what gradients travel as, as for ``AsyncPS``. They are summed in
         float32. A late contribution is dropped, but not the left-overs that it carried:
-        the worker's next one has them.
-      durability: what a run is left with when a ps is lost, as for ``AsyncPS``. All ps
-        go on from the same update; with ``"replica"`` each keeps for that what its
-        variables were before the newest one.
+        the next contribution of the worker has them.
+      durability: what a run still has when a ps is lost, as for ``AsyncPS``. All ps go
+        on from the same update; for that, with ``"replica"`` each ps also keeps its
+        variables as they were before the newest update.
 
     Raises:
       ConfigError: a number outside what is possible.
@@ -200,7 +199,7 @@ def _check_shared(strategy: ParameterServers) -> None:
 
 def _arrangement(strategy: ParameterServers, cluster: Cluster) -> Arrangement:
     return Arrangement(
-        Placement(cluster, strategy.placement, type(strategy).__name__),
+        Placement(cluster, strategy.placement, type(strategy).__name__).place,
         strategy.variable_partitioner,
         strategy.partition_strategy,
         tuple(cluster.tasks("ps")),

@@ -15,8 +15,6 @@ from jgraph.graph.ir import TaskName
 LOOK_EVERY_S: Final = 0.5
 """That a worker answers again shows only by asking it."""
 _POLL_S: Final = 0.2
-WAIT_S: Final = 60.0
-"""So long a run without workers waits for one."""
 _LOG = logging.getLogger("jgraph.recover")
 
 
@@ -83,6 +81,7 @@ def is_one_back(
     workers: Iterable[TaskName],
     back: Collection[int],
     stop: threading.Event,
+    wait_s: float,
 ) -> bool:
     """Waits for a worker that takes part again; False: no longer wanted.
 
@@ -91,13 +90,14 @@ def is_one_back(
       workers: of whom none is left.
       back: gets the replica of one that is back.
       stop: set from another thread: waits no longer.
+      wait_s: how long.
 
     Raises:
       TaskLostError: none came back in time.
     """
-    _LOG.warning("no worker is left; the run waits up to %g s for one", WAIT_S)
+    _LOG.warning("no worker is left; the run waits up to %g s for one", wait_s)
     clock = SystemClock()
-    deadline = clock.now() + WAIT_S
+    deadline = clock.now() + wait_s
     while not back and clock.now() < deadline:
         if stop.wait(_POLL_S):
             return False

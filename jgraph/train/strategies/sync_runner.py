@@ -47,7 +47,13 @@ from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
 from jgraph.train.strategies.options import SyncPS
 from jgraph.train.strategies.rejoin import Rejoin, is_one_back
-from jgraph.train.strategies.workers import chunk_of, end_loops, halted_chunk, rest
+from jgraph.train.strategies.workers import (
+    chunk_of,
+    end_loops,
+    halted_chunk,
+    rest,
+    restored_chunk,
+)
 
 __all__ = ["SyncPS", "SyncRunner"]
 
@@ -161,12 +167,15 @@ class SyncRunner:
     ) -> Generator[Chunk, None, None]:
         clock, left = SystemClock(), order.steps
         began, sync = 0.0, self._sync(prepared, order)
+        end = sync.version + order.steps
         dropped: Counter[TaskName] = Counter()
         beside: list[Chunk] = []
         while left and not order.stop.is_set():
             if not self._present:
                 workers = self._workers.tasks
-                if not is_one_back(self._cluster, workers, self._back, order.stop):
+                if not is_one_back(
+                    self._cluster, workers, self._back, order.stop, order.wait_s
+                ):
                     return
             with self.state.lock:
                 self._present, self._back = self._present | self._back, set()
@@ -182,10 +191,14 @@ class SyncRunner:
                     self._position = report.position
                     yield halted_chunk(loops)
                     continue
+                if report.restored is not None:
+                    self._replaced, self._position = True, report.position
+                    left = end - report.restored.back_to
+                    beside.clear()
+                    yield restored_chunk(report.restored)
+                    continue
                 if report.replica < self.replicas:
-                    self._note(prepared, report, rejoin)
-                    if len(report.steps):
-                        beside.append(chunk_of(report, (), report.replica))
+                    beside += self._of_a_worker(prepared, report, rejoin)
                     continue
                 if report.position is not None:
                     self._position, late = report.position, Counter(report.dropped)
@@ -201,7 +214,7 @@ class SyncRunner:
             yield from rest(loops)
             left = 0 if order.detached else left  # its master has begun all others
             dropped += late
-            sync = replace(sync, epoch=loops.epoch)
+            sync = replace(sync, term=loops.term)
 
     def _stop_if_due(self, order: Order, report: LoopReport, loops: LoopHandle) -> None:
         if self._workers.ran_out(report):
@@ -214,7 +227,9 @@ class SyncRunner:
         if loops is not None:
             loops.stop()
 
-    def _note(self, prepared: _Prepared, report: LoopReport, rejoin: Rejoin) -> None:
+    def _of_a_worker(
+        self, prepared: _Prepared, report: LoopReport, rejoin: Rejoin
+    ) -> list[Chunk]:
         self._workers.note(report)
         if report.state in {"lost", "left"}:
             self._replaced = True
@@ -223,6 +238,7 @@ class SyncRunner:
         elif report.handle not in {"", prepared.handles[report.replica]}:
             self._present.add(report.replica)  # its master has taken it back
             prepared.handles[report.replica] = report.handle
+        return [chunk_of(report, (), report.replica)] if len(report.steps) else []
 
     def _admit(self, prepared: _Prepared, order: Order, replica: int) -> None:
         """Lets the worker of a replica take part again, from the next update on."""
@@ -243,9 +259,11 @@ class SyncRunner:
         """See ``Runner.global_step``."""
         return self.state.global_step()
 
-    def values(self, *, model_only: bool = False) -> Sequence[Any]:
+    def values(
+        self, *, model_only: bool = False, halted: bool = False
+    ) -> Sequence[Any]:
         """See ``Runner.values``."""
-        return self.state.values(model_only=model_only)
+        return self.state.values(model_only=model_only, halted=halted)
 
     def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
         """See ``Runner.keep``."""
@@ -365,9 +383,11 @@ class SyncRunner:
             plan=order.dataset.plan(order.batch_size, order.seed),
             run=unique("run"),
             detached=self.state.detached(
-                *(order, prepared.graph, prepared.names, programs), sync=True
+                *(order, prepared.graph, prepared.names, programs),
+                recorded=[prepared.handles[0], prepared.handles[-1]],
+                sync=True,
             ),
-            halt_every=order.save_every or 0,
+            halt_every=order.halts,
             halt_s=self.state.halt_s,
         )
 
@@ -381,7 +401,7 @@ class SyncRunner:
             synchronous=True,
             version=version,
             run=sync.run,
-            epoch=sync.epoch,
+            term=sync.term,
         )
         *handles, apply = prepared.handles
         limit = self._strategy.step_timeout_s

@@ -13,6 +13,7 @@ from jgraph.client.state.sources import open_source_on
 from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest
 from jgraph.coordination.run.cuts import tell_every
+from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
@@ -60,8 +61,8 @@ class Workers:
             return
         digest = dataset.digest()
         # A ps: it is there as long as the run.
-        keeper = self._cluster.tasks("ps")[:1] if order.detached else []
-        for task in dict.fromkeys([*self.tasks, *keeper]):
+        holder = self._cluster.tasks("ps")[:1] if order.detached else []
+        for task in dict.fromkeys([*self.tasks, *holder]):
             if self._uploaded.pop(task, "") != digest:
                 self._put(task, graph, dataset)
             self._uploaded[task] = digest
@@ -128,7 +129,7 @@ class Workers:
         """
         feeds = {feed.name for feed in graph.feeds}
         dataset = order.dataset
-        halts = 0 if together else order.save_every or 0
+        halts = 0 if together else min(order.halts, default=0)
         return [
             LoopRequest(
                 task=worker,
@@ -200,6 +201,12 @@ def halted_chunk(loops: LoopHandle) -> Chunk:
     """Returns what says that the loops stand still."""
     none = np.empty(0)
     return Chunk(0, none, none, {}, go_on=loops.go_on)
+
+
+def restored_chunk(recovery: Recovery) -> Chunk:
+    """Returns what says that the run went back."""
+    none = np.empty(0)
+    return Chunk(0, none, none, {}, restored=recovery)
 
 
 def rest(loops: LoopHandle) -> Iterator[Chunk]:

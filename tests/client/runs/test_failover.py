@@ -70,25 +70,26 @@ def test_run_whose_master_is_lost_with_the_last_step_is_done(
     assert [count.sum() for count in counted(there)] == [50 * BATCH] * 2
 
 
-def stop_order(epoch: int, task: str = WORKER, *, account: bool = False) -> Frame:
+def stop_order(term: int, task: str = WORKER, *, account: bool = False) -> Frame:
     return frame(
         stop_loop=pb.StopLoop(
-            loop="loop", task=task, run="run", epoch=epoch, account=account, timeout_s=1
+            loop="loop", task=task, run="run", term=term, account=account, timeout_s=1
         )
     )
 
 
+@pytest.mark.row(20)
 @pytest.mark.parametrize("task", [WORKER, "/job:ps/task:0"])
-def test_row_20_order_of_a_master_that_was_replaced_is_refused_by_every_task(
+def test_order_of_a_master_that_was_replaced_is_refused_by_every_task(
     client: Cluster, task: str
 ) -> None:
     client.call("Master.StopLoop", stop_order(2, task))
     with pytest.raises(FencedError, match="master 1 of run 'run' came after master 2"):
         client.call("Master.StopLoop", stop_order(1, task))
-    loop = pb.RunLoop(loop="loop", task=task, run="run", epoch=1)
+    loop = pb.RunLoop(loop="loop", task=task, run="run", term=1)
     with pytest.raises(FencedError):
         client.call("Master.RunLoop", frame(run_loop=loop))
-    gate = pb.OpenGate(gate="gate", shards=[task], run="run", epoch=1)
+    gate = pb.OpenGate(gate="gate", shards=[task], run="run", term=1)
     with pytest.raises(FencedError):
         client.call("Master.OpenGate", frame(open_gate=gate))
 

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from jgraph.coordination.data.batch_ledger import BatchLedger
 from jgraph.coordination.data.batch_order import BatchOrder
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch
-from jgraph.coordination.data.slots import Lease, Part, SlotPlan
+from jgraph.coordination.data.slots import Part, SlotPlan
 
 BUDGET = 30
 
@@ -49,13 +49,3 @@ def test_whenever_masters_are_lost_each_batch_is_trained_on_and_repeats_are_coun
     assert min(times) == 1
     again = ledger.position(sum(trained.values()))["again"]
     assert again == sum(trained.values()) - BUDGET
-
-
-def test_batch_that_is_told_of_twice_counts_once() -> None:
-    begin = Dispatch(plan(), budget=0, workers=1).state()
-    ledger = BatchLedger(plan(), begin, updates=0)
-    first = Lease(0, int(plan().order(0)[0]), 0, 2)
-    ledger.add([first, first])
-    assert ledger.done == 2
-    assert ledger.position(updates=2)["again"] == 0
-    assert ledger.position(updates=5)["again"] == 3

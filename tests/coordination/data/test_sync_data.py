@@ -8,9 +8,8 @@ from hypothesis import given, strategies as st
 
 from jgraph.coordination.data.batch_order import BatchOrder
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch, Progressed
-from jgraph.coordination.data.slots import DEATHS, Part, Shuffle, SlotPlan
+from jgraph.coordination.data.slots import Part, Shuffle, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
-from jgraph.errors import DataSlotError
 
 REPLICAS = ["a", "b", "c"]
 
@@ -95,86 +94,6 @@ def test_whatever_is_late_or_lost_every_batch_counts_once_or_is_known_to_be_left
     assert data.done == counted.total()
 
 
-def test_late_batch_goes_to_another_replica_and_before_anything_new() -> None:
-    data = SyncData(plan(), REPLICAS)
-    (late,) = deal(data, "a")
-    deal(data, "b")
-    data.late(late)
-    assert deal(data, "a") != (late,)
-    assert deal(data, "b") == (late,)
-
-
-def test_late_batch_goes_back_to_a_replica_that_is_alone() -> None:
-    data = SyncData(plan(), ["a"])
-    (late,) = deal(data, "a")
-    data.late(late)
-    assert deal(data, "a") == (late,)
-
-
-def test_what_is_computed_of_a_lost_replica_is_not_dealt_again() -> None:
-    data = SyncData(plan(), REPLICAS)
-    first, second = deal(data, "a", 2)
-    data.lost("a", {first})
-    assert deal(data, "b") == (second,)
-    data.counted(first)
-    assert data.done == 1
-    assert not data.holds("a", second)
-
-
-def test_reserved_batches_of_a_lost_replica_are_dealt_without_blame() -> None:
-    data = SyncData(plan(), REPLICAS)
-    assert deal(data, "a", together=True)
-    data.lost("b", set())
-    # Not alone: nobody was dealt what is given back.
-    assert len(deal(data, "c", 4, together=True)) == 4
-
-
-def test_nobody_holds_more_than_its_share_of_half_an_epoch() -> None:
-    data = SyncData(plan(40), REPLICAS)
-    assert len(deal(data, "a", 1000)) == 40 // 6
-    assert len(deal(SyncData(plan(3), REPLICAS), "a", 1000)) == 1
-
-
-def test_what_a_lost_replica_held_is_dealt_alone() -> None:
-    data = SyncData(plan(), REPLICAS)
-    first, second = deal(data, "a", 2)
-    (other,) = deal(data, "b")
-    data.lost("a", set())
-    assert deal(data, "b", 2) == ()  # it holds something else
-    data.counted(other)
-    assert deal(data, "b", 2) == (first,)
-    assert deal(data, "b", 2) == ()
-    assert deal(data, "c", 2) == (second,)
-    data.counted(first)
-    assert len(deal(data, "b", 2)) == 2
-
-
-def test_idle_replica_is_dealt_something_before_its_last_batch_is_told_of() -> None:
-    data = SyncData(plan(), REPLICAS)
-    (first,) = deal(data, "a")
-    data.lost("a", set())
-    assert deal(data, "b") == (first,)
-    assert deal(data, "b") == ()
-    assert len(deal(data, "b", idle=True)) == 1
-
-
-def test_batch_that_ends_three_workers_ends_the_run_with_its_name() -> None:
-    data = SyncData(plan(40, "examples"), ["a", "b", "c", "d"])
-    harmless, deadly, _ = deal(data, "a", 3)
-    assert data.lost("a", set()) is None
-    data.counted(harmless if deal(data, "d") == (harmless,) else -1)
-    assert deal(data, "b", 3) == (deadly,)
-    assert data.lost("b", set()) is None
-    assert deal(data, "c", 3) == (deadly,)
-    error = data.lost("c", set())
-    assert error is not None
-    with pytest.raises(
-        DataSlotError, match=r"batch 1 of data slot 0 .*ended 3 workers"
-    ):
-        raise error
-    assert error.details["slot"] == 0
-
-
 @given(batches=st.integers(0, 45), shuffle=st.sampled_from(["examples", "slots"]))
 def test_restart_from_a_position_goes_on_in_the_same_order(
     batches: int, shuffle: Shuffle
@@ -210,27 +129,6 @@ def test_position_of_asynchronous_training_is_gone_on_from_and_back(
     assert isinstance(answer, Deal)
     assert answer.leases == (order.batch(batches + 1),)
     assert after.done == batches + 1
-
-
-def test_batch_that_ended_workers_is_known_where_another_loop_goes_on() -> None:
-    data, said = SyncData(plan(13), ["a", "b"]), None
-    for _ in range(DEATHS):
-        deal(data, "a")
-        said = data.lost("a", ())
-        data = SyncData(plan(13), ["a", "b"], json.loads(json.dumps(data.state())))
-    assert isinstance(said, DataSlotError)
-    assert f"ended {DEATHS} workers" in said.message
-    data.counted(*deal(data, "a"))
-    assert "deaths" not in data.state()
-
-
-def test_position_of_other_data_begins_the_next_epoch() -> None:
-    data = SyncData(plan(13), REPLICAS)
-    for _ in range(15):
-        data.counted(*deal(data, "a"))
-    other = SyncData(plan(12), REPLICAS, data.state())
-    assert other.deal("a", 1, together=True)[0].epoch == 2
-    assert other.done == 15
 
 
 @pytest.mark.parametrize("shuffle", ["examples", "slots", "none"])

@@ -10,6 +10,7 @@ PS0, PS1 = TaskName("/job:ps/task:0"), TaskName("/job:ps/task:1")
 MASTER, WORKER = TaskName("/job:worker/task:0"), TaskName("/job:worker/task:1")
 
 
+@pytest.mark.row(21)
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
@@ -22,7 +23,7 @@ MASTER, WORKER = TaskName("/job:worker/task:0"), TaskName("/job:worker/task:1")
         (DeadlineError("late", task=PS1), LoopOutcome.FAILED),
     ],
 )
-def test_row_21_worker_that_lost_another_task_may_have_lost_a_link_only(
+def test_worker_that_lost_another_task_may_have_lost_a_link_only(
     error: JGError, verdict: LoopOutcome
 ) -> None:
     assert judge(error, WORKER, MASTER, decides=False) is verdict
@@ -48,7 +49,8 @@ def test_worker_that_is_the_master_takes_it_along() -> None:
     assert judge(error, MASTER, MASTER, decides=False) is LoopOutcome.MASTER_LOST
 
 
-def test_row_21_task_that_master_reaches_as_it_began_is_not_lost() -> None:
+@pytest.mark.row(21)
+def test_task_that_master_reaches_as_it_began_is_not_lost() -> None:
     began = {PS0: "a", PS1: "b"}
     assert is_link_loss(PS1, began, {PS0: "a", PS1: "b"})
     assert not is_link_loss(PS1, began, {PS0: "a"})  # the master has lost it too

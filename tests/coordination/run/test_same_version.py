@@ -13,13 +13,13 @@ from jgraph.coordination.run.same_version import (
     Progress,
     meet,
 )
-from jgraph.errors import CopyLostError
 from jgraph.graph.ir import TaskName
 
 A, B, C = (TaskName(f"/job:ps/task:{n}") for n in range(3))
 DUE, LOST = frozenset({1, 3}), range(0)
 
 
+@pytest.mark.row(13)
 @pytest.mark.parametrize(
     ("held", "kept", "version", "again"),
     [
@@ -92,48 +92,6 @@ def test_ps_without_a_common_version_are_told_apart() -> None:
     """The log of one began anew with an update that the other does not have."""
     met = meet({A: LOST, B: range(6, 7)}, {A: range(4, 6), B: range(6, 7)})
     assert met == Differ({A: (4, 5), B: (6,)})
-
-
-def test_copy_keeps_the_newest_update_back_until_the_next_begins() -> None:
-    copy = HeldBack[str]()
-    assert copy.begin("base", 4) == ["base"]
-    assert copy.beside("lookup") == ["lookup"]
-    assert copy.update("5.1", 5, 1, DUE) == []
-    assert copy.versions == range(4, 5)  # it is not whole
-    assert copy.update("5.3", 5, 3, DUE) == []
-    assert copy.beside("later lookup") == []
-    assert copy.versions == range(4, 6)
-    assert copy.update("6.1", 6, 1, DUE) == ["5.1", "5.3", "later lookup"]
-    assert copy.versions == range(5, 6)
-    with pytest.raises(CopyLostError, match="can be of version 5 to 5, not 6"):
-        copy.end(6)
-    assert copy.end(5) == []
-    assert copy.versions == range(5, 6)
-
-
-def test_copy_ends_with_the_newest_update_once() -> None:
-    copy = HeldBack[str]()
-    for node in DUE:
-        copy.update(f"1.{node}", 1, node, DUE)
-    assert sorted(copy.end(1)) == ["1.1", "1.3"]
-    assert (copy.end(1), copy.versions) == ([], range(1, 2))
-
-
-def test_copy_without_a_part_of_an_update_takes_no_further_one() -> None:
-    copy = HeldBack[str]()
-    copy.update("1.1", 1, 1, DUE)
-    with pytest.raises(CopyLostError, match="update 2 came after 0"):
-        copy.update("2.1", 2, 1, DUE)
-
-
-def test_update_that_failed_half_way_is_never_whole() -> None:
-    progress = Progress()
-    progress.begins(DUE)
-    progress.ran(1)
-    progress.begins(DUE)
-    for node in DUE:
-        progress.ran(node)
-    assert (progress.version, progress.is_torn) == (0, True)
 
 
 @dataclass

@@ -2,9 +2,20 @@
 
 import pytest
 
-from jgraph.coordination.run.succession import Accounts, resume_events, standby_of
-from jgraph.coordination.run.supervisor import Begin, Instruction, Over, Supervisor
-from jgraph.errors import JGError, TaskLostError
+from jgraph.coordination.run.succession import (
+    Accounts,
+    MasterTerms,
+    resume_events,
+    standby_of,
+)
+from jgraph.coordination.run.supervisor import (
+    Begin,
+    GoBack,
+    Instruction,
+    Over,
+    Supervisor,
+)
+from jgraph.errors import FencedError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 
 GONE = TaskLostError("gone")
@@ -22,11 +33,12 @@ def begun(
     return instructions, supervisor.missing
 
 
-def test_heir_is_the_first_ps_and_a_ps_that_is_the_master_has_none() -> None:
+def test_standby_is_the_first_other_ps_or_else_the_first_worker() -> None:
     tasks = [TaskName(f"/job:{task}") for task in ("worker/task:0", "ps/task:0")]
     more = [TaskName("/job:ps/task:1"), *tasks]
     assert standby_of(more, tasks[0]) == standby_of(more[::-1], tasks[0]) == tasks[1]
-    assert standby_of(more, more[0]) is None
+    assert standby_of(more, tasks[1]) == more[0]
+    assert standby_of(tasks, tasks[1]) == tasks[0]
     assert standby_of(tasks[:1], tasks[0]) is None
 
 
@@ -52,10 +64,19 @@ def test_run_that_was_asked_to_stop_does_not_begin_again(row: str | None) -> Non
     assert begun(accounts, row, stopping=True) == ([Over("stopped")], [])
 
 
-def test_run_whose_deciding_loop_is_lost_fails() -> None:
-    assert begun({0: "stopped"}, GONE) == ([Over("failed", GONE)], [])
+def test_run_whose_arbiter_is_lost_goes_back() -> None:
+    assert begun({0: "stopped"}, GONE) == ([GoBack(GONE)], [])
 
 
 def test_run_that_lost_all_workers_waits_for_them() -> None:
     assert begun({0: GONE, 1: GONE}) == ([], [0, 1])
     assert begun({0: GONE, 1: GONE}, "alone") == ([], [0, 1])
+
+
+def test_as_many_runs_are_remembered_as_there_is_room_for() -> None:
+    epochs = MasterTerms()
+    for run in range(257):
+        epochs.check(f"run-{run}", 2)
+    epochs.check("run-0", 1)  # forgotten
+    with pytest.raises(FencedError):
+        epochs.check("run-256", 1)

@@ -1,5 +1,6 @@
 """No step is told of before what it changed is kept a second time."""
 
+import pytest
 from hypothesis import given, strategies as st
 
 from jgraph.coordination.step.commit_tracker import CommitTracker
@@ -7,6 +8,7 @@ from jgraph.coordination.step.commit_tracker import CommitTracker
 Act = tuple[str, int]
 
 
+@pytest.mark.row(16)
 @given(
     st.lists(
         st.one_of(
@@ -48,13 +50,3 @@ def test_each_step_is_told_of_once_and_when_its_last_record_is_kept(
     assert updates.count == sum(act == "made" for act, _ in acts)
     assert set(updates.kept(updates.count)) == waiting
     assert len(told) == len(set(told))
-
-
-def test_steps_that_wait_for_what_is_never_kept_are_named_once() -> None:
-    updates = CommitTracker[str]()
-    for step in ("a", "b"):
-        updates.made(step)
-        assert not updates.over(step)
-    assert updates.kept(1) == ["a"]
-    assert updates.fail() == ["b"]
-    assert updates.fail() == []

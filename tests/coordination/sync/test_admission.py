@@ -13,39 +13,6 @@ from jgraph.graph.ir import TaskName
 PS = [TaskName(f"/job:ps/task:{i}") for i in range(3)]
 
 
-def test_with_bound_one_two_gradients_may_be_outstanding() -> None:
-    machine = Admission(PS[:1], bound=1)
-    asked = [machine.handle(StepAsked((w, 1))) for w in "abc"]
-    assert asked == [[LetIn(("a", 1))], [LetIn(("b", 1))], []]
-
-
-def test_fast_worker_waits_for_a_slow_one() -> None:
-    machine = Admission(PS[:1], bound=2)
-    machine.handle(StepAsked(("slow", 1)))
-    for step in (1, 2):
-        assert machine.handle(StepAsked(("fast", step)))
-        machine.handle(StepEnded(PS[0], ("fast", step)))
-    # Two updates have passed the slow one: a third would make it too old.
-    assert machine.handle(StepAsked(("fast", 3))) == []
-    assert machine.handle(StepEnded(PS[0], ("slow", 1))) == [LetIn(("fast", 3))]
-
-
-def test_gradient_is_outstanding_until_every_ps_is_done_with_it() -> None:
-    machine = Admission(PS[:2], bound=0)
-    machine.handle(StepAsked(("a", 1)))
-    machine.handle(StepAsked(("b", 1)))
-    assert machine.handle(StepEnded(PS[0], ("a", 1))) == []
-    assert machine.handle(StepEnded(PS[1], ("a", 1))) == [LetIn(("b", 1))]
-
-
-def test_step_that_is_given_up_while_it_waits_is_not_let_in() -> None:
-    machine = Admission(PS[:1], bound=0)
-    for worker in "abc":
-        machine.handle(StepAsked((worker, 1)))
-    machine.handle(StepEnded(PS[0], ("b", 1)))
-    assert machine.handle(StepEnded(PS[0], ("a", 1))) == [LetIn(("c", 1))]
-
-
 class Run:
     """Workers, an admission, and ps that read and apply in any order."""
 

@@ -25,7 +25,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.server.server import Server
-from tests.client.runs.test_loops import requests
+from tests.support.counted_loops import requests
 
 pytestmark = pytest.mark.procs
 

@@ -20,51 +20,36 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls import admission_control as intakes
-from jgraph.rpc.calls.admission_control import Admit, CallAdmission, RequestBudget
+from jgraph.rpc.calls.admission_control import RequestBudget
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.security.certificates import make_certificates
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.serving import ROOM_METHOD
-from jgraph.rpc.shared_memory.memory_files import Bytes
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
-from jgraph.rpc.wire.codec import aligned_empty, prepare
-from jgraph.rpc.wire.decoder import Decoder
+from jgraph.rpc.wire.codec import prepare
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
-from tests.rpc.test_bad_asks import HELLO, send, send_over, told
+from tests.support.asks import (
+    HELLO,
+    LARGE,
+    LIMIT,
+    Memory,
+    ask,
+    intake,
+    send,
+    send_over,
+    told,
+)
 from tests.support.run_async import run_async
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-LIMIT = 3 << 20
-LARGE = np.ones(2 << 20, np.uint8)
 NEAR = pytest.mark.parametrize("near", ["auto", "off"])
 
 
-class Memory:
-    """Counts what a decoder takes."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def take(self, nbytes: int) -> Bytes:
-        self.taken += nbytes
-        return aligned_empty(nbytes)
-
-
-def ask(number: int, request: Frame, method: str = "Echo") -> bytes:
-    return b"".join(prepare(request).encoded(sequence=number, method=method).pieces)
-
-
-def intake(room: RequestBudget, memory: Memory | None = None) -> CallAdmission:
-    def decoder(admit: Admit) -> Decoder:
-        return Decoder(take=(memory or Memory()).take, admit=admit)
-
-    return CallAdmission(room, decoder)
-
-
+@pytest.mark.row(28)
 @pytest.mark.parametrize("chunk", [1 << 20, 1000])
 def test_no_memory_is_taken_for_what_is_refused_and_what_follows_is_read(
     chunk: int,

@@ -15,7 +15,7 @@ from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.codec import encode
 from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import asked, numbers, step
-from tests.rpc.test_calls_resume import LARGE, Pair, paired
+from tests.support.paired import LARGE, Pair, paired
 from tests.support.run_async import run_async
 
 
@@ -113,7 +113,7 @@ def test_a_caller_that_acknowledges_nothing_is_given_up(
             assert "was acknowledged for 0.1 s" in str(last)
 
     run_async(main())
-    assert "gives a caller up: nothing of the last" in caplog.text
+    assert "closes a connection: nothing of the last" in caplog.text
 
 
 def test_one_who_acknowledges_nothing_does_not_fill_the_memory(

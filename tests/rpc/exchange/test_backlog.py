@@ -29,6 +29,7 @@ def test_message_says_how_much_waits_for_whom_and_since_when() -> None:
     assert [waiting.take(now=5.0) for _ in range(len(waiting))] == ["a", "b"]
 
 
+@pytest.mark.row(28)
 def test_first_frame_may_be_over_the_limit_and_the_next_may_not() -> None:
     waiting = backlog()
     waiting.add("a", 1000, step=None, now=0.0)

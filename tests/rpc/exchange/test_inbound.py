@@ -44,6 +44,7 @@ def test_next_stream_of_a_sender_may_jump_but_not_repeat() -> None:
         inbound.accept(second, 7)
 
 
+@pytest.mark.row(3)
 def test_new_incarnation_starts_anew_and_retires_the_old() -> None:
     inbound = Inbound()
     old, _ = inbound.connect(PS, 1)

@@ -1,10 +1,8 @@
 """What only gRPC can get wrong: ports, host names, other servers, dead processes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,8 @@ from jgraph.rpc.grpc.health import HealthServer
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, call, step
+from tests.support.ps_process import ps_process
 from tests.support.run_async import run_async
-from tests.support.spawned import spawned
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -329,22 +327,6 @@ def test_statistics_count_frames_bytes_and_calls() -> None:
         await ps.close()
 
     run_async(main())
-
-
-def serve_until_killed(pipe: Connection) -> None:
-    async def main() -> None:
-        transport = GrpcTransport(PS)
-        pipe.send(await transport.start(Recorder()))
-        await asyncio.Event().wait()
-
-    asyncio.run(main())
-
-
-@contextmanager
-def ps_process() -> Iterator[tuple[SpawnProcess, Address]]:
-    """A ps of its own process, and where it listens."""
-    with spawned(serve_until_killed) as (process, pipe):
-        yield process, pipe.recv()
 
 
 @pytest.mark.procs

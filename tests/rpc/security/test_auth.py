@@ -59,7 +59,8 @@ async def error_of(transport: GrpcTransport, address: Address, method: str) -> J
         await transport.close()
 
 
-def test_row_1_who_has_the_token_may_call_and_nobody_else(
+@pytest.mark.bad_input_row(1)
+def test_who_has_the_token_may_call_and_nobody_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
@@ -100,6 +101,7 @@ def test_a_task_with_another_token_delivers_nothing(tmp_path: Path) -> None:
     run_async(scenario())
 
 
+@pytest.mark.bad_input_row(1)
 @pytest.mark.parametrize("method", [EXCHANGE_METHOD, ASKS_METHOD, "/x.Y/Z"])
 def test_nothing_is_read_of_a_stream_without_the_token(
     tmp_path: Path, method: str
@@ -124,6 +126,7 @@ def test_nothing_is_read_of_a_stream_without_the_token(
     run_async(scenario())
 
 
+@pytest.mark.bad_input_row(17)
 def test_a_thousand_strangers_do_not_keep_a_member_waiting(tmp_path: Path) -> None:
     async def scenario() -> None:
         right = token(tmp_path)
@@ -142,7 +145,8 @@ def test_a_thousand_strangers_do_not_keep_a_member_waiting(tmp_path: Path) -> No
     run_async(scenario())
 
 
-def test_row_2_a_certificate_of_another_role_may_not_call(tmp_path: Path) -> None:
+@pytest.mark.bad_input_row(2)
+def test_a_certificate_of_another_role_may_not_call(tmp_path: Path) -> None:
     make_certificates(tmp_path / "certs", [PS, WORKER])
     own = Token.read(tmp_path / "certs" / "token")
 

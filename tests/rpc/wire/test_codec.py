@@ -17,6 +17,7 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame, Tensor
 from jgraph.rpc.wire.codec import CHUNK_BYTES, DTYPES, aligned_empty, encode, pack
 from jgraph.rpc.wire.decoder import Decoder
+from tests.support.bad_frames import raw, typed
 
 arrays = st.sampled_from(sorted(DTYPES)).flatmap(
     lambda name: hnp.arrays(
@@ -43,17 +44,6 @@ def decode(*chunks: bytes, max_frame_bytes: int = 1 << 20) -> list[Frame]:
     done = [f for chunk in chunks for f in decoder.feed(chunk)]
     decoder.finish()
     return done
-
-
-def raw(header: pb.Frame, body: bytes = b"") -> bytes:
-    text = header.SerializeToString()
-    return struct.pack("<I", len(text)) + text + body
-
-
-def typed(dtype: str, shape: list[int], body: bytes = b"") -> bytes:
-    """A frame of one tensor of this type, as only an attacker writes it."""
-    type_ = pb.TensorType(dtype=dtype, shape=shape)
-    return raw(pb.Frame(empty=pb.Empty(), tensors=[type_]), body)
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
@@ -131,6 +121,7 @@ def test_small_frames_share_a_chunk_and_large_ones_are_cut() -> None:
     assert sizes == [CHUNK_BYTES] * full + [large.nbytes - (3 << 20)]
 
 
+@pytest.mark.bad_input_row(8)
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
@@ -152,6 +143,7 @@ def test_frame_over_the_limit_is_refused_by_the_sender() -> None:
         encode(frame(empty=pb.Empty(), tensors=[np.zeros(1000)]), max_frame_bytes=1000)
 
 
+@pytest.mark.bad_input_row(7, 8)
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -180,6 +172,7 @@ def test_header_of_4_gib_is_refused_at_its_length() -> None:
         decode(b"\xff\xff\xff\xff")
 
 
+@pytest.mark.bad_input_row(7)
 def test_frame_over_the_limit_is_refused_before_memory_is_taken() -> None:
     data = typed("float64", [1 << 40])
     tracemalloc.start()

@@ -1,7 +1,6 @@
 """Programs over the wire: they come back equal, or are refused as invalid."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -16,13 +15,11 @@ from jgraph.graph.rows.rows import Layout
 from jgraph.plan.program.nodes import (
     AggregateNode,
     ConstNode,
-    FeedNode,
     FetchNode,
     LookupNode,
     MergeNode,
     Node,
     ReadNode,
-    RecvNode,
     RouteNode,
     RowMean,
     Rows,
@@ -32,15 +29,11 @@ from jgraph.plan.program.nodes import (
     ValueType,
     WriteNode,
 )
-from jgraph.plan.program.program import Partition, Program, SegmentCode, StoredVariable
+from jgraph.plan.program.program import Partition, Program, StoredVariable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Tensor
 from jgraph.rpc.wire.program_codec import decode_program, encode_program
-from tests.support.wire_programs import DRIVER, PS, programs
-
-F32 = ValueType((2,), "float32")
-CODE = b"code"
-DIGEST = hashlib.sha256(CODE).hexdigest()
+from tests.support.wire_programs import DIGEST, F32, PS, programs, small
 
 
 def same(ours: Program, theirs: Program) -> bool:
@@ -65,42 +58,6 @@ def same(ours: Program, theirs: Program) -> bool:
         for program in (ours, theirs)
     ]
     return plain(ours) == plain(theirs) and kinds[0] == kinds[1]
-
-
-def small() -> Program:
-    """A driver feeds a ps, which updates its variable and answers."""
-    driver = Partition(
-        DRIVER,
-        values=(F32, F32),
-        variables=(),
-        nodes=(
-            FeedNode("x", 0),
-            SendNode(PS, "x", (0,)),
-            RecvNode(PS, "y", (1,)),
-            FetchNode((1,)),
-        ),
-    )
-    ps = Partition(
-        PS,
-        values=(F32, F32, F32, F32),
-        variables=(StoredVariable("w", F32), StoredVariable("v", F32)),
-        nodes=(
-            ConstNode(np.ones(2, np.float32), 0),
-            RecvNode(DRIVER, "x", (1,)),
-            ReadNode((1,), (2,)),
-            SegmentNode(DIGEST, (0,), (1,), (0, 1, 2), (3,), (1,), (2,)),
-            WriteNode((1,), (3,), (2, 3)),
-            SendNode(DRIVER, "y", (3,)),
-        ),
-    )
-    return Program(
-        "step",
-        DRIVER,
-        (driver, ps),
-        (SegmentCode(DIGEST, CODE, ("cpu",), "add"),),
-        (("x", F32),),
-        (("[0]", F32),),
-    )
 
 
 def over_the_wire(program: Program) -> Program:

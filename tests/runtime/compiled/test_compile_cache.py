@@ -58,6 +58,7 @@ def test_executable_donates_what_it_was_told_to() -> None:
     assert (a.is_deleted(), b.is_deleted()) == (True, False)
 
 
+@pytest.mark.bad_input_row(18)
 def test_changed_byte_is_refused_before_it_is_parsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,6 +73,7 @@ def test_changed_byte_is_refused_before_it_is_parsed(
         CompileCache().load(replace(segment, exported=bytes(blob)))
 
 
+@pytest.mark.bad_input_row(18)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_garbage_under_a_right_digest_is_one_error(seed: int) -> None:
     blob = np.random.default_rng(seed).bytes(300)
@@ -82,13 +84,15 @@ def test_any_garbage_under_a_right_digest_is_one_error(seed: int) -> None:
     assert cache.compilations == 0
 
 
+@pytest.mark.bad_input_row(20)
 def test_program_for_another_platform_says_for_which() -> None:
     with pytest.raises(PlatformError, match="exported for tpu and this task has cpu"):
         CompileCache().load(code("tpu"))
 
 
+@pytest.mark.bad_input_row(20)
 @pytest.mark.parametrize(("version", "who"), [(1, "the client"), (1000, "this task")])
-def test_row_20_a_program_of_a_jax_that_is_too_old_or_too_new_is_refused(
+def test_a_program_of_a_jax_that_is_too_old_or_too_new_is_refused(
     version: int, who: str
 ) -> None:
     exported = jax.export.export(jax.jit(lambda a: [a + a]))(jnp.zeros(3))
@@ -115,8 +119,9 @@ def native(name: str) -> Any:
     return lambda x: [jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((3, 3), x.dtype))(x)]
 
 
+@pytest.mark.bad_input_row(19)
 @pytest.mark.parametrize("name", ["xyz", "a b", "xla_ffi_python_cpu_callback"])
-def test_row_19_a_program_that_calls_native_code_is_not_compiled(name: str) -> None:
+def test_a_program_that_calls_native_code_is_not_compiled(name: str) -> None:
     cache = CompileCache()
     with pytest.raises(ForbiddenProgramError, match=f"native code, '{name}'") as caught:
         cache.load(code_of(native(name), name))
@@ -124,7 +129,8 @@ def test_row_19_a_program_that_calls_native_code_is_not_compiled(name: str) -> N
     assert cache.compilations == 0
 
 
-def test_row_19_one_call_hidden_among_allowed_ones_is_found() -> None:
+@pytest.mark.bad_input_row(19)
+def test_one_call_hidden_among_allowed_ones_is_found() -> None:
     def both(x: Any) -> Any:
         return [jnp.linalg.cholesky(x) + native("xyz")(x)[0]]
 

@@ -10,11 +10,11 @@ from jgraph.errors import ForbiddenSourceError, SourceError
 from jgraph.runtime.data.batches import Reader
 from jgraph.runtime.data.record_files import example_type, masked_crc
 from jgraph.runtime.data.sources import open_source
+from tests.support.data_files import FUNCTIONS, write_parquet
 
 pa = pytest.importorskip("pyarrow", reason="needs jgraph[data]")
 parquet = pytest.importorskip("pyarrow.parquet", reason="needs jgraph[data]")
 
-FUNCTIONS = "tests.support.source_functions"
 FEATURES = {"x": ["float32", [2]], "y": ["int32", []], "raw": ["uint8", [3]]}
 
 
@@ -47,19 +47,6 @@ def write_array_record(path: Path, rows: list[bytes]) -> Path:
     for row in rows:
         writer.write(row)
     writer.close()
-    return path
-
-
-def write_parquet(path: Path, first: int, count: int, **columns: Any) -> Path:
-    numbers = np.arange(first, first + count)
-    table = pa.table(
-        {
-            "y": numbers,
-            "x": [[float(n), n / 2] for n in numbers],
-            **columns,
-        }
-    )
-    parquet.write_table(table, path, row_group_size=4)
     return path
 
 

@@ -107,6 +107,7 @@ def _no_proof(path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.bad_input_row(21)
 @pytest.mark.parametrize(
     "name",
     [
@@ -123,7 +124,7 @@ def _no_proof(path: Path) -> str:
         _no_proof,
     ],
 )
-def test_row_21_a_directory_without_the_proof_is_not_opened(
+def test_a_directory_without_the_proof_is_not_opened(
     tmp_path: Path, name: Callable[[Path], str]
 ) -> None:
     proof = make_proof(tmp_path)
@@ -132,7 +133,8 @@ def test_row_21_a_directory_without_the_proof_is_not_opened(
         proven(path, proof).__enter__()
 
 
-def test_row_21_no_other_user_may_read_a_proof(tmp_path: Path) -> None:
+@pytest.mark.bad_input_row(21)
+def test_no_other_user_may_read_a_proof(tmp_path: Path) -> None:
     (tmp_path / PROOF).write_bytes(bytes(32))
     (tmp_path / PROOF).chmod(0o644)
     before = os.umask(0)
@@ -144,7 +146,8 @@ def test_row_21_no_other_user_may_read_a_proof(tmp_path: Path) -> None:
     assert (tmp_path / PROOF).read_bytes() == proof
 
 
-def test_row_21_no_proof_is_none(tmp_path: Path) -> None:
+@pytest.mark.bad_input_row(21)
+def test_no_proof_is_none(tmp_path: Path) -> None:
     (tmp_path / PROOF).touch()
     with pytest.raises(CheckpointPathError):
         proven(str(tmp_path), b"").__enter__()
@@ -172,8 +175,9 @@ def _gone(file: Path) -> None:
     file.unlink()
 
 
+@pytest.mark.bad_input_row(21)
 @pytest.mark.parametrize("change", [_symlink, _hard_link, _pipe, _longer, _gone])
-def test_row_21_only_the_files_of_a_checkpoint_are_touched(
+def test_only_the_files_of_a_checkpoint_are_touched(
     tmp_path: Path, opened: int, change: Callable[[Path], None]
 ) -> None:
     whole = Slice.whole("w", ValueType((3,), "float32"))
@@ -185,8 +189,9 @@ def test_row_21_only_the_files_of_a_checkpoint_are_touched(
         read_slice(opened, whole)
 
 
+@pytest.mark.bad_input_row(21)
 @pytest.mark.parametrize("name", ["..", ".", "", "a/b", "../w", "w\0"])
-def test_row_21_a_name_that_leads_elsewhere_is_refused(
+def test_a_name_that_leads_elsewhere_is_refused(
     tmp_path: Path, opened: int, name: str
 ) -> None:
     inside: Any = tmp_path / "w"

@@ -11,6 +11,8 @@ from jgraph.runtime.files import step_files
 from jgraph.runtime.files.manifest import FILE, Leaf, Manifest, read_manifest
 from jgraph.runtime.files.step_files import begin_step, commit_step, prune, steps_in
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 
 def step(directory: Path, number: int) -> Path:
     """Makes a step of one array."""
@@ -41,10 +43,11 @@ def test_step_is_made_like_the_newest_and_is_there_when_it_has_its_name(
     assert steps_in(tmp_path) == [5]
 
 
+@pytest.mark.row(25)
 @pytest.mark.parametrize(
     ("point", "there"), [("handed.on_disk", [3]), ("handed.committed", [3, 5])]
 )
-def test_row_25_disk_that_fails_at_a_step_of_a_save_leaves_all_or_nothing(
+def test_disk_that_fails_at_a_step_of_a_save_leaves_all_or_nothing(
     tmp_path: Path, point: str, there: list[int]
 ) -> None:
     step(tmp_path, 3)
@@ -55,7 +58,8 @@ def test_row_25_disk_that_fails_at_a_step_of_a_save_leaves_all_or_nothing(
     assert read_manifest(tmp_path / str(there[-1])).step == there[-1]
 
 
-def test_row_25_a_step_that_is_replaced_is_there_before_and_after(
+@pytest.mark.row(25)
+def test_a_step_that_is_replaced_is_there_before_and_after(
     tmp_path: Path,
 ) -> None:
     step(tmp_path, 3)

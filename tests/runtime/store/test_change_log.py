@@ -165,6 +165,7 @@ def test_records_have_the_number_of_their_update() -> None:
     assert recorder.hold() == range(2, 3)
 
 
+@pytest.mark.row(13)
 def test_newest_update_is_undone_bit_by_bit_also_if_it_is_made_in_part() -> None:
     """Whole variables, those that are written, and rows of tables."""
     store = VariableStore(TaskName("/job:ps/task:0"))

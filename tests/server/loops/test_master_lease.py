@@ -2,16 +2,21 @@
 
 import asyncio
 
+import pytest
+
 from jgraph.clock import SystemClock
 from jgraph.coordination.liveness.master_lease import LeaseTracker
 from jgraph.coordination.sync.aggregation import MasterHeard, MasterSilent
 from jgraph.errors import ClusterUnreachableError, JGError
 from jgraph.server.loops.master_lease import MasterLease
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 SILENT = ClusterUnreachableError("no answer", address="127.0.0.1:1")
 
 
-def test_row_22_the_silence_of_a_master_is_told_once_and_so_is_its_return() -> None:
+@pytest.mark.row(22)
+def test_the_silence_of_a_master_is_told_once_and_so_is_its_return() -> None:
     async def run() -> None:
         told: asyncio.Queue[MasterSilent | MasterHeard | JGError] = asyncio.Queue()
         answers = [False] * 3 + [True] * 5

@@ -56,8 +56,9 @@ def starts(directory: Path, count: int) -> list[int]:
         return [written(Path(other), n).stat().st_size for n in range(count + 1)]
 
 
+@pytest.mark.row(15)
 @given(st.integers(0, 10**6))
-def test_row_15_what_was_torn_is_left_out_and_all_before_is_there(cut: int) -> None:
+def test_what_was_torn_is_left_out_and_all_before_is_there(cut: int) -> None:
     with TemporaryDirectory() as there:
         directory = Path(there)
         path, at = written(directory, 5), starts(directory, 5)
@@ -123,6 +124,7 @@ def test_next_file_takes_the_place_of_the_one_before_when_it_is_complete(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.row(16)
 @pytest.mark.parametrize(
     ("point", "there"), [("log.begun", [1]), ("log.replaced", [2])]
 )
@@ -155,22 +157,23 @@ def test_log_that_cannot_be_written_says_where_and_why(tmp_path: Path) -> None:
     store, told = VariableStore(TaskName("/job:ps/task:0")), list[JGError | None]()
     w = StoredVariable("w", ValueType((), "float32"))
     store.write([w], [np.float32(1)])
-    keeper = WalThread(
+    thread = WalThread(
         *(tmp_path / "file", STREAM, "", store),
         soon=lambda call: call(),
         base=("", 0),
         check_place=lambda: None,
     )
-    keeper.recorder.when_kept(("", 1), told.append)
-    keeper.start()
-    keeper._thread.join(10)
-    keeper.recorder.when_kept(("", 0), told.append)
+    thread.recorder.when_kept(("", 1), told.append)
+    thread.start()
+    thread._thread.join(10)
+    thread.recorder.when_kept(("", 0), told.append)
     assert told[0] is None
     assert "cannot write its log" in str(told[1])
     assert "/job:ps/task:0" in str(told[1])
 
 
-def test_row_17_process_that_was_replaced_writes_nothing_to_its_log(
+@pytest.mark.row(17)
+def test_process_that_was_replaced_writes_nothing_to_its_log(
     tmp_path: Path,
 ) -> None:
     store, told = VariableStore(TaskName("/job:ps/task:0")), list[JGError | None]()
@@ -182,22 +185,22 @@ def test_row_17_process_that_was_replaced_writes_nothing_to_its_log(
         if is_replaced.is_set():
             raise error
 
-    keeper = WalThread(
+    thread = WalThread(
         *(tmp_path, STREAM, "", store),
         soon=lambda call: call(),
         base=("", 0),
         check_place=check_place,
     )
     kept = threading.Event()
-    keeper.recorder.put("w", [np.full(1, 1, np.float32)], ("step", 1))
-    keeper.recorder.when_kept(("step", 1), lambda error: kept.set())
-    keeper.start()
+    thread.recorder.put("w", [np.full(1, 1, np.float32)], ("step", 1))
+    thread.recorder.when_kept(("step", 1), lambda error: kept.set())
+    thread.start()
     assert kept.wait(10)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     is_replaced.set()
-    keeper.recorder.put("w", [np.full(1, 2, np.float32)], ("step", 2))
-    keeper.recorder.when_kept(("step", 2), told.append)
-    keeper._thread.join(10)
+    thread.recorder.put("w", [np.full(1, 2, np.float32)], ("step", 2))
+    thread.recorder.when_kept(("step", 2), told.append)
+    thread._thread.join(10)
     assert told == [error]
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert len([*read_log(tmp_path, STREAM)]) == 1
@@ -213,29 +216,29 @@ def test_log_begins_anew_when_it_has_grown(
     w = StoredVariable("w", ValueType((8,), "float32"))
     store.write([w], [np.zeros(8, np.float32)])
     calls = SimpleQueue[Callable[[], None]]()  # the event loop is this thread
-    keeper = WalThread(
+    thread = WalThread(
         *(tmp_path, STREAM, "", store),
         soon=calls.put,
         base=("", 0),
         check_place=lambda: None,
     )
-    keeper.start()
+    thread.start()
 
     def wait_for(step: StepKey) -> None:
         kept = list[JGError | None]()
-        keeper.recorder.when_kept(step, kept.append)
+        thread.recorder.when_kept(step, kept.append)
         while not kept:
             calls.get(timeout=60)()
 
     wait_for(("", 0))  # or what comes meanwhile counts as its beginning
     for n in range(200):
         value = np.full(8, n, np.float32)
-        told = partial(keeper.recorder.put, "w", [value], ("step", n))
+        told = partial(thread.recorder.put, "w", [value], ("step", n))
         store.write([w], [value], told=told)
         if n in {99, 199}:  # it has grown with the first
             wait_for(("step", n))
-    keeper.end(remove=False)
-    keeper._thread.join(10)
+    thread.end(remove=False)
+    thread._thread.join(10)
     records = [record_from(frame) for frame in read_log(tmp_path, STREAM)]
     first, last = records[0].number, records[-1].number
     assert 1 < first <= last

@@ -14,7 +14,7 @@ from jgraph.server.runs import calls as runs_module, journal
 from jgraph.server.runs.calls import Runs
 from jgraph.server.runs.standby import StandbyPeers
 from jgraph.server.runs.supervisor import RunSupervisor
-from tests.server.runs.test_journal import PS, WORKER, SetClock
+from tests.support.loop_orders import PS, WORKER, SetClock
 from tests.support.run_async import run_async
 
 

@@ -1,131 +1,26 @@
 """What a master saves of a detached run: with real variables, in real files."""
 
-import asyncio
 import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from jgraph.clock import SystemClock
 from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
-from jgraph.graph.ir import TaskName
-from jgraph.plan.program.nodes import ValueType
-from jgraph.plan.program.program import StoredVariable
-from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
-from jgraph.rpc.transport import Frame
-from jgraph.runtime.files.manifest import (
-    FILE,
-    Leaf,
-    Manifest,
-    directory_of,
-    read_manifest,
-)
-from jgraph.runtime.files.shard_files import Slice, make_proof, read_slice
+from jgraph.runtime.files.manifest import directory_of, read_manifest
+from jgraph.runtime.files.shard_files import Slice, read_slice
 from jgraph.runtime.files.step_files import TEMPORARY, steps_in
-from jgraph.runtime.files.writer_lease import newest
-from jgraph.runtime.store.store import VariableStore
-from jgraph.server.runs.checkpointer import STEP, RunCheckpointer
-from jgraph.server.runs.journal import Journal
-from jgraph.server.state_service import save_shards
+from jgraph.server.runs.checkpointer import STEP
 from jgraph.train.checkpoint.checkpoints import CheckpointWriter
+from tests.support.saved_run import Ps, saved
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-MASTER, PS = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
-SCALAR = ValueType((), "int32")
 HANDED = [name for name in POINTS if name.startswith("handed.")]
-LIVE, COPY = (StoredVariable(STEP, SCALAR, of) for of in ("live", "copy"))
-
-
-class Ps:
-    """A ps with one variable, and a run that goes on after each call of the master."""
-
-    def __init__(self, last: int = 1000) -> None:
-        self.last = last  # updates that there are
-        self.store = VariableStore(PS)
-        self.generations: list[int] = []
-        self.directory = Path()
-        self.stands_still = True
-        self.done = 0
-        self.train()
-
-    def train(self) -> None:
-        self.done = min(self.done + 1, self.last)
-        self.store.write([LIVE], [np.int32(self.done)])
-
-    async def call(
-        self, task: TaskName, method: str, request: Frame, timeout_s: float = 0.0
-    ) -> Frame:
-        reply = frame(empty=pb.Empty())
-        if method == "RunStep":
-            self.train()  # on the way here
-            self.store.write([COPY], self.store.read([LIVE]))
-            self.generations.append(newest(self.directory).generation)
-        elif method == "SaveShards":
-            reply = save_shards(task, self.store, request, lambda: None)
-        self.train()
-        return reply
-
-    async def go_on(self) -> bool:
-        return self.stands_still
-
-
-def order(directory: Path, keep: int = 2) -> pb.RunSaves:
-    """Returns what is saved; the client has saved the first step."""
-    first = directory / "0"
-    first.mkdir(parents=True)
-    manifest = Manifest(0, {STEP: Leaf.of(np.zeros((), np.int32))})
-    (first / FILE).write_text(manifest.to_json())
-    shard = pb.ShardFile(name=STEP, container="copy", array=STEP, rows=1, step=1)
-    shard.type.dtype = SCALAR.dtype
-    return pb.RunSaves(
-        directory=str(directory),
-        proof=make_proof(directory),
-        every=1,
-        keep=keep,
-        driver=PS,
-        tasks=[pb.TaskShards(task=PS, shards=[shard])],
-    )
-
-
-def report() -> Frame:
-    columns: list[Any] = [np.arange(1), np.zeros(1)]
-    return frame(loop_report=pb.LoopReport(state="running"), tensors=columns)
-
-
-def saved(directory: Path, ps: Ps, keep: int = 2, *, goes_on: bool = True) -> None:
-    """Lets a master save a run twice, and, if it ``goes_on`` then, at its end."""
-
-    async def run() -> None:
-        ps.directory = directory
-        info = json.dumps({"steps": 100, "first_step": 0})
-        record = Journal(MASTER, pb.OpenRun(run="r", info=info), SystemClock())
-        where = lambda: {"done": ps.done}
-        saver = RunCheckpointer(MASTER, order(directory, keep), record, ps.call, where)
-        saver.start()
-        loop = pb.RunLoop(loop="a", task=PS)
-        record.begins(loop)
-        async with asyncio.timeout(20):
-            for _ in range(2):
-                record.keep(loop, report(), 0.0)
-                await saver.save_halted(0, ps.go_on)
-            resting = asyncio.ensure_future(saver.rest())
-            await asyncio.sleep(0)
-            assert not resting.done(), "the run goes on"
-            if goes_on:
-                record.keep(loop, report(), 0.0)
-            record.end("stopped", None)
-            await resting
-        assert newest(directory).released
-
-    asyncio.run(run())
 
 
 def test_a_position_is_never_after_the_updates_that_it_is_saved_with(
@@ -214,7 +109,8 @@ def check_good(directory: Path) -> None:
         assert leaf.crc32 == rows.blocks.joined([sums])
 
 
-def test_row_26_second_save_that_fails_is_loud_and_the_run_is_saved_later(
+@pytest.mark.row(26)
+def test_second_save_that_fails_is_loud_and_the_run_is_saved_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reached = list[str]()
@@ -234,7 +130,8 @@ def test_row_26_second_save_that_fails_is_loud_and_the_run_is_saved_later(
     assert newest_one > 0
 
 
-def test_row_20_a_master_that_is_replaced_while_it_saves_commits_nothing(
+@pytest.mark.row(20)
+def test_a_master_that_is_replaced_while_it_saves_commits_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def take_over() -> None:
@@ -250,7 +147,7 @@ SAVES = """
 import json, sys
 from pathlib import Path
 from jgraph.runtime.files.step_files import steps_in
-from tests.server.runs.test_checkpointer import Ps, saved
+from tests.support.saved_run import Ps, saved
 
 class Telling(Ps):
     async def call(self, task, method, request, timeout_s=0.0):
@@ -263,6 +160,7 @@ saved(Path(sys.argv[1]), Telling(), keep=1)
 """
 
 
+@pytest.mark.row(25)
 @pytest.mark.procs
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -272,7 +170,7 @@ saved(Path(sys.argv[1]), Telling(), keep=1)
         for n in HANDED
     ],
 )
-def test_row_25_a_master_that_is_killed_at_any_point_of_a_save_loses_no_saved_step(
+def test_a_master_that_is_killed_at_any_point_of_a_save_loses_no_saved_step(
     tmp_path: Path, point: str
 ) -> None:
     child = subprocess.run(

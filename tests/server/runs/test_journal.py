@@ -6,25 +6,12 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError, TaskLostError
-from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
 from jgraph.server.runs import journal
 from jgraph.server.runs.journal import Journal
-
-
-class SetClock:
-    """Says what it is told."""
-
-    at_s = 0.0
-
-    def now(self) -> float:
-        """Returns that."""
-        return self.at_s
-
-
-PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+from tests.support.loop_orders import WORKER, SetClock, contributing, deciding
 
 
 def report(steps: int, position: str = "", late: int = 0) -> Frame:
@@ -34,14 +21,6 @@ def report(steps: int, position: str = "", late: int = 0) -> Frame:
         dropped={WORKER: late} if late else {},
     )
     return frame(loop_report=body, tensors=[np.arange(steps), np.ones(steps)])
-
-
-def deciding(name: str) -> pb.RunLoop:
-    return pb.RunLoop(loop=name, task=PS, replica=1, sync=pb.SyncOrder(gate="g"))
-
-
-def contributing(name: str) -> pb.RunLoop:
-    return pb.RunLoop(loop=name, task=WORKER, batch_feed="slot")
 
 
 def test_steps_of_a_synchronous_run_are_those_that_were_decided_in_all_its_rows() -> (

@@ -28,9 +28,9 @@ from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
-from tests.server.runs.test_journal import SetClock
 from tests.support.counting import BATCH, IDS, Ledger, after, trainer
 from tests.support.ledger import examples_counted, examples_due
+from tests.support.loop_orders import SetClock
 from tests.support.run_async import run_async
 from tests.support.servers import Servers
 from tests.support.stopping import once
@@ -69,7 +69,7 @@ def test_client_of_a_detached_run_follows_it_to_the_heir_of_its_master(
     )
     assert (run.state, client.master) == ("stopped", PS)
     (info,) = client.runs()
-    assert (info.master, info.epoch, info.state) == (PS, 2, "stopped")
+    assert (info.master, info.term, info.state) == (PS, 2, "stopped")
     # What the lost worker had told of, but not as done, comes again; what it had done
     # and not told of is counted by the ps alone.
     assert run.steps >= info.step
@@ -190,7 +190,7 @@ class Behind:
         self, task: str, method: str, request: Frame
     ) -> AsyncIterator[Frame]:
         """Tells the journal, or that the master may end."""
-        if method == "Farewell":
+        if method == "DrainHold":
             self.is_held = True
             try:
                 yield request
@@ -228,7 +228,7 @@ def standby(
     return Standby(order, cast("StandbyPeers", door), SetClock(), begins, saves)
 
 
-LOOP = frame(run_loop=pb.RunLoop(loop="w", task=PS, run="r", epoch=1))
+LOOP = frame(run_loop=pb.RunLoop(loop="w", task=PS, run="r", term=1))
 
 
 def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() -> None:
@@ -238,9 +238,9 @@ def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() 
         fenced = FencedError("it was started again", task=TaskName(MASTER))
         door, began = Behind([LOOP], fenced), list[RunSupervisor]()
         await standby(door, began).work()
-        assert (await door.began.get()).epoch == 2
+        assert (await door.began.get()).term == 2
         (supervisor,) = began
-        assert (supervisor.record.epoch, supervisor.record.is_over) == (2, False)
+        assert (supervisor.record.term, supervisor.record.is_over) == (2, False)
         supervisor.close()
 
     run_async(main(), timeout_s=20)
@@ -302,7 +302,7 @@ def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
         door, began = Behind([LOOP], TaskLostError("lost")), list[RunSupervisor]()
         await standby(door, began, saves=refuse).work()
         row = began[0].record.row()
-        assert (row.state, row.epoch) == ("failed", 2)  # where who watches looks
+        assert (row.state, row.term) == ("failed", 2)  # where who watches looks
         with pytest.raises(InternalError, match="it cannot be saved"):
             async for _ in began[0].record.of(0):
                 pass
@@ -320,7 +320,7 @@ def test_run_whose_heir_had_not_read_what_was_done_has_failed_and_says_so(
         door, began = Behind(read, TaskLostError("lost")), list[RunSupervisor]()
         await standby(door, began, frames=2).work()
         row, error = began[0].record.row(), began[0].record.error
-        assert (row.state, row.epoch) == ("failed", 2)
+        assert (row.state, row.term) == ("failed", 2)
         assert isinstance(error, CopyLostError)
         assert f"({len(read)} of 2 entries)" in error.message
 
@@ -338,7 +338,7 @@ def test_master_that_is_told_to_end_goes_when_its_heir_has_asked_for_all_it_did(
         assert not (await asyncio.wait({work}, timeout=0.1))[0]
         door.may_tell.set()
         await work
-        assert (await door.began.get()).epoch == 2
+        assert (await door.began.get()).term == 2
         assert door.held_at == [True]
         began[0].close()
 

@@ -11,7 +11,6 @@ from jgraph.coordination.run.supervisor import (
     Event,
     LoopEnded,
     LoopLost,
-    RestartAsked,
     RoundEnded,
     WorkerAnswered,
     WorkerReady,
@@ -22,11 +21,10 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.server.runs import supervisor
 from jgraph.server.runs.peers import LoopPeers
-from jgraph.server.runs.rolling_restart import RollingRestart
 from jgraph.server.runs.supervisor import RunSupervisor
 from jgraph.train.strategies.async_runner import AsyncPS
-from tests.server.runs.test_journal import SetClock, contributing, deciding
 from tests.support.counting import BATCH, IDS, after, trainer
+from tests.support.loop_orders import SetClock, contributing, deciding
 from tests.support.run_async import run_async
 from tests.support.servers import Servers
 
@@ -35,7 +33,8 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 PS, WORKERS = "/job:ps/task:0", ("/job:worker/task:0", "/job:worker/task:1")
 
 
-def test_row_20_master_that_was_replaced_takes_no_worker_back(
+@pytest.mark.row(20)
+def test_master_that_was_replaced_takes_no_worker_back(
     servers: Servers,
 ) -> None:
     """A worker ends in order, and answers; another one has heard of the next master."""
@@ -45,7 +44,7 @@ def test_row_20_master_that_was_replaced_takes_no_worker_back(
         def replace_master() -> None:
             (info,) = [run for run in other.runs() if run.state == "running"]
             for order in (
-                pb.StopLoop(task=WORKERS[0], run=info.name, epoch=2),
+                pb.StopLoop(task=WORKERS[0], run=info.name, term=2),
                 pb.StopLoop(task=WORKERS[1], loop=f"{info.name}-1"),
             ):
                 other.call("Master.StopLoop", frame(stop_loop=order))
@@ -169,39 +168,6 @@ def test_loop_that_says_that_its_master_was_replaced_is_told_once(
         for _ in range(20):
             await asyncio.sleep(0)
         assert (door.told.qsize() == 1) == is_replaced
-        crew.close()
-
-    run_async(main(), timeout_s=20)
-
-
-class Resting:
-    """A run that rests; the first time a ps is told to end in its last moment."""
-
-    times = 0
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a ps was told to end since."""
-        return self.times == 1
-
-    async def __call__(self, *_: Any) -> None:
-        """Comes to rest."""
-        self.times += 1
-
-    def hang_up(self) -> None:
-        """Holds nobody."""
-
-
-def test_run_rests_again_before_it_goes_on_if_a_ps_was_told_to_end_meanwhile() -> None:
-    async def main() -> None:
-        crew = RunSupervisor(
-            pb.OpenRun(run="r", info="{}"), cast("LoopPeers", Ajar()), SetClock()
-        )
-        crew._rest = cast("RollingRestart", resting := Resting())
-        crew.resume({0: contributing("w-0")}, None, [RestartAsked()])
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert resting.times == 2
         crew.close()
 
     run_async(main(), timeout_s=20)

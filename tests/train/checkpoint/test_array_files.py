@@ -19,6 +19,8 @@ from jgraph.train.checkpoint import array_files, checkpoint
 from jgraph.train.trainer import Trainer
 from tests.support.models import NnxMLP, data, nnx_loss
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 
 def trainer(cluster: Cluster | None, seed: int, strategy: Any = None) -> Trainer:
     return Trainer(
@@ -94,8 +96,9 @@ def test_a_checkpoint_of_some_shards_restores_into_others_and_by_orbax_alone(
     two.close()
 
 
+@pytest.mark.row(27)
 @pytest.mark.parametrize("how", ["a bit", "cut off"])
-def test_row_27_what_a_ps_reads_is_compared_before_anything_changes(
+def test_what_a_ps_reads_is_compared_before_anything_changes(
     cluster: Cluster, tmp_path: Path, how: str
 ) -> None:
     one, two = trainer(cluster, 1), trainer(cluster, 2)
@@ -125,7 +128,7 @@ def test_the_client_writes_and_reads_for_tasks_with_another_disk(
         two.restore(one.save(tmp_path / "1"))
     assert_equal(two.current_values(), one.current_values())
     told = [r.getMessage() for r in caplog.records if r.name == "jgraph.checkpoint"]
-    wanted = "not the same directory for /job:ps/task:0, /job:ps/task:1"
+    wanted = "is not the same directory for /job:ps/task:0, /job:ps/task:1"
     assert [wanted in line for line in told] == [True, True]  # saving, restoring
     one.close()
     two.close()

@@ -115,6 +115,7 @@ class Half(NnxMLP):
         self.layers[1] = nnx.Linear(8, 2, param_dtype=jnp.bfloat16, rngs=rngs)
 
 
+@pytest.mark.bad_input_row(9)
 @pytest.mark.parametrize(
     ("model", "tx", "message"),
     [

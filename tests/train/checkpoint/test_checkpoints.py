@@ -27,9 +27,10 @@ from jgraph.errors import (
     CheckpointWriterError,
     ConfigError,
 )
+from jgraph.failpoints import armed, fail
 from jgraph.runtime.files.manifest import read_manifest
 from jgraph.runtime.files.shard_files import make_proof
-from jgraph.runtime.files.step_files import TEMPORARY, steps_in
+from jgraph.runtime.files.step_files import TEMPORARY, best_in, steps_in
 from jgraph.runtime.files.writer_lease import newest
 from jgraph.train.checkpoint import checkpoint
 from jgraph.train.checkpoint.checkpoints import (
@@ -39,9 +40,11 @@ from jgraph.train.checkpoint.checkpoints import (
     newest_good,
 )
 from jgraph.train.checkpoint.saver import Saver, Snapshot
+from jgraph.train.evaluation.evaluations import Copy
+from jgraph.train.run.report import Report
 from jgraph.train.trainer import Trainer
 from tests.support.models import NnxMLP, data, nnx_loss
-from tests.train.conftest import check_kept, damage
+from tests.support.saved_steps import check_kept, damage, filled, tree
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -52,18 +55,6 @@ def trainer(seed: int = 0) -> Trainer:
 
 def fit(one: Trainer, steps: int, where: Checkpoints | None = None) -> Any:
     return one.fit(data(), steps=steps, batch_size=8, checkpoint=where, progress=False)
-
-
-def tree(step: int) -> Any:
-    w = np.full((64, 1024), step, np.float32)
-    return {"params": {"w": w}, "opt": (), "state": {}, "global_step": np.int32(step)}
-
-
-def filled(directory: Path, steps: int = 3) -> Path:
-    with CheckpointWriter(directory, keep=10) as writer:
-        for step in range(1, steps + 1):
-            writer.save(step, tree(step), {"again": step})
-    return directory
 
 
 def test_training_goes_on_from_the_directory_as_if_never_interrupted(
@@ -97,7 +88,8 @@ def test_a_run_in_one_process_saves_at_each_multiple_and_at_its_end(
         np.testing.assert_array_equal(a, b)
 
 
-def test_row_27_a_damaged_step_is_put_aside_and_the_one_before_is_used(
+@pytest.mark.row(27)
+def test_a_damaged_step_is_put_aside_and_the_one_before_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     filled(tmp_path)
@@ -113,7 +105,8 @@ def test_row_27_a_damaged_step_is_put_aside_and_the_one_before_is_used(
     assert "the step before is used" in caplog.text
 
 
-def test_row_27_a_trainer_takes_the_step_before_one_with_a_flipped_bit(
+@pytest.mark.row(27)
+def test_a_trainer_takes_the_step_before_one_with_a_flipped_bit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, where = trainer(), trainer(1), Checkpoints(tmp_path, every=2)
@@ -133,7 +126,8 @@ def test_row_27_a_trainer_takes_the_step_before_one_with_a_flipped_bit(
     assert steps_in(tmp_path) == [2, 4]
 
 
-def test_row_22_no_good_step_is_an_error_that_names_the_damaged(tmp_path: Path) -> None:
+@pytest.mark.bad_input_row(22)
+def test_no_good_step_is_an_error_that_names_the_damaged(tmp_path: Path) -> None:
     filled(tmp_path, 2)
     for step in ("1", "2"):
         damage(tmp_path / step)
@@ -204,7 +198,8 @@ def test_what_a_writer_left_unfinished_is_removed_by_the_next(tmp_path: Path) ->
     assert names == {"1", *of_others, "jgraph_writer.2.json"}
 
 
-def test_row_20_who_was_replaced_as_writer_commits_nothing(tmp_path: Path) -> None:
+@pytest.mark.row(20)
+def test_who_was_replaced_as_writer_commits_nothing(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path) as writer:
         writer.save(1, tree(1))
 
@@ -247,7 +242,8 @@ class Source:
         return Snapshot(self.step, state, None)
 
 
-def test_row_26_training_goes_on_when_a_save_fails_and_the_second_is_loud(
+@pytest.mark.row(26)
+def test_training_goes_on_when_a_save_fails_and_the_second_is_loud(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Source()
@@ -315,6 +311,42 @@ def test_what_comes_out_in_the_end_and_cannot_be_saved_is_an_error(
     with Saver(Checkpoints(tmp_path), source, 0) as saving, full:
         saving.finish()
     assert newest(tmp_path).released
+
+
+def evaluated(step: int, loss: float) -> Report:
+    """A report with a copy of a made-up run that was evaluated."""
+    copy = Copy((), tree(step), {"done": step})
+    found = {"loss": loss}
+    return Report(step, 100, 1.0, 1.0, 1.0, {}, found, step, copy=copy)
+
+
+def test_a_best_copy_that_could_not_be_saved_is_not_the_best(tmp_path: Path) -> None:
+    given = Checkpoints(tmp_path, best="eval_loss")
+    with Saver(given, Source(), 0) as saving:
+        saving.save_best(evaluated(10, 3.0))
+        saving.wait()
+        with armed("checkpoint.arrays_written", fail):
+            saving.save_best(evaluated(20, 1.0))
+            saving.wait()
+        assert best_in(tmp_path) == 10
+        saving.save_best(evaluated(30, 4.0))
+        saving.save_best(evaluated(40, 1.0))
+        saving.save_best(evaluated(50, 2.0))  # that of 40 may still be under way
+    assert best_in(tmp_path) == 40
+    assert steps_in(tmp_path) == [10, 40]
+
+
+@pytest.mark.parametrize("end", [Saver.finish, Saver.save], ids=["end", "at rest"])
+def test_a_best_copy_that_is_saved_again_at_rest_is_still_known_as_the_best(
+    tmp_path: Path, end: Callable[[Saver], None]
+) -> None:
+    given, source = Checkpoints(tmp_path, best="eval_loss"), Source()
+    with Saver(given, source, 0) as saving:
+        saving.save_best(evaluated(10, 3.0))
+        source.step = 10
+        end(saving)
+    assert best_in(tmp_path) == 10
+    assert read_manifest(tmp_path / "10").evaluation == {"eval_loss": 3.0}
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}])
@@ -392,12 +424,13 @@ with CheckpointWriter(sys.argv[1], keep=3) as writer:
 """
 
 
+@pytest.mark.row(25)
 @pytest.mark.procs
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.nightly) for s in range(2, 20))]
 )
-def test_row_25_a_writer_killed_at_any_moment_loses_no_saved_step(
+def test_a_writer_killed_at_any_moment_loses_no_saved_step(
     tmp_path: Path, seed: int
 ) -> None:
     moment = random.Random(seed)

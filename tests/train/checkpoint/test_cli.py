@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jgraph.runtime.files.step_files import steps_in
 from jgraph.train.checkpoint import checkpoint
 from jgraph.train.checkpoint.checkpoints import CheckpointWriter
-from tests.train.checkpoint.test_checkpoints import filled, tree
-from tests.train.conftest import damage
+from tests.support.saved_steps import damage, filled, tree
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def test_ls_lists_steps_with_their_bytes(tmp_path: Path, run: Any) -> None:
@@ -23,7 +26,8 @@ def test_ls_lists_steps_with_their_bytes(tmp_path: Path, run: Any) -> None:
     assert (code, f"{tmp_path / '2.corrupt'} is damaged" in text) == (0, True)
 
 
-def test_row_27_verify_fails_and_names_the_damaged(tmp_path: Path, run: Any) -> None:
+@pytest.mark.row(27)
+def test_verify_fails_and_names_the_damaged(tmp_path: Path, run: Any) -> None:
     filled(tmp_path, 2)
     assert run("verify", tmp_path)[0] == 0
     damage(tmp_path / "2")

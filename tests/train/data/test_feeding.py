@@ -17,8 +17,8 @@ from jgraph.errors import ConfigError, DataError
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
+from tests.support.data_forms import Examples, batch, batches
 from tests.support.servers import Servers, connected
-from tests.train.data.test_forms import Examples, batch, batches
 
 EXAMPLES = 12
 

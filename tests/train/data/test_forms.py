@@ -14,56 +14,10 @@ from jgraph.errors import DataError
 from jgraph.train.data.data import Dataset, as_dataset
 from jgraph.train.data.forms import Stream, whole_batches
 from jgraph.train.data.source import as_source_or_dataset
+from tests.support.data_forms import Examples, Loader, batch, batches
 
 grain = pytest.importorskip("grain", reason="needs jgraph[data]")
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024  # as users write them
-
-
-def batch(number: int, size: int = 4) -> tuple[Any, Any]:
-    y = np.arange(size * number, size * (number + 1))
-    return np.stack([y, y], axis=1).astype(np.float32), y
-
-
-def batches(count: int = 3, last: int = 4) -> Iterator[tuple[Any, Any]]:
-    for number in range(count):
-        x, y = batch(number)
-        rows = last if number == count - 1 else 4
-        yield x[:rows], y[:rows]
-
-
-class Examples:
-    """As a map-style ``torch.utils.data.Dataset``: a length, and examples by number."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, row: int) -> tuple[Any, int]:
-        if not 0 <= row < 10:
-            raise IndexError(row)
-        return np.full(2, row, np.float32), row
-
-
-class Tensor:
-    """As a tensor of another library: an array by protocol only."""
-
-    def __init__(self, value: Any) -> None:
-        self.value, self.shape = np.asarray(value), np.shape(value)
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return self.value
-
-
-class Loader:
-    """As a torch ``DataLoader``: a length, and lists of tensors, anew in each pass."""
-
-    dataset, batch_size = Examples(), 4
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        for pair in batches(3, last=2):
-            yield [Tensor(value) for value in pair]
 
 
 class IterableExamples(Examples):
@@ -176,6 +130,18 @@ def test_what_can_only_be_iterated_gives_batches_in_its_order(form: str) -> None
     given = jax.tree.map(lambda a: (a.dtype, a.shape), first_batch(data, 4))
     assert given == jax.tree.map(lambda a: (a.dtype, a.shape), data.avals(4))
     assert "can only be iterated" in data.note
+
+
+def test_the_first_element_is_read_once_to_look_at_it() -> None:
+    asked: list[int] = []
+
+    class Counted(Examples):
+        def __getitem__(self, row: int) -> tuple[Any, int]:
+            asked.append(row)
+            return super().__getitem__(row)
+
+    as_dataset(Counted(), batch_size=4)
+    assert asked == [0]
 
 
 def test_several_rows_are_fetched_at_once_where_that_is_possible() -> None:

@@ -12,16 +12,11 @@ import pytest
 from flax import nnx
 
 from jgraph.client.cluster import Cluster
-from jgraph.errors import (
-    ConfigError,
-    DataError,
-    ForbiddenSourceError,
-    SourceError,
-)
+from jgraph.errors import ConfigError, DataError, ForbiddenSourceError, SourceError
 from jgraph.train.data.source import Source
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.runtime.data.test_sources import FUNCTIONS, write_parquet
+from tests.support.data_files import FUNCTIONS, write_parquet
 from tests.support.servers import connected
 
 pytest.importorskip("pyarrow", reason="needs jgraph[data]")

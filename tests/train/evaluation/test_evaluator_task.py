@@ -190,7 +190,7 @@ def test_what_cannot_be_evaluated_is_refused_before_training(cluster: Cluster) -
 
 
 class Slow:
-    """A side car that evaluates when it is let."""
+    """An evaluator task that evaluates when it is let."""
 
     def __init__(self) -> None:
         self.let = threading.Semaphore(0)
@@ -233,7 +233,7 @@ def test_what_is_evaluated_last_is_what_came_out() -> None:
     assert slow.made == 1
 
 
-def test_after_an_error_of_the_side_car_the_client_evaluates(caplog: Any) -> None:
+def test_after_an_error_of_the_evaluator_task_the_client_evaluates(caplog: Any) -> None:
     steps = iter((2, 3))
     evaluations = Evaluations(lambda: Evaluation(next(steps), {"loss": 1.0}), failing)
     evaluations.begin()
@@ -254,7 +254,7 @@ def test_where_the_client_cannot_evaluate_either_it_says_so_once(caplog: Any) ->
     evaluations.begin()
     assert evaluations.take() == []
     (record,) = caplog.records
-    assert "there is none from now on" in record.getMessage()
+    assert "is not evaluated from now on" in record.getMessage()
 
 
 def test_a_trainer_made_after_the_evaluator_is_lost_evaluates_here(

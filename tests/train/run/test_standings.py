@@ -15,7 +15,7 @@ from jgraph.train.run.report import Report
 from jgraph.train.run.standings import Curve, Standings, WorkerStanding, bars
 from jgraph.train.run.watch import Watch
 from jgraph.train.state.runner import Chunk, Staleness
-from tests.test_shown import EVIL, Tags
+from tests.support.shown_html import EVIL, Tags
 
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:1")
 
@@ -157,7 +157,7 @@ def test_a_run_that_does_not_report_says_what_it_does_every_second(shown: Any) -
         clock.time = 7.0
         shown.wait_for("compiling … 7 s")
         display.notice("interrupted")
-        display(REPORT)
+        display.show(REPORT)
         assert "compiling" not in shown.views[-1]
         assert "interrupted" in shown.views[-1]
     assert "interrupted" not in shown.views[-1]

@@ -150,10 +150,10 @@ def report(step: int, seconds: float, **more: Any) -> Report:
 def test_plain_lines_come_now_and_then_and_at_the_end() -> None:
     lines: list[str] = []
     with LineDisplay(lines.append) as display:
-        display(report(10, 1.0))
-        display(report(60, 6.0))
-        display(report(70, 7.0, evaluation={"loss": 0.5}))
-        display(report(80, 8.0))
+        display.show(report(10, 1.0))
+        display.show(report(60, 6.0))
+        display.show(report(70, 7.0, evaluation={"loss": 0.5}))
+        display.show(report(80, 8.0))
     assert lines == [
         "step 60/100  10.0 steps/s  320 ex/s  loss 0.2500",
         "step 70/100  10.0 steps/s  320 ex/s  loss 0.2500  eval_loss 0.5000",
@@ -175,7 +175,7 @@ def test_plain_lines_say_what_the_run_does_until_it_reports(
     with LineDisplay(write) as display:
         display.say("compiling")
         assert heard.wait(20)
-        display(report(10, 6.0))
+        display.show(report(10, 6.0))
     assert lines == [
         "compiling … 0 s",
         "step 10/100  10.0 steps/s  320 ex/s  loss 0.2500",
@@ -185,8 +185,8 @@ def test_plain_lines_say_what_the_run_does_until_it_reports(
 def test_notebook_shows_a_bar_with_the_last_evaluation() -> None:
     views: list[CellView] = []
     with CellDisplay(views.append) as display:
-        display(report(30, 1.0, evaluation={"loss": 0.5}))
-        display(report(60, 2.0))
+        display.show(report(30, 1.0, evaluation={"loss": 0.5}))
+        display.show(report(60, 2.0))
     page = views[1]._repr_html_()
     assert 'value="60" max="100"' in page
     assert "eval_loss 0.5000" in page
@@ -208,7 +208,7 @@ def test_display_fits_where_the_output_goes(
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
     with make_display(show=show, console=console) as display:
-        display(report(30, 1.0, evaluation={"accuracy": 0.5, "loss": 0.5}))
+        display.show(report(30, 1.0, evaluation={"accuracy": 0.5, "loss": 0.5}))
     text = out.getvalue()
     if wanted is None:
         assert text == ""

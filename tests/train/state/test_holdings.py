@@ -13,7 +13,7 @@ from flax import nnx
 import jgraph as jg
 from jgraph.client.cluster import Cluster, connect
 from tests.support.servers import Servers
-from tests.train.test_habits import X, Y, loss
+from tests.support.straight_line import X, Y, loss
 
 _WAIT_S = 60.0
 

@@ -323,6 +323,7 @@ def test_model_stays_when_the_cluster_is_closed() -> None:
         fit(there, 1)
 
 
+@pytest.mark.row(11)
 @pytest.mark.parametrize("bound", [0, 1, None])
 def test_no_gradient_is_older_than_the_bound(
     two_by_two: Cluster, bound: int | None

@@ -110,6 +110,7 @@ OFTEN = {
 }
 
 
+@pytest.mark.row(13)
 @pytest.mark.parametrize(
     ("strategy", "kind", "durability"),
     [
@@ -211,6 +212,7 @@ def test_unknown_level_is_refused_with_those_that_there_are() -> None:
         AsyncPS(durability="raid")  # type: ignore[arg-type]
 
 
+@pytest.mark.row(17)
 def test_copy_that_took_the_place_of_its_ps_takes_nothing_more_from_it(
     cluster: Cluster,
 ) -> None:

@@ -4,7 +4,6 @@ As ``tests/faults/test_rows.py`` has it, with gradients that carry an error on.
 """
 
 import threading
-from importlib import import_module
 
 import numpy as np
 import optax
@@ -30,9 +29,10 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 WORKER = "/job:worker/task:1"
 
 
+@pytest.mark.row(1, 3)
 @pytest.mark.procs
 @pytest.mark.nightly
-def test_rows_1_and_3_killed_worker_is_back_in_the_same_run(
+def test_killed_worker_is_back_in_the_same_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     back = threading.Event()
@@ -73,16 +73,12 @@ def test_rows_1_and_3_killed_worker_is_back_in_the_same_run(
         trainer.close()
 
 
+@pytest.mark.row(9)
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
-def test_row_9_a_run_whose_workers_all_stay_away_ends_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_run_whose_workers_all_stay_away_ends_and_says_so(
     caplog: pytest.LogCaptureFixture,
     strategy: Strategy,
 ) -> None:
-    """It waits for a minute; here for a second."""
-    for module in ("rejoin", "messages"):
-        assert import_module(f"jgraph.train.strategies.{module}").WAIT_S == 60.0
-        monkeypatch.setattr(f"jgraph.train.strategies.{module}.WAIT_S", 1.0)
     servers, clock = Servers(ps=1, worker=2), SystemClock()
     ended: list[float] = []
 
@@ -103,6 +99,7 @@ def test_row_9_a_run_whose_workers_all_stay_away_ends_and_says_so(
                     batch_size=8,
                     callbacks=[lose_all],
                     progress=False,
+                    wait_s=1,
                 )
             assert clock.now() - ended[0] > 1.0
             trainer.close()

@@ -165,6 +165,7 @@ def test_model_state_is_averaged(cluster: Cluster) -> None:
     there.close()
 
 
+@pytest.mark.row(11)
 def test_late_contributions_of_a_slow_worker_are_dropped_and_counted(
     cluster: Cluster,
 ) -> None:

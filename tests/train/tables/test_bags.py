@@ -14,7 +14,7 @@ from jgraph.train.model.adapters import adapt
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.tables.bags import embedding_bag
 from jgraph.train.trainer import Trainer
-from tests.train.tables.test_row_tables import ROWS, Table, trained
+from tests.support.row_tables import ROWS, Table, trained
 
 IDS = np.array([[3, 5, 3], [7, -1, -1], [-1, -1, -1], [9, 2, 0]], np.int32)
 WEIGHTS = np.array([[1, 2, 0], [3, 1, 1], [1, 1, 1], [0.5, 1, 2]], np.float32)

@@ -24,15 +24,9 @@ from jgraph.train.model.adapters import adapt
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.trainer import Trainer
+from tests.support.row_tables import BATCH, DIM, ROWS, Table, batch, trained
 
-ROWS, DIM, BATCH = 1000, 4, 8
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
-rng = np.random.default_rng(0)
-batch = {
-    "ids": rng.integers(0, 40, (BATCH, 3)).astype(np.int32),
-    "item": rng.integers(0, 40, BATCH).astype(np.int32),
-    "y": rng.normal(size=BATCH).astype(np.float32),
-}
 
 
 class LinenEmbed(nn.Module):
@@ -52,19 +46,6 @@ class NnxEmbed(nnx.Module):
 
     def __call__(self, ids: Any) -> Any:
         return self.last(self.table(ids).mean(1))[:, 0]
-
-
-class Table(nn.Module):
-    """A table and a vector, and nothing else."""
-
-    rows: int = ROWS
-
-    @nn.compact
-    def __call__(self, ids: Any) -> Any:
-        init = nn.initializers.normal()
-        self.param("t", init, (self.rows, DIM))
-        self.param("w", init, (DIM,))
-        return ids
 
 
 Forward = Callable[[Any, Any], Any]
@@ -158,20 +139,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 def graph_of(adapter: Any, tx: Any, sparse: Any) -> tuple[Graph, list[Any]]:
     step = TrainStep(adapter, tx, sparse=sparse)
     return step.graph(batch), step.initial_values
-
-
-def trained(
-    graph: Graph, values: list[Any], steps: int = 3, data: Any = None
-) -> list[Any]:
-    @jax.jit
-    def run(values: list[Any], feeds: list[Any]) -> Any:
-        return eval_graph(graph, values, feeds)
-
-    for n in range(steps):
-        feeds = [*jax.tree.leaves(data or batch), np.int32(n), np.int32(0)]
-        feeds[0] = np.roll(feeds[0], n) if n else feeds[0]
-        _, values = run(values, feeds)
-    return values
 
 
 def assert_trains_alike(adapter: Any, tx: Any, sparse: Any) -> Graph:

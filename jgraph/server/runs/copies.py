@@ -1,0 +1,234 @@
+"""Copies and logs of a run's parameter servers, which take the place of lost ones.
+
+Each ps has a stream of what its state changes by. A follower on the next ps applies
+that to variables of its own, or the ps writes it to a log. After a loss the copy
+becomes the state of the ps, in the variables that the run has; then all streams begin
+anew.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from jgraph.cluster.deadlines import COMPILE_S, bulk_timeout_s
+from jgraph.coordination.run.same_version import Ask, Differ, meet
+from jgraph.errors import CopyLostError
+from jgraph.graph.ir import TaskName
+from jgraph.plan.program.program import Program
+from jgraph.plan.program.replay import changing, replayed
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
+from jgraph.rpc.wire.program_codec import encode_program
+from jgraph.server.runs.peers import Peers
+from jgraph.server.runs.ps_setup import container_of, first_step_of
+from jgraph.server.runs.worker_setup import WorkerSetup
+
+_LOG = logging.getLogger("jgraph.recover")
+_REPLAY_S = 3600.0
+"""A log may have as many updates as it has room for; their number is not known here."""
+
+
+@final
+@dataclass(slots=True)
+class RunCopies:
+    """The copies, or the logs, of the ps of one run.
+
+    Args:
+      order: what the client said of the run; its streams are changed.
+      peers: to the tasks.
+      workers: has the programs.
+
+    Attributes:
+      began: updates of the model when the streams began.
+    """
+
+    order: pb.OpenRun
+    peers: Peers
+    workers: WorkerSetup
+    began: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = first_step_of(self.order)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the run has any."""
+        return self.order.HasField("copies")
+
+    # ------------------------------------------------------------ what is recorded
+
+    async def admit(self, handle: str, number: int) -> None:
+        """Records what the steps of a program change.
+
+        Args:
+          handle: of the program; none of its steps is under way.
+          number: which of the recorded programs it is.
+
+        Raises:
+          JGError: a ps does not answer.
+        """
+        if not self.is_kept:
+            return
+        copies = self.order.copies
+        updates = copies.HasField("updates") and copies.updates == number
+        tasks = [part.task for part in self._program(number).partitions]
+        for one in copies.streams:
+            if one.task in tasks:
+                await self._keep(one, {handle: number}, updates=updates)
+
+    async def _keep(
+        self, one: pb.RunCopy, programs: Mapping[str, int], *, updates: bool = False
+    ) -> None:
+        order = pb.KeepRecords(
+            stream=one.stream,
+            container=container_of(self.order),
+            handles=list(programs),
+            programs=list(programs.values()),
+            backup=one.backup,
+            updates=updates,
+            undoes=one.undoes,
+        )
+        await self._call(one.task, "KeepRecords", frame(keep_records=order), one.nbytes)
+
+    def _program(self, number: int) -> Program:
+        return self.workers.program(self.order.copies.handles[number])
+
+    async def _call(self, task: str, method: str, request: Frame, nbytes: int) -> None:
+        limit_s = bulk_timeout_s(nbytes)
+        await self.peers.call(TaskName(task), method, request, timeout_s=limit_s)
+
+    # ------------------------------------------------------------ after a loss
+
+    async def restore(self, lost: Collection[TaskName]) -> int | None:
+        """Gives lost ps what is kept of them; in synchronous training all one version.
+
+        Args:
+          lost: they have processes that hold nothing.
+
+        Returns:
+          How many updates the model has; None: nobody counts them together.
+
+        Raises:
+          CopyLostError: it is not kept, or in different versions.
+          JGError: a ps does not answer.
+        """
+        streams = {TaskName(one.task): one for one in self.order.copies.streams}
+        counted = self._counted() & streams.keys()
+        gone = set(lost) & streams.keys()
+        for task in gone - counted:
+            await self._kept(streams[task])
+        held = {
+            task: range(0) if task in gone else await self._hold(streams[task])
+            for task in sorted(counted)
+        }
+        kept: dict[TaskName, range] = {}
+        while isinstance(met := meet(held, kept), Ask):
+            kept |= {task: await self._kept(streams[task]) for task in met.tasks}
+        if isinstance(met, Differ):
+            each = [f"{t} has {list(v)}" for t, v in sorted(met.versions.items())]
+            raise CopyLostError(
+                "what the ps hold, and what is kept of it, is of different synchronous "
+                f"updates: {', '.join(each)}"
+            )
+        for task in counted:
+            if task in met.again:
+                await self._end(streams[task], met.version)
+            else:
+                await self._hold(streams[task], met.version)
+        for task in met.again | (gone - counted):
+            await self._take_place(streams[task])
+            _LOG.info("%s has what was kept of its process before", task)
+        return self.began + met.version if counted else None
+
+    def _counted(self) -> set[TaskName]:
+        """Returns the ps whose synchronous updates are counted: who makes some."""
+        copies = self.order.copies
+        if not copies.HasField("updates"):
+            return set()
+        partitions = self._program(copies.updates).partitions
+        return {part.task for part in partitions if changing(part)}
+
+    async def _hold(self, one: pb.RunCopy, version: int | None = None) -> range:
+        """Lets no update change what a ps holds; returns the versions it can have."""
+        order = pb.EndRecords(stream=one.stream, source=True, version=version)
+        return await self._ended(one.task, order)
+
+    async def _kept(self, one: pb.RunCopy) -> range:
+        """Ends a copy, or reads a log; returns the versions that it can have."""
+        if not one.backup:
+            await self._follow(one, TaskName(one.task), _REPLAY_S)
+        return await self._end(one)
+
+    async def _end(self, one: pb.RunCopy, version: int | None = None) -> range:
+        order = pb.EndRecords(stream=one.stream, version=version)
+        return await self._ended(one.backup or one.task, order)
+
+    async def _ended(self, task: str, order: pb.EndRecords) -> range:
+        request = frame(end_records=order)
+        reply = await self.peers.call(
+            TaskName(task), "EndRecords", request, timeout_s=bulk_timeout_s(0)
+        )
+        body = body_of(reply)
+        return range(body.first, body.end)
+
+    async def _take_place(self, one: pb.RunCopy) -> None:
+        """Makes the copy of a ps what the ps holds."""
+        there = one.stream
+        if one.backup:
+            # The other way: who has the copy tells the ps all that is in it.
+            there = f"{one.stream}-home"
+            take = pb.TakeRecords(stream=there, src=one.backup)
+            await self._call(one.task, "TakeRecords", frame(take_records=take), 0)
+            keep = pb.KeepRecords(stream=there, container=one.stream, backup=one.task)
+            request = frame(keep_records=keep)
+            await self._call(one.backup, "KeepRecords", request, one.nbytes)
+            await self._ended(one.task, pb.EndRecords(stream=there))
+        move = pb.MoveVariables(container=there, into=container_of(self.order))
+        await self._call(one.task, "MoveVariables", frame(move_variables=move), 0)
+        if one.backup:
+            await self._reset(TaskName(one.backup), [there])
+
+    # ------------------------------------------------------------ anew
+
+    async def open(self, name: str, step: int) -> None:
+        """Begins all streams anew, with what the ps hold now.
+
+        Args:
+          name: of this time.
+          step: updates of the model.
+
+        Raises:
+          JGError: a ps does not answer.
+        """
+        streams = self.order.copies.streams
+        old = [one.stream for one in streams]
+        for one in streams:
+            one.stream = f"{one.stream.partition('-back.')[0]}-{name}"
+            if one.backup:
+                await self._follow(one, TaskName(one.backup), bulk_timeout_s(0))
+            await self._keep(one, {})
+        self.began = step
+        for task in {TaskName(one.task) for one in streams}:
+            await self._reset(task, old)
+
+    async def _follow(self, one: pb.RunCopy, onto: TaskName, limit_s: float) -> None:
+        """Makes a task apply what a ps records, or has in its log."""
+        src, handles = TaskName(one.task), list[str]()
+        for number in range(len(self.order.copies.handles)):
+            program, handle = self._program(number), ""
+            if src in [part.task for part in program.partitions]:
+                handle = f"{one.stream}.{number}"
+                again = replayed(program, src, onto, one.stream)
+                message, tensors = encode_program(again)
+                body = pb.RegisterProgram(handle=handle, program=message)
+                await self.peers.register(frame(register_program=body, tensors=tensors))
+            handles.append(handle)
+        order = pb.TakeRecords(stream=one.stream, src=src, handles=handles)
+        request = frame(take_records=order)
+        await self.peers.call(onto, "TakeRecords", request, timeout_s=limit_s)
+
+    async def _reset(self, task: TaskName, containers: list[str]) -> None:
+        request = frame(reset=pb.Reset(containers=containers))
+        await self.peers.call(task, "Reset", request, timeout_s=COMPILE_S)

@@ -1,0 +1,79 @@
+"""Machines do what their transcripts say; these are the place to read first."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jgraph.coordination.data.dispatch import Dispatch
+from jgraph.coordination.data.slots import Part, SlotPlan
+from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.sync import aggregation
+from jgraph.graph.ir import TaskName
+from tests.support.transcripts import replayed, rows_of
+
+HERE = Path(__file__).parent
+
+
+def slots(batches: int, slot_batches: int = 4) -> SlotPlan:
+    """Slots of so many batches of one example, dealt in their order."""
+    parts = [Part("data", batches)]
+    return SlotPlan(parts, 1, seed=0, shuffle="none", slot_batches=slot_batches)
+
+
+def beginning(plan: SlotPlan) -> dict[str, Any]:
+    """The position of a run that begins."""
+    return Dispatch(plan, budget=0, workers=1).state()
+
+
+def arbiter(
+    shards: Sequence[TaskName],
+    replicas: Sequence[str],
+    *,
+    wanted: int,
+    steps: int,
+    halt_every: Sequence[int] = (),
+) -> aggregation.Arbiter:
+    """An arbiter after 5 updates, with replica a on worker 0, b on worker 1, ..."""
+    return aggregation.Arbiter(
+        shards,
+        {name: TaskName(f"/job:worker/task:{i}") for i, name in enumerate(replicas)},
+        SyncData(slots(100), replicas),
+        wanted=wanted,
+        version=5,
+        steps=steps,
+        halt_every=halt_every,
+    )
+
+
+EXTRAS = {"slots": slots, "beginning": beginning, "Arbiter": arbiter}
+
+
+def called(script: Path) -> str:
+    """Returns the name of a script: step/replica_loop/halt."""
+    package, _, machine, file = script.relative_to(HERE).with_suffix("").parts
+    return f"{package}/{machine}/{file}"
+
+
+CASES = [
+    pytest.param(
+        script,
+        id=called(script),
+        marks=[pytest.mark.row(row) for row in rows_of(script.read_text("utf-8"))],
+    )
+    for script in sorted(HERE.glob("*/testdata/*/*.txt"))
+]
+
+
+@pytest.mark.parametrize("script", CASES)
+def test_a_machine_does_as_its_transcript_says(script: Path, rewrite: bool) -> None:
+    package, machine, _ = called(script).split("/")
+    module = import_module(f"jgraph.coordination.{package}.{machine}")
+    text = script.read_text("utf-8")
+    assert text.startswith("# "), "say first what it shows"
+    now = replayed(text, module, EXTRAS)
+    if rewrite:
+        script.write_text(now, "utf-8")
+    assert now == script.read_text("utf-8")

@@ -1,0 +1,111 @@
+"""A run of one ps that its master saves, without processes."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jgraph.clock import SystemClock
+from jgraph.graph.ir import TaskName
+from jgraph.plan.program.nodes import ValueType
+from jgraph.plan.program.program import StoredVariable
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
+from jgraph.runtime.files.manifest import FILE, Leaf, Manifest
+from jgraph.runtime.files.shard_files import make_proof
+from jgraph.runtime.files.writer_lease import newest
+from jgraph.runtime.store.store import VariableStore
+from jgraph.server.runs.checkpointer import STEP, RunCheckpointer
+from jgraph.server.runs.journal import Journal
+from jgraph.server.state_service import save_shards
+
+MASTER, PS = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
+SCALAR = ValueType((), "int32")
+LIVE, COPY = (StoredVariable(STEP, SCALAR, of) for of in ("live", "copy"))
+
+
+class Ps:
+    """A ps with one variable, and a run that goes on after each call of the master."""
+
+    def __init__(self, last: int = 1000) -> None:
+        self.last = last  # updates that there are
+        self.store = VariableStore(PS)
+        self.generations: list[int] = []
+        self.directory = Path()
+        self.stands_still = True
+        self.done = 0
+        self.train()
+
+    def train(self) -> None:
+        self.done = min(self.done + 1, self.last)
+        self.store.write([LIVE], [np.int32(self.done)])
+
+    async def call(
+        self, task: TaskName, method: str, request: Frame, timeout_s: float = 0.0
+    ) -> Frame:
+        reply = frame(empty=pb.Empty())
+        if method == "RunStep":
+            self.train()  # on the way here
+            self.store.write([COPY], self.store.read([LIVE]))
+            self.generations.append(newest(self.directory).generation)
+        elif method == "SaveShards":
+            reply = save_shards(task, self.store, request, lambda: None)
+        self.train()
+        return reply
+
+    async def go_on(self) -> bool:
+        return self.stands_still
+
+
+def order(directory: Path, keep: int = 2) -> pb.RunSaves:
+    """Returns what is saved; the client has saved the first step."""
+    first = directory / "0"
+    first.mkdir(parents=True)
+    manifest = Manifest(0, {STEP: Leaf.of(np.zeros((), np.int32))})
+    (first / FILE).write_text(manifest.to_json())
+    shard = pb.ShardFile(name=STEP, container="copy", array=STEP, rows=1, step=1)
+    shard.type.dtype = SCALAR.dtype
+    return pb.RunSaves(
+        directory=str(directory),
+        proof=make_proof(directory),
+        every=1,
+        keep=keep,
+        driver=PS,
+        tasks=[pb.TaskShards(task=PS, shards=[shard])],
+    )
+
+
+def report() -> Frame:
+    columns: list[Any] = [np.arange(1), np.zeros(1)]
+    return frame(loop_report=pb.LoopReport(state="running"), tensors=columns)
+
+
+def saved(directory: Path, ps: Ps, keep: int = 2, *, goes_on: bool = True) -> None:
+    """Lets a master save a run twice, and, if it ``goes_on`` then, at its end."""
+
+    async def run() -> None:
+        ps.directory = directory
+        info = json.dumps({"steps": 100, "first_step": 0})
+        record = Journal(MASTER, pb.OpenRun(run="r", info=info), SystemClock())
+        where = lambda: {"done": ps.done}
+        saver = RunCheckpointer(MASTER, order(directory, keep), record, ps.call, where)
+        saver.start()
+        loop = pb.RunLoop(loop="a", task=PS)
+        record.begins(loop)
+        async with asyncio.timeout(20):
+            for _ in range(2):
+                record.keep(loop, report(), 0.0)
+                await saver.save_halted(0, ps.go_on)
+            resting = asyncio.ensure_future(saver.rest())
+            await asyncio.sleep(0)
+            assert not resting.done(), "the run goes on"
+            if goes_on:
+                record.keep(loop, report(), 0.0)
+            record.end("stopped", None)
+            await resting
+        assert newest(directory).released
+
+    asyncio.run(run())
