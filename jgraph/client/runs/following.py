@@ -5,7 +5,7 @@ import concurrent.futures
 import queue
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 from jgraph.client.connection import Connection
 from jgraph.client.runs.loop_items import Item, Loop
@@ -20,6 +20,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 
+_SILENCE_S: Final = 30.0
+"""How much later than a step may take a loop is missed."""
 T = TypeVar("T")
 Judge: TypeAlias = Callable[[Loop, JGError, TaskName, int], Item]
 """Says what the end of a loop's reports means: the loop, why, the master, the term."""
@@ -55,7 +57,7 @@ class ReportStreams:
         longest_s = max(
             (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
         )
-        self._silence_s = 30.0 + longest_s + (detached or 0.0)
+        self._silence_s = _SILENCE_S + longest_s + (detached or 0.0)
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._calls: list[concurrent.futures.Future[None]] = []
         self._seen: defaultdict[int, ReportDeduplicator] = defaultdict(
@@ -75,8 +77,11 @@ class ReportStreams:
         """
         return self._items.get(timeout=timeout_s)
 
-    def report(self) -> Item:
+    def report(self, running: Iterable[TaskName]) -> Item:
         """Returns what came next.
+
+        Args:
+          running: tasks whose loops have not ended, for the message.
 
         Raises:
           DeadlineError: nothing, for longer than a step takes.
@@ -85,8 +90,9 @@ class ReportStreams:
             return self.next(self._silence_s)
         except queue.Empty:
             raise DeadlineError(
-                f"no report from the training loops for {self._silence_s:g} s; look at "
-                "the tasks with cluster.status()"
+                f"no report from the training loops for {self._silence_s:g} s, and "
+                f"these have not ended: {', '.join(sorted(running))}; look at these "
+                "tasks with cluster.status()"
             ) from None
 
     def begin(self, one: Loop, order: pb.RunLoop) -> None:

@@ -123,7 +123,8 @@ class LoopHandle:
     def __iter__(self) -> Iterator[LoopReport]:
         try:
             while self._loops or self._is_one_back():
-                yield from self._taken(self._following.report())
+                running = {one.request.task for one in self._loops}
+                yield from self._taken(self._following.report(running))
             if self._unwell is not None:
                 raise self._unwell
         finally:

@@ -121,10 +121,14 @@ class LocalListener:
 class LocalOffer:
     """The offer that goes with one stream, and the connection made with it.
 
+    The first byte from the other side says that it uses the connection. One that waited
+    too long for the welcome, as on a machine that is busy, has closed it, and goes on
+    over the stream alone.
+
     Args:
       door: where to connect.
       take: gets the bytes that arrive.
-      welcome: gets the connection.
+      welcome: gets the connection as soon as it is used, before these bytes.
 
     Attributes:
       message: what to send to the caller.
@@ -141,18 +145,25 @@ class LocalOffer:
         self._take = take
         self._welcome = welcome
         self._socket: LocalSocket | None = None
+        self._is_used = False
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def was_taken(self) -> bool:
-        """Whether a connection was made with it."""
-        return self._socket is not None
+        """Whether a connection was made with it, and is used."""
+        return self._is_used
 
     def _arrived(self, socket: LocalSocket) -> None:
-        socket.hand_to(self._take)
+        socket.hand_to(self._first)
         socket.ended.add_done_callback(self._ended)
         self._socket = socket
-        self._welcome(socket)
+
+    def _first(self, data: memoryview) -> None:
+        assert self._socket is not None  # which these bytes came over
+        self._is_used = True
+        self._socket.hand_to(self._take)
+        self._welcome(self._socket)
+        self._take(data)
 
     def _ended(self, ended: "asyncio.Future[None]") -> None:
         error = ended.exception()

@@ -222,12 +222,13 @@ class Dealers:
             return await self.get(question.run).ask(question)
         if question.run in self._ended:
             return deal_of(None)
-        begun = asyncio.shield(self._loop(question.run))
+        begins = self._loop(question.run)
         try:
-            deals = await asyncio.wait_for(begun, ANSWER_S)
+            deals = await asyncio.wait_for(asyncio.shield(begins), ANSWER_S)
         except TimeoutError:
             # Who waits as well finds out by itself, and asks again.
-            self._loops.pop(question.run, None)
+            if self._loops.get(question.run) is begins and not begins.done():
+                del self._loops[question.run]
             return deal_of(())
         return await deals.ask(question)
 

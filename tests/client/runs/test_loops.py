@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jgraph.client.cluster import Cluster
+from jgraph.client.runs import following
 from jgraph.client.session import Session
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest, report_of
-from jgraph.errors import ClusterBusyError, DataError, FeedError, JGError
+from jgraph.errors import ClusterBusyError, DataError, DeadlineError, FeedError, JGError
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import plan
@@ -141,6 +142,18 @@ def test_failing_replica_ends_the_others_and_raises_its_error(
     # The other loop was told to stop: its name is free again once it has.
     again = [replace(order, handle=orders[0].handle, steps=2) for order in orders[:1]]
     assert [r.state for r in session.run_loops(again)][-1] == "done"
+
+
+def test_loops_that_report_nothing_for_too_long_are_named(
+    session: Session, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, _ = requests(session, cluster, steps=2)
+    slow = replace(slow, compute_wait_s=2.0)
+    longest_s = slow.step_timeout_s + slow.report_every_s
+    monkeypatch.setattr(following, "_SILENCE_S", 1.0 - longest_s)
+    with pytest.raises(DeadlineError, match=f"not ended: {slow.task}; look") as raised:
+        list(session.run_loops([slow]))
+    assert raised.value.code == "JG-133"
 
 
 def test_loop_name_in_use_is_refused(session: Session, cluster: Cluster) -> None:

@@ -198,13 +198,20 @@ def test_small_frames_do_not_overtake_large_ones() -> None:
     run_async(main())
 
 
+@pytest.mark.parametrize("way", ["no such address", "welcomed too late"])
 def test_socket_out_of_reach_leaves_frames_and_calls_to_the_stream(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def nowhere(*_: object) -> None:
-        raise OSError("no such address")
+    knock = local_socket._knock
 
-    monkeypatch.setattr(local_socket, "_knock", nowhere)
+    async def fails(offer: pb.LocalSocket) -> None:
+        if way == "welcomed too late":
+            late = await knock(offer)
+            assert late is not None
+            late.close()
+        raise OSError(way)
+
+    monkeypatch.setattr(local_socket, "_knock", fails)
     caplog.set_level(logging.INFO, "jgraph.rpc.exchange.stream")
 
     async def main() -> None:
