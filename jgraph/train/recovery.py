@@ -14,7 +14,13 @@ from typing import Final, final
 from jgraph.client.cluster import Cluster
 from jgraph.client.wait_for_tasks import incarnations_of
 from jgraph.clock import Clock, SystemClock
-from jgraph.coordination.run.recovery import GiveUp, GoBack, Recoveries, Recovery
+from jgraph.coordination.run.recovery import (
+    GiveUp,
+    GoBack,
+    Recoveries,
+    Recovery,
+    hopeless,
+)
 from jgraph.errors import (
     ClusterError,
     ClusterUnreachableError,
@@ -205,22 +211,8 @@ class Recover:
         return recovery
 
     def _hopeless(self, error: JGError, why: str, newest: int | None) -> JGError:
-        """Returns the error that ends the run: with what to do."""
-        where = None if self.saving is None else self.saving.directory
-        if where is None:
-            hint = "there is no checkpoint: give fit(checkpoint=…) a directory"
-        elif newest is None:
-            hint = f"there is no checkpoint in {where}"
-        else:
-            hint = (
-                f"the newest checkpoint is step {newest}; go on from there with "
-                f"trainer.restore('{where}')"
-            )
-        text = "; ".join(filter(None, [why, hint]))
-        return type(error)(
-            f"{error.message.rstrip('.')}. The run did not go on by itself: {text}",
-            **error.details,
-        )
+        directory = "" if self.saving is None else str(self.saving.directory)
+        return hopeless(error, why, directory, newest)
 
 
 def make_recover(

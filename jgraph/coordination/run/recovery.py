@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
+from jgraph.errors import JGError
 from jgraph.graph.device import TaskName
 
 ATTEMPTS: Final = 3
@@ -84,3 +85,33 @@ class Recoveries:
         if self._times > ATTEMPTS and not told:
             return GiveUp(f"it went back to step {newest} {ATTEMPTS} times already")
         return GoBack(newest)
+
+
+def hopeless(error: JGError, why: str, directory: str, newest: int | None) -> JGError:
+    """Returns the error of a run that did not go on by itself, with what to do.
+
+    Args:
+      error: how the loss showed.
+      why: nothing could be done about it; may be empty.
+      directory: of the checkpoints; empty: there are none.
+      newest: updates in the newest checkpoint; None: there is none.
+
+    Example:
+      >>> from jgraph.errors import TaskLostError
+      >>> hopeless(TaskLostError("It is gone"), "", "runs", None).message
+      'It is gone. The run did not go on by itself: there is no checkpoint in runs'
+    """
+    if not directory:
+        hint = "there is no checkpoint: give fit(checkpoint=…) a directory"
+    elif newest is None:
+        hint = f"there is no checkpoint in {directory}"
+    else:
+        hint = (
+            f"the newest checkpoint is step {newest}; go on from there with "
+            f"trainer.restore('{directory}')"
+        )
+    text = "; ".join(filter(None, [why, hint]))
+    return type(error)(
+        f"{error.message.rstrip('.')}. The run did not go on by itself: {text}",
+        **error.details,
+    )

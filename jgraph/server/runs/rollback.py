@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias, final
 from jgraph.clock import Clock
 from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import SlotPlan
-from jgraph.coordination.run.recovery import GiveUp, Recoveries
+from jgraph.coordination.run.recovery import GiveUp, Recoveries, hopeless
 from jgraph.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -332,22 +332,7 @@ class Rollback:
                 return manifest
 
     def _hopeless(self, error: JGError, why: str, newest: int | None) -> JGError:
-        """Returns the error that ends the run: with what to do."""
-        where = self._directory
-        if not where:
-            hint = "there is no checkpoint: give fit(checkpoint=…) a directory"
-        elif newest is None:
-            hint = f"there is no checkpoint in {where}"
-        else:
-            hint = (
-                f"the newest checkpoint is step {newest}; go on from there with "
-                f"trainer.restore('{where}')"
-            )
-        text = "; ".join(filter(None, [why, hint]))
-        return type(error)(
-            f"{error.message.rstrip('.')}. The run did not go on by itself: {text}",
-            **error.details,
-        )
+        return hopeless(error, why, self._directory, newest)
 
 
 def position_of(plan: str, manifest: Manifest, batches: int) -> dict[str, Any]:
