@@ -9,7 +9,6 @@ import secrets
 import shlex
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Final, Self, final
 
 from jgraph.client.inspect import status_of
 from jgraph.clock import SystemClock
+from jgraph.cluster.polling import Polling
 from jgraph.errors import ClusterUnreachableError, StartError, TaskMissingError
 from jgraph.graph.device import TaskName
 from jgraph.launch.hosts import (
@@ -96,21 +96,20 @@ class HostsCluster:
           StartError: an ssh ended; shows the end of what it said.
           TaskMissingError: not all answer in time.
         """
-        deadline, pause = self._clock.now() + timeout_s, threading.Event()
+        polling = Polling(_POLL_S, timeout_s, self._clock)
         missing = [str(task) for task in self.spec.tasks()]
         while missing:
             self._check_alive()
-            if self._clock.now() > deadline:
+            with suppress(ClusterUnreachableError):
+                status = status_of(self.target, tls=self.certificates)
+                missing = [str(task) for task in status.missing]
+            if missing and not polling.wait():
                 raise TaskMissingError(
                     f"no answer after {timeout_s:g} s from {', '.join(missing)}; see "
                     "what they logged above, and that the hosts reach each other's "
                     "ports",
                     missing=missing,
                 )
-            with suppress(ClusterUnreachableError):
-                status = status_of(self.target, tls=self.certificates)
-                missing = [str(task) for task in status.missing]
-            pause.wait(_POLL_S if missing else 0)
         self._restarter = Restarter(
             self._remotes,
             self.spec,

@@ -18,6 +18,7 @@ from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S
 from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.loop_messages import DealtData, Detached, SyncRequest, plain
+from jgraph.cluster.polling import Polling
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.data.batch_ledger import BatchLedger
 from jgraph.coordination.data.slots import Lease
@@ -200,17 +201,17 @@ def wait_for_new_master(
     Raises:
       JGError: there is none.
     """
-    clock = SystemClock()
     # The standby waits for a silent master, too.
-    deadline = clock.now() + 2 * END_S
-    while standby_of(cluster.tasks(), old) is not None and clock.now() < deadline:
+    polling = Polling(_POLL_S, 2 * END_S)
+    while standby_of(cluster.tasks(), old) is not None:
         for found in runs_of(cluster):
             if found.name == run and found.term > term:
                 cluster.move_to(found.master)
                 return found
             if found.name == run and found.state == "failed":
                 raise error
-        event_loop.run(asyncio.sleep(_POLL_S))
+        if not event_loop.run(polling.again()):
+            break
     raise lost_master(error, old)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.deadlines import COMPILE_S, bulk_timeout_s
+from jgraph.cluster.polling import Polling
 from jgraph.cluster.shard_messages import shard_from, sums_in
 from jgraph.coordination.run.cuts import patience_s
 from jgraph.errors import CheckpointError, CheckpointWriterError
@@ -207,15 +208,13 @@ class RunCheckpointer:
 
     async def _become_writer(self, wait_s: float) -> None:
         """Takes the lease; a master that was replaced may have it a little longer."""
-        clock = SystemClock()
-        deadline = clock.now() + wait_s
+        polling = Polling(_AGAIN_S, wait_s)
         while not self._lease.generation:
             try:
                 await asyncio.to_thread(self._lease.acquire)
             except CheckpointWriterError:
-                if clock.now() >= deadline:
+                if not await polling.again():
                     raise
-                await asyncio.sleep(_AGAIN_S)
 
     async def _save(
         self,

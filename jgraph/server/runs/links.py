@@ -1,12 +1,12 @@
 """Silent links of a run: waits for a task to answer, then asks for its final report."""
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Final
 
 from jgraph.clock import Clock
 from jgraph.cluster.deadlines import CONTROL_S, bounded_s
+from jgraph.cluster.polling import Polling
 from jgraph.coordination.liveness.master_lease import END_S
 from jgraph.coordination.run.loop_outcome import is_link_loss
 from jgraph.errors import JGError
@@ -38,13 +38,12 @@ async def wait_reconnected(
       known: which process of each task the run knows.
       clock: limits the wait.
     """
-    deadline = clock.now() + END_S
+    polling = Polling(_POLL_S, END_S, clock)
     _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
     while not is_link_loss(task, known, ready := await ready_tasks(peers)):
         is_gone = task in ready or await is_refused(peers.address(task))
-        if is_gone or clock.now() >= deadline:
+        if is_gone or not await polling.again():
             return False
-        await asyncio.sleep(_POLL_S)
     return True
 
 

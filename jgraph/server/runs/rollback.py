@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import Clock
+from jgraph.cluster.polling import Polling
 from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.recovery import GiveUp, Recoveries, hopeless
@@ -196,7 +197,7 @@ class Rollback:
     ) -> tuple[int, Manifest | None, frozenset[TaskName]]:
         step = self._step
         stops = self.is_stopped()
-        deadline = self.clock.now() + self.order.wait_s
+        polling = Polling(_POLL_S, self.order.wait_s, self.clock)
         number = 0
         while True:
             ready = await ready_tasks(self.peers)
@@ -219,11 +220,10 @@ class Rollback:
             if self.record.is_over or (self.is_stopped() and not stops):
                 why = "it was stopped while it waited for that"
                 raise self._hopeless(error, why, await self._newest())
-            if self.clock.now() >= deadline:
+            if not await polling.again():
                 who = " and ".join(lost)
                 why = f"{who} did not come back in {self.order.wait_s:g} s"
                 raise self._hopeless(error, why, await self._newest())
-            await asyncio.sleep(_POLL_S)
 
     async def _check_master(self) -> None:
         """Refuses to go back where another master goes on with the run."""

@@ -7,8 +7,8 @@ from typing import Final, final
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.wait_for_tasks import reaches_every_ps, ready_tasks
-from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
+from jgraph.cluster.polling import Polling
 from jgraph.errors import ClusterError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 
@@ -96,16 +96,13 @@ def is_one_back(
       TaskLostError: none came back in time.
     """
     _LOG.warning("no worker is left; the run waits up to %g s for one", wait_s)
-    clock = SystemClock()
-    deadline = clock.now() + wait_s
-    while not back and clock.now() < deadline:
-        if stop.wait(_POLL_S):
-            return False
+    polling = Polling(_POLL_S, wait_s, stop=stop)
+    while not back and polling.wait():
         try:
             cluster.check_startable()
         except ClusterError:  # nobody starts it again
             break
-    if not back:
+    if not back and not stop.is_set():
         lost = ", ".join(workers)
         raise TaskLostError(f"no worker is left to train: {lost} went away")
-    return True
+    return bool(back)
