@@ -87,10 +87,16 @@ class TaskRuntime:
       task: the task's name.
       shell: runs work elsewhere and sends values.
       cache: executables; shared by all programs of the process.
+      max_early_bytes: of values for steps that have not begun.
     """
 
     def __init__(
-        self, task: TaskName, shell: ExecutorHost, cache: CompileCache | None = None
+        self,
+        task: TaskName,
+        shell: ExecutorHost,
+        cache: CompileCache | None = None,
+        *,
+        max_early_bytes: int = MAX_EARLY_BYTES,
     ) -> None:
         self.task = task
         self.store = VariableStore(task)
@@ -101,7 +107,7 @@ class TaskRuntime:
         self._steps: dict[StepKey, StepRun] = {}
         self.gates: dict[str, Gate] = {}
         """By name; the cluster opens them."""
-        self.max_early_bytes = MAX_EARLY_BYTES
+        self.max_early_bytes = max_early_bytes
         self._when_idle: list[Callable[[], None]] = []
         self._left_behind: list[tuple[float, bool, Program, StepRun]] = []
 

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
-from jgraph.clock import Clock
 from jgraph.cluster.deadlines import (
     COMPILE_S,
     CONTROL_S,
@@ -23,7 +22,6 @@ from jgraph.cluster.deadlines import (
 )
 from jgraph.cluster.events import RunsSeen
 from jgraph.cluster.methods import Answer, reading
-from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.liveness.join import (
     AskAgain,
     Complete,
@@ -45,7 +43,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.status import to_status
-from jgraph.rpc.transport import Frame, Transport
+from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import decode_program, encode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.runs.calls import Runs
@@ -62,20 +60,16 @@ class Master:
 
     Args:
       service: the service of the task that this master runs in.
-      transport: carries calls to the other tasks.
-      clock: dates what happens.
     """
 
-    def __init__(
-        self, service: TaskService, transport: Transport, clock: Clock
-    ) -> None:
+    def __init__(self, service: TaskService) -> None:
         self._service = service
-        self._transport = transport
+        self._context = context = service.context
+        self._transport = context.transport
         self.dealers = service.dealers
         self._runs_seen = RunsSeen(service.events)
-        self.runs = Runs(self, clock, lambda run: self._position_in(run.data_run, run))
-        self._spec = ClusterSpec({})
-        self._addresses: dict[TaskName, str] = {}
+        where = lambda run: self._position_in(run.data_run, run)
+        self.runs = Runs(self, context.clock, where)
         methods: Mapping[str, Answer] = {
             "Master.Connect": self._connect,
             "Master.Status": self._status,
@@ -96,28 +90,23 @@ class Master:
         service.methods.update(self.runs.methods)
         service.methods.update(GateMethods(self).methods)
 
-    def set_cluster(self, spec: ClusterSpec) -> None:
-        """Tells which tasks the cluster has."""
-        self._spec = spec
-        self._addresses = {task: spec.address(task) for task in spec.tasks()}
-
     @property
     def task(self) -> TaskName:
         """Where it is."""
-        return self._service.task
+        return self._context.task
 
     @property
     def incarnation(self) -> int:
         """Which start of its task it is."""
-        return self._service.incarnation
+        return self._context.incarnation
 
     def tasks(self) -> list[TaskName]:
         """Returns all tasks of the cluster."""
-        return list(self._addresses)
+        return list(self._context.addresses)
 
     async def _connect(self, request: Frame) -> AsyncIterator[Frame]:
         timeout_s = body_of(request).timeout_s
-        call = JoinBarrier(dict(self._addresses))
+        call = JoinBarrier(dict(self._context.addresses))
         events: asyncio.Queue[Event] = asyncio.Queue()
         statuses: dict[TaskName, pb.TaskStatus] = {}
         loop = asyncio.get_running_loop()
@@ -129,7 +118,7 @@ class Master:
                 question = self._ask(task, events, statuses)
                 asking[task] = loop.create_task(question)
 
-        for task in self._addresses:
+        for task in self.tasks():
             ask(task)
         timer = loop.call_later(timeout_s, events.put_nowait, TimeIsUp(timeout_s))
         try:
@@ -174,8 +163,8 @@ class Master:
             with suppress(JGError):
                 statuses[task] = await self._status_of(task)
 
-        await asyncio.gather(*map(ask, self._addresses))
-        missing = [task for task in self._addresses if task not in statuses]
+        await asyncio.gather(*map(ask, self.tasks()))
+        missing = [task for task in self.tasks() if task not in statuses]
         yield self._cluster_status(statuses, missing)
 
     async def _status_of(self, task: TaskName) -> pb.TaskStatus:
@@ -194,7 +183,7 @@ class Master:
     ) -> Frame:
         return frame(
             cluster_status=pb.ClusterStatus(
-                cluster_json=self._spec.to_json(),
+                cluster_json=self._context.spec.to_json(),
                 master=self.task,
                 tasks=[statuses[task] for task in sorted(statuses)],
                 missing=missing,
@@ -241,7 +230,7 @@ class Master:
         # What a lost worker does not hold can be told without it; who asks for
         # something that nobody has sees who is missing.
         table = pb.VariableTable()
-        calls = (self.call(task, "Variables", request) for task in self._addresses)
+        calls = (self.call(task, "Variables", request) for task in self.tasks())
         for reply in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(reply, TaskLostError):
                 table.missing.append(to_status(reply))
@@ -348,7 +337,7 @@ class Master:
     ) -> Callable[[Frame], AsyncIterator[Frame]]:
         async def forward(request: Frame) -> AsyncIterator[Frame]:
             # Every task is asked, also when one of them does not answer.
-            calls = (self.call(task, method, request) for task in self._addresses)
+            calls = (self.call(task, method, request) for task in self.tasks())
             results = await asyncio.gather(*calls, return_exceptions=True)
             for result in results:
                 if lost_ok and isinstance(result, TaskLostError):
@@ -361,11 +350,11 @@ class Master:
 
     def address(self, task: TaskName) -> str:
         """Returns where a task listens."""
-        if task not in self._addresses:
+        if task not in self._context.addresses:
             raise UnknownDeviceError(
-                f"this cluster has no {task}; it has {', '.join(self._addresses)}"
+                f"this cluster has no {task}; it has {', '.join(self.tasks())}"
             )
-        return self._addresses[task]
+        return self._context.addresses[task]
 
     async def call(
         self,

@@ -30,6 +30,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import CONNECT_TIMEOUT_S
 from jgraph.rpc.transport import Address, Frame
+from jgraph.server.task_context import TaskContext
 
 _LOG = logging.getLogger("jgraph.server")
 _SETTLED_S: Final = 60.0
@@ -64,24 +65,21 @@ class FencedHandler:
     """Passes on what arrives, once this process is sure to have its task's place.
 
     Args:
-      task: the task.
+      context: of the task.
       service: takes what arrives.
       clock: goes on while the process is stopped.
       asker: of this process.
-
-    Attributes:
-      address: where others reach the task; empty: that is not known yet.
     """
 
     def __init__(
         self,
-        task: TaskName,
+        context: TaskContext,
         service: Replaceable,
         clock: Clock,
         asker: Asker,
     ) -> None:
-        self.address = ""
-        self._task = task
+        self._context = context
+        self._task = context.task
         self._service = service
         self._clock = clock
         self._asker = asker
@@ -234,12 +232,12 @@ class FencedHandler:
         self._take(found)
 
     async def _who_is_there(self) -> FoundSelf | FoundOther | FoundNobody:
-        if not self.address:
+        if not (address := self._context.address):
             return FoundNobody()
         try:
-            theirs = await self._asker.who_is_at(self.address, CONNECT_TIMEOUT_S)
+            theirs = await self._asker.who_is_at(address, CONNECT_TIMEOUT_S)
         except Exception as error:  # noqa: BLE001  # or all would wait for ever
-            _LOG.info("cannot find out which process is at %s: %s", self.address, error)
+            _LOG.info("cannot find out which process is at %s: %s", address, error)
             return FoundNobody()
         if theirs.task != self._task:
             return FoundNobody()

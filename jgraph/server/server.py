@@ -44,6 +44,7 @@ from jgraph.server.master import Master
 from jgraph.server.overdue import OverdueWatch
 from jgraph.server.replication.streams import RECORDS_DIR
 from jgraph.server.self_fencing import FencedHandler
+from jgraph.server.task_context import TaskContext
 from jgraph.server.task_service import TaskService
 from jgraph.view import markup
 
@@ -101,19 +102,22 @@ class TaskServer:
             tls=tls,
         )
         self._health = HealthServer()
-        clock = SystemClock()
         records_dir = os.environ.get(RECORDS_DIR)
-        self.service = TaskService(
+        self.context = TaskContext(
             task,
             self._transport,
-            clock,
-            self._shutdown_asked,
-            Path(records_dir) if records_dir else None,
+            SystemClock(),
+            self._transport.incarnation,
+            health_port=lambda: self._health.port,
+            check_place=lambda: self._fence.check(),  # noqa: PLW0108  # made below
+            allow_sources=tuple(allow_sources),
+            records_dir=Path(records_dir) if records_dir else None,
         )
-        self.service.loops.allow_sources = tuple(allow_sources)
-        self._fence = FencedHandler(task, self.service, BootClock(), self._transport)
-        self.service.shell.check_place = self._fence.check
-        self.master = Master(self.service, self._transport, clock)
+        self.service = TaskService(self.context, self._shutdown_asked)
+        self._fence = FencedHandler(
+            self.context, self.service, BootClock(), self._transport
+        )
+        self.master = Master(self.service)
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -127,23 +131,13 @@ class TaskServer:
         _open_devices(self.task)
         self.address = await self._transport.start(self._fence)
         self._fence.begin()
-        self.service.address = self.address
-        self.service.incarnation = self._transport.incarnation
-        self.service.health_port = await self._health.start(self._health_bind)
+        await self._health.start(self._health_bind)
         await self._health.set_serving(serving=True)
         add_service(self.address, self.service)
         if self._overdue_s is not None:
             runtime, shell = self.service.runtime, self.service.shell
             self._overdue = OverdueWatch(runtime, shell, self._overdue_s)
         return self.address
-
-    def set_cluster(self, spec: ClusterSpec) -> None:
-        """Tells where the other tasks are."""
-        self.master.set_cluster(spec)
-        addresses = {task: spec.address(task) for task in spec.tasks()}
-        self.service.loops.addresses = addresses
-        self._fence.address = addresses[self.task]
-        self._transport.set_peers(addresses)
 
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Lets steps in flight end (at most ``grace_s``), then closes everything."""
@@ -304,10 +298,9 @@ class Server:
         except JGError:
             await server.stop(0.0)
             raise
-        listed = self.cluster.address(self.task)
-        server.service.address = dialled(listed, server.address)
-        self.cluster = with_address(self.cluster, self.task, server.service.address)
-        server.set_cluster(self.cluster)
+        address = dialled(self.cluster.address(self.task), server.address)
+        self.cluster = with_address(self.cluster, self.task, address)
+        server.context.set_cluster(self.cluster)
         asyncio.ensure_future(server.stopped.wait()).add_done_callback(
             lambda _: self._stopped.set()
         )
@@ -324,9 +317,9 @@ class Server:
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Replaces the addresses of the other tasks."""
         if self._server is not None:
-            server = self._server
+            tell = self._server.context.set_cluster
             self.cluster = cluster
-            event_loop.event_loop().call_soon_threadsafe(server.set_cluster, cluster)
+            event_loop.event_loop().call_soon_threadsafe(tell, cluster)
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Waits until the server has stopped.

@@ -37,7 +37,7 @@ def save_shards(
       task: this one.
       store: has the variables.
       request: the call.
-      check_place: see ``TaskHost``.
+      check_place: see ``TaskContext``.
 
     Raises:
       FencedError: another process has the place of this one.

@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, final
 
 import jax
@@ -15,7 +14,6 @@ import jax.export
 import numpy as np
 import psutil
 
-from jgraph.clock import Clock
 from jgraph.cluster.drain import SHARE, DrainHolders
 from jgraph.cluster.events import EventLog
 from jgraph.cluster.log_tail import log_tail
@@ -34,7 +32,7 @@ from jgraph.rpc.exchange.backlog import default_queue_limit
 from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
 from jgraph.rpc.shared_memory.lending import copy_seconds
 from jgraph.rpc.status import from_status, to_status
-from jgraph.rpc.transport import Frame, Transport
+from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import decode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
@@ -57,6 +55,7 @@ from jgraph.server.state_service import (
 )
 from jgraph.server.steps.driver import StepDriver, waits_of
 from jgraph.server.steps.task_host import TaskHost
+from jgraph.server.task_context import TaskContext
 
 # A participant gives a step up this long after its driver should have.
 _GRACE_S = 10.0
@@ -69,25 +68,13 @@ class TaskService:
     """The handler of a task's transport.
 
     Args:
-      task: the task's name.
-      transport: carries frames; already started or about to be.
-      clock: time for reports.
+      context: of the task.
       shutdown: called when a client asks the server to end, with the grace in seconds.
-      records_dir: where the logs of updates go; None: nowhere.
     """
 
-    def __init__(
-        self,
-        task: TaskName,
-        transport: Transport,
-        clock: Clock,
-        shutdown: Callable[[float], None],
-        records_dir: Path | None = None,
-    ) -> None:
-        self.task = task
-        self.incarnation = 0
-        self.address = ""
-        self.health_port = 0
+    def __init__(self, context: TaskContext, shutdown: Callable[[float], None]) -> None:
+        self.context = context
+        self.task = task = context.task
         self.leaving = False
         """It was told to end; those who hold it may still use it."""
         self.draining = False
@@ -95,18 +82,17 @@ class TaskService:
         self.events = EventLog(task)
         self.replaced: FencedError | None = None
         """Set: another process has the place of this one, which ends."""
-        self.shell = TaskHost(transport, clock)
-        self.runtime = TaskRuntime(task, self.shell)
-        self.runtime.max_early_bytes = default_queue_limit()
-        self.driver = StepDriver(self.runtime, transport, self.shell.orders)
-        self.records = ChangeStreams(transport, self.runtime, self.shell, records_dir)
-        self.gates = Gates(task, transport, self.runtime.gates)
-        self.dealers = Dealers(clock)
-        self._transport = transport
-        self._clock = clock
+        self.shell = TaskHost(context)
+        self.runtime = TaskRuntime(
+            task, self.shell, max_early_bytes=default_queue_limit()
+        )
+        self.driver = StepDriver(self.runtime, context.transport, self.shell.orders)
+        self.records = ChangeStreams(context, self.runtime, self.shell)
+        self.gates = Gates(task, context.transport, self.runtime.gates)
+        self.dealers = Dealers(context.clock)
         self._shutdown = shutdown
         self.loops = TaskLoops(
-            task, transport, clock, self.shell, self.driver, self.gates, self.dealers
+            context, self.shell, self.driver, self.gates, self.dealers
         )
         self._drivers_of: dict[StepKey, tuple[TaskName, asyncio.TimerHandle]] = {}
         self.methods: dict[str, Answer] = {
@@ -214,7 +200,7 @@ class TaskService:
 
         def say() -> None:
             failpoint("step.done")
-            self._transport.post(driver, told)
+            self.context.transport.post(driver, told)
             failpoint("step.told")
 
         self.gates.when_settled(step, say)
@@ -224,14 +210,14 @@ class TaskService:
 
         Begins no loop at once, and no step when those who hold the task let it go.
         """
-        ends, idle = self._clock.now() + grace_s, asyncio.Event()
+        ends, idle = self.context.clock.now() + grace_s, asyncio.Event()
         self.leaving = True
         self.loops.leave()
         await self.holders.announce(SHARE * grace_s)
         self.draining = True
         self.loops.stop()
         with suppress(TimeoutError):
-            async with asyncio.timeout(ends - self._clock.now()):
+            async with asyncio.timeout(ends - self.context.clock.now()):
                 await self.loops.wait_ended()
                 self.runtime.when_idle(idle.set)
                 await idle.wait()
@@ -258,8 +244,8 @@ class TaskService:
         """Returns the facts about this task."""
         return pb.TaskStatus(
             task=self.task,
-            incarnation=self.incarnation,
-            address=self.address,
+            incarnation=self.context.incarnation,
+            address=self.context.address,
             platform=jax.export.default_export_platform(),  # "cuda", not "gpu"
             state="draining" if self.leaving else "ready",
             pid=os.getpid(),
@@ -269,7 +255,7 @@ class TaskService:
             python=platform.python_version(),
             variable_bytes=self.runtime.store.nbytes,
             programs=self.runtime.programs,
-            health_port=self.health_port,
+            health_port=self.context.health_port(),
             device_count=jax.local_device_count(),
             compilations=self.runtime.cache.compilations,
             busy_s={
@@ -380,7 +366,7 @@ class TaskService:
         yield await self.shell.run(lambda: load_table(self.runtime.store, request))
 
     async def _save_shards(self, request: Frame) -> AsyncIterator[Frame]:
-        task, store, check = self.task, self.runtime.store, self.shell.check_place
+        task, store, check = self.task, self.runtime.store, self.context.check_place
         yield await self.shell.run(lambda: save_shards(task, store, request, check))
 
     async def _load_shards(self, request: Frame) -> AsyncIterator[Frame]:

@@ -9,7 +9,6 @@ from typing import Any, Final, TypeAlias
 
 import pytest
 
-from jgraph.clock import SystemClock
 from jgraph.cluster.methods import METHODS
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import JGError
@@ -106,8 +105,8 @@ async def served() -> AsyncIterator[Served]:
         worker, transport = await stack.enter_async_context(service_of(WORKER))
         where: Address = await transport.start(worker)
         service, transport = await stack.enter_async_context(service_of(PS))
-        master = Master(service, transport, SystemClock())
-        master.set_cluster(ClusterSpec({"worker": [where]}))
+        master = Master(service)
+        service.context.set_cluster(ClusterSpec({"worker": [where]}))
         await service.holders.announce(0.0)
         stack.callback(master.runs.close)
         at_master = Counted(service)

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import pytest
 
+from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import (
     FencedError,
     JGError,
@@ -18,6 +19,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.server.self_fencing import FencedHandler
+from jgraph.server.task_context import TaskContext
+from jgraph.testing.in_process_transport import InProcessNetwork
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -85,8 +88,9 @@ class World:
 
     def __init__(self) -> None:
         self.time, self.service, self.network = Time(), Service(), Network()
-        self.watch = FencedHandler(PS, self.service, self.time, self.network)
-        self.watch.address = "ps:1"
+        context = TaskContext(PS, InProcessNetwork().transport(PS), self.time)
+        context.set_cluster(ClusterSpec({"ps": ["ps:1"]}))
+        self.watch = FencedHandler(context, self.service, self.time, self.network)
 
     def told(self) -> "asyncio.Task[list[str]]":
         """Calls, and returns what will have been answered."""

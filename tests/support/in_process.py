@@ -19,6 +19,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.wire.program_codec import encode_program
 from jgraph.server.master import Master
+from jgraph.server.task_context import TaskContext
 from jgraph.server.task_service import TaskService
 from jgraph.testing.in_process_transport import InProcessNetwork, InProcessTransport
 from tests.support.plans import Values
@@ -34,22 +35,22 @@ async def cluster_of(
     network = InProcessNetwork()
     transports = {task: network.transport(task) for task in tasks}
     services = {
-        task: TaskService(task, transport, SystemClock(), lambda grace_s: None)
+        task: TaskService(
+            TaskContext(task, transport, SystemClock()), lambda grace_s: None
+        )
         for task, transport in transports.items()
     }
-    masters = [
-        Master(s, transports[task], SystemClock()) for task, s in services.items()
-    ]
+    for service in services.values():
+        Master(service)
     client = network.transport(None)
     async with AsyncExitStack() as stack:
+        addresses = {}
         for task, service in services.items():
-            service.address = await transports[task].start(service)
+            addresses[task] = await transports[task].start(service)
             stack.callback(service.shell.close)
             stack.push_async_callback(transports[task].close)
-        spec = cluster_spec({task: s.address for task, s in services.items()})
-        for master, transport in zip(masters, transports.values(), strict=True):
-            master.set_cluster(spec)
-            transport.set_peers({task: spec.address(task) for task in tasks})
+        for service in services.values():
+            service.context.set_cluster(cluster_spec(addresses))
         await client.start(NoHandler())
         stack.push_async_callback(client.close)
         yield client, services
@@ -85,7 +86,7 @@ async def steps(
             stored = partition.variables
             plain = [np.asarray(to_plain(jnp.asarray(values[v.name]))) for v in stored]
             services[partition.task].runtime.store.write(stored, plain)
-        master = services[program.driver].address
+        master = services[program.driver].context.address
         message, tensors = encode_program(program)
         order = pb.RegisterProgram(handle="step", program=message)
         await client.ask(

@@ -7,6 +7,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.methods import ROLES
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.server.task_context import TaskContext
 from jgraph.server.task_service import TaskService
 
 
@@ -15,7 +16,8 @@ async def service_of(
     task: TaskName,
 ) -> AsyncIterator[tuple[TaskService, GrpcTransport]]:
     transport = GrpcTransport(task, same_machine="off", roles=ROLES)
-    service = TaskService(task, transport, SystemClock(), lambda grace_s: None)
+    context = TaskContext(task, transport, SystemClock())
+    service = TaskService(context, lambda grace_s: None)
     try:
         yield service, transport
     finally:

@@ -18,6 +18,9 @@ from jgraph.rpc.grpc.listening import listen, stop_listening
 class HealthServer:
     """Serves ``grpc.health.v1.Health`` for one task.
 
+    Attributes:
+      port: where it listens; 0 before the start.
+
     Example:
       >>> async def main():
       ...     server = HealthServer()
@@ -31,6 +34,7 @@ class HealthServer:
     def __init__(self) -> None:
         self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs lag
         self._listening: asyncio.Task[None] | None = None
+        self.port = 0
 
     async def start(self, bind: str) -> int:
         """Listens on ``host:port`` (port 0: any) and returns the port.
@@ -42,13 +46,13 @@ class HealthServer:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         try:
-            port: int = server.add_insecure_port(bind)
+            self.port = server.add_insecure_port(bind)
         except RuntimeError as error:
             await server.stop(None)
             raise bind_error(bind) from error
         await self.set_serving(serving=False)
         self._listening = await listen(server, grace_s=None)
-        return port
+        return self.port
 
     async def set_serving(self, *, serving: bool) -> None:
         """Answers SERVING from now on, or NOT_SERVING."""

@@ -6,7 +6,6 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Final, final
 
-from jgraph.clock import Clock
 from jgraph.cluster.deadlines import CONTROL_S, bounded_s, bulk_timeout_s
 from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.loop_messages import source_info
@@ -25,7 +24,7 @@ from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.transport import Address, Frame, Transport
+from jgraph.rpc.transport import Address, Frame
 from jgraph.runtime.data.batches import ArrayReader, Reader
 from jgraph.runtime.data.sources import open_source
 from jgraph.server.gates.gates import Gates
@@ -37,6 +36,7 @@ from jgraph.server.loops.replica_loop import LoopRun
 from jgraph.server.loops.reports import LoopReports
 from jgraph.server.steps.driver import StepDriver
 from jgraph.server.steps.task_host import TaskHost
+from jgraph.server.task_context import TaskContext
 
 _KEPT: Final = 16
 
@@ -46,35 +46,26 @@ class TaskLoops:
     """Runs loops: of a replica, or of the first ps of synchronous training.
 
     Args:
-      task: the task's name.
-      transport: carries questions to who deals the data.
-      clock: time for reports.
+      context: of the task.
       shell: runs what reads data.
       driver: runs the steps of loops.
       gates: of the task.
       dealers: of the data that this task deals out.
 
     Attributes:
-      allow_sources: see ``Server``.
-      addresses: of the other tasks.
       methods: the calls about loops and data, by name.
     """
 
     def __init__(
         self,
-        task: TaskName,
-        transport: Transport,
-        clock: Clock,
+        context: TaskContext,
         shell: TaskHost,
         driver: StepDriver,
         gates: Gates,
         dealers: Dealers,
     ) -> None:
-        self.allow_sources: tuple[str, ...] = ()
-        self.addresses: Mapping[TaskName, Address] = {}
-        self._task = task
-        self._transport = transport
-        self._clock = clock
+        self._context = context
+        self._task = context.task
         self._shell = shell
         self._driver = driver
         self._gates = gates
@@ -140,7 +131,7 @@ class TaskLoops:
             raise DataError(f"{self._task} has no arrays of a data set '{body.name}'")
         order = pb.PutData(name=body.name, fields=list(reader.arrays))
         arrays = list(reader.arrays.values())
-        yield await self._transport.ask(
+        yield await self._context.transport.ask(
             self._address(TaskName(body.task)),
             "PutData",
             frame(put_data=order, tensors=arrays),
@@ -151,7 +142,8 @@ class TaskLoops:
         body = body_of(request)
         with reading("the data source"):
             spec = dict(json.loads(body.source))
-        reader = await self._shell.run(lambda: open_source(spec, self.allow_sources))
+        allowed = self._context.allow_sources
+        reader = await self._shell.run(lambda: open_source(spec, allowed))
         self._data[body.name] = reader
         yield frame(source_info=source_info(reader))
 
@@ -207,7 +199,7 @@ class TaskLoops:
     def _make_loop(self, order: pb.RunLoop) -> LoopRun | ArbiterLoop:
         if order.HasField("sync"):
             return ArbiterLoop(
-                *(order, self._driver, self._gates, self._clock),
+                *(order, self._driver, self._gates, self._context.clock),
                 self._ask_whether_there(TaskName(order.master)),
             )
         if order.data not in self._data:
@@ -216,7 +208,7 @@ class TaskLoops:
                 "restarted); call fit again to upload the data"
             )
         feed = self._feed(order, self._data[order.data])
-        return LoopRun(order, feed, self._driver, self._clock)
+        return LoopRun(order, feed, self._driver, self._context.clock)
 
     def _feed(self, order: pb.RunLoop, reader: Reader | FedReader) -> DataFeed:
         if order.data_plan:
@@ -234,15 +226,16 @@ class TaskLoops:
         # A dealer of synchronous training tells no answers that were lost apart.
         supervised = bool(order.data_run) and not order.batch_feed
         return DataFeed(
-            *(plan, reader, ask, self._shell, self._clock, feeds), supervised=supervised
+            *(plan, reader, ask, self._shell, self._context.clock, feeds),
+            supervised=supervised,
         )
 
     def _ask_whether_there(self, master: TaskName) -> AskMaster | None:
-        address = self.addresses.get(master)
+        address = self._context.addresses.get(master)
         if master == self._task or address is None:
             return None
         question = frame(empty=pb.Empty())
-        ask = self._transport.ask
+        ask = self._context.transport.ask
         return lambda: ask(address, "TaskStatus", question, timeout_s=CONTROL_S)
 
     def _ask_master(self, order: pb.RunLoop) -> Ask:
@@ -264,7 +257,7 @@ class TaskLoops:
             if dealer == self._task:
                 return await self._dealers.ask(question)
             try:
-                reply = await self._transport.ask(
+                reply = await self._context.transport.ask(
                     address,
                     "Master.AskData",
                     frame(ask_data=question),
@@ -288,13 +281,13 @@ class TaskLoops:
         Raises:
           UnknownDeviceError: the cluster of this task has no such task.
         """
-        if task not in self.addresses:
+        if task not in self._context.addresses:
             raise UnknownDeviceError(
                 f"{self._task} should call '{task}', and its cluster has no such task; "
                 "give all tasks one cluster description",
                 task=task,
             )
-        return self.addresses[task]
+        return self._context.addresses[task]
 
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)

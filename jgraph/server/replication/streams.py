@@ -15,7 +15,7 @@ from jgraph.plan.program.replay import changing
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.status import from_status, to_status
-from jgraph.rpc.transport import Frame, Transport
+from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.record_codec import record_to
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.store.change_log import Recorder, Recording
@@ -24,6 +24,7 @@ from jgraph.server.replication.follower import ChangeApplier, Follower
 from jgraph.server.replication.wal import read_log, remove_logs
 from jgraph.server.replication.wal_thread import WalThread
 from jgraph.server.steps.task_host import TaskHost
+from jgraph.server.task_context import TaskContext
 
 _LOG = logging.getLogger("jgraph.server")
 RECORDS_DIR: Final = "JGRAPH_RECORDS_DIR"
@@ -47,23 +48,20 @@ class ChangeStreams:
     """The streams of records that begin or end at a task.
 
     Args:
-      transport: to the other tasks.
+      context: of this task.
       runtime: of this task.
       shell: runs what is long.
-      directory: for logs; None: this task keeps none.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        runtime: TaskRuntime,
-        shell: TaskHost,
-        directory: Path | None,
+        self, context: TaskContext, runtime: TaskRuntime, shell: TaskHost
     ) -> None:
-        self._transport = transport
+        self._transport = context.transport
+        self._check_place = context.check_place
         self._runtime = runtime
         self._shell = shell
         # A directory of our own: files that are not needed any more are deleted there.
+        directory = context.records_dir
         self._directory = None if directory is None else directory / _OWN
         self._loop = asyncio.get_running_loop()
         self._sources: dict[str, _Source] = {}
@@ -100,7 +98,7 @@ class ChangeStreams:
             *(self._logs(), stream, order.container, self._runtime.store),
             soon=self._loop.call_soon_threadsafe,
             base=_BASE,
-            check_place=self._shell.check_place,
+            check_place=self._check_place,
         )
         return _Source(log.recorder, backup, log)
 

@@ -32,7 +32,7 @@ class WalThread:
       store: where these are.
       soon: calls a function on the task's event loop.
       base: what waits for the first values, as a step.
-      check_place: see ``TaskHost``.
+      check_place: see ``TaskContext``.
     """
 
     def __init__(

@@ -11,13 +11,12 @@ from typing import Any, TypeVar, final
 import numpy as np
 
 from jgraph import _compat
-from jgraph.clock import Clock
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
-from jgraph.rpc.transport import Transport
 from jgraph.runtime.cost import Cost, available_cores, runs_at_once
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.server.task_context import TaskContext
 
 T = TypeVar("T")
 
@@ -35,21 +34,18 @@ class TaskHost:
     Attributes:
       orders: to begin a step, for tasks that values of it go to at once: they travel
         with these, as a frame costs more than what is in it.
-      check_place: called in threads before they write to files: refuses if another
-        process has the place of this one.
       computes_at_once: whether the event loop's thread computes now.
     """
 
-    def __init__(self, transport: Transport, clock: Clock) -> None:
-        self._transport = transport
-        self._clock = clock
+    def __init__(self, context: TaskContext) -> None:
+        self._transport = context.transport
+        self._clock = context.clock
         self._loop = asyncio.get_running_loop()
         self._hand_over = Cost()
         self._counting = threading.Lock()
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._cores = available_cores()
         self.orders: dict[tuple[TaskName, StepKey], pb.StartStep] = {}
-        self.check_place: Callable[[], None] = lambda: None
         self.computes_at_once = False
         self._pool = ThreadPoolExecutor(
             max_workers=4 + self._cores, thread_name_prefix="jgraph-work"

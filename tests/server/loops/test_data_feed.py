@@ -13,6 +13,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data.batches import ArrayReader, Field
 from jgraph.server.loops.data_feed import DataFeed, NumberedBatch, deal_alone
 from jgraph.server.steps.task_host import TaskHost
+from jgraph.server.task_context import TaskContext
 from jgraph.testing.in_process_transport import InProcessNetwork
 from tests.support.run_async import run_async
 
@@ -47,8 +48,9 @@ def test_next_batches_are_read_while_a_step_computes_and_never_more_than_two() -
         reader = WatchedReader(tell)
         plan = SlotPlan(reader.parts, 1, seed=0)
         dispatch = Dispatch(plan, budget=BATCHES, workers=1)
-        transport = InProcessNetwork().transport(TaskName("/job:worker/task:0"))
-        shell, clock = TaskHost(transport, SystemClock()), SystemClock()
+        task = TaskName("/job:worker/task:0")
+        transport, clock = InProcessNetwork().transport(task), SystemClock()
+        shell = TaskHost(TaskContext(task, transport, clock))
         feed = DataFeed(plan, reader, deal_alone(dispatch), shell, clock)
 
         async def take() -> bool:
