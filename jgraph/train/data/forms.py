@@ -53,7 +53,7 @@ class Element:
     finite: bool
 
     def arrays(self, element: Any, number: int) -> list[Array]:
-        """Returns the fields of an element; of a batch the examples may be fewer.
+        """Returns copies of the fields; of a batch the examples may be fewer.
 
         Raises:
           DataError: another structure, type or shape than that of the first one.
@@ -82,7 +82,8 @@ class Element:
                 f"the fields of element {number} of {self.name} have different "
                 "lengths; all must have the same length along axis 0"
             )
-        return arrays
+        # The owner may put the next element into the same memory.
+        return [array.copy() for array in arrays]
 
 
 def first_element(
@@ -254,9 +255,9 @@ class Indexed:
     def _many(self, rows: Sequence[int]) -> list[list[Array]]:
         fetch = getattr(self._given, "__getitems__", None)  # of torch and datasets
         with _told(self.element.name):
-            elements = fetch([*rows]) if fetch else [self._given[row] for row in rows]
-        pairs = zip(elements, rows, strict=True)
-        return [self.element.arrays(element, row) for element, row in pairs]
+            elements = fetch([*rows]) if fetch else (self._given[row] for row in rows)
+            pairs = zip(elements, rows, strict=True)
+            return [self.element.arrays(element, row) for element, row in pairs]
 
     def _arrays(self, row: int) -> list[Array]:
         return self._many([row])[0]

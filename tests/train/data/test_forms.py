@@ -210,6 +210,62 @@ def test_iterable_is_read_ahead_a_few_batches_and_no_more() -> None:
     assert taken(data.fed, 6) == [4 * n for n in range(10, 16)]
 
 
+class OneBuffer:
+    """Fills the same memory for each element, as a loader may that saves memory.
+
+    Args:
+      shape: of ``x`` in an element: of a batch, or of an example.
+      count: elements.
+    """
+
+    def __init__(self, shape: tuple[int, ...], count: int = 8) -> None:
+        self._x, self._count = np.empty(shape, np.float32), count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        self._x[...] = row
+        return self._x, np.full(self._x.shape[:-1], row, np.int32)
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        return (self[row] for row in range(self._count))
+
+
+class OneBufferOfKeras(OneBuffer):
+    """As a ``keras.utils.Sequence``: its elements are batches."""
+
+    def on_epoch_end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("batches_by_itself", [True, False])
+@pytest.mark.parametrize("form", ["by number", "iterator", "function", "evaluated"])
+def test_elements_may_come_in_the_same_memory(
+    form: str, batches_by_itself: bool
+) -> None:
+    shape = (4, 2) if batches_by_itself else (2,)
+    given: Any = (OneBufferOfKeras if batches_by_itself else OneBuffer)(shape)
+    if form == "iterator":
+        given = given.batches()
+    elif form == "function":
+        given = given.batches
+    data = as_dataset(given, batch_size=None if batches_by_itself else 4)
+    if form == "evaluated":
+        found = [*data.fed.once(4)]  # type: ignore[union-attr]
+    else:
+        plan = data.plan(4, seed=0)
+        size, reader = plan.batch_size, data.reader()
+        with data.reading():
+            found = [
+                [*reader.read(0, plan.rows(0, 0)[n * size :][:size]).values()]
+                for n in range(2)
+            ]
+    assert len(found) >= 2
+    for x, y in found:
+        assert x[:, 0].tolist() == y.tolist()
+
+
 def test_one_pass_for_an_evaluation_has_every_example_once() -> None:
     for given in (Loader(), Loader, batches(3, last=2), [*batches(3, last=2)]):
         data = as_dataset(given)
