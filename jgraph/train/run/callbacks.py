@@ -108,7 +108,7 @@ class EarlyStopping:
         data. It is kept in this process, which evaluates then.
 
     Attributes:
-      best: the best value so far; None before the first.
+      best: the best value of the run so far; None before the first, and NaN is none.
       best_step: updates of the model that had it.
 
     Raises:
@@ -137,13 +137,20 @@ class EarlyStopping:
                 "is a metric of the training; give 'eval_loss'"
             )
         self.restore_best = restore_best
-        self._copy: Copy | None = None
-        self.best: float | None = None
-        self.best_step = 0
+        self._forget()
         self._metric = metric
         self._patience = patience
         self._min_delta = min_delta
         self._sign = -1.0 if higher_is_better else 1.0
+
+    def begin(self, run: Run) -> None:
+        """Forgets what was the best in a run before."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._copy: Copy | None = None
+        self.best: float | None = None
+        self.best_step = 0
         self._waited = 0
 
     def __call__(self, run: Run, report: Report) -> None:
@@ -157,7 +164,8 @@ class EarlyStopping:
                 f"{', '.join(found)}"
             )
         value = found[self._metric]
-        if self.best is None or self._sign * (self.best - value) > self._min_delta:
+        best = self._sign * math.inf if self.best is None else self.best
+        if self._sign * (best - value) > self._min_delta:
             evaluated = self._metric.startswith("eval_")
             self.best, self._waited = value, 0
             self._copy = report.copy if self.restore_best else None

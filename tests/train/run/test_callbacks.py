@@ -1,5 +1,6 @@
 """What callbacks of ours do with a run."""
 
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,23 @@ def test_reports_without_an_evaluation_are_not_waited_for() -> None:
 def test_a_better_value_by_less_than_min_delta_is_none() -> None:
     stopping = EarlyStopping("loss", patience=2, min_delta=0.3)
     assert fed(stopping, *map(report, range(1, 9))) == 4
+
+
+def test_any_value_is_better_than_nan() -> None:
+    stopping = EarlyStopping(patience=2)
+    values = (math.nan, 3.0, math.nan, 2.0, 1.0)
+    assert fed(stopping, *(report(n, loss=v) for n, v in enumerate(values, 1))) is None
+    assert (stopping.best, stopping.best_step) == (1.0, 5)
+
+
+def test_each_run_has_a_best_value_of_its_own() -> None:
+    stopping = EarlyStopping(patience=1)
+    options = {"eval_data": data(), "eval_every": 5, "batch_size": BATCH}
+    best: list[float] = []
+    for lr in (0.1, 1e-4):  # the second learns hardly anything
+        assert fit(stopping, lr=lr, steps=20, **options).steps == 20
+        best.append(stopping.best or 0.0)
+    assert best[1] > best[0]
 
 
 def test_early_stopping_ends_a_run_that_learns_nothing_more() -> None:
