@@ -28,7 +28,7 @@ from flax import nnx
 import jgraph as jg
 from benchmarks import measure
 from jgraph.runtime.files.step_files import steps_in
-from jgraph.train.strategies.durability import Durability
+from jgraph.train.state.durability import Durability
 
 MASTER, WORKER, PS = "/job:worker/task:0", "/job:worker/task:1", "/job:ps/task:1"
 LOSSES: dict[str, tuple[str, Durability]] = {

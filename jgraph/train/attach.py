@@ -29,11 +29,10 @@ from jgraph.train.parts import TrainerBuild, TrainerConfig
 from jgraph.train.run.history import History
 from jgraph.train.run.run import Result, Run
 from jgraph.train.run.watch import Watch
+from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk
 from jgraph.train.state.size_limits import KEPT_BYTES
-from jgraph.train.strategies.async_runner import AsyncRunner
 from jgraph.train.strategies.strategies import Strategy
-from jgraph.train.strategies.sync_runner import SyncRunner
 
 _LOG = logging.getLogger("jgraph.run")
 _A_WEEK_S: Final = 7 * 86400.0
@@ -69,7 +68,7 @@ def attach(
     assert cluster is not None  # checked
     info = find_run(cluster, name)
     try:
-        runner = parts.adopt(info.container, position_of(cluster, info))
+        state = parts.adopt(info.container, position_of(cluster, info))
     except UninitializedError as error:
         where = info.checkpoints
         where = where and f", from its checkpoint: trainer.restore('{where}')"
@@ -80,7 +79,7 @@ def attach(
         ) from error
     history, stop = History(info.first_step), threading.Event()
     run = Run(result, history, stop)
-    AttachedRun(cluster, info, run, history, runner, stop, given.clock).start()
+    AttachedRun(cluster, info, run, history, state, stop, given.clock).start()
     return run
 
 
@@ -94,7 +93,7 @@ class AttachedRun:
       info: which run; at its newest master.
       run: the user's handle.
       history: where measurements go.
-      runner: has its variables.
+      state: its variables.
       stop: set from another thread: ask it to stop.
       clock: measures rates.
     """
@@ -103,7 +102,7 @@ class AttachedRun:
     info: RunInfo
     run: Run
     history: History
-    runner: AsyncRunner | SyncRunner
+    state: RemoteState
     stop: threading.Event
     clock: Clock
 
@@ -119,11 +118,11 @@ class AttachedRun:
         try:
             for chunk in self._chunks():
                 self.run.report(watch.take(chunk))
-            if self.runner.nbytes() <= KEPT_BYTES:
-                values = self.runner.values()
-            self.history.ended(self.runner.global_step())
+            if self.state.nbytes() <= KEPT_BYTES:
+                values = self.state.values()
+            self.history.ended(self.state.global_step())
             position = position_of(self.cluster, self.info)
-            self.runner.adopt(position)  # where to go on
+            self.state.adopt(position)  # where to go on
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
         done = "done" if self.history.steps >= self.info.steps else "stopped"

@@ -139,7 +139,7 @@ class Attempts:
         dataset, evaluated = self._opened
         self._parts.carry_over()
         made = self._parts.prepare(dataset, self._batch_size)
-        self._total = made[1].global_step() + self._steps(dataset)
+        self._total = made[1].state.global_step() + self._steps(dataset)
         return self._attempt(made, dataset, evaluated)
 
     def _steps(self, dataset: Dataset) -> int:
@@ -223,13 +223,13 @@ class Attempts:
             checkpoint.check_names(step.names)
         if wanted.detached and wanted.checkpoint is not None:
             check_remote_saving(wanted.checkpoint, step)
-        first = runner.global_step()
+        first = runner.state.global_step()
 
         def take(taken: Callable[[], None] | None = None) -> Snapshot:
             # The position first: what is trained meanwhile comes again, none is left
             # out.
             position = runner.position()
-            kept = runner.keep(taken)
+            kept = runner.state.keep(taken)
             tree = step.unflatten(kept.values)
             step_now = int(tree["global_step"])
             return Snapshot(step_now, tree, position, kept.release, kept.is_live)
@@ -279,7 +279,7 @@ def fill_from(made: Built, path: Path, *, check_first: bool = True) -> Imported 
     if not is_ours(path) and not our_steps(path) and (other := find(path)):
         return _take_from(made, other)
     step, runner, _ = made
-    like = step.unflatten(runner.places())
+    like = step.unflatten(runner.state.places())
     growing = [name for table in step.tables for name in table.names]
 
     def read(path: Path) -> tuple[Tree, Position]:
@@ -287,7 +287,7 @@ def fill_from(made: Built, path: Path, *, check_first: bool = True) -> Imported 
         return tree, checkpoint.restore_position(path)
 
     tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]
-    runner.load(jax.tree.leaves(tree), where)
+    runner.state.load(jax.tree.leaves(tree), where)
     return None
 
 
@@ -301,9 +301,9 @@ def _take_from(made: Built, path: Path) -> Imported:
         from_plain(found[variable.name], variable.spec.aval)
         if variable.name in found
         else value
-        for variable, value in zip(step.variables, runner.values(), strict=True)
+        for variable, value in zip(step.variables, runner.state.values(), strict=True)
     ]
-    runner.load(values)
+    runner.state.load(values)
     log = _LOG.warning if imported.missing else _LOG.info
     log("restored a checkpoint of another program:\n%s", imported)
     return imported
@@ -323,7 +323,7 @@ def save_to(
       CheckpointError: the directory exists, or cannot be written.
     """
     step, runner, _ = made
-    kept = runner.keep() if values is None else RunSnapshot(values)
+    kept = runner.state.keep() if values is None else RunSnapshot(values)
     try:
         tree = step.unflatten(kept.values)
         with show_wait(f"saving {path}"):

@@ -122,7 +122,7 @@ class Fit:
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = error or caught
         finally:
-            runner.let_go()
+            runner.state.let_go()
             release()
         done = "done" if max(told, self.history.steps) >= total else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
@@ -148,10 +148,10 @@ class Fit:
     def _ended(self, runner: Runner) -> _End:
         """Reads what a run has come to."""
         # A large model is not moved unasked.
-        values = runner.values() if runner.nbytes() <= KEPT_BYTES else None
-        self.history.ended(runner.global_step())
+        values = runner.state.values() if runner.state.nbytes() <= KEPT_BYTES else None
+        self.history.ended(runner.state.global_step())
         self.history.staleness = runner.staleness()
-        self.history.events = runner.events()
+        self.history.events = runner.state.events()
         return values, runner.position()
 
     def _failure(self, attempt: Attempt, total: int, began: float) -> JGError | None:
@@ -163,7 +163,7 @@ class Fit:
                 # To go on from once that batch is taken out; what is told is the batch.
                 with contextlib.suppress(CheckpointWriterError):
                     self.saving.save()
-            attempt.runner.let_go()
+            attempt.runner.state.let_go()
             if self.recover is not None:
                 return error
             if isinstance(error, TaskLeavingError):
@@ -188,7 +188,7 @@ class Fit:
 
     def _follow(self, attempt: Attempt, total: int, began: float) -> None:
         if attempt.evaluations is not None and attempt.evaluations.are_here:
-            attempt.runner.check_model()  # rather than after the training
+            attempt.runner.state.check_model()  # rather than after the training
         ask = attempt.runner.staleness if self.workers else None
         watch = Watch(
             self.history,
@@ -197,7 +197,7 @@ class Fit:
             self.clock,
             evaluations=attempt.evaluations,
             every=None if attempt.order.evaluates_halted else attempt.order.eval_every,
-            events=attempt.runner.events,
+            events=attempt.runner.state.events,
             standings=Standings(self.workers, ask),
             began=began,
         )
@@ -205,7 +205,7 @@ class Fit:
             self._train(attempt, watch)
         if attempt.evaluations is not None:
             self.display.say("evaluating")
-        report = watch.finish(attempt.runner.global_step)
+        report = watch.finish(attempt.runner.state.global_step)
         if report is not None:
             self._tell(report)
         if self.saving is not None:
@@ -255,7 +255,7 @@ class Fit:
                 saving.save_halted(go_on)
             return last
         try:
-            step = attempt.runner.global_step()
+            step = attempt.runner.state.global_step()
         except ClusterError:
             return last  # the run finds out by itself what was lost
 

@@ -24,9 +24,9 @@ from jgraph.train.model.stateful_metrics import StatefulMetrics
 from jgraph.train.model.trees import Tree
 from jgraph.train.state.holdings import ClusterResources
 from jgraph.train.state.placement import new_container
+from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Position, Runner
 from jgraph.train.step.train_step import TrainStep
-from jgraph.train.strategies.async_runner import AsyncRunner
 from jgraph.train.strategies.local import Local
 from jgraph.train.strategies.strategies import (
     Strategy,
@@ -34,7 +34,6 @@ from jgraph.train.strategies.strategies import (
     gradient_dtype_of,
     make_runner,
 )
-from jgraph.train.strategies.sync_runner import SyncRunner
 from jgraph.train.tables.row_step import Sparse
 
 Built: TypeAlias = tuple[TrainStep, Runner, Evaluator]
@@ -147,7 +146,7 @@ class TrainerBuild:
     def _take(self, made: Built, evaluator_task: EvaluatorTask | None) -> None:
         self._made, self.evaluator_task = made, evaluator_task
         beside = () if evaluator_task is None else (evaluator_task.close,)
-        self.holdings.hold(*beside, made[1].close)
+        self.holdings.hold(*beside, made[1].state.close)
         if self._given.cluster is not None:
             self._known = incarnations_of(self._given.cluster)
 
@@ -168,7 +167,7 @@ class TrainerBuild:
             return
         old = self.made()[1]
         try:
-            values, position = old.values(), old.position()
+            values, position = old.state.values(), old.position()
         except JGError as error:
             who = ", ".join(restarted)
             raise TaskLostError(
@@ -177,7 +176,7 @@ class TrainerBuild:
                 "checkpoint with trainer.restore(…), or make a new jg.Trainer(…)",
                 tasks=restarted,
             ) from error
-        self.renew(lambda made: made[1].load(values, position))
+        self.renew(lambda made: made[1].state.load(values, position))
 
     def remake(self, dataset: Dataset, batch_size: int) -> Rebuilt:
         """Makes all anew for ``renew``, traced and planned; asks no task."""
@@ -229,8 +228,8 @@ class TrainerBuild:
         self.trained_on = dataset or self.trained_on
         return made
 
-    def adopt(self, container: str, position: Position) -> AsyncRunner | SyncRunner:
-        """Makes the parts of a run that another client began; returns their runner.
+    def adopt(self, container: str, position: Position) -> RemoteState:
+        """Makes the parts of a run that another client began; returns its state.
 
         Raises:
           ConfigError: they were made already, or need data to be made.
@@ -240,12 +239,12 @@ class TrainerBuild:
                 "this Trainer has variables of its own; attach with a new jg.Trainer(…)"
             )
         made, evaluator_task = self._make(None, container)
-        runner = made[1]
-        assert isinstance(runner, AsyncRunner | SyncRunner)  # who asks has checked
-        runner.adopt(position)
+        state = made[1].state
+        assert isinstance(state, RemoteState)  # who asks has checked
+        state.adopt(position)
         self._take(made, evaluator_task)
         self.holdings.let_go()  # it belongs to its master
-        return runner
+        return state
 
     def _drop(self, made: Built | None, evaluator_task: EvaluatorTask | None) -> None:
         # Of a task that is gone nothing is left to drop, nor of a closed client.
@@ -253,7 +252,7 @@ class TrainerBuild:
             if evaluator_task is not None:
                 evaluator_task.close()
             if made is not None:
-                made[1].close()
+                made[1].state.close()
 
     def check_alike(self, dataset: Dataset) -> None:
         """Refuses data of another kind than that which was trained on.

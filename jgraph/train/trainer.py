@@ -329,7 +329,7 @@ class Trainer:
         data = as_dataset(x, "x")
         step, runner, evaluator = self._made(data)
         with show_wait("predicting"):
-            tree = step.unflatten(runner.values(model_only=True))
+            tree = step.unflatten(runner.state.values(model_only=True))
             return evaluator.predict(tree, data, batch_size, fn, self._parts.trained_on)
 
     @short_traceback

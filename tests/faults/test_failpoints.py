@@ -6,8 +6,8 @@ from typing import Final
 import pytest
 
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
+from jgraph.train.state.durability import Durability
 from jgraph.train.strategies.async_runner import AsyncPS
-from jgraph.train.strategies.durability import Durability
 from jgraph.train.strategies.sync_runner import SyncPS
 from tests.support.counting import BATCH, IDS, Ledger, check_together, trainer
 from tests.support.fault import Fault

@@ -16,8 +16,8 @@ from jgraph.errors import CopyLostError
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.state.durability import Durability
 from jgraph.train.strategies.async_runner import AsyncPS
-from jgraph.train.strategies.durability import Durability
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.support.counting import (

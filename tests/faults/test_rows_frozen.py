@@ -27,8 +27,8 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.security.token import NAME, TOKEN_FILE, Token
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.run import Run
+from jgraph.train.state.durability import Durability
 from jgraph.train.strategies.async_runner import AsyncPS
-from jgraph.train.strategies.durability import Durability
 from tests.support.counting import (
     BATCH,
     IDS,

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from jgraph.train.strategies.durability import Durability
+from jgraph.train.state.durability import Durability
 from tests.support.simulation.faulty_run import FIRST, REJOIN_S, RUNS, check_each
 from tests.support.simulation.leader import Leader
 from tests.support.simulation.sync_world import SyncWorld

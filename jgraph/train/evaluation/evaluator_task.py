@@ -22,12 +22,11 @@ from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.cluster.loop_messages import LoopRequest
 from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.errors import ClusterError
-from jgraph.graph.device import DeviceSpec, device
+from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.placement.spread import nbytes_of
-from jgraph.plan.plan import plan
 from jgraph.plan.program.program import Program
 from jgraph.train.data.data import Data, Dataset, as_dataset, check_alike
 from jgraph.train.data.forms import Stream
@@ -36,6 +35,7 @@ from jgraph.train.evaluation.evaluate import check_metrics, weighted
 from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
 from jgraph.train.model.adapters import Metric
 from jgraph.train.model.metrics import named_metrics
+from jgraph.train.state.placement import plan_on
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.tables.row_step import RowStep, Sparse
 from jgraph.train.tables.row_tables import RowTables, find_row_tables
@@ -184,13 +184,7 @@ class EvaluatorTask:
         avals = [v.aval for v in graph.jaxpr.outvars]
         names = self._step.metric_names(graph)
         check_metrics(dict(zip(names, avals, strict=True)))
-        planned = plan(
-            graph,
-            tasks=self._cluster.tasks(),
-            driver=self._task,
-            default=DeviceSpec.from_string(self._task),
-            platforms=self._cluster.platforms,
-        )
+        planned = plan_on(self._cluster, graph, self._task)
         feeds = tuple(feed.name for feed in graph.feeds[:fields])
         return _Prepared(planned.program, feeds, names, copied)
 

@@ -1,4 +1,4 @@
-"""Placement of a Trainer's variables over the ps, and the names of containers."""
+"""Placement of a Trainer's variables and steps on tasks, and names of containers."""
 
 import secrets
 from collections.abc import Mapping
@@ -6,8 +6,11 @@ from typing import final
 
 from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
+from jgraph.graph.device import DeviceSpec
+from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.plan.placement.spread import PlacementFunction, spread
+from jgraph.plan.plan import Plan, plan
 
 
 @final
@@ -37,6 +40,17 @@ class Placement:
     def place(self, sizes: Mapping[str, int]) -> dict[str, TaskName]:
         """Returns the task of each group, given its bytes."""
         return spread(sizes, self._tasks, self._placement)
+
+
+def plan_on(cluster: Cluster, graph: Graph, driver: TaskName) -> Plan:
+    """Returns what goes where; all that is not placed goes to the driver."""
+    return plan(
+        graph,
+        tasks=cluster.tasks(),
+        driver=driver,
+        default=DeviceSpec.from_string(driver),
+        platforms=cluster.platforms,
+    )
 
 
 def new_container() -> str:

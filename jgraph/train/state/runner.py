@@ -120,14 +120,8 @@ def position_in(plan: SlotPlan, position: Position, steps: int) -> dict[str, Any
     return Dispatch(plan, budget=0, workers=1, skip=steps, position=position).state()
 
 
-class Runner(Protocol):
-    """Holds the state of a training run and performs its steps."""
-
-    def prepare(self, dataset: Dataset, batch_size: int) -> None:
-        """Traces, plans and compiles for batches of this data, once per shape."""
-
-    def run(self, order: Order) -> Generator[Chunk, None, None]:
-        """Performs the steps; yields what was done until all is done or stopped."""
+class RunState(Protocol):
+    """The variables of a training run, wherever they are."""
 
     def global_step(self) -> int:
         """Returns the number of updates applied so far."""
@@ -166,9 +160,6 @@ class Runner(Protocol):
     def check_model(self) -> None:
         """Raises ``TooLargeError`` for a model that is too large to come here."""
 
-    def position(self) -> Position:
-        """Returns where in the data the training is."""
-
     def load(self, values: Sequence[Any], position: Position = None) -> None:
         """Replaces the value of every variable, and the position in the data.
 
@@ -176,6 +167,32 @@ class Runner(Protocol):
 
         Without a position it is that of training from the beginning for as many steps.
         """
+
+    def events(self) -> Events:
+        """Returns what happened in each shard of each hash table so far."""
+
+    def let_go(self) -> None:
+        """Lets tasks end that were told to; they wait until a run has been read."""
+
+    def close(self) -> None:
+        """Drops the state, wherever it is held."""
+
+
+class Runner(Protocol):
+    """Performs the steps of a training run."""
+
+    @property
+    def state(self) -> RunState:
+        """What the steps change."""
+
+    def prepare(self, dataset: Dataset, batch_size: int) -> None:
+        """Traces, plans and compiles for batches of this data, once per shape."""
+
+    def run(self, order: Order) -> Generator[Chunk, None, None]:
+        """Performs the steps; yields what was done until all is done or stopped."""
+
+    def position(self) -> Position:
+        """Returns where in the data the training is."""
 
     def inherit(self, old: Any) -> None:
         """Takes over what a runner of the same kind, model and strategy has last.
@@ -187,21 +204,8 @@ class Runner(Protocol):
     def staleness(self) -> Staleness:
         """Returns how old the gradients of the last run were."""
 
-    def events(self) -> Events:
-        """Returns what happened in each shard of each hash table so far."""
-
     def plan(self) -> Any:
         """Returns what goes where; prints and shows itself in a notebook."""
-
-    def let_go(self) -> None:
-        """Lets tasks end that were told to; they wait until a run has been read."""
-
-    def close(self) -> None:
-        """Drops the state, wherever it is held."""
-
-    @property
-    def replicas(self) -> int:
-        """How many replicas share the data."""
 
 
 def stack(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> dict[str, Array]:

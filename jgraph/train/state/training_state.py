@@ -34,12 +34,12 @@ class TrainingState:
 
     def current_values(self) -> Sequence[Any]:
         """Returns the value of every variable now."""
-        return self._parts.made()[1].values()
+        return self._parts.made()[1].state.values()
 
     def model_of(self, values: Sequence[Any] | None) -> Any:
         """See ``Result.model_of``."""
         step, runner, _ = self._parts.made()
-        values = runner.values(model_only=True) if values is None else values
+        values = runner.state.values(model_only=True) if values is None else values
         tree = step.unflatten(values)
         return step.adapter.model(tree["params"], tree["state"])
 
@@ -49,7 +49,7 @@ class TrainingState:
 
     def current_events(self) -> Events:
         """See ``Result.current_events``."""
-        return self._parts.made()[1].events()
+        return self._parts.made()[1].state.events()
 
     def current_position(self) -> Position:
         """See ``Result.current_position``."""
@@ -109,7 +109,7 @@ class TrainingState:
             position = runner.position() if whole else None
             if values is None:
                 halted = go_on is not None
-                values = runner.values(model_only=not whole, halted=halted)
+                values = runner.state.values(model_only=not whole, halted=halted)
             if go_on is not None and not go_on():
                 raise DeadlineError("the run went on while it was to be copied")
             tree = step.unflatten(values)
@@ -119,4 +119,4 @@ class TrainingState:
 
     def load_values(self, values: Sequence[Any], position: Position) -> None:
         """See ``Result.load_values``."""
-        self._parts.made()[1].load(values, position)
+        self._parts.made()[1].state.load(values, position)

@@ -1,13 +1,11 @@
 """Training in this process: the whole step is one XLA program, state stays in place."""
 
-import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jgraph.clock import Clock, SystemClock
@@ -15,10 +13,9 @@ from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch, Progressed
 from jgraph.graph.graph import Graph, eval_graph
 from jgraph.runtime.data.batches import LeasedBatches
 from jgraph.train.data.data import Batch, Dataset
-from jgraph.train.state.remote_arrays import RunSnapshot
+from jgraph.train.state.local_state import LocalState
 from jgraph.train.state.runner import (
     Chunk,
-    Events,
     Order,
     Position,
     Staleness,
@@ -62,20 +59,14 @@ class _Compiled:
 class LocalRunner:
     """Runs the graph of a step as one jitted function with donated variables."""
 
-    replicas = 1
-
     def __init__(self, step: TrainStep, clock: Clock | None = None) -> None:
         self._step = step
         self._clock = clock or SystemClock()
+        self.state = LocalState(step)
         self._compiled: dict[Any, _Compiled] = {}
         self._last: _Compiled | None = None
-        # Held while buffers change hands: users may look at a run from any thread.
-        self._lock = threading.Lock()
-        self._values: list[Any] = []
-        self._position: Position = None
         self._dispatch: Dispatch | None = None
         self._first = 0  # updates applied before the run
-        self.load(step.initial_values)
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
@@ -91,7 +82,7 @@ class LocalRunner:
             # Ahead of time: errors, and JAX's settings, are those of the caller's
             # thread, whichever thread runs the steps.
             jitted = jax.jit(step, donate_argnums=0)
-            lowered = jitted.lower(self._values, *(f.aval for f in graph.feeds))
+            lowered = jitted.lower(self.state.held, *(f.aval for f in graph.feeds))
             checks = checks_of(self._step, graph, batch)
             self._compiled[key] = _Compiled(graph, names, lowered.compile(), checks)
         self._last = self._compiled[key]
@@ -100,9 +91,17 @@ class LocalRunner:
         """See ``Runner.run``."""
         self.prepare(order.dataset, order.batch_size)
         assert self._last is not None
-        compiled, now = self._last, self._clock.now
-        self._first = first = self.global_step()
-        dispatch = self._deal_from(order, first)
+        self._first = self.state.global_step()
+        dispatch = self._deal_from(order, self._first)
+        try:
+            yield from self._steps(order, self._last, dispatch)
+        finally:
+            self.state.position, self._dispatch = dispatch.state(), None
+
+    def _steps(
+        self, order: Order, compiled: _Compiled, dispatch: Dispatch
+    ) -> Generator[Chunk, None, None]:
+        first, now = self._first, self._clock.now
         batches = self._batches(order, dispatch)
         began = reported = now()
         gathering = 0.0
@@ -184,76 +183,28 @@ class LocalRunner:
 
     def _one(self, compiled: _Compiled, batch: Batch, number: int) -> list[Any]:
         feeds = jax.tree.leaves(batch)
-        with self._lock:
-            out, self._values = compiled.step(
-                self._values, *feeds, np.int32(number), np.int32(0)
+        with self.state.lock:
+            out, self.state.held = compiled.step(
+                self.state.held, *feeds, np.int32(number), np.int32(0)
             )
         return out
 
-    def global_step(self) -> int:
-        """See ``Runner.global_step``."""
-        with self._lock:
-            return int(self._step.unflatten(self._values)["global_step"])
-
-    def values(
-        self, *, model_only: bool = False, halted: bool = False
-    ) -> Sequence[Any]:
-        """See ``Runner.values``; copies, because a later step reuses the buffers."""
-        with self._lock:
-            return [
-                None
-                if model_only and name.startswith("opt/")
-                else jnp.array(value, copy=True)
-                for name, value in zip(self._step.names, self._values, strict=True)
-            ]
-
-    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
-        """See ``Runner.keep``; here are no tasks."""
-        return RunSnapshot(self.values())
-
-    def places(self) -> Sequence[Any]:
-        """See ``Runner.places``; here are no tasks."""
-        return self._step.initial_values
-
-    def nbytes(self) -> int:
-        """See ``Runner.nbytes``; they are here."""
-        return 0
-
-    def check_model(self) -> None:
-        """See ``Runner.check_model``."""
-
     def position(self) -> Position:
         """See ``Runner.position``."""
-        return self._position if self._dispatch is None else self._dispatch.state()
-
-    def load(self, values: Sequence[Any], position: Position = None) -> None:
-        """See ``Runner.load``."""
-        # The step donates them: the caller's own arrays must stay alive.
-        with self._lock:
-            self._values = [jnp.array(v, copy=True) for v in values]
-            self._position, self._dispatch = position, None
+        dispatch = self._dispatch
+        return self.state.position if dispatch is None else dispatch.state()
 
     def inherit(self, old: "LocalRunner") -> None:
         """See ``Runner.inherit``."""
-        self.load(old.values(), old.position())
+        self.state.load(old.state.values(), old.position())
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values
 
-    def events(self) -> Events:
-        """See ``Runner.events``: here are no hash tables."""
-        return ()
-
     def plan(self) -> Any:
         """Returns the graph of the step: all of it runs here."""
         return None if self._last is None else self._last.graph
-
-    def let_go(self) -> None:
-        """See ``Runner.let_go``: here are no tasks."""
-
-    def close(self) -> None:
-        """See ``Runner.close``; there is nothing to give back."""
 
 
 def _chunk(

@@ -1,104 +1,97 @@
 """Messages about a run and its data, from a Trainer to the master."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.values import assign_initial, in_pieces
 from jgraph.cluster.loop_messages import DealtData, Detached
-from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.plan.plan import plan
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import encode_program
-from jgraph.train.state.runner import Order, Position, position_in
+from jgraph.train.checkpoint.remote_saver import saves_order
+from jgraph.train.state.placement import plan_on
+from jgraph.train.state.remote_state import RemoteState
+from jgraph.train.state.runner import Order, position_in
+from jgraph.train.strategies.prepared import Prepared
 
 
 def dealt_data(
-    order: Order,
-    position: Position,
-    done: Sequence[int],
-    updates: Callable[[], int],
-    detached: Detached | None,
-    halt_s: float,
+    state: RemoteState, order: Order, detached: Detached | None
 ) -> DealtData:
     """Returns what is dealt out.
 
     Args:
+      state: what is trained; it says where in the data to begin.
       order: what to train.
-      position: where in the data to begin.
-      done: steps so far, by worker.
-      updates: says how many updates are applied to the model.
       detached: what the master is told of a run that outlives its client.
-      halt_s: how long workers stand still at most while the run is saved.
     """
     plan = order.dataset.plan(order.batch_size, order.seed)
     return DealtData(
         plan,
         order.steps,
-        len(done),
-        position_in(plan, position, sum(done)),
-        updates=updates,
+        len(state.done),
+        position_in(plan, state.position, sum(state.done)),
+        updates=state.global_step,
         wait_s=order.wait_s,
         stop=order.stop,
         detached=detached,
-        first=updates(),
+        first=state.global_step(),
         halt_every=order.halts,
-        halt_s=halt_s,
+        halt_s=state.halt_s,
     )
 
 
-def run_info(
-    order: Order,
-    first: int,
-    container: str,
-    names: Sequence[str],
-    *,
-    sync: bool,
-    saves: pb.RunSaves | None,
-    copies: pb.RunCopies | None,
-    programs: Sequence[Frame],
-    gate: pb.OpenGate | None,
-) -> Detached:
-    """Returns what the master is told of a detached run; see ``RunInfo``.
+def detached_run(
+    state: RemoteState, order: Order, prepared: Prepared, gate: pb.OpenGate | None
+) -> Detached | None:
+    """Returns what the master is told of a detached run; None: it is not.
 
     Args:
+      state: what is trained.
       order: what to train.
-      first: updates before it.
-      container: of the variables.
-      names: of the metrics of a step.
-      sync: training is synchronous.
-      saves: what the master saves.
-      copies: what is kept of the ps; None: nothing.
-      programs: see ``restart_programs``.
-      gate: of asynchronous training.
+      prepared: the step, registered.
+      gate: of asynchronous training; None: it is synchronous.
     """
+    if not order.detached:
+        return None
+    cluster, saves = state.cluster, None
+    each = prepared.programs(cluster.tasks("worker"))
+    programs = dict(zip(prepared.handles, each, strict=True))
+    if order.saves is not None:
+        saves, program = saves_order(state.step, state.session, cluster, order.saves)
+        programs[saves.snapshot] = program
+    first = state.global_step()
     about = {
         "first_step": first,
         "steps": first + order.steps,
         "batch_size": order.batch_size,
-        "metrics": list(names),
-        "container": container,
-        "synchronous": sync,
+        "metrics": list(prepared.names),
+        "container": state.step.container,
+        "synchronous": gate is None,
         "checkpoints": "" if saves is None else saves.directory,
     }
+    zeros = defaultdict[TaskName, list[Variable]](list)
+    for variable in state.residuals(prepared.graph):
+        zeros[TaskName(str(variable.device))].append(variable)
     return Detached(
         about,
         saves,
         order.dataset.source,
-        copies,
-        programs,
+        state.copies and state.copies.about(prepared.recorded),
+        [*_restart_programs(cluster, programs, zeros)],
         gate,
         wait_s=order.wait_s,
     )
 
 
-def restart_programs(
+def _restart_programs(
     cluster: Cluster,
     programs: Mapping[str, Program],
     begun: Mapping[TaskName, Sequence[Variable]],
@@ -117,14 +110,7 @@ def restart_programs(
             graph, _ = trace(
                 partial(assign_initial, piece), variables=piece, name="initialize"
             )
-            planned = plan(
-                graph,
-                tasks=cluster.tasks(),
-                driver=task,
-                default=DeviceSpec.from_string(task),
-                platforms=cluster.platforms,
-            )
-            yield _kept("", planned.program)
+            yield _kept("", plan_on(cluster, graph, task).program)
 
 
 def _kept(handle: str, program: Program) -> Frame:

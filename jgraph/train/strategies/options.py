@@ -8,10 +8,10 @@ from jgraph.errors import ConfigError
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.arguments import is_count
+from jgraph.train.state.durability import Durability, check_durability
 from jgraph.train.state.placement import Placement
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
-from jgraph.train.strategies.durability import Durability, check_durability
 from jgraph.view import markup
 
 

@@ -1,4 +1,4 @@
-"""Workers of a training run: their data and progress, and their loop requests."""
+"""Workers of a training run: their data, and their loop requests."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -6,41 +6,35 @@ from typing import final
 
 import numpy as np
 
-from jgraph.client.cluster import Cluster
 from jgraph.client.runs.loops import LoopHandle
-from jgraph.client.session import Session
 from jgraph.client.state.sources import open_source_on
 from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest
 from jgraph.coordination.run.cuts import tell_every
 from jgraph.coordination.run.recovery import Recovery
-from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.train.data.data import Dataset
 from jgraph.train.data.feeding import Feeding
 from jgraph.train.model.metrics import CONTRIBUTIONS, metrics_by_name
+from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order
-from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.prepared import Prepared
 
 
 @final
 class Workers:
-    """The workers of a cluster: their data, and how many steps each has done.
+    """The workers of a cluster: their data, and what each is asked to do.
 
     Args:
-      step: of which each worker runs a copy.
-      cluster: with a job ``worker``.
-      session: carries the data.
+      state: what they train.
     """
 
-    def __init__(self, step: TrainStep, cluster: Cluster, session: Session) -> None:
-        self.tasks = cluster.tasks("worker")
-        self.done = [0] * len(self.tasks)
-        """Steps by replica, over all runs; they number its next ones."""
-        self._cluster = cluster
-        self._session = session
-        self._data = f"{step.container}/data"
+    def __init__(self, state: RemoteState) -> None:
+        self._state = state
+        self._cluster = state.cluster
+        self.tasks = state.cluster.tasks("worker")
+        self._data = f"{state.step.container}/data"
         self.feeding: Feeding | None = None
         """Gives the workers data that only this process can read."""
         # Which data the workers hold: the same data of a later fit is not sent again.
@@ -79,7 +73,7 @@ class Workers:
 
     def _put(self, worker: TaskName, graph: Graph, dataset: Dataset) -> None:
         fields = zip(_fields(graph, dataset), dataset.fields.values(), strict=True)
-        self._session.put_data(worker, self._data, dict(fields))
+        self._state.session.put_data(worker, self._data, dict(fields))
 
     def forget_data(self) -> None:
         """Sends the data anew next time: a worker may have been started anew.
@@ -108,45 +102,36 @@ class Workers:
             self.feeding = None
 
     def requests(
-        self,
-        graph: Graph,
-        handles: Sequence[str],
-        order: Order,
-        *,
-        step_timeout_s: float,
-        finite: FiniteCheck | None = None,
-        together: bool = False,
+        self, prepared: Prepared, order: Order, *, step_timeout_s: float
     ) -> list[LoopRequest]:
         """Returns one request per worker.
 
         Args:
-          graph: traced on a batch of the order's data.
-          handles: its registered program, by replica.
+          prepared: the step, registered.
           order: what to train.
           step_timeout_s: limit for one step.
-          finite: which fetch says what is finite; None: it is not checked here.
-          together: training is synchronous.
         """
+        graph, together = prepared.graph, bool(prepared.on_ps)
         feeds = {feed.name for feed in graph.feeds}
         dataset = order.dataset
         halts = 0 if together else min(order.halts, default=0)
         return [
             LoopRequest(
                 task=worker,
-                handle=handles[replica],
+                handle=prepared.handles[replica],
                 data=dataset.source or self._data,
                 data_feeds=_fields(graph, dataset) if dataset.source else (),
                 steps=order.steps,
                 batch_size=order.batch_size,
                 seed=order.seed,
                 replica=replica,
-                first_step=self.done[replica],
+                first_step=self._state.done[replica],
                 step_feed="step" if "step" in feeds else "",
                 replica_feed="replica" if "replica" in feeds else "",
                 batch_feed="slot" if "slot" in feeds else "",
                 step_timeout_s=step_timeout_s,
                 report_every_s=order.report_every_s,
-                finite=finite,
+                finite=None if together else prepared.finite,
                 tell_every=tell_every(halts, len(self.tasks)) if halts else 0,
             )
             for replica, worker in enumerate(self.tasks)
@@ -155,7 +140,7 @@ class Workers:
     def note(self, report: LoopReport) -> None:
         """Learns from a report how many steps its replica has done."""
         if len(report.steps):
-            self.done[report.replica] = int(report.steps[-1]) + 1
+            self._state.done[report.replica] = int(report.steps[-1]) + 1
 
 
 def chunk_of(
@@ -185,16 +170,6 @@ def chunk_of(
 def _fields(graph: Graph, dataset: Dataset) -> tuple[str, ...]:
     """Returns the feeds of the data, in the order of its fields."""
     return tuple(feed.name for feed in graph.feeds[: len(dataset.fields)])
-
-
-def shares(steps: int, count: int) -> list[int]:
-    """Cuts ``steps`` into ``count`` parts that differ by one at most.
-
-    Example:
-      >>> shares(7, 3)
-      [3, 2, 2]
-    """
-    return [steps // count + (i < steps % count) for i in range(count)]
 
 
 def halted_chunk(loops: LoopHandle) -> Chunk:

@@ -21,7 +21,7 @@ from jgraph.coordination.run.recovery import GoBack, Recoveries
 from jgraph.coordination.run.same_version import Ask, Differ, meet
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.replay import Record
-from jgraph.train.strategies.durability import Durability
+from jgraph.train.state.durability import Durability
 from tests.support.simulation.faulty_run import REJOIN_S, FaultyRun
 from tests.support.simulation.kept import History, Kept, as_arrays
 from tests.support.simulation.leader import NEVER, Leader, Order, Told

@@ -28,8 +28,8 @@ from jgraph.rpc.wire.record_codec import record_to
 from jgraph.runtime.store.store import VariableStore
 from jgraph.server.replication.follower import ChangeApplier
 from jgraph.server.replication.streams import RECORDS_DIR
+from jgraph.train.state.durability import Durability
 from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
-from jgraph.train.strategies.durability import Durability
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
@@ -140,7 +140,7 @@ def test_records_make_what_each_ps_holds_again_bit_by_bit(
         trainer.fit(data_of(kind), steps=30, batch_size=8, progress=False)
     step, runner, _ = trainer._parts.made()
     assert isinstance(runner, AsyncRunner | SyncRunner)
-    kept = (runner if isinstance(runner, AsyncRunner) else runner.state).copies
+    kept = runner.state.copies
     assert kept is not None
     streams = {stream: number for number, stream in enumerate(kept.streams)}
     tasks = cluster.tasks("ps")
@@ -224,9 +224,9 @@ def test_copy_that_took_the_place_of_its_ps_takes_nothing_more_from_it(
         if not replaced:
             runner = trainer._parts.made()[1]
             assert isinstance(runner, AsyncRunner)
-            assert runner.copies is not None
+            assert runner.state.copies is not None
             ps = cluster.tasks("ps")[1]
-            end = end_records(cluster, runner.copies.streams[0], ps)
+            end = end_records(cluster, runner.state.copies.streams[0], ps)
             replaced.append(len(end))
 
     with pytest.raises(CopyLostError, match="has taken the place of what /job:ps/task"):

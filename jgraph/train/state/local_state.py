@@ -1,0 +1,79 @@
+"""Local state: the variables of a training run in this process."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax.numpy as jnp
+
+from jgraph.train.state.remote_arrays import RunSnapshot
+from jgraph.train.state.runner import Events, Position
+from jgraph.train.step.train_step import TrainStep
+
+
+@final
+class LocalState:
+    """The variables of a step as arrays of this process; see ``RunState``.
+
+    Args:
+      step: whose variables.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+        # Held while buffers change hands: users may look at a run from any thread.
+        self.lock = threading.Lock()
+        self.held: list[Any] = []
+        """The values; a step donates them."""
+        self.position: Position = None
+        """Where in the data the last run ended."""
+        self.load(step.initial_values)
+
+    def global_step(self) -> int:
+        """See ``RunState.global_step``."""
+        with self.lock:
+            return int(self._step.unflatten(self.held)["global_step"])
+
+    def values(
+        self, *, model_only: bool = False, halted: bool = False
+    ) -> Sequence[Any]:
+        """See ``RunState.values``; copies, because a later step reuses the buffers."""
+        with self.lock:
+            return [
+                None
+                if model_only and name.startswith("opt/")
+                else jnp.array(value, copy=True)
+                for name, value in zip(self._step.names, self.held, strict=True)
+            ]
+
+    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
+        """See ``RunState.keep``; here are no tasks."""
+        return RunSnapshot(self.values())
+
+    def places(self) -> Sequence[Any]:
+        """See ``RunState.places``; here are no tasks."""
+        return self._step.initial_values
+
+    def nbytes(self) -> int:
+        """See ``RunState.nbytes``; they are here."""
+        return 0
+
+    def check_model(self) -> None:
+        """See ``RunState.check_model``."""
+
+    def load(self, values: Sequence[Any], position: Position = None) -> None:
+        """See ``RunState.load``."""
+        # The step donates them: the caller's own arrays must stay alive.
+        with self.lock:
+            self.held = [jnp.array(v, copy=True) for v in values]
+            self.position = position
+
+    def events(self) -> Events:
+        """See ``RunState.events``: here are no hash tables."""
+        return ()
+
+    def let_go(self) -> None:
+        """See ``RunState.let_go``: here are no tasks."""
+
+    def close(self) -> None:
+        """See ``RunState.close``; there is nothing to give back."""

@@ -1,0 +1,256 @@
+"""Remote state: the variables of a training run that tasks of a cluster hold."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from jgraph.client.cluster import Cluster
+from jgraph.client.runs.failover import release_run
+from jgraph.client.runs.holds import DrainHolds
+from jgraph.client.state.snapshot_handle import SnapshotHandle
+from jgraph.cluster.deadlines import bulk_timeout_s
+from jgraph.graph.graph import Graph
+from jgraph.graph.variable import Variable
+from jgraph.train.hash_tables.hash_state import NO_KEYS, TableRows
+from jgraph.train.state.durability import Durability, make_durable_copies
+from jgraph.train.state.remote_arrays import (
+    RemoteArray,
+    RunSnapshot,
+    arrays_of,
+    places_of,
+    releasing_after_an_error,
+)
+from jgraph.train.state.runner import Events, Position
+from jgraph.train.state.size_limits import KEPT_BYTES, check_sizes, total_nbytes
+from jgraph.train.step.compress import begun
+from jgraph.train.step.train_step import TrainStep
+
+
+@final
+class RemoteState:
+    """The variables of a step on the tasks of a cluster; see ``RunState``.
+
+    Args:
+      step: whose variables.
+      cluster: where they are.
+      durability: what is kept of them.
+      together: each worker takes part in every update; else in its share of them.
+
+    Raises:
+      ConfigError: what is kept has nowhere to be.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        cluster: Cluster,
+        durability: Durability,
+        *,
+        together: bool = False,
+    ) -> None:
+        self.step = step
+        self.cluster = cluster
+        self.session = cluster.session()
+        self.copies = make_durable_copies(durability, cluster, self.session, step)
+        # A run is looked at from other threads than the one that trains.
+        self.lock = threading.RLock()
+        self.is_training = False
+        self.position: Position = None
+        """Where in the data the run was when that was told last."""
+        self.done = [0] * len(cluster.tasks("worker"))
+        """Steps by replica, over all runs; they number its next ones."""
+        self._together = together
+        self._tables = TableRows(cluster)
+        self._initialized = False
+        self._copy_at_once: Callable[[], SnapshotHandle] | None = None
+        self._drain_holds: DrainHolds | None = None
+
+    @property
+    def halt_s(self) -> float:
+        """How long loops stand still at most while the run is saved."""
+        return bulk_timeout_s(total_nbytes(self.step.variables))
+
+    def global_step(self) -> int:
+        """See ``RunState.global_step``."""
+        with self.lock:
+            if not self._initialized:
+                return 0
+            variable = self.step.variables[self.step.names.index("global_step")]
+            return int(self.session.read([variable])["global_step"])
+
+    def values(
+        self, *, model_only: bool = False, halted: bool = False
+    ) -> Sequence[Any]:
+        """See ``RunState.values``."""
+        if model_only:
+            self.check_model()
+        wanted = self._model() if model_only else self.step.variables
+        wanted = [v for v in wanted if v.spec.table is None]
+        with self.lock:
+            self.initialize()
+            # A large model has no room for another of itself.
+            at_once = self.is_training and total_nbytes(wanted) <= KEPT_BYTES
+            at_once &= not halted  # nothing changes meanwhile
+            read = self.session.snapshot if at_once else self.session.read
+            values = read(wanted)
+            for table in self.step.tables:
+                values |= self._tables.read(table)
+        return [values.get(name) for name in self.step.names]
+
+    def prepare_to_keep(self, *, anew: bool = False) -> None:
+        """Compiles what copies the state while loops stand still, before they do.
+
+        With ``anew`` also if that was done: a task may have been started again.
+        """
+        plain = [v for v in self.step.variables if v.spec.table is None]
+        needed = anew or self._copy_at_once is None
+        if needed and total_nbytes(plain) <= KEPT_BYTES:
+            self._copy_at_once = self.session.snapshots.prepared(plain)
+
+    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
+        """See ``RunState.keep``; rows of tables come, they are sorted by key."""
+        plain = [v for v in self.step.variables if v.spec.table is None]
+        with self.lock:
+            self.initialize()
+            # A large model has no room for another of itself.
+            at_once = self.is_training and total_nbytes(plain) <= KEPT_BYTES
+            held = self._hold(plain, at_once=at_once, halted=taken is not None)
+            with releasing_after_an_error(held):
+                found: dict[str, Any] = {}
+                for table in self.step.tables:
+                    found |= self._tables.read(table)
+                if taken is not None and at_once:
+                    taken()
+                found |= arrays_of(self.cluster, held, plain)
+        values = [found.get(name) for name in self.step.names]
+        return RunSnapshot(values, held.release, is_live=not at_once)
+
+    def _hold(
+        self, plain: Sequence[Variable], *, at_once: bool, halted: bool
+    ) -> SnapshotHandle:
+        snapshots = self.session.snapshots
+        if not at_once:
+            return snapshots.live(plain)
+        if not halted:
+            return snapshots.take(plain)
+        if self._copy_at_once is None:
+            self.prepare_to_keep()
+        copy, self._copy_at_once = self._copy_at_once, None
+        assert copy is not None  # prepared
+        held = copy()  # what another master knows nothing of is prepared anew
+        self._copy_at_once = copy
+        return held
+
+    def places(self) -> Sequence[Any]:
+        """See ``RunState.places``."""
+        with self.lock:
+            return places_of(self.cluster, self.session, self.step)
+
+    def nbytes(self) -> int:
+        """See ``RunState.nbytes``."""
+        held = sum(event.nbytes for event in self.events())
+        return total_nbytes(self.step.variables) + held
+
+    def check_model(self) -> None:
+        """See ``RunState.check_model``."""
+        check_sizes(self._model())
+
+    def _model(self) -> list[Variable]:
+        return [v for v in self.step.variables if not v.name.startswith("opt/")]
+
+    def load(self, values: Sequence[Any], position: Position = None) -> None:
+        """See ``RunState.load``."""
+        with self.lock:
+            new = dict(zip(self.step.variables, values, strict=True))
+            named = dict(zip(self.step.names, values, strict=True))
+            for table in self.step.tables:
+                self._tables.load(table, named)
+            known = {table.known for table in self.step.tables}
+            left = [v for v in self.step.plain if not isinstance(new[v], RemoteArray)]
+            self.session.write(
+                {v: NO_KEYS if v.name in known else new[v] for v in left}
+            )
+            self._go_on(position, int(named["global_step"]))
+
+    def adopt(self, position: Position) -> None:
+        """Takes the variables as they are: another client has made them."""
+        with self.lock:
+            self._go_on(position)
+
+    def inherit(self, old: "RemoteState", position: Position) -> None:
+        """Takes over what the state of another runner was last, there or in copies.
+
+        Raises:
+          CopyLostError: not all of it is there any more.
+        """
+        assert old.copies is not None  # of the same strategy
+        with self.lock:
+            old.copies.move(self.step)
+            self._go_on(position)
+
+    def _go_on(self, position: Position, steps: int | None = None) -> None:
+        """Takes note that the variables have values: those after so many updates."""
+        self._initialized, self.position = True, position
+        steps = self.global_step() if steps is None else steps
+        count = len(self.done)
+        self.done = [steps] * count if self._together else shares(steps, count)
+
+    def initialize(self) -> None:
+        """Gives the variables their values, unless they have some."""
+        if not self._initialized:
+            self.session.initialize(self.step.plain)
+            self._initialized = True
+
+    def clear_residuals(
+        self, graph: Graph, replicas: Sequence[int] | None = None
+    ) -> None:
+        """Forgets what rounding took from earlier gradients, of all replicas."""
+        if self.step.compression is not None:
+            self.session.initialize(self.residuals(graph, replicas), again=True)
+
+    def residuals(
+        self, graph: Graph, replicas: Sequence[int] | None = None
+    ) -> list[Variable]:
+        """Returns the variables of replicas that are zeros when a run begins.
+
+        Args:
+          graph: of the step.
+          replicas: whose; None: of all, and what the ps have for this.
+        """
+        if self.step.compression is None:
+            return []
+        everyone = (None, *range(len(self.done)))
+        of = everyone if replicas is None else replicas
+        return [variable for each in of for variable in begun(graph, each)]
+
+    def events(self) -> Events:
+        """See ``RunState.events``."""
+        return [e for table in self.step.tables for e in self._tables.events(table)]
+
+    def hold(self) -> DrainHolds:
+        """Holds the tasks of a run until ``let_go``: nobody ends who was told to."""
+        self._drain_holds = DrainHolds(self.cluster)
+        return self._drain_holds
+
+    def let_go(self) -> None:
+        """See ``RunState.let_go``."""
+        if self._drain_holds is not None:
+            release_run(self.cluster, self._drain_holds)
+            self._drain_holds = None
+
+    def close(self) -> None:
+        """See ``RunState.close``."""
+        with self.lock:
+            self.session.close()
+            streams = [] if self.copies is None else self.copies.streams
+            self.cluster.reset(self.step.container, *streams)
+
+
+def shares(steps: int, count: int) -> list[int]:
+    """Cuts ``steps`` into ``count`` parts that differ by one at most.
+
+    Example:
+      >>> shares(7, 3)
+      [3, 2, 2]
+    """
+    return [steps // count + (i < steps % count) for i in range(count)]

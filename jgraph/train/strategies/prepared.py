@@ -1,0 +1,49 @@
+"""Prepared step: what a run on a cluster registers for batches of one shape."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from jgraph.coordination.step.finite import FiniteCheck
+from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
+from jgraph.plan.plan import Plan
+from jgraph.plan.program.program import Program
+from jgraph.train.step.compress import for_replica
+
+
+@final
+@dataclass(slots=True)
+class Prepared:
+    """A step for batches of one shape, traced and planned.
+
+    Attributes:
+      graph: of what a worker runs.
+      plan: of that, for worker 0.
+      names: of the metrics.
+      shards: tasks with the gate; the first one decides for all.
+      finite: which metric says what is finite; None: it is not checked.
+      on_ps: the program that averages and updates in synchronous training, if any.
+      handles: of the registered programs: one per replica, then that of ``on_ps``.
+      workers: by handle, also of programs of workers that were lost.
+    """
+
+    graph: Graph
+    plan: Plan
+    names: list[str]
+    shards: list[TaskName]
+    finite: FiniteCheck | None
+    on_ps: Sequence[Program] = ()
+    handles: list[str] = field(default_factory=list)
+    workers: dict[str, TaskName] = field(default_factory=dict)
+
+    def programs(self, workers: Sequence[TaskName]) -> list[Program]:
+        """Returns what each worker runs, and then what is run on the ps."""
+        program = self.plan.program
+        each = [program.rename_task(workers[0], worker) for worker in workers]
+        return [*(for_replica(one, n) for n, one in enumerate(each)), *self.on_ps]
+
+    @property
+    def recorded(self) -> list[str]:
+        """Handles of the programs that change what copies are kept of: one of each."""
+        return [self.handles[0], *self.handles[len(self.handles) - len(self.on_ps) :]]
