@@ -22,6 +22,7 @@ from jgraph.train.model.adapters import adapt
 from jgraph.train.state.placement import new_container
 from jgraph.train.state.runner import Order
 from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.strategies import arrangement_on
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 
 
@@ -44,7 +45,7 @@ def training(
     step = TrainStep(
         adapt(Model(values), loss, seed=0),
         optax.sgd(0.1),
-        arrangement=strategy.arrangement(cluster),
+        arrangement=arrangement_on(cluster, strategy),
         container=new_container(),
     )
     runner = SyncRunner(step, cluster, strategy)

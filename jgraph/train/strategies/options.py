@@ -3,14 +3,11 @@
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
-from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.arguments import is_count
 from jgraph.train.state.durability import Durability, check_durability
-from jgraph.train.state.placement import Placement
-from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
 from jgraph.view import markup
 
@@ -73,14 +70,6 @@ class AsyncPS:
                 "for no bound"
             )
 
-    def arrangement(self, cluster: Cluster) -> Arrangement:
-        """Returns how variables are cut and placed on a cluster.
-
-        Raises:
-          ConfigError: the cluster has no ps or no worker.
-        """
-        return _arrangement(self, cluster)
-
     def _repr_html_(self) -> str:
         return markup.data(self)
 
@@ -139,14 +128,6 @@ class SyncPS:
     gradient_dtype: GradientDtype | None = None
     durability: Durability = "checkpoint"
 
-    def arrangement(self, cluster: Cluster) -> Arrangement:
-        """Returns how variables are cut and placed on a cluster.
-
-        Raises:
-          ConfigError: the cluster has no ps or no worker.
-        """
-        return _arrangement(self, cluster)
-
     def __post_init__(self) -> None:
         _check_shared(self)
         wanted = self.replicas_to_aggregate
@@ -195,12 +176,3 @@ def _check_shared(strategy: ParameterServers) -> None:
         raise ConfigError(
             f"step_timeout_s is {strategy.step_timeout_s}; it must be over 0 seconds"
         )
-
-
-def _arrangement(strategy: ParameterServers, cluster: Cluster) -> Arrangement:
-    return Arrangement(
-        Placement(cluster, strategy.placement, type(strategy).__name__).place,
-        strategy.variable_partitioner,
-        strategy.partition_strategy,
-        tuple(cluster.tasks("ps")),
-    )

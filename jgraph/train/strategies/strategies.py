@@ -1,10 +1,12 @@
 """Choice of a training strategy, and the runner made for it."""
 
+from functools import partial
 from typing import TypeAlias
 
 from jgraph.client.cluster import Cluster
 from jgraph.clock import Clock
 from jgraph.errors import ConfigError
+from jgraph.plan.placement.spread import spread
 from jgraph.train.state.runner import Runner
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.compress import GradientDtype
@@ -58,7 +60,20 @@ def arrangement_on(cluster: Cluster | None, strategy: Strategy) -> Arrangement |
     """
     if cluster is None or isinstance(strategy, Local):
         return None
-    return strategy.arrangement(cluster)
+    for job in ("ps", "worker"):
+        if job not in cluster.spec.jobs:
+            raise ConfigError(
+                f"{type(strategy).__name__} needs tasks of job '{job}'; the cluster "
+                f"has the jobs {', '.join(cluster.spec.jobs)}. Start one with "
+                "jg.LocalCluster(ps=1, workers=1)"
+            )
+    ps = cluster.tasks("ps")
+    return Arrangement(
+        partial(spread, tasks=ps, placement=strategy.placement),
+        strategy.variable_partitioner,
+        strategy.partition_strategy,
+        tuple(ps),
+    )
 
 
 def gradient_dtype_of(strategy: Strategy) -> GradientDtype | None:
