@@ -3,8 +3,8 @@
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import final
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -34,11 +34,14 @@ from jgraph.errors import JGError, NonFiniteError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
+from jgraph.runtime.compute_errors import as_error
 from jgraph.server.gates.gates import Decides, Gates
 from jgraph.server.loops.halt_timer import HaltTimer
-from jgraph.server.loops.master_lease import AskMaster, MasterLease
+from jgraph.server.loops.master_lease import MasterLease
 from jgraph.server.loops.reports import LoopReports
 from jgraph.server.steps.driver import Fetches, StepDriver
+
+AskMaster: TypeAlias = Callable[[], Awaitable[object]]
 
 
 @final
@@ -96,8 +99,12 @@ class ArbiterLoop:
         self._timer: asyncio.TimerHandle | None = None
         self._lease: MasterLease | None = None
         if ask_master is not None:
-            self._lease = MasterLease(
-                ask_master, LeaseTracker(clock.now()), clock, self._take, self._give_up
+            lease = self._lease = MasterLease(
+                lambda: lease.ask(ask_master, lambda answer: None),
+                LeaseTracker(clock.now()),
+                clock,
+                self._give_up,
+                self._take,
             )
 
     def stop(self, *, pause: bool = False) -> None:
@@ -148,8 +155,8 @@ class ArbiterLoop:
             if self._lease is not None:
                 self._lease.close()
 
-    def _give_up(self, error: JGError) -> None:
-        self._end("failed", error)
+    def _give_up(self, error: Exception) -> None:
+        self._end("failed", as_error(error, TaskName(self._order.task)))
 
     def _watch_time(self) -> None:
         ended = self._lease is not None and self._lease.has_ended

@@ -5,7 +5,6 @@ held, while the step before is still computed.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -17,26 +16,19 @@ from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.loop_messages import deal_of, leases_of
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch
 from jgraph.coordination.data.slots import Lease, Piece, SlotPlan
-from jgraph.coordination.liveness import master_lease
-from jgraph.coordination.liveness.master_lease import (
-    Answered,
-    AskAgain,
-    Event,
-    GiveUp,
-    GoOn,
-    Instruction,
-    LeaseTracker,
-    Pause,
-    TimePassed,
-    Unanswered,
+from jgraph.coordination.liveness.master_lease import LeaseTracker
+from jgraph.errors import (
+    ClusterUnreachableError,
+    DeadlineError,
+    JGError,
+    TaskLostError,
 )
-from jgraph.errors import ClusterUnreachableError, DeadlineError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.cost import Cost
 from jgraph.runtime.data.batches import LeasedBatches, Reader
+from jgraph.server.loops.master_lease import MasterLease
 from jgraph.server.steps.task_host import TaskHost
 
-_LOG = logging.getLogger("jgraph.loops")
 _UNANSWERED: Final = (ClusterUnreachableError, DeadlineError, TaskLostError)
 # Batches read and waiting; their memory is a few batches.
 _READY = 2
@@ -54,24 +46,21 @@ class NumberedBatch:
     fields: dict[str, Any]
 
 
-Taken: TypeAlias = Callable[[NumberedBatch | BaseException | None], None]
+Read: TypeAlias = NumberedBatch | BaseException | None
+Taken: TypeAlias = Callable[[Read], None]
 Ask: TypeAlias = Callable[[int, int, bool, int], Awaitable[pb.DataDeal]]
 """Asks the master: (batches done, wanted, nothing held, received)."""
 
 
 @final
-class DataFeed:
-    """Gives batches to a loop until the master says that all are done.
+class BatchReader:
+    """Reads batches of leases, in threads or from the client.
 
     Args:
       plan: the slots.
       reader: where the examples are; of a ``FedReader`` the loop ends, as if all were
         done, when the client says that there are no more.
-      ask: asks for leases.
       shell: threads for reading.
-      clock: measures how fast batches go.
-      supervised: asks again where an answer does not come, and gives no batch while
-        none came for too long; else that is an error.
       feeds: by name of a field, the feed that it is for; else that of the same name.
     """
 
@@ -79,28 +68,90 @@ class DataFeed:
         self,
         plan: SlotPlan,
         reader: Reader | FedReader,
-        ask: Ask,
         shell: TaskHost,
-        clock: Clock,
         feeds: Mapping[str, str] | None = None,
-        *,
-        supervised: bool = False,
     ) -> None:
-        self._feeds = feeds or {}
         self._plan = plan
         self._source = (
             reader if isinstance(reader, FedReader) else LeasedBatches(reader, plan)
         )
-        self._ask = ask
         self._shell = shell
-        self._clock = clock
+        self._feeds = feeds or {}
         self._cost = Cost()
+
+    def read(self, lease: Lease, index: int, then: Taken) -> None:
+        """Calls ``then`` with a batch, an error, or None if the client has no more."""
+        source = self._source
+        if isinstance(source, FedReader):
+            found = partial(self._want, source, lease, index, then)
+            self._shell.submit(
+                lambda: self._plan.where(lease, index), found, self._cost
+            )
+        else:
+            self._shell.submit(
+                lambda: self._numbered(lease, index, source.read(lease, index)),
+                then,
+                self._cost,
+            )
+
+    def close(self) -> None:
+        """Wants nothing more of the client."""
+        if isinstance(self._source, FedReader):
+            self._source.withdraw()
+
+    def _numbered(
+        self, lease: Lease, index: int, fields: Mapping[str, Any]
+    ) -> NumberedBatch:
+        number = self._plan.number(lease.epoch, lease.slot, index)
+        feeds = {self._feeds.get(name, name): a for name, a in fields.items()}
+        return NumberedBatch(number, feeds)
+
+    def _want(
+        self,
+        fed: FedReader,
+        lease: Lease,
+        index: int,
+        then: Taken,
+        found: list[Piece] | BaseException,
+    ) -> None:
+        """Wants a batch of the client, whose place in the data is known by now."""
+        if isinstance(found, BaseException):
+            then(found)
+            return
+
+        def came(fields: dict[str, Any] | BaseException | None) -> None:
+            if fields is None or isinstance(fields, BaseException):
+                then(fields)
+            else:
+                then(self._numbered(lease, index, fields))
+
+        (piece,) = found  # what only the client can read is one part
+        fed.want(piece.part, piece.rows, came)
+
+
+@final
+class DataFeed:
+    """Gives batches to a loop until the master says that all are done.
+
+    Args:
+      reader: reads them.
+      ask: asks for leases.
+      clock: measures how fast batches go.
+      supervised: asks again where an answer does not come, and gives no batch while
+        none came for too long; else that is an error.
+    """
+
+    def __init__(
+        self, reader: BatchReader, ask: Ask, clock: Clock, *, supervised: bool = False
+    ) -> None:
+        self._reader = reader
+        self._ask = ask
+        self._clock = clock
         self._leases: deque[Lease] = deque()
         self._ready: deque[NumberedBatch] = deque()
         self._index = 0  # in the first lease
         self._held = 0  # in leases, being read, and ready
         self._reading = False
-        self._asking: asyncio.Task[None] | None = None
         self._waiting: Taken | None = None
         self._error: BaseException | None = None
         self._over = self._dry = self._ended = False
@@ -108,9 +159,15 @@ class DataFeed:
         self._taken = 0
         self._acknowledged: set[int] = set()  # later than the oldest that is not
         self._received = 0
-        self._paused = False
-        self._supervision = LeaseTracker(clock.now())
-        self._timer = self._look_later() if supervised else None
+        self._lease = MasterLease(
+            partial(self._ask_master, 0, idle=False),
+            LeaseTracker(clock.now()),
+            clock,
+            self._fail,
+            is_silence=lambda error: supervised and _is_silence(error),
+        )
+        if supervised:
+            self._lease.begin()
         self._told = 0  # of those that are done
         self._dealt: deque[Lease] = deque()  # and not told as done
         self.done = 0
@@ -145,19 +202,14 @@ class DataFeed:
         """Asks and reads no more."""
         self._over = True
         self._waiting = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         self._leases.clear()
-        if isinstance(self._source, FedReader):
-            self._source.withdraw()
-        if self._asking is not None:
-            self._asking.cancel()
+        self._reader.close()
+        self._lease.close()
 
     def _go_on(self) -> None:
         if self._waiting is None:
             pass
-        elif self._ready and not self._paused:
+        elif self._ready and not self._lease.has_ended:
             then, self._waiting = self._waiting, None
             self._taken += 1
             self._held -= 1
@@ -182,46 +234,9 @@ class DataFeed:
         if self._index == lease.batches:
             self._leases.popleft()
             self._index = 0
-        source = self._source
-        if isinstance(source, FedReader):
-            then = partial(self._want, source, lease, index)
-            self._shell.submit(lambda: self._plan.where(lease, index), then, self._cost)
-        else:
-            self._shell.submit(
-                lambda: self._numbered(lease, index, source.read(lease, index)),
-                self._read_over,
-                self._cost,
-            )
+        self._reader.read(lease, index, self._read_over)
 
-    def _numbered(
-        self, lease: Lease, index: int, fields: Mapping[str, Any]
-    ) -> NumberedBatch:
-        number = self._plan.number(lease.epoch, lease.slot, index)
-        feeds = {self._feeds.get(name, name): a for name, a in fields.items()}
-        return NumberedBatch(number, feeds)
-
-    def _want(
-        self,
-        fed: FedReader,
-        lease: Lease,
-        index: int,
-        found: list[Piece] | BaseException,
-    ) -> None:
-        """Wants a batch of the client, whose place in the data is known by now."""
-        if isinstance(found, BaseException):
-            self._read_over(found)
-            return
-
-        def came(fields: dict[str, Any] | BaseException | None) -> None:
-            if fields is None or isinstance(fields, BaseException):
-                self._read_over(fields)
-            else:
-                self._read_over(self._numbered(lease, index, fields))
-
-        (piece,) = found  # what only the client can read is one part
-        fed.want(piece.part, piece.rows, came)
-
-    def _read_over(self, read: NumberedBatch | BaseException | None) -> None:
+    def _read_over(self, read: Read) -> None:
         self._reading = False
         if isinstance(read, BaseException):
             self._fail(read)
@@ -237,13 +252,12 @@ class DataFeed:
     # ------------------------------------------------------------ asking
 
     def _ask_ahead(self) -> None:
-        if self._asking is not None or self._over or self._error is not None:
+        if self._lease.asks or self._over or self._error is not None:
             return
         idle = not self._held and self.done == self._taken
         if idle or (not self._dry and self._held < max(_AHEAD, self._enough // 2)):
             self._learn_enough()
-            wanted = max(1, self._enough - self._held)
-            self._asking = asyncio.ensure_future(self._ask_master(wanted, idle=idle))
+            self._ask_master(max(1, self._enough - self._held), idle=idle)
 
     def _learn_enough(self) -> None:
         now = self._clock.now()
@@ -252,22 +266,11 @@ class DataFeed:
         self._enough = max(_AHEAD, min(int(per_s * _AHEAD_S), 2 * self._enough))
         self._asked_at, self._taken_then = now, self._taken
 
-    async def _ask_master(self, wanted: int, *, idle: bool) -> None:
-        deal: pb.DataDeal | None = None
-        while deal is None:
-            try:
-                deal = await self._ask(self.done, wanted, idle, self._received)
-            except _UNANSWERED as error:
-                if self._timer is None or "address" not in error.details:
-                    self._fail(error)  # the answer
-                    return
-                if not await self._ask_again(Unanswered(error)):
-                    return
-            except Exception as error:  # noqa: BLE001  # becomes the loop's outcome
-                self._fail(error)
-                return
-        self._asking = None
-        self._obey(Answered())
+    def _ask_master(self, wanted: int, *, idle: bool) -> None:
+        question = lambda: self._ask(self.done, wanted, idle, self._received)
+        self._lease.ask(question, partial(self._take_deal, wanted))
+
+    def _take_deal(self, wanted: int, deal: pb.DataDeal) -> None:
         self._over = self._over or deal.over
         leases = [] if self._ended else leases_of(deal.leases)
         if wanted:
@@ -279,47 +282,13 @@ class DataFeed:
         self._received += batches
         self._go_on()
 
-    # ------------------------------------------------------------ supervision
-
-    def _look_later(self) -> asyncio.TimerHandle:
-        loop = asyncio.get_running_loop()
-        return loop.call_later(self._supervision.look_every_s, self._look)
-
-    def _look(self) -> None:
-        self._timer = self._look_later()
-        self._obey(TimePassed())
-
-    async def _ask_again(self, event: Unanswered) -> bool:
-        """Waits until it is time to; False when it is no use."""
-        for instruction in self._obey(event):
-            match instruction:
-                case AskAgain(after_s):
-                    await asyncio.sleep(after_s)
-                case GiveUp(error):
-                    self._fail(error)
-                    return False
-        return True
-
-    def _obey(self, event: Event) -> list[Instruction]:
-        """Does what is to be done at once; returns all there is to do."""
-        instructions = self._supervision.handle(event, self._clock.now())
-        for instruction in instructions:
-            match instruction:
-                case Pause():
-                    _LOG.info("the master does not answer; the loop pauses")
-                    self._paused = True
-                case GoOn():
-                    _LOG.info("the master answers again; the loop goes on")
-                    self._paused = False
-                case master_lease.Ask() if self._asking is None:
-                    asking = self._ask_master(0, idle=False)
-                    self._asking = asyncio.ensure_future(asking)
-        return instructions
-
     def _fail(self, error: BaseException) -> None:
-        self._asking = None
         self._error = error
         self._go_on()
+
+
+def _is_silence(error: JGError) -> bool:
+    return isinstance(error, _UNANSWERED) and "address" in error.details
 
 
 def deal_alone(dispatch: Dispatch) -> Ask:

@@ -1,9 +1,9 @@
-"""Master lease of the arbiter: pauses synchronous training if the master is silent."""
+"""Master lease of a loop: one question to the master at a time, until it answers."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias, final
+from typing import TypeVar, final
 
 from jgraph.clock import Clock
 from jgraph.coordination.liveness.master_lease import (
@@ -22,47 +22,50 @@ from jgraph.coordination.sync.aggregation import MasterHeard, MasterSilent
 from jgraph.errors import JGError
 
 _LOG = logging.getLogger("jgraph.loops")
-
-AskMaster: TypeAlias = Callable[[], Awaitable[object]]
+T = TypeVar("T")
 
 
 @final
 class MasterLease:
-    """Asks a master, time and again, whether it is there.
-
-    Workers of asynchronous training hear of it with their data; see ``DataFeed``.
+    """Asks a master, and learns from its answers whether it is there.
 
     Args:
-      ask: asks it.
-      supervision: decides.
+      ask: asks it something, if only to hear whether it is there.
+      supervision: decides when.
       clock: its time.
+      fail: called with an error that it answers, and with the last one when it was
+        silent for too long.
       tell: told when it falls silent, and when it is heard of again.
-      give_up: called with the last error when it was silent for too long.
+      is_silence: whether an error means that no answer came.
 
     Attributes:
+      asks: a question is under way.
       has_ended: it is silent now.
     """
 
     def __init__(
         self,
-        ask: AskMaster,
+        ask: Callable[[], None],
         supervision: LeaseTracker,
         clock: Clock,
-        tell: Callable[[MasterSilent | MasterHeard], None],
-        give_up: Callable[[JGError], None],
+        fail: Callable[[Exception], None],
+        tell: Callable[[MasterSilent | MasterHeard], None] = lambda told: None,
+        is_silence: Callable[[JGError], bool] = lambda error: True,
     ) -> None:
         self._ask = ask
         self._supervision = supervision
         self._clock = clock
+        self._fail = fail
         self._tell = tell
-        self._give_up = give_up
+        self._is_silence = is_silence
         self._timer: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
-        self.has_ended = False
+        self.asks = self.has_ended = False
 
     def begin(self) -> None:
-        """Begins to ask."""
-        self._look_later()
+        """Sees to it that the master is asked now and then."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._supervision.look_every_s, self._look)
 
     def close(self) -> None:
         """Asks no more."""
@@ -71,28 +74,37 @@ class MasterLease:
         if self._asking is not None:
             self._asking.cancel()
 
-    def _look_later(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._supervision.look_every_s, self._look)
+    def ask(
+        self, question: Callable[[], Awaitable[T]], then: Callable[[T], None]
+    ) -> None:
+        """Asks until there is an answer; no other question is under way."""
+        self.asks = True
+        self._asking = asyncio.ensure_future(self._ask_on(question, then))
 
-    def _look(self) -> None:
-        self._look_later()
-        self._obey(TimePassed())
-
-    async def _hear(self) -> None:
+    async def _ask_on(
+        self, question: Callable[[], Awaitable[T]], then: Callable[[T], None]
+    ) -> None:
         while True:
             try:
-                await self._ask()
-            except JGError as error:
-                again_s = self._obey(Unanswered(error))
+                answer = await question()
+            except Exception as error:  # noqa: BLE001  # becomes the loop's outcome
+                again_s: float | None = None
+                if isinstance(error, JGError) and self._is_silence(error):
+                    again_s = self._obey(Unanswered(error))
                 if again_s is None:
-                    self.close()
+                    self.asks = False
+                    self._fail(error)
                     return
                 await asyncio.sleep(again_s)
             else:
-                self._asking = None
+                self.asks = False
                 self._obey(Answered())
+                then(answer)
                 return
+
+    def _look(self) -> None:
+        self.begin()
+        self._obey(TimePassed())
 
     def _obey(self, event: Event) -> float | None:
         """Does what is to be done; returns after how long to ask again, if at all."""
@@ -107,10 +119,10 @@ class MasterLease:
                     _LOG.info("the master answers again; the loop goes on")
                     self.has_ended = False
                     self._tell(MasterHeard())
-                case Ask() if self._asking is None:
-                    self._asking = asyncio.ensure_future(self._hear())
+                case Ask() if not self.asks:
+                    self._ask()
                 case AskAgain(after_s):
                     again_s = after_s
-                case GiveUp(error):
-                    self._give_up(error)
+                case GiveUp():
+                    self.close()
         return again_s

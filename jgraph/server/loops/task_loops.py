@@ -28,10 +28,9 @@ from jgraph.rpc.transport import Address, Frame
 from jgraph.runtime.data.batches import ArrayReader, Reader
 from jgraph.runtime.data.sources import open_source
 from jgraph.server.gates.gates import Gates
-from jgraph.server.loops.arbiter_loop import ArbiterLoop
-from jgraph.server.loops.data_feed import Ask, DataFeed, deal_alone
+from jgraph.server.loops.arbiter_loop import ArbiterLoop, AskMaster
+from jgraph.server.loops.data_feed import Ask, BatchReader, DataFeed, deal_alone
 from jgraph.server.loops.dealer import ANSWER_S, Dealers
-from jgraph.server.loops.master_lease import AskMaster
 from jgraph.server.loops.replica_loop import LoopRun
 from jgraph.server.loops.reports import LoopReports
 from jgraph.server.steps.driver import StepDriver
@@ -225,10 +224,8 @@ class TaskLoops:
         feeds = dict(zip(sorted(reader.fields), order.data_feeds, strict=False))
         # A dealer of synchronous training tells no answers that were lost apart.
         supervised = bool(order.data_run) and not order.batch_feed
-        return DataFeed(
-            *(plan, reader, ask, self._shell, self._context.clock, feeds),
-            supervised=supervised,
-        )
+        batches = BatchReader(plan, reader, self._shell, feeds)
+        return DataFeed(batches, ask, self._context.clock, supervised=supervised)
 
     def _ask_whether_there(self, master: TaskName) -> AskMaster | None:
         address = self._context.addresses.get(master)

@@ -11,7 +11,12 @@ from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import Part, Rows, Shuffle, SlotPlan
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data.batches import ArrayReader, Field
-from jgraph.server.loops.data_feed import DataFeed, NumberedBatch, deal_alone
+from jgraph.server.loops.data_feed import (
+    BatchReader,
+    DataFeed,
+    NumberedBatch,
+    deal_alone,
+)
 from jgraph.server.steps.task_host import TaskHost
 from jgraph.server.task_context import TaskContext
 from jgraph.testing.in_process_transport import InProcessNetwork
@@ -51,7 +56,8 @@ def test_next_batches_are_read_while_a_step_computes_and_never_more_than_two() -
         task = TaskName("/job:worker/task:0")
         transport, clock = InProcessNetwork().transport(task), SystemClock()
         shell = TaskHost(TaskContext(task, transport, clock))
-        feed = DataFeed(plan, reader, deal_alone(dispatch), shell, clock)
+        batches = BatchReader(plan, reader, shell)
+        feed = DataFeed(batches, deal_alone(dispatch), clock)
 
         async def take() -> bool:
             over = loop.create_future()

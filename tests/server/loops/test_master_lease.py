@@ -7,7 +7,7 @@ import pytest
 from jgraph.clock import SystemClock
 from jgraph.coordination.liveness.master_lease import LeaseTracker
 from jgraph.coordination.sync.aggregation import MasterHeard, MasterSilent
-from jgraph.errors import ClusterUnreachableError, JGError
+from jgraph.errors import ClusterUnreachableError
 from jgraph.server.loops.master_lease import MasterLease
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -18,7 +18,7 @@ SILENT = ClusterUnreachableError("no answer", address="127.0.0.1:1")
 @pytest.mark.row(22)
 def test_the_silence_of_a_master_is_told_once_and_so_is_its_return() -> None:
     async def run() -> None:
-        told: asyncio.Queue[MasterSilent | MasterHeard | JGError] = asyncio.Queue()
+        told: asyncio.Queue[MasterSilent | MasterHeard | Exception] = asyncio.Queue()
         answers = [False] * 3 + [True] * 5
         asked = asyncio.Event()
 
@@ -37,7 +37,10 @@ def test_the_silence_of_a_master_is_told_once_and_so_is_its_return() -> None:
 
         clock = SystemClock()
         supervision = LeaseTracker(clock.now(), lease_s=0.04)
-        lease = MasterLease(ask, supervision, clock, tell, told.put_nowait)
+        lease = MasterLease(
+            lambda: lease.ask(ask, lambda answer: None),
+            *(supervision, clock, told.put_nowait, tell),
+        )
         lease.begin()
         await asyncio.wait_for(asked.wait(), 10)
         lease.close()
@@ -48,7 +51,7 @@ def test_the_silence_of_a_master_is_told_once_and_so_is_its_return() -> None:
 
 def test_master_that_stays_silent_is_given_up_with_the_last_error() -> None:
     async def run() -> None:
-        gave_up: asyncio.Future[JGError] = asyncio.get_running_loop().create_future()
+        gave_up: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
         async def ask() -> None:
             raise SILENT
@@ -56,7 +59,8 @@ def test_master_that_stays_silent_is_given_up_with_the_last_error() -> None:
         clock = SystemClock()
         supervision = LeaseTracker(clock.now(), lease_s=0.04, end_s=0.2)
         lease = MasterLease(
-            ask, supervision, clock, lambda event: None, gave_up.set_result
+            lambda: lease.ask(ask, lambda answer: None),
+            *(supervision, clock, gave_up.set_result),
         )
         lease.begin()
         assert await asyncio.wait_for(gave_up, 10) is SILENT
