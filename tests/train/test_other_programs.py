@@ -57,11 +57,12 @@ def of_nnx() -> Trainer:
     return Trainer(flax_program.Nnx(nnx.Rngs(9)), nnx_loss, flax_program.tx())
 
 
-def fit(trainer: Trainer, steps: int, where: Checkpoints | None = None) -> Any:
+def fit(
+    trainer: Trainer, steps: int, where: Checkpoints | None = None, **options: Any
+) -> Any:
     data = flax_program.data()
-    return trainer.fit(
-        data, steps=steps, batch_size=16, checkpoint=where, progress=False
-    )
+    wanted = {"batch_size": 16, "checkpoint": where, "progress": False, **options}
+    return trainer.fit(data, steps=steps, **wanted)
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +289,28 @@ def test_nothing_renames_or_deletes_steps_of_another_program(
     assert everything(others) == before
     with ocp.CheckpointManager(others) as manager:
         assert list(manager.all_steps()) == [1, 4]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_what_another_program_calls_best_stays_and_is_told_before_training(
+    tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model").write_text("good")
+    best = tmp_path / "best"
+    if kind == "directory":
+        (tmp_path / "mine").rename(best)
+    elif kind == "file":
+        best.write_text("good")
+    else:
+        best.symlink_to("mine")
+    before = everything(tmp_path)
+    where, data = Checkpoints(tmp_path, best="eval_loss"), flax_program.data()
+    with pytest.raises(CheckpointForeignError, match="/best is of another program"):
+        fit(linen(), 1, where, eval_data=data)
+    assert everything(tmp_path) == before
+    assert best.is_symlink() == (kind == "link")
+    fit(linen(), 1, Checkpoints(tmp_path))
 
 
 def test_a_run_saves_beside_steps_of_another_program_and_prunes_its_own(

@@ -239,8 +239,18 @@ class CheckpointWriter:
         return path
 
     def best(self, metric: str) -> float | None:
-        """Returns the metric of the best step there is; None: there is none."""
-        step = best_in(self.directory)
+        """Returns the metric of the best step there is; None: there is none.
+
+        Raises:
+          CheckpointForeignError: what is called ``best`` there is no link to a step.
+        """
+        step, link = best_in(self.directory), self.directory / BEST
+        if step is None and (link.is_symlink() or link.exists()):
+            raise CheckpointForeignError(
+                f"{link} is of another program, and the best step of this run would "
+                "take its place; give another directory",
+                path=str(link),
+            )
         if step is None or not is_whole(self.directory / str(step)):
             return None
         found = read_manifest(self.directory / str(step)).evaluation
