@@ -14,7 +14,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.export
 from jax._src import lib as jax_lib
-from jax._src.config import trace_context, traceback_in_locations_limit
+from jax._src.config import (
+    default_prng_impl,
+    trace_context,
+    traceback_in_locations_limit,
+)
 from jax._src.export import _export
 from jax.extend import core as jex_core, source_info_util
 from jax.extend.core import Literal, Var
@@ -77,9 +81,6 @@ _collect_garbage: Callable[[], None] = _jaxlib.xla_client._xla.collect_garbage  
 
 # What JAX makes narrower unless it is told not to.
 _WIDE = frozenset(("float64", "int64", "uint64", "complex128"))
-
-# All that a trace depends on beside its arguments, as jit keys its own; not public.
-trace_settings: Callable[[], tuple[Any, ...]] = trace_context
 
 # Primitives that only call their one body, with the same operands and results. All
 # versions so far: jit was pjit, checkpoint is remat2, custom_vjp_call had a suffix.
@@ -376,3 +377,11 @@ def narrow_types() -> AbstractContextManager[Any]:
     """Has no 64-bit types inside, for this thread alone."""
     manager: AbstractContextManager[Any] = jax.enable_x64(False)
     return manager
+
+
+def trace_settings() -> tuple[Any, ...]:
+    """Returns all that a trace depends on beside its arguments.
+
+    As jit keys its own, which is not public; jit forgets which generator is meant.
+    """
+    return (*trace_context(), default_prng_impl.value)
