@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.sync import aggregation
@@ -21,11 +19,6 @@ def slots(batches: int, slot_batches: int = 4) -> SlotPlan:
     """Slots of so many batches of one example, dealt in their order."""
     parts = [Part("data", batches)]
     return SlotPlan(parts, 1, seed=0, shuffle="none", slot_batches=slot_batches)
-
-
-def beginning(plan: SlotPlan) -> dict[str, Any]:
-    """The position of a run that begins."""
-    return Dispatch(plan, budget=0, workers=1).state()
 
 
 def arbiter(
@@ -48,7 +41,7 @@ def arbiter(
     )
 
 
-EXTRAS = {"slots": slots, "beginning": beginning, "Arbiter": arbiter}
+EXTRAS = {"slots": slots, "Arbiter": arbiter}
 
 
 def called(script: Path) -> str:

@@ -150,21 +150,21 @@ BUGS: Final = {
         "test_master_that_was_replaced_takes_no_run_back",
     ),
     "the batches of a lost worker are forgotten": Bug(
-        "coordination/data/dispatch.py",
-        "self._returned.extendleft(reversed(worker.held))",
-        "worker.held.clear()",
+        "coordination/data/batch_book.py",
+        "bisect.insort(self.given_back, place)",
+        "self._open.discard(place)",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "what was told twice counts twice": Bug(
         "coordination/data/dispatch.py",
-        "new = min(done - worker.done, worker.batches)",
-        "new = min(done, worker.batches)",
+        "min(done - worker.done, len(worker.held))",
+        "min(done, len(worker.held))",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "a position has no holes": Bug(
-        "coordination/data/dispatch.py",
-        "for lease in [*held, *self._returned]",
-        "for lease in self._returned",
+        "coordination/data/batch_book.py",
+        "sorted(self._open)",
+        "self.given_back",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "a contribution read at two versions counts": Bug(
@@ -186,9 +186,9 @@ BUGS: Final = {
         SYNCHRONOUS,
     ),
     "a batch that counts is dealt again": Bug(
-        "coordination/data/sync_data.py",
-        "        self.done += 1\n",
-        "        self.done += 1\n        self._given_back.append(place)\n",
+        "coordination/data/batch_book.py",
+        "            self.done += 1\n",
+        "            self.done += 1\n            self.given_back.append(place)\n",
         SYNCHRONOUS,
     ),
     "orders of a master that was replaced are carried out": Bug(
@@ -204,14 +204,15 @@ BUGS: Final = {
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "another master leaves out what nobody has told of": Bug(
-        "coordination/data/batch_ledger.py",
-        "self._open.update(range(self._end, place))",
-        "pass",
+        "coordination/data/batch_book.py",
+        "                while self.end <= place:",
+        "                self.end = max(self.end, place)\n"
+        "                while self.end <= place:",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
     "another master forgets what was given back before": Bug(
-        "coordination/data/batch_ledger.py",
-        "self._open = set(unfinished)",
+        "coordination/data/batch_book.py",
+        "self._open = set(self.given_back)",
         "self._open = set()",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
@@ -254,14 +255,14 @@ BUGS: Final = {
     ),
     "another loop begins a batch too late": Bug(
         "coordination/data/batch_order.py",
-        'within = firsts[int(position["index"])] + int(position["first"])',
-        'within = firsts[int(position["index"])] + int(position["first"]) + 1',
+        "return self._first(epoch, index) + first,",
+        "return self._first(epoch, index) + first + 1,",
         SYNCHRONOUS,
     ),
     "another loop begins a batch too early": Bug(
         "coordination/data/batch_order.py",
-        'within = firsts[int(position["index"])] + int(position["first"])',
-        'within = max(0, firsts[int(position["index"])] + int(position["first"]) - 1)',
+        "return self._first(epoch, index) + first,",
+        "return max(0, self._first(epoch, index) + first - 1),",
         SYNCHRONOUS,
     ),
     "a worker may be lost twice": Bug(

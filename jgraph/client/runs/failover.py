@@ -20,7 +20,7 @@ from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.loop_messages import DealtData, Detached, SyncRequest, plain
 from jgraph.cluster.polling import Polling
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.coordination.data.batch_ledger import BatchLedger
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import Lease
 from jgraph.coordination.liveness.master_lease import END_S
 from jgraph.coordination.run.loop_outcome import is_link_loss
@@ -65,25 +65,26 @@ class RunLedger:
         self._data = data
         self._updates = updates
         self._applied = updates()
-        self._batches = BatchLedger(data.plan, position, self._applied)
-        self._end = self._batches.done + data.batches
+        self._book = BatchBook(
+            data.plan, position, budget=data.batches, updates=self._applied
+        )
         self._lock = threading.Lock()
 
     def add(self, leases: Iterable[Lease]) -> None:
         """Takes batches that are done."""
         with self._lock:
-            self._batches.add(leases)
+            self._book.add(leases)
 
     def position(self) -> dict[str, Any]:
         """Returns where in the data the run is, as far as is known."""
         with self._lock:
-            return self._batches.position(self._applied)
+            return self._book.position(self._applied)
 
     def left(self) -> DealtData:
         """Returns what another master deals out, when nothing is under way."""
         self._applied = self._updates()
-        left = self._end - self._batches.done
-        return replace(self._data, batches=left, position=self.position())
+        position = self.position()
+        return replace(self._data, batches=self._book.left, position=position)
 
 
 def open_data(cluster: Connection, run: str, name: str, data: DealtData) -> None:

@@ -1,1 +1,1 @@
-"""Batches: slots, order, leases to workers, the ledger of what is done."""
+"""Batches: slots, order, leases to workers, the book of what is done."""

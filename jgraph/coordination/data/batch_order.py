@@ -1,11 +1,11 @@
 """Batch order: all batches of a plan in one endless sequence, epoch after epoch."""
 
-import bisect
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from jgraph.coordination.data.slots import Lease, SlotPlan
+import numpy as np
+
+from jgraph.coordination.data.slots import Lease, Rows, SlotPlan
 
 _EPOCHS = 4  # whose orders are kept
 
@@ -26,19 +26,29 @@ class BatchOrder:
 
     def __init__(self, plan: SlotPlan) -> None:
         self.plan = plan
-        self._known: dict[int, tuple[list[int], list[int], dict[int, int]]] = {}
+        self._known: dict[int, tuple[Rows, Rows]] = {}
+        # Of the last slot, wherever it comes in an epoch; all others are full.
+        self._missing = len(plan) * plan.slot_batches - plan.batches_per_epoch
 
     def batch(self, place: int) -> Lease:
         """Returns the batch at a place."""
         epoch, within = divmod(place, self.plan.batches_per_epoch)
-        slots, firsts, _ = self._epoch(epoch)
-        index = bisect.bisect_right(firsts, within) - 1
-        return Lease(epoch, slots[index], within - firsts[index], 1)
+        slots, at = self._epoch(epoch)
+        if within >= (int(at[-1]) + 1) * self.plan.slot_batches - self._missing:
+            within += self._missing
+        index, first = divmod(within, self.plan.slot_batches)
+        return Lease(epoch, int(slots[index]), first, 1)
 
     def place(self, epoch: int, slot: int, index: int) -> int:
         """Returns the place of a slot's batch in an epoch."""
-        _, firsts, at = self._epoch(epoch)
-        return epoch * self.plan.batches_per_epoch + firsts[at[slot]] + index
+        return self._first(epoch, int(self._epoch(epoch)[1][slot])) + index
+
+    def _first(self, epoch: int, index: int) -> int:
+        """Returns where the slot begins that comes as this one in its epoch."""
+        before = index * self.plan.slot_batches
+        if index > self._epoch(epoch)[1][-1]:
+            before -= self._missing
+        return epoch * self.plan.batches_per_epoch + before
 
     def number(self, place: int) -> int:
         """Returns the number of the batch at a place, see ``SlotPlan.number``."""
@@ -62,7 +72,7 @@ class BatchOrder:
     # ------------------------------------------------------------ positions
 
     def position(self, end: int, unfinished: Sequence[int]) -> dict[str, Any]:
-        """Returns where a run is, as in ``Dispatch.state``.
+        """Returns where a run is, as in ``BatchBook.position``.
 
         Args:
           end: place of the first batch that was never dealt.
@@ -75,7 +85,7 @@ class BatchOrder:
         return {
             "plan": self.plan.to_dict(),
             "epoch": lease.epoch,
-            "index": self._epoch(lease.epoch)[2][lease.slot],
+            "index": int(self._epoch(lease.epoch)[1][lease.slot]),
             "first": lease.first,
             "unfinished": [
                 [lease.epoch, lease.slot, lease.first, lease.batches]
@@ -86,28 +96,26 @@ class BatchOrder:
     def restored(self, position: Mapping[str, Any]) -> tuple[int, list[int]]:
         """Returns (end, unfinished) of a position.
 
-        One of another plan tells only the epoch: the next one is begun.
+        One of another plan tells only the epoch: the first that was not begun is begun.
         """
-        epoch = int(position["epoch"])
+        epoch, index, first = (int(position[k]) for k in ("epoch", "index", "first"))
         if not self.plan.is_that_of(position):
-            return (epoch + 1) * self.plan.batches_per_epoch, []
-        firsts = self._epoch(epoch)[1]
-        within = firsts[int(position["index"])] + int(position["first"])
+            begun = index > 0 or first > 0
+            return (epoch + begun) * self.plan.batches_per_epoch, []
         unfinished = [
-            self.place(int(epoch), int(slot), int(first) + batch)
-            for epoch, slot, first, batches in position["unfinished"]
-            for batch in range(int(batches))
+            self.place(of, slot, batch)
+            for of, slot, at, batches in (map(int, u) for u in position["unfinished"])
+            # A message may say anything; no lease is of more than its slot.
+            for batch in range(self.plan.span(slot).batches)[at : at + batches]
         ]
-        return epoch * self.plan.batches_per_epoch + within, sorted(unfinished)
+        return self._first(epoch, index) + first, sorted(unfinished)
 
-    def _epoch(self, epoch: int) -> tuple[list[int], list[int], dict[int, int]]:
-        """Returns slots in order, the first batch of each, and where each slot is."""
+    def _epoch(self, epoch: int) -> tuple[Rows, Rows]:
+        """Returns the slots in their order, and where in it each of them is."""
         key = epoch if self.plan.shuffle == "slots" else 0
         if key not in self._known:
             if len(self._known) == _EPOCHS:
                 del self._known[next(iter(self._known))]
-            slots = [int(slot) for slot in self.plan.order(key)]
-            sizes = (self.plan.span(slot).batches for slot in slots)
-            at = {slot: index for index, slot in enumerate(slots)}
-            self._known[key] = slots, [0, *itertools.accumulate(sizes)], at
+            slots = self.plan.order(key)
+            self._known[key] = slots, np.argsort(slots)
         return self._known[key]

@@ -11,11 +11,12 @@ by piece, each alone, and batch by batch once that ended another worker and who 
 lost is known: so the third death has one cause only, whose name the run then ends with.
 """
 
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import DEATHS, Lease, SlotPlan
 from jgraph.errors import JGError, TaskLostError
 
@@ -127,22 +128,8 @@ Instruction: TypeAlias = Deal | Over | Expel | Fail
 class _Worker:
     heard_at: float
     done: int = 0
-    held: deque[Lease] = field(default_factory=deque)
+    held: deque[int] = field(default_factory=deque)  # places, as it got them
     wanted: int = 0  # it waits for an answer with so many
-
-    @property
-    def batches(self) -> int:
-        return sum(lease.batches for lease in self.held)
-
-    def last(self, batches: int) -> tuple[Lease, ...]:
-        """Returns the last so many that it holds."""
-        before, last = self.batches - batches, list[Lease]()
-        for lease in self.held:
-            rest = lease if before <= 0 else lease.cut(before)[1]
-            before -= lease.batches
-            if rest is not None:
-                last.append(rest)
-        return tuple(last)
 
 
 @final
@@ -177,64 +164,29 @@ class Dispatch:
         position: Mapping[str, Any] | None = None,
     ) -> None:
         self.plan = plan
-        self._left = budget  # not dealt
+        self._book = BatchBook(plan, position, skip=skip, budget=budget)
+        # Of earlier workers. Who deals to itself could not wait until it holds nothing.
+        self._book.deaths.clear()
         self._shares = 2 * max(1, workers)
         self._lease_s = lease_s
         self._workers: dict[str, _Worker] = {}
         self._gone: set[str] = set()
-        self._deaths: Counter[tuple[int, int, int]] = Counter()  # by batch
         self._now = self._lost_at = 0.0
         self._failed = False
-        self._returned: deque[Lease] = deque()
-        self._epoch = self._index = self._first = 0
-        self.done = 0
-        """Batches done, over all runs."""
-        self.again = 0
-        """Batches dealt again, over all runs; each may have been done twice."""
-        if position is None:
-            self._skip(skip)
-        else:
-            self._restore(position)
-        self._order = plan.order(self._epoch)
 
-    # ------------------------------------------------------------ position
+    @property
+    def done(self) -> int:
+        """Batches done, over all runs."""
+        return self._book.done
+
+    @property
+    def again(self) -> int:
+        """Batches dealt again, over all runs; each may have been done twice."""
+        return self._book.again
 
     def state(self) -> dict[str, Any]:
-        """Returns the position as plain data: where the next batch is, and holes.
-
-        What workers hold counts as not done.
-        """
-        held = [lease for worker in self._workers.values() for lease in worker.held]
-        unfinished = sorted(
-            [lease.epoch, lease.slot, lease.first, lease.batches]
-            for lease in [*held, *self._returned]
-        )
-        return {
-            "plan": self.plan.to_dict(),
-            "epoch": self._epoch,
-            "index": self._index,
-            "first": self._first,
-            "unfinished": unfinished,
-            "done": self.done,
-            "again": self.again,
-        }
-
-    def _skip(self, batches: int) -> None:
-        self._epoch, batches = divmod(batches, self.plan.batches_per_epoch)
-        self._order = self.plan.order(self._epoch)
-        while batches >= (size := self.plan.span(self._order[self._index]).batches):
-            batches -= size
-            self._index += 1
-        self._first = batches
-
-    def _restore(self, position: Mapping[str, Any]) -> None:
-        self.done, self.again = int(position["done"]), int(position["again"])
-        if not self.plan.is_that_of(position):
-            self._epoch = int(position["epoch"]) + 1
-            return
-        self._epoch, self._index = int(position["epoch"]), int(position["index"])
-        self._first = int(position["first"])
-        self._returned.extend(Lease(*map(int, u)) for u in position["unfinished"])
+        """Returns the position as plain data; what workers hold counts as not done."""
+        return self._book.position()
 
     # ------------------------------------------------------------ events
 
@@ -252,7 +204,8 @@ class Dispatch:
             case WorkerLost(name):
                 return [*self._lose(name), *self._answer_waiting()]
             case WorkerEnded(name):
-                self._give_back(name)
+                for place in self._forget(name):
+                    self._book.give_back(place)
                 return self._answer_waiting()
             case WaitEnded(name):
                 if name in self._workers:
@@ -268,9 +221,9 @@ class Dispatch:
         worker = self._workers.setdefault(name, _Worker(self._now))
         self._progress(name, asked.done)
         if asked.received is not None:
-            missing = worker.last(worker.done + worker.batches - asked.received)
-            if missing:
-                return [Deal(name, missing), *self._answer_waiting()]
+            arrived = max(0, asked.received - worker.done)
+            if missing := list(worker.held)[arrived:]:
+                return [Deal(name, self._leases(missing)), *self._answer_waiting()]
         if asked.idle:
             worker.wanted = max(1, asked.batches)
             return self._answer_waiting()
@@ -282,16 +235,9 @@ class Dispatch:
         if worker is None:
             return
         worker.heard_at = self._now
-        new = min(done - worker.done, worker.batches)
-        while new > 0:
-            ready, rest = worker.held.popleft().cut(new)
-            new -= ready.batches
-            worker.done += ready.batches
-            self.done += ready.batches
-            for batch in ready.each():
-                self._deaths.pop(batch, None)  # it let its worker live
-            if rest is not None:
-                worker.held.appendleft(rest)
+        for _ in range(min(done - worker.done, len(worker.held))):
+            self._book.finish(worker.held.popleft())
+            worker.done += 1
 
     def _answer_waiting(self) -> list[Instruction]:
         answers: list[Instruction] = []
@@ -302,7 +248,7 @@ class Dispatch:
             if leases:
                 worker.wanted = 0
                 answers.append(Deal(name, leases))
-        if not self._left and not any(w.held for w in self._workers.values()):
+        if not self._book.left:
             for name, worker in self._workers.items():
                 if worker.wanted:
                     worker.wanted = 0
@@ -312,25 +258,19 @@ class Dispatch:
     # ------------------------------------------------------------ losses
 
     def _lose(self, name: str) -> list[Instruction]:
-        held, self._lost_at = self._give_back(name), self._now
-        self.again += sum(lease.batches for lease in held)
-        for lease in held:
-            self._deaths.update(lease.each())
-            for batch in lease.each():
-                if (deaths := self._deaths[batch]) >= DEATHS:
-                    self._failed = True
-                    return [Fail(self.plan.deadly(Lease(*batch, 1), deaths))]
-        return []
+        held, self._lost_at = self._forget(name), self._now
+        self._book.again += len(held)
+        error = self._book.lose(held)
+        if error is None:
+            return []
+        self._failed = True
+        return [Fail(error)]
 
-    def _give_back(self, name: str) -> list[Lease]:
+    def _forget(self, name: str) -> Collection[int]:
         """Forgets a worker, which must not come back; returns what it held."""
         self._gone.add(name)
         worker = self._workers.pop(name, None)
-        if worker is None:
-            return []
-        self._left += worker.batches
-        self._returned.extendleft(reversed(worker.held))
-        return list(worker.held)
+        return () if worker is None else worker.held
 
     def _expire(self) -> list[Instruction]:
         late = [
@@ -349,48 +289,38 @@ class Dispatch:
     def _deal(self, worker: _Worker, batches: int) -> tuple[Lease, ...]:
         # A share of what is left: at the end of a run the pieces become small, so
         # that all workers end together.
-        wanted = min(batches, _MOST, -(-self._left // self._shares))
-        dealt: list[Lease] = []
-        while wanted > 0:
-            lease = self._take(worker, wanted)
-            if lease is None:
+        wanted = min(batches, _MOST, -(-self._book.undealt // self._shares))
+        dealt: list[int] = []
+        while len(dealt) < wanted:
+            taken = self._take(worker, wanted - len(dealt))
+            if not taken:
                 break
-            dealt.append(lease)
-            worker.held.append(lease)
-            self._left -= lease.batches
-            wanted -= lease.batches
-        return tuple(dealt)
+            dealt += taken
+            worker.held += taken
+        return self._leases(dealt)
 
-    def _take(self, worker: _Worker, most: int) -> Lease | None:
-        if any(self._is_suspect(lease) for lease in worker.held):
-            return None
-        for lease in self._returned:
-            if self._is_suspect(lease) and worker.held:
-                continue
-            is_last = max(self._deaths[b] for b in lease.each()) == DEATHS - 1
-            if is_last and self._now < self._lost_at + SETTLE_S:
-                continue
-            self._returned.remove(lease)
-            first, rest = lease.cut(1 if is_last else most)
-            if rest is not None:
-                self._returned.appendleft(rest)
-            return first
-        if sum(lease.batches for lease in self._returned) >= self._left:
-            return None  # suspects, and the run does not end without them
-        if self._index == len(self.plan):
-            if self._returned:  # suspects: an epoch ends with all its batches
-                return None
-            self._epoch, self._index = self._epoch + 1, 0
-            self._order = self.plan.order(self._epoch)
-        slot = int(self._order[self._index])
-        left = self.plan.span(slot).batches - self._first
-        lease, rest = Lease(self._epoch, slot, self._first, left).cut(most)
-        self._first = 0 if rest is None else rest.first
-        self._index += rest is None
-        return lease
+    def _leases(self, places: Iterable[int]) -> tuple[Lease, ...]:
+        return tuple(self._book.order.leases(places))
 
-    def _is_suspect(self, lease: Lease) -> bool:
-        return bool(self._deaths) and any(b in self._deaths for b in lease.each())
+    def _take(self, worker: _Worker, most: int) -> list[int]:
+        """Deals a batch, or suspects of one slot, which are neighbours; or none."""
+        book, deaths = self._book, self._book.deaths
+        if deaths and any(place in deaths for place in worker.held):
+            return []
+        settled = self._now >= self._lost_at + SETTLE_S
+        limit = 0 if worker.held else DEATHS - 1 if settled else DEATHS - 2
+        place = next((p for p in book.given_back if deaths[p] <= limit), None)
+        if place is None:
+            # Suspects wait: the run, and an epoch, ends with all its batches.
+            is_end = book.end % self.plan.batches_per_epoch == 0
+            if book.given_back and (is_end or len(book.given_back) >= book.undealt):
+                return []
+            return [book.take(book.end)]
+        count = deaths[place]
+        if count in (0, DEATHS - 1):
+            return [book.take(place)]
+        alike = self._leases(p for p in book.given_back if deaths[p] == count)
+        return [book.take(place + n) for n in range(min(most, alike[0].batches))]
 
 
 def _silent(worker: str, lease_s: float) -> TaskLostError:

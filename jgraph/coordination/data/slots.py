@@ -266,7 +266,7 @@ class SlotPlan:
         }
 
     def is_that_of(self, position: Mapping[str, Any]) -> bool:
-        """Whether a position, as in ``Dispatch.state``, is one in these slots."""
+        """Whether a position, as in ``BatchBook.position``, is one in these slots."""
         plain, mine = position["plan"], self.to_dict()
         if "data" not in plain:  # written when each part had slots of its own
             del mine["data"]

@@ -15,13 +15,12 @@ What a lost replica held is suspected of ending it and dealt alone, one batch at
 so that a third death has one cause only, whose name the run then ends with.
 """
 
-import bisect
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
-from jgraph.coordination.data.batch_order import BatchOrder
-from jgraph.coordination.data.slots import DEATHS, Lease, SlotPlan
+from jgraph.coordination.data.batch_book import BatchBook
+from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.errors import DataSlotError
 
 
@@ -34,7 +33,7 @@ class SyncData:
     Args:
       plan: the slots.
       replicas: who takes part, in the order in which a round is dealt.
-      position: where to begin, see ``Dispatch.state``.
+      position: where to begin, see ``BatchBook``.
 
     Example:
       >>> from jgraph.coordination.data.slots import Part
@@ -52,32 +51,21 @@ class SyncData:
         replicas: Iterable[str],
         position: Mapping[str, Any] | None = None,
     ) -> None:
-        self._order = BatchOrder(plan)
-        self._end = 0  # place of the first batch that is nobody's yet
-        self._given_back: list[int] = []
-        self.done = self._again = 0
-        deaths: Iterable[tuple[int, int]] = ()
-        if position is not None:
-            self._end, self._given_back = self._order.restored(position)
-            self.done, self._again = int(position["done"]), int(position["again"])
-            if plan.is_that_of(position):
-                deaths = position.get("deaths", ())
+        self._book = BatchBook(plan, position)
         # Of a round: batches that replicas will get when they ask.
         self._reserved: dict[str, deque[int]] = {name: deque() for name in replicas}
-        self._held: dict[str, list[int]] = {name: [] for name in self._reserved}
-        self._holder: dict[int, tuple[str, int]] = {}  # by number
+        # What replicas hold: the place of each batch, by its number.
+        self._held: dict[str, dict[int, int]] = {name: {} for name in self._reserved}
         self._late_with: dict[int, str] = {}
-        self._deaths = Counter({int(place): int(count) for place, count in deaths})
+
+    @property
+    def done(self) -> int:
+        """Batches that count, over all runs."""
+        return self._book.done
 
     def state(self) -> dict[str, Any]:
         """Returns the position as plain data; what is held counts as not done."""
-        places = [*self._given_back]
-        for group in (self._held, self._reserved):
-            for taken in group.values():
-                places.extend(taken)
-        position = self._order.position(self._end, sorted(places))
-        told = {**position, "done": self.done, "again": self._again}
-        return {**told, "deaths": [*self._deaths.items()]} if self._deaths else told
+        return self._book.position()
 
     # ------------------------------------------------------------ dealing
 
@@ -92,71 +80,64 @@ class SyncData:
           together: every update needs all replicas.
           idle: it holds nothing, whatever is known here of its last contribution.
         """
-        alone = idle or not self._held[replica]
-        share = self._order.plan.batches_per_epoch // (2 * len(self._reserved))
+        order, held = self._book.order, self._held[replica]
+        alone = idle or not held
+        share = order.plan.batches_per_epoch // (2 * len(self._reserved))
         dealt: list[int] = []
         while len(dealt) < min(batches, max(1, share)):
             place = self._take(replica, alone=alone and not dealt, together=together)
             if place is None:
                 break
             dealt.append(place)
-            self._held[replica].append(place)
-            self._holder[self._order.number(place)] = replica, place
-        return tuple(self._order.leases(dealt))
+            held[order.number(place)] = place
+        return tuple(order.leases(dealt))
 
     def _take(self, replica: str, *, alone: bool, together: bool) -> int | None:
-        if self._deaths:
-            suspects = (place for place in self._given_back if place in self._deaths)
+        if deaths := self._book.deaths:
+            suspects = (place for place in self._book.given_back if place in deaths)
             suspect = next(suspects, None)
-            if not alone and (suspect is not None or self._holds_a_suspect(replica)):
+            has_one = any(place in deaths for place in self._held[replica].values())
+            if not alone and (suspect is not None or has_one):
                 return None
             if suspect is not None:
-                self._given_back.remove(suspect)
-                return suspect
+                return self._book.take(suspect)
         reserved = self._reserved[replica]
         if together and not reserved:
             for name, batches in self._reserved.items():
                 batches.append(self._next(name))
         return reserved.popleft() if reserved else self._next(replica)
 
-    def _holds_a_suspect(self, replica: str) -> bool:
-        return any(place in self._deaths for place in self._held[replica])
-
     def _next(self, replica: str) -> int:
         others = len(self._reserved) > 1
-        for place in self._given_back:
+        for place in self._book.given_back:
             if not (others and self._late_with.get(place) == replica):
-                self._given_back.remove(place)
-                return place
-        self._end += 1
-        return self._end - 1
+                return self._book.take(place)
+        return self._book.take(self._book.end)
 
     # ------------------------------------------------------------ what becomes of it
 
     def holds(self, replica: str, number: int) -> bool:
         """Whether a replica holds the batch of this number."""
-        return self._holder.get(number, ("",))[0] == replica
+        return number in self._held.get(replica, ())
 
     def counted(self, number: int) -> int:
         """A batch is part of an update; returns its place."""
         _, place = self._let_go(number)
         self._late_with.pop(place, None)
-        self._deaths.pop(place, None)
-        self.done += 1
+        self._book.finish(place)
         return place
 
     def take_back(self, places: Iterable[int]) -> None:
         """Batches that were counted are part of no update after all."""
         for place in places:
-            bisect.insort(self._given_back, place)
-            self.done -= 1
+            self._book.undo(place)
 
     def late(self, number: int) -> None:
         """A batch was computed too late and is dealt again."""
         replica, place = self._let_go(number)
         self._late_with[place] = replica
-        self._deaths.pop(place, None)  # it let its replica live
-        bisect.insort(self._given_back, place)
+        self._book.deaths.pop(place, None)  # it let its replica live
+        self._book.give_back(place)
 
     def lost(self, replica: str, computed: Collection[int]) -> DataSlotError | None:
         """A replica is gone; returns an error if its data ended it, and others before.
@@ -166,20 +147,11 @@ class SyncData:
           computed: numbers of its batches whose contributions are here and may count.
         """
         for place in self._reserved.pop(replica, ()):
-            bisect.insort(self._given_back, place)
-        for place in list(self._held.get(replica, ())):
-            number = self._order.number(place)
-            if number in computed:
-                continue
-            self._let_go(number)
-            bisect.insort(self._given_back, place)
-            self._deaths[place] += 1
-        for place, deaths in self._deaths.items():
-            if deaths >= DEATHS:
-                return self._order.plan.deadly(self._order.batch(place), deaths)
-        return None
+            self._book.give_back(place)
+        held = self._held.get(replica, {})
+        lost = [number for number in held if number not in computed]
+        return self._book.lose([held.pop(number) for number in lost])
 
     def _let_go(self, number: int) -> tuple[str, int]:
-        replica, place = self._holder.pop(number)
-        self._held[replica].remove(place)
-        return replica, place
+        replica = next(name for name, held in self._held.items() if number in held)
+        return replica, self._held[replica].pop(number)

@@ -87,7 +87,7 @@ class Manifest:
     Attributes:
       step: updates of the model.
       leaves: each array, by its path: ``params/Dense_0/kernel``.
-      position: where in the data the training was; see ``Dispatch.state``.
+      position: where in the data the training was; see ``BatchBook.position``.
       generation: of the writer's lease; 0 without one.
       saved: when, as ISO 8601.
       jgraph: version that wrote it.

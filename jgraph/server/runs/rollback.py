@@ -9,7 +9,7 @@ get other names, so that what a lost task still sends for a step of before is re
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.polling import Polling
-from jgraph.coordination.data.dispatch import Dispatch
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.recovery import GiveUp, Recoveries, hopeless
 from jgraph.errors import (
@@ -343,11 +343,9 @@ def position_of(plan: str, manifest: Manifest, batches: int) -> dict[str, Any]:
       manifest: of the checkpoint.
       batches: of an update.
     """
-    position: Mapping[str, Any] | None = manifest.position
     slots = SlotPlan.from_dict(json.loads(plan))
     skip = manifest.step * batches
-    begin = Dispatch(slots, budget=0, workers=1, skip=skip, position=position).state()
-    return {**begin, "deaths": (position or {}).get("deaths", [])}
+    return BatchBook(slots, manifest.position, skip=skip).position()
 
 
 def _were(tasks: Sequence[TaskName]) -> str:

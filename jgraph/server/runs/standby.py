@@ -10,8 +10,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.deadlines import CONTROL_S, bounded_s
 from jgraph.cluster.drain import holding
 from jgraph.cluster.loop_messages import leases_of
-from jgraph.coordination.data.batch_ledger import BatchLedger
-from jgraph.coordination.data.dispatch import Dispatch
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.succession import resume_events
 from jgraph.errors import (
@@ -86,8 +85,7 @@ class Standby:
         self._seen: dict[str, int] = {}
         """Number of the last report of a loop."""
         self._data: pb.OpenDataRun | None = None
-        self._ledger: BatchLedger | None = None
-        self._end = 0  # batches that are done when all are
+        self._book: BatchBook | None = None
         self._is_over = False
 
     async def work(self) -> None:
@@ -161,7 +159,7 @@ class Standby:
             case "open_run":
                 self._rested(body)
             case "open_data_run":
-                self._open_ledger(body)
+                self._open_book(body, self._order.version)
             case "stop_loop":
                 self._supervisor.stopping = True
             case "run_loop":
@@ -198,22 +196,13 @@ class Standby:
             self._arbiter.sync.version = restored.back_to
             self._arbiter.sync.data_position = report.data_position
         else:
-            data = restored.data
-            plan = SlotPlan.from_dict(json.loads(data.plan))
-            position = json.loads(data.position)
-            self._data = data
-            self._ledger = BatchLedger(plan, position, restored.version)
-            self._end = self._ledger.done + data.budget
+            self._open_book(restored.data, restored.version)
 
-    def _open_ledger(self, order: pb.OpenDataRun) -> None:
+    def _open_book(self, order: pb.OpenDataRun, updates: int) -> None:
         plan = SlotPlan.from_dict(json.loads(order.plan))
         position = json.loads(order.position) if order.position else None
-        begin = Dispatch(
-            plan, budget=order.budget, workers=order.workers, position=position
-        ).state()
         self._data = order
-        self._ledger = BatchLedger(plan, begin, self._order.version)
-        self._end = self._ledger.done + order.budget
+        self._book = BatchBook(plan, position, budget=order.budget, updates=updates)
 
     def _note(self, report: Frame) -> None:
         body = body_of(report)
@@ -221,8 +210,8 @@ class Standby:
         for order in self._newest():
             if order.loop == body.loop:
                 note_report(order, report)
-        if self._ledger is not None:
-            self._ledger.add(leases_of(body.done))
+        if self._book is not None:
+            self._book.add(leases_of(body.done))
 
     def _newest(self) -> list[pb.RunLoop]:
         """Returns the last order of each replica, and of the arbiter."""
@@ -244,8 +233,8 @@ class Standby:
             _LOG.warning("%s. %s is the master of run '%s' now", why, here, run)
         else:
             _LOG.info("%s. %s is the master of run '%s' now", why, here, run)
-        if self._ledger is not None and has_read:  # until it is dealt out here
-            record.position = json.dumps(self._ledger.position(self._order.version))
+        if self._book is not None and has_read:  # until it is dealt out here
+            record.position = json.dumps(self._book.position(self._order.version))
         self._begins(self._order, self._supervisor)
         try:
             await check_master(self._peers, run, term)
@@ -321,14 +310,14 @@ class Standby:
 
     async def _deal(self, term: int) -> None:
         """Deals out what is not known as done."""
-        if self._data is None or self._ledger is None:
+        if self._data is None or self._book is None:
             return
         updates = await version_if_known(self._peers, self._order)
         left = pb.OpenDataRun()
         left.CopyFrom(self._data)
         left.run = f"{self._order.run}~{term}"
-        left.budget = self._end - self._ledger.done
-        left.position = json.dumps(self._ledger.position(updates))
+        left.budget = self._book.left
+        left.position = json.dumps(self._book.position(updates))
         self._peers.dealers.open(left)
         self._supervisor.data = left
         self._supervisor.record.data_run, self._supervisor.record.position = (

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 
-from jgraph.coordination.data.dispatch import Dispatch
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.run.supervisor import WAIT_S
@@ -18,7 +18,7 @@ from jgraph.train.hash_tables.hash_state import TableEvent
 from jgraph.train.state.remote_arrays import RunSnapshot
 
 Position: TypeAlias = Mapping[str, Any] | None
-"""Plain data; see ``Dispatch.state``. None: as the number of updates says."""
+"""Plain data; see ``BatchBook.position``. None: as the number of updates says."""
 
 Staleness: TypeAlias = Mapping[TaskName, Mapping[TaskName, Mapping[int, int]]]
 """Updates by worker, by task that applied them, and by how old they were."""
@@ -117,7 +117,7 @@ class Chunk:
 
 def position_in(plan: SlotPlan, position: Position, steps: int) -> dict[str, Any]:
     """Returns where to begin: at ``position``, else after ``steps`` batches."""
-    return Dispatch(plan, budget=0, workers=1, skip=steps, position=position).state()
+    return BatchBook(plan, position, skip=steps).position()
 
 
 class RunState(Protocol):

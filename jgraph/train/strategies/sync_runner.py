@@ -251,10 +251,7 @@ class SyncRunner:
             for one in requests
             if one.replica in self._present
         ]
-        last = self.state.position
-        begin = position_in(sync.plan, last, version * self._wanted)
-        # Who ended whom, of an earlier loop, is in no position of a ``Dispatch``.
-        position = {**begin, "deaths": (last or {}).get("deaths", [])}
+        position = position_in(sync.plan, self.state.position, version * self._wanted)
         sync = replace(
             sync,
             version=version,

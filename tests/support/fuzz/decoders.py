@@ -19,7 +19,7 @@ import atheris
 with atheris.instrument_imports(include=["jgraph"]):
     from jgraph.cluster.methods import reading
     from jgraph.cluster.spec import ClusterSpec
-    from jgraph.coordination.data.dispatch import Dispatch
+    from jgraph.coordination.data.batch_book import BatchBook
     from jgraph.coordination.data.slots import Part, SlotPlan
     from jgraph.errors import JGError
     from jgraph.launch.hosts import read_hosts
@@ -55,7 +55,7 @@ _PROGRAM, _CODE = encode_program(small())
 _ORDER: Final = pb.RegisterProgram(handle="h", program=_PROGRAM)
 _LEAF: Final = Leaf((2,), "float32", 2, (7,))
 _TABLE: Final = HashSpec("ads", (Column("rows", 16),), 1 << 20)
-_BEGIN: Final = Dispatch(_PLAN, budget=4, workers=1).state()
+_BEGIN: Final = BatchBook(_PLAN).position()
 
 
 def frames(data: bytes) -> None:
@@ -119,7 +119,7 @@ def plan(data: bytes) -> None:
 
 def position(data: bytes) -> None:
     with reading("a position"):
-        Dispatch(_PLAN, budget=4, workers=1, position=json.loads(text_of(data)))
+        BatchBook(_PLAN, json.loads(text_of(data)))
 
 
 def bytes_of(frame: Frame) -> bytes:

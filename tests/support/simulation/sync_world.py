@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.batch_order import BatchOrder
 from jgraph.coordination.data.slots import Part, SlotPlan
-from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.liveness.master_lease import END_S, LEASE_S
 from jgraph.coordination.run.recovery import GoBack, Recoveries
 from jgraph.coordination.run.same_version import Ask, Differ, meet
@@ -102,7 +102,7 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.orders: dict[str, Order] = {}
         self.leaders: list[Leader] = []
         self.master = Master(self, term=0)
-        start = SyncData(self.plan, []).state()
+        start = BatchBook(self.plan).position()
         self.checkpoint = Checkpoint(start, [])
         self.begin(self.checkpoint.position, {task: [] for task in self.shards})
         self.keep_looking()

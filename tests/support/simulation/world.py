@@ -2,7 +2,7 @@
 
 What decides is real: who gets which batches (``Dispatch``), when a replica begins a
 step (``ReplicaLoop``), whether a run goes back (``Recoveries``), what another master
-goes on from (``BatchLedger``) and whose orders are refused (``MasterTerms``). The tasks
+goes on from (``BatchBook``) and whose orders are refused (``MasterTerms``). The tasks
 only do what these say, with messages over a network that goes wrong.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jgraph.coordination.data.batch_ledger import BatchLedger
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import Lease, Part, SlotPlan
 from jgraph.coordination.run.recovery import GoBack, Recoveries
@@ -116,7 +116,9 @@ class World(FaultyRun[Shard]):
             self.master = Master(self, self.master.term + 1)
         left = self.batches - (0 if back_to is None else back_to.step)
         self.deal(left, None if back_to is None else back_to.position)
-        self.done = BatchLedger(self.plan, self.dispatch.state(), self.updates())
+        self.done = BatchBook(
+            self.plan, self.dispatch.state(), budget=left, updates=self.updates()
+        )
         for task in self.workers:
             self.start_loop(task)
 
@@ -245,7 +247,7 @@ class World(FaultyRun[Shard]):
         for shard in self.shards.values():
             shard.dropped |= accounts.keys() - set(there)
         position = self.done.position(self.updates())
-        self.deal(self.batches - self.done.done, position)
+        self.deal(self.done.left, position)
         for loop, task in loops.items():
             if loop in there:
                 self.start_loop(task)

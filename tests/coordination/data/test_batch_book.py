@@ -2,9 +2,10 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, strategies as st
 
-from jgraph.coordination.data.batch_ledger import BatchLedger
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.batch_order import BatchOrder
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch
 from jgraph.coordination.data.slots import Part, SlotPlan
@@ -12,9 +13,9 @@ from jgraph.coordination.data.slots import Part, SlotPlan
 BUDGET = 30
 
 
-def plan() -> SlotPlan:
+def plan(seed: int = 3) -> SlotPlan:
     parts = [Part("data", 13)]
-    return SlotPlan(parts, 1, seed=3, shuffle="slots", slot_batches=4)
+    return SlotPlan(parts, 1, seed, shuffle="slots", slot_batches=4)
 
 
 @given(st.data())
@@ -23,13 +24,10 @@ def test_whenever_masters_are_lost_each_batch_is_trained_on_and_repeats_are_coun
 ) -> None:
     """Two workers; some of what each did is not told when the next master begins."""
     trained: Counter[tuple[int, int, int]] = Counter()
-    begin = Dispatch(plan(), budget=0, workers=1).state()
-    ledger = BatchLedger(plan(), begin, updates=0)
+    book = BatchBook(plan(), budget=BUDGET)
     for last in (False, False, True):
-        position = ledger.position(sum(trained.values()))
-        master = Dispatch(
-            plan(), budget=BUDGET - ledger.done, workers=2, position=position
-        )
+        position = book.position(sum(trained.values()))
+        master = Dispatch(plan(), budget=book.left, workers=2, position=position)
         done = Counter[str]()
         while master.done < BUDGET and (last or data.draw(st.booleans())):
             worker = data.draw(st.sampled_from("ab"))
@@ -40,12 +38,26 @@ def test_whenever_masters_are_lost_each_batch_is_trained_on_and_repeats_are_coun
                 trained.update(lease.each())
                 done[worker] += lease.batches
                 if last or data.draw(st.booleans()):
-                    ledger.add([lease])
+                    book.add([lease])
     order = BatchOrder(plan())
-    assert ledger.done == BUDGET
-    end, unfinished = order.restored(ledger.position(sum(trained.values())))
+    assert (book.done, book.left) == (BUDGET, 0)
+    end, unfinished = order.restored(book.position(sum(trained.values())))
     assert (end, unfinished) == (BUDGET, [])
     times = [trained[next(order.batch(place).each())] for place in range(BUDGET)]
     assert min(times) == 1
-    again = ledger.position(sum(trained.values()))["again"]
+    again = book.position(sum(trained.values()))["again"]
     assert again == sum(trained.values()) - BUDGET
+
+
+@pytest.mark.parametrize(("dealt", "epoch"), [(0, 0), (1, 1), (13, 1), (14, 2)])
+def test_other_data_begins_the_first_epoch_that_was_not_begun(
+    dealt: int, epoch: int
+) -> None:
+    position = BatchBook(plan(), skip=dealt).position()
+    assert BatchBook(plan(seed=4), position).position()["epoch"] == epoch
+
+
+def test_a_lease_of_a_position_ends_with_its_slot() -> None:
+    position = BatchBook(plan(), skip=13).position()
+    position["unfinished"] = [[0, 0, 2, 2**60]]
+    assert len(BatchBook(plan(), position).given_back) == 2
