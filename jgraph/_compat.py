@@ -53,6 +53,7 @@ __all__ = [
     "rebuild_equation",
     "release_arguments",
     "run_equation",
+    "same_types",
     "size_at",
     "size_names",
     "stable_custom_calls",
@@ -377,6 +378,12 @@ def narrow_types() -> AbstractContextManager[Any]:
     """Has no 64-bit types inside, for this thread alone."""
     manager: AbstractContextManager[Any] = jax.enable_x64(False)
     return manager
+
+
+def same_types() -> AbstractContextManager[Any]:
+    """Has 64-bit types in another thread if they are on in this one."""
+    is_on = jax.dtypes.canonicalize_dtype("float64") == "float64"
+    return wide_types() if is_on else narrow_types()
 
 
 def trace_settings() -> tuple[Any, ...]:

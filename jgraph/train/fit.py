@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
+from jgraph._compat import same_types
 from jgraph.client.cluster import Cluster
 from jgraph.client.runs.failover import ask_with_failover
 from jgraph.clock import Clock
@@ -84,9 +85,15 @@ class Fit:
         waiting, never between two halves of a step.
         """
         context = contextvars.copy_context()
+        types = same_types()
+
+        def work() -> None:
+            with types:  # JAX asks each thread whether it has 64-bit types
+                self._work(release)
+
         threading.Thread(
             target=context.run,
-            args=(self._work, release),
+            args=(work,),
             name="jgraph-fit",
             daemon=True,
         ).start()

@@ -365,3 +365,15 @@ def test_other_data_of_the_same_sizes_begins_an_epoch_of_its_own() -> None:
     found = np.sort(other.metrics("number")["value"].ravel())
     assert found.tolist() == (numbers + 100).tolist()
     assert same.steps == 3
+
+
+def test_a_run_has_64_bit_types_if_they_are_on_where_it_was_begun() -> None:
+    with jax.enable_x64(True):
+        model = nnx.Linear(2, 1, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        x = np.linspace(-1.0, 1.0, 16).reshape(8, 2)
+        trainer = Trainer(
+            model, lambda model, x: jnp.mean(model(x) ** 2), optax.adam(0.1)
+        )
+        run = trainer.fit(x, steps=3, batch_size=8, eval_data=x, progress=False)
+        assert run.model().kernel.dtype == np.float64
+        assert run.steps == 3
