@@ -177,6 +177,10 @@ class Cluster(Connection):
         """
         return wait_for_tasks(self, timeout_s, stop or threading.Event())
 
+    def let_go(self, session: "Session") -> None:
+        """Leaves a session's programs on the tasks at the end: a run needs them."""
+        self._sessions = [one for one in self._sessions if one is not session]
+
     def _launcher_events(self) -> list[Event]:
         return []
 
@@ -200,8 +204,8 @@ class Cluster(Connection):
 
     def __dir__(self) -> list[str]:
         inner = {
-            *("at_close", "call", "check_startable", "drop_held", "gone", "move_to"),
-            *("platforms", "transport"),
+            *("at_close", "call", "check_startable", "drop_held", "gone", "let_go"),
+            *("move_to", "platforms", "transport"),
         }
         return [name for name in super().__dir__() if name not in inner]
 

@@ -5,6 +5,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
 from jgraph.client.cluster import Cluster
@@ -14,6 +15,8 @@ from jgraph.client.runs.seen_reports import ReportDeduplicator
 from jgraph.clock import Clock
 from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.loop_messages import recovery_of
+from jgraph.cluster.polling import Polling
+from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -36,6 +39,8 @@ from jgraph.train.strategies.strategies import Strategy
 
 _LOG = logging.getLogger("jgraph.run")
 _A_WEEK_S: Final = 7 * 86400.0
+_POLL_S: Final = 0.2
+"""Between two looks: that a run goes on again shows only by asking for it."""
 
 
 def find_run(cluster: Cluster, name: str | None) -> RunInfo:
@@ -68,12 +73,13 @@ def attach(
     assert cluster is not None  # checked
     info = find_run(cluster, name)
     try:
-        state = parts.adopt(info.container, position_of(cluster, info))
+        adopt = partial(_adopt, cluster, info, given.clock)
+        state = parts.adopt(info.container, adopt)
     except UninitializedError as error:
         where = info.checkpoints
         where = where and f", from its checkpoint: trainer.restore('{where}')"
         raise TaskLostError(
-            f"run '{info.name}' is {info.state}, and a ps has lost what it held "
+            f"run '{info.name}' does not go on, and a ps has lost what it held "
             f"({error.message.rstrip('.')}); go on with another run{where}",
             run=info.name,
         ) from error
@@ -81,6 +87,34 @@ def attach(
     run = Run(result, history, stop)
     AttachedRun(cluster, info, run, history, state, stop, given.clock).start()
     return run
+
+
+def _adopt(cluster: Cluster, info: RunInfo, clock: Clock, state: RemoteState) -> None:
+    """Lets a client have the variables of a run, as soon as all ps do.
+
+    The master of a run that lost a ps gives them to it again, which is waited for.
+
+    Raises:
+      UninitializedError: the run does not go on, and a ps has lost what it held.
+      JGError: likewise, and a ps does not answer.
+    """
+    polling, is_told = Polling(_POLL_S, WAIT_S, clock), False
+    while True:
+        try:
+            state.adopt(position_of(cluster, info))
+        except (ClusterUnreachableError, TaskLostError, UninitializedError) as error:
+            runs = [run for run in cluster.runs() if run.name == info.name]
+            if not runs:  # its standby takes over just now
+                lost, term = info.master, info.term
+                runs = [wait_for_new_master(cluster, info.name, term, error, lost)]
+            (info,) = runs
+            if info.state == "running" and not is_told:
+                _LOG.info("run '%s' is waited for: %s", info.name, error.message)
+                is_told = True
+            if info.state != "running" or not polling.wait():
+                raise
+        else:
+            return
 
 
 @final

@@ -25,7 +25,7 @@ from jgraph.train.model.trees import Tree
 from jgraph.train.state.holdings import ClusterResources
 from jgraph.train.state.placement import new_container
 from jgraph.train.state.remote_state import RemoteState
-from jgraph.train.state.runner import Position, Runner
+from jgraph.train.state.runner import Runner
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.local import Local
 from jgraph.train.strategies.strategies import (
@@ -228,8 +228,12 @@ class TrainerBuild:
         self.trained_on = dataset or self.trained_on
         return made
 
-    def adopt(self, container: str, position: Position) -> RemoteState:
+    def adopt(self, container: str, fill: Callable[[RemoteState], None]) -> RemoteState:
         """Makes the parts of a run that another client began; returns its state.
+
+        Args:
+          container: of the variables.
+          fill: lets the client have them.
 
         Raises:
           ConfigError: they were made already, or need data to be made.
@@ -241,7 +245,7 @@ class TrainerBuild:
         made, evaluator_task = self._make(None, container)
         state = made[1].state
         assert isinstance(state, RemoteState)  # who asks has checked
-        state.adopt(position)
+        fill(state)
         self._take(made, evaluator_task)
         self.holdings.let_go()  # it belongs to its master
         return state

@@ -1,14 +1,21 @@
 """Faults of runs whose client is gone: their master looks after the workers."""
 
-from collections.abc import Callable
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from jgraph.client.cluster import Cluster, connect
-from jgraph.client.runs.runs import wait_saved
+from jgraph.client.runs.runs import RunInfo, wait_saved
+from jgraph.coordination.run.recovery import Recovery
+from jgraph.errors import ConfigError
+from jgraph.failpoints import CRASHED, ONCE, VARIABLE
+from jgraph.graph.device import is_ps
+from jgraph.launch.local.cluster import LocalCluster
 from jgraph.runtime.files.step_files import steps_in
 from jgraph.server.replication.streams import RECORDS_DIR
+from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
 from jgraph.train.trainer import Trainer
@@ -21,12 +28,19 @@ from tests.support.counting import (
     trainer,
     write_files,
 )
-from tests.support.detached_client import STRATEGIES, begin_and_kill
+from tests.support.detached_client import (
+    STRATEGIES,
+    begin_and_kill,
+    begun,
+    until,
+    until_further,
+)
 from tests.support.fault import Fault, Stopwatch
 
 pytestmark = pytest.mark.procs
 
-PS, WORKERS = "/job:ps/task:0", ("/job:worker/task:0", "/job:worker/task:1")
+PS, PS1 = "/job:ps/task:0", "/job:ps/task:1"
+WORKERS = ("/job:worker/task:0", "/job:worker/task:1")
 
 
 @pytest.mark.row(1, 9, 30)
@@ -49,34 +63,23 @@ def test_a_run_without_its_client_takes_lost_workers_back(
         pytest.importorskip("pyarrow", reason="needs jgraph[data]")
         write_files(tmp_path)
     servers = fault.cluster(ps=2, workers=2, restarts=6)
-    target = servers.target.replace(servers.address, servers.spec.address(PS))
-    begin_and_kill(target, strategy, files=tmp_path if of_files else None)
+    begin_and_kill(target(servers, PS), strategy, files=tmp_path if of_files else None)
     killed = dict.fromkeys(WORKERS, 0)
-    with connect(target, timeout_s=20) as cluster:
+    with connect(target(servers, PS), timeout_s=20) as cluster:
 
-        def wait_for(what: Callable[[], bool]) -> None:
-            clock = Stopwatch()
-            while not what():
-                assert cluster.runs()[0].state == "running"
-                assert clock.seconds < 60, servers.logs(PS, tail=100)
-
-        def all_are_back() -> bool:
+        def all_are_back(run: RunInfo) -> bool:
             log = servers.logs(PS, tail=1000)
             return all(
                 log.count(f"{worker} answers again and takes part") >= times
                 for worker, times in killed.items()
             )
 
-        def make_steps(steps: int) -> None:
-            end = cluster.runs()[0].step + steps
-            wait_for(lambda: cluster.runs()[0].step >= end)
-
         for lost in (WORKERS[1:], WORKERS):
             for worker in lost:
                 killed[worker] += 1
                 servers.kill(worker)
-            wait_for(all_are_back)
-            make_steps(100)
+            until(cluster, all_are_back)
+            until_further(cluster)
         there = trainer(cluster, STRATEGIES[strategy])
         run = there.attach()
         stop_once_all_take_part(run)
@@ -136,24 +139,19 @@ def test_a_run_without_its_client_rests_while_each_ps_is_restarted(
     """Then its master and a worker: no step is lost or made again."""
     servers = fault.cluster(ps=2, workers=2)
     begin_and_kill(servers.target, strategy, fault.path)
-    target = servers.target.replace(servers.address, servers.spec.address(PS))
     saved = []
     for task in servers.tasks():
-        with connect(target, timeout_s=20) as cluster:
-            before = cluster.runs()[0].step
+        with connect(target(servers, PS), timeout_s=20) as cluster:
+            before = until(cluster, lambda run: True).step
         assert servers.restart(task) == 0
         if task.startswith("/job:ps/"):
             saved.append(steps_in(fault.path)[-1])
             assert saved[-1] >= before
-        with connect(target, timeout_s=20) as cluster:
-            before, clock = cluster.runs()[0].step, Stopwatch()
-            while cluster.runs()[0].step < before + 100:
-                assert cluster.runs()[0].state == "running"
-                assert clock.seconds < 30, servers.logs(PS, tail=100)
-                is_back = f"{task} answers again" in servers.logs(PS, tail=1000)
-                if task in WORKERS and not is_back:
-                    before = cluster.runs()[0].step
-    with connect(target, timeout_s=20) as cluster:
+        with connect(target(servers, PS), timeout_s=20) as cluster:
+            if task in WORKERS:
+                until_said(cluster, servers, f"{task} answers again")
+            until_further(cluster)
+    with connect(target(servers, PS), timeout_s=20) as cluster:
         there = trainer(cluster, STRATEGIES[strategy])
         run = there.attach()
         stop_once_all_take_part(run)
@@ -171,87 +169,246 @@ def test_a_run_without_its_client_rests_while_each_ps_is_restarted(
 @pytest.mark.parametrize(
     ("strategy", "master", "lost"),
     [
-        ("async", WORKERS[0], PS),
-        pytest.param("sync", WORKERS[0], PS, marks=pytest.mark.chaos),
-        pytest.param("async", WORKERS[0], "/job:ps/task:1", marks=pytest.mark.chaos),
-        pytest.param("sync", WORKERS[0], "/job:ps/task:1", marks=pytest.mark.chaos),
-        pytest.param("sync int8", WORKERS[0], PS, marks=pytest.mark.nightly),
-        pytest.param("int8", WORKERS[0], PS, marks=pytest.mark.nightly),
-        pytest.param("async", PS, PS, marks=pytest.mark.chaos),
-        pytest.param("sync", PS, PS, marks=pytest.mark.chaos),
+        ("async", WORKERS[0], (PS,)),
+        *(
+            pytest.param(*one, marks=pytest.mark.chaos)
+            for one in [
+                ("sync", WORKERS[0], (PS,)),
+                ("async", WORKERS[0], (PS1,)),
+                ("sync", WORKERS[0], (PS1,)),
+                ("async", PS, (PS,)),
+                ("sync", PS, (PS,)),
+                ("async", WORKERS[0], (WORKERS[0], PS1)),
+                ("sync", WORKERS[0], (WORKERS[0], PS1)),
+                ("replica", WORKERS[0], (PS, PS1)),
+            ]
+        ),
+        pytest.param("sync int8", WORKERS[0], (PS,), marks=pytest.mark.nightly),
+        pytest.param("int8", WORKERS[0], (PS,), marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.row(12, 30)
+@pytest.mark.row(12, 18, 30, 31, 34, 35)
 def test_a_run_without_its_client_goes_back_when_a_ps_is_killed(
-    fault: Fault, strategy: str, master: str, lost: str
+    fault: Fault, strategy: str, master: str, lost: tuple[str, ...]
 ) -> None:
+    """Also with the master, which it may be, or with the ps that has its copy."""
     servers = fault.cluster(ps=2, workers=2, restarts=6)
-
-    def target(task: str) -> str:
-        return servers.target.replace(servers.address, servers.spec.address(task))
-
-    begin_and_kill(target(master), strategy, fault.path, every=50)
-    clock = Stopwatch()
-    while len(steps_in(fault.path)) < 3:
-        assert clock.seconds < 60, servers.logs(master, tail=100)
-    newest = steps_in(fault.path)[-1]
-    servers.kill(lost)
-    clock = Stopwatch()
-    with connect(target(WORKERS[1]), timeout_s=20) as cluster:
-        while not run_is_back(cluster, newest + 500):
-            assert clock.seconds < 60, servers.logs(PS, tail=100)
+    begin_and_kill(target(servers, master), strategy, fault.path, every=50)
+    with connect(target(servers, WORKERS[1]), timeout_s=20) as cluster:
+        until(cluster, lambda run: len(steps_in(fault.path)) >= 3)
+        newest = steps_in(fault.path)[-1]
+        for task in lost:
+            servers.kill(task)
+        until(cluster, lambda run: run.step >= newest + 500)
         there = trainer(cluster, STRATEGIES[strategy])
         run = there.attach()
         stop_once_all_take_part(run)
         wait_saved(cluster, str(fault.path), 30)
         (recovery,) = run.recoveries()
-        assert recovery.lost == (lost,)
+        assert recovery.lost == tuple(task for task in lost if is_ps(task))
         assert recovery.back_to >= newest
         back = fault.path / str(recovery.back_to)
-        share = 2 if "sync" in strategy and "async" not in strategy else 1
-        check_recovered(there, run, back, share)
+        check_recovered(there, run, back, share_of(strategy))
         there.close()
-    fault.names += [lost, "lost at step", "SIGKILL", "goes back to step"]
+    fault.names += [*lost, "lost at step", "SIGKILL", "goes back to"]
 
 
-@pytest.mark.row(13, 14, 30)
+@pytest.mark.row(13, 14, 30, 32, 33, 34, 35)
 @pytest.mark.chaos
 @pytest.mark.parametrize("strategy", ["replica", "log", "sync replica", "sync log"])
-@pytest.mark.parametrize("master", [WORKERS[0], PS])
+@pytest.mark.parametrize(
+    ("master", "lost"),
+    [(WORKERS[0], (PS,)), (PS, (PS,)), (WORKERS[0], (WORKERS[0], PS1))],
+    ids=["ps", "master", "both"],
+)
 def test_a_run_without_its_client_goes_on_from_what_is_kept_of_a_killed_ps(
-    fault: Fault, strategy: str, master: str
+    fault: Fault, strategy: str, master: str, lost: tuple[str, ...]
 ) -> None:
-    """Also where the ps is the master, and its standby is the one that goes on."""
-    env = {RECORDS_DIR: str(fault.path)}
-    servers = fault.cluster(ps=2, workers=2, restarts=6, env=env)
+    """Also where the ps is the master, or dies with it: its standby goes on."""
+    servers = fault.cluster(ps=2, workers=2, restarts=6, env=records(fault))
+    begin_and_kill(target(servers, master), strategy)
+    with connect(target(servers, WORKERS[1]), timeout_s=20) as cluster:
+        before = until(cluster, lambda run: True).step
+        for task in lost:
+            servers.kill(task)
+        until(cluster, lambda run: run.step >= before + 500)
+        assert check_kept(cluster, strategy, before).lost == lost[-1:]
+    fault.names += [*lost, "lost at step", "SIGKILL", "goes on with the copies"]
 
-    def target(task: str) -> str:
-        return servers.target.replace(servers.address, servers.spec.address(task))
 
-    begin_and_kill(target(master), strategy)
-    with connect(target(WORKERS[1]), timeout_s=20) as cluster:
-        before, clock = cluster.runs()[0].step, Stopwatch()
-        servers.kill(PS)
-        while not run_is_back(cluster, before + 500):
-            assert clock.seconds < 60, servers.logs("/job:ps/task:1", tail=100)
+@pytest.mark.row(2, 16, 30)
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("strategy", "point"),
+    [
+        ("async", "push.sent"),
+        ("replica", "update.recorded"),
+        ("log", "log.on_disk"),
+        ("sync replica", "update.applied"),
+        ("sync log", "log.written"),
+    ],
+)
+def test_a_run_without_its_client_loses_no_update_when_a_task_crashes_at_its_work(
+    fault: Fault, strategy: str, point: str, tmp_path: Path
+) -> None:
+    """A worker between its pushes to two ps; a ps within an update, or its record."""
+    once = tmp_path / "crashed"
+    env = {**records(fault), VARIABLE: f"{point}=crash@501", ONCE: str(once)}
+    servers = fault.cluster(ps=2, workers=2, restarts=3, env=env)
+    watched = PS if strategy == "async" else WORKERS[1]  # it does not crash
+    with connect(target(servers, watched), timeout_s=20) as cluster:
+        begin_and_kill(target(servers, watched), strategy)
+        before = until(cluster, lambda run: once.exists()).step
+        if strategy == "async":
+            until_said(cluster, servers, "answers again and takes part")
+            there = trainer(cluster, STRATEGIES[strategy])
+            run = there.attach()
+            stop_once_all_take_part(run)
+            check_all(there, run, lost=1)
+            there.close()
+        else:
+            until(cluster, lambda run: run.step >= before + 500)
+            (lost,) = check_kept(cluster, strategy, 0).lost
+            assert is_ps(lost)
+    fault.names += [f"exit code {CRASHED}"]
+
+
+@pytest.mark.row(35)
+@pytest.mark.chaos
+def test_a_run_ends_that_loses_its_master_and_the_standby_and_leaves_a_checkpoint(
+    fault: Fault,
+) -> None:
+    """Nobody else knows how to go on with it, so it is not found again."""
+    servers = fault.cluster(ps=2, workers=2, restarts=6)
+    begin_and_kill(servers.target, "async", fault.path, every=50)
+    with connect(target(servers, WORKERS[1]), timeout_s=20) as cluster:
+        until(cluster, lambda run: len(steps_in(fault.path)) >= 3)
+        for task in (PS, WORKERS[0]):  # it follows the journal of the other
+            servers.kill(task)
+        assert servers.wait_for_tasks(30)
+        assert cluster.runs() == []
+        there = trainer(cluster, STRATEGIES["async"])
+        with pytest.raises(ConfigError, match="does not have one run that goes on"):
+            there.attach()
+        there.restore(fault.path)
+        saved = steps_in(fault.path)[-1]
+        run = there.fit(
+            IDS,
+            steps=100,
+            batch_size=BATCH,
+            checkpoint=Checkpoints(fault.path, every=1000),
+            progress=False,
+        )
+        assert run.steps == saved + 100
+        check_recovered(there, run, fault.path / str(saved))
+        there.close()
+    fault.names += [PS, WORKERS[0], "SIGKILL"]
+
+
+@pytest.mark.row(30, 36)
+@pytest.mark.chaos
+@pytest.mark.parametrize("strategy", ["async", "sync", "replica", "sync log"])
+def test_a_run_goes_on_whose_client_is_killed_while_a_ps_is_away(
+    fault: Fault, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = fault.cluster(ps=2, workers=2, restarts=6, env=records(fault))
+    saved_in = fault.path if strategy in ("async", "sync") else None
+    with connect(target(servers, WORKERS[1]), timeout_s=20) as cluster:
+        with begun(servers.target, strategy, saved_in, every=50):
+            saved = lambda run: saved_in is None or len(steps_in(saved_in)) >= 3
+            before = until(cluster, saved).step
+            servers.kill(PS)
+        assert f"{PS} serves again" not in caplog.text
+        until(cluster, lambda run: run.step >= before + 500)
+        if saved_in is None:
+            assert check_kept(cluster, strategy, before).lost == (PS,)
+        else:
+            there = trainer(cluster, STRATEGIES[strategy])
+            run = there.attach()
+            stop_once_all_take_part(run)
+            wait_saved(cluster, str(saved_in), 30)
+            (recovery,) = run.recoveries()
+            assert recovery.lost == (PS,)
+            back = saved_in / str(recovery.back_to)
+            check_recovered(there, run, back, share_of(strategy))
+            there.close()
+    fault.names += [PS, "lost at step", "SIGKILL"]
+
+
+@pytest.mark.row(17, 30)
+@pytest.mark.chaos
+@pytest.mark.parametrize("strategy", ["replica", "sync log"])
+def test_a_run_without_its_client_goes_on_when_a_frozen_ps_is_killed(
+    fault: Fault, strategy: str
+) -> None:
+    servers = fault.cluster(
+        ps=2, workers=2, restarts=6, env=records(fault), frozen_s=1.5
+    )
+    begin_and_kill(servers.target, strategy)
+    with connect(servers.target, timeout_s=20) as cluster:
+        before = until(cluster, lambda run: True).step
+        os.kill(servers.pid(PS1), signal.SIGSTOP)
+        until(cluster, lambda run: run.step >= before + 500)
+        assert check_kept(cluster, strategy, before).lost == (PS1,)
+    fault.names += [f"{PS1} is frozen for", "SIGKILL", "goes on with the copies"]
+
+
+@pytest.mark.row(8, 30)
+@pytest.mark.chaos
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_run_without_its_client_does_without_a_frozen_worker_until_it_wakes(
+    fault: Fault, strategy: str
+) -> None:
+    """Nothing of the work that was given to the other one is applied then."""
+    servers = fault.cluster(ps=2, workers=2)
+    begin_and_kill(target(servers, PS), strategy)
+    pid, back = servers.pid(WORKERS[1]), f"{WORKERS[1]} answers again and takes part"
+    with connect(target(servers, PS), timeout_s=20) as cluster:
+        os.kill(pid, signal.SIGSTOP)
+        until_said(cluster, servers, f"{WORKERS[1]} was lost")
+        os.kill(pid, signal.SIGCONT)
+        until_said(cluster, servers, back)
         there = trainer(cluster, STRATEGIES[strategy])
         run = there.attach()
         stop_once_all_take_part(run)
-        (recovery,) = run.recoveries()
-        assert recovery.lost == (PS,)
-        assert recovery.back_to >= before
-        is_sync = "sync" in strategy
-        torn = 0 if is_sync else 2 * len(WORKERS)
-        check_recovered(there, run, None, 2 if is_sync else 1, torn)
+        assert run.recoveries() == []
+        check_all(there, run, lost=1)
         there.close()
-    fault.names += [PS, "lost at step", "SIGKILL", "goes on with the copies"]
+    fault.names += [f"{WORKERS[1]} was lost", back]
 
 
-def run_is_back(cluster: Cluster, step: int) -> bool:
-    """Whether the run has come so far; nobody lists it while its master changes."""
-    runs = cluster.runs()
-    assert all(run.state == "running" for run in runs)
-    return any(run.step >= step for run in runs)
+def until_said(cluster: Cluster, servers: LocalCluster, text: str) -> None:
+    """Waits until the first ps, which is the master, has said something."""
+    until(cluster, lambda run: text in servers.logs(PS, tail=1000))
+
+
+def target(servers: LocalCluster, task: str) -> str:
+    """Returns where a client has a task for its master."""
+    return servers.target.replace(servers.address, servers.spec.address(task))
+
+
+def records(fault: Fault) -> dict[str, str]:
+    """Returns where the ps of a run write their logs, which outlive its client."""
+    return {RECORDS_DIR: str(fault.path)}
+
+
+def share_of(strategy: str) -> int:
+    """Returns how many batches an update is of."""
+    return len(WORKERS) if strategy.startswith("sync") else 1
+
+
+def check_kept(cluster: Cluster, strategy: str, before: int) -> Recovery:
+    """Stops a run that went on from what was kept of a ps; no update is lost."""
+    there = trainer(cluster, STRATEGIES[strategy])
+    run = there.attach()
+    stop_once_all_take_part(run)
+    (recovery,) = run.recoveries()
+    assert recovery.back_to >= before
+    share = share_of(strategy)
+    torn = 0 if share > 1 else 2 * len(WORKERS)
+    check_recovered(there, run, None, share, torn)
+    there.close()
+    return recovery
 
 
 def all_take_part(run: Run) -> bool:

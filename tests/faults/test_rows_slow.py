@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,18 @@ pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 PS, MASTER, WORKER = "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
 
 
-@pytest.mark.row(12)
+@pytest.mark.row(12, 34, 35)
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    ("master", "lost"),
+    [(MASTER, (PS,)), (PS, (PS,)), (MASTER, (MASTER, PS))],
+    ids=["ps", "master", "both"],
+)
 def test_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
-    fault: Fault, strategy: Any
+    fault: Fault, strategy: Any, master: str, lost: tuple[str, ...]
 ) -> None:
-    cluster = fault.cluster(ps=2, workers=2, restarts=3)
-    there = trainer(cluster, strategy)
+    """Also if the ps is the master of the client, or dies with it."""
+    servers = fault.cluster(ps=2, workers=2, restarts=3)
     clocks, newest, went_on = list[Stopwatch](), list[int](), list[float]()
 
     def kill(run: Any, report: Any) -> None:
@@ -60,26 +66,30 @@ def test_a_run_goes_back_to_a_checkpoint_and_loses_no_batch(
                 run.stop()
         elif report.step >= 200 and (saved := steps_in(fault.path)):
             newest.append(saved[-1])
-            cluster.kill(PS)
+            for task in lost:
+                servers.kill(task)
             clocks.append(Stopwatch())
 
-    run = there.fit(
-        IDS,
-        steps=10**6,
-        batch_size=BATCH,
-        checkpoint=Checkpoints(fault.path, every=50, keep=1000),
-        callbacks=[kill],
-        progress=False,
-    )
-    assert run.state == "stopped"
-    assert went_on[0] < 30
-    (recovery,) = run.recoveries()
-    assert recovery.lost == (PS,)
-    assert recovery.back_to >= newest[0]
-    share = 2 if isinstance(strategy, SyncPS) else 1
-    check_recovered(there, run, gone_back_to(fault.path, run), share)
-    fault.names += [PS, "lost at step", "SIGKILL", "goes back to step"]
-    there.close()
+    target = servers.target.replace(servers.address, servers.spec.address(master))
+    with connect(target, timeout_s=20) as cluster:
+        there = trainer(cluster, strategy)
+        run = there.fit(
+            IDS,
+            steps=10**6,
+            batch_size=BATCH,
+            checkpoint=Checkpoints(fault.path, every=50, keep=1000),
+            callbacks=[kill],
+            progress=False,
+        )
+        assert run.state == "stopped"
+        assert went_on[0] < 30
+        (recovery,) = run.recoveries()
+        assert recovery.lost == tuple(sorted(lost))
+        assert recovery.back_to >= newest[0]
+        share = 2 if isinstance(strategy, SyncPS) else 1
+        check_recovered(there, run, gone_back_to(fault.path, run), share)
+        there.close()
+    fault.names += [*lost, "lost at step", "SIGKILL", "goes back to step"]
 
 
 @pytest.mark.row(25)
@@ -294,7 +304,8 @@ def test_a_link_that_falls_silent_is_noticed_and_done_without(
 
 
 @pytest.mark.row(24)
-def test_slow_links_lose_nobody(fault: Fault) -> None:
+@pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
+def test_slow_links_lose_nobody(fault: Fault, detached: bool) -> None:
     fault.is_noticed = False
     tasks = ("/job:ps/task:0", PS, MASTER, WORKER)
     links = [(a, b) for a in tasks for b in tasks if a != b]
@@ -306,7 +317,8 @@ def test_slow_links_lose_nobody(fault: Fault) -> None:
         ledger.add(there.fit(IDS, steps=100, batch_size=BATCH, progress=False))
         for link in slow:
             link.delay(0.3)
-        run = there.fit(IDS, steps=40, batch_size=BATCH, progress=False)
+        fit = partial(there.fit, IDS, batch_size=BATCH, progress=False)
+        run = fit(steps=40, detached=detached)
         assert (run.state, run.steps) == ("done", 140)
         ledger.add(run)
         assert ledger.check(there) == 0

@@ -1,36 +1,25 @@
 """A run whose client and master are both killed goes on with its standby."""
 
-from collections.abc import Callable
-
 import pytest
 
-from jgraph.client.cluster import Cluster, connect
-from jgraph.client.runs.runs import RunInfo, wait_saved
-from jgraph.launch.local.cluster import LocalCluster
+from jgraph.client.cluster import connect
+from jgraph.client.runs.runs import wait_saved
 from jgraph.runtime.files.step_files import steps_in
 from jgraph.train.checkpoint.checkpoint import verify
 from jgraph.train.run.run import Run
 from jgraph.train.trainer import Trainer
 from tests.support.counting import Ledger, check_together, trainer
-from tests.support.detached_client import STRATEGIES, begin_and_kill
-from tests.support.fault import Fault, Stopwatch
+from tests.support.detached_client import (
+    STRATEGIES,
+    begin_and_kill,
+    until,
+    until_further,
+)
+from tests.support.fault import Fault
 
 pytestmark = pytest.mark.procs
 
 PS, MASTER = "/job:ps/task:0", "/job:worker/task:0"
-
-
-def until(
-    cluster: Cluster, servers: LocalCluster, what: Callable[[RunInfo], bool]
-) -> RunInfo:
-    """Waits until the run is as it is wanted."""
-    clock = Stopwatch()
-    while True:
-        for run in cluster.runs():
-            assert run.state == "running", servers.logs(PS, tail=100)
-            if what(run):
-                return run
-        assert clock.seconds < 40, servers.logs(PS, tail=100)
 
 
 @pytest.mark.row(19, 30)
@@ -53,14 +42,12 @@ def test_a_run_without_its_client_goes_on_when_its_master_is_killed(
     target = servers.target.replace(servers.address, servers.spec.address(PS))
     with connect(target, timeout_s=20) as cluster:
         servers.kill(MASTER)
-        info = until(cluster, servers, lambda run: run.term == 2)
+        info = until(cluster, lambda run: run.term == 2)
         assert info.master == PS
         if restarts:
             back = f"{MASTER} answers again and takes part"
-            info = until(
-                *(cluster, servers), lambda run: back in servers.logs(PS, tail=1000)
-            )
-        until(cluster, servers, lambda run: run.step > info.step + 100)
+            until(cluster, lambda run: back in servers.logs(PS, tail=1000))
+        until_further(cluster)
         there = trainer(cluster, STRATEGIES[strategy])
         run = there.attach()
         run.stop()

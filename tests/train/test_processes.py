@@ -240,8 +240,9 @@ def ended_by_example(there: Trainer, at: int, **options: Any) -> DataSlotError:
 @pytest.mark.row(10)
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
 def test_example_that_kills_three_workers_ends_the_run_and_is_named(
-    strategy: Strategy,
+    strategy: Strategy, detached: bool
 ) -> None:
     at = 77
     with (
@@ -249,9 +250,10 @@ def test_example_that_kills_three_workers_ends_the_run_and_is_named(
         connect(at_ps(local)) as cluster,
     ):
         there = trainer_of_files(cluster, strategy)
-        error = ended_by_example(there, at)
+        error = ended_by_example(there, at, detached=detached)
         assert len(error.details["examples"]) == BATCH
         assert len(cluster.status().tasks) == 2
+        assert [run.state for run in cluster.runs()] == ["failed"] * detached
 
 
 @pytest.mark.row(10)

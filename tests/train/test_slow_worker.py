@@ -1,6 +1,7 @@
 """A worker that is many times slower than the other, in asynchronous training."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,16 @@ def slow_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Workers, "requests", slower)
 
 
-def trained(cluster: Cluster, steps: int, max_staleness: int | None) -> Run:
+DETACHED = pytest.mark.parametrize(
+    "detached",
+    [False, pytest.param(True, marks=pytest.mark.nightly)],
+    ids=["", "detached"],
+)
+
+
+def trained(
+    cluster: Cluster, steps: int, max_staleness: int | None, detached: bool
+) -> Run:
     there = Trainer(
         NnxMLP(rngs=nnx.Rngs(0)),
         nnx_loss,
@@ -42,7 +52,8 @@ def trained(cluster: Cluster, steps: int, max_staleness: int | None) -> Run:
         cluster=cluster,
         strategy=AsyncPS(max_staleness=max_staleness),
     )
-    run = there.fit(data(), steps=steps, batch_size=8, progress=False)
+    fit = partial(there.fit, data(), batch_size=8, progress=False)
+    run = fit(steps=steps, detached=detached)
     assert (run.state, run.steps) == ("done", steps)
     return run
 
@@ -57,20 +68,22 @@ def steps_of_each(run: Run) -> Any:
 
 
 @pytest.mark.row(11)
+@DETACHED
 def test_without_a_bound_a_slow_worker_costs_its_own_steps_only(
-    cluster: Cluster,
+    cluster: Cluster, detached: bool
 ) -> None:
-    run = trained(cluster, 200, max_staleness=None)
+    run = trained(cluster, 200, max_staleness=None, detached=detached)
     fast, slow = steps_of_each(run)
     assert 0 < slow <= fast / 5
     assert oldest(run) > 5
 
 
 @pytest.mark.row(11)
+@DETACHED
 def test_with_a_bound_the_others_wait_for_a_slow_worker(
-    cluster: Cluster,
+    cluster: Cluster, detached: bool
 ) -> None:
-    run = trained(cluster, 12, max_staleness=1)
+    run = trained(cluster, 12, max_staleness=1, detached=detached)
     fast, slow = steps_of_each(run)
     # One at a time passes it: all but those between two of its steps.
     assert slow >= fast / 3

@@ -541,7 +541,10 @@ class RunSupervisor:
             await open_round_gates(self._peers, arbiter, orders)
         except JGError as error:
             del self._under_way[arbiter.loop]  # it never began: nobody is to be told
-            self._handle(Failed(error))
+            lost = await self._loss_of(arbiter, error)
+            for order in orders:
+                self._handle(LoopEnded(order.replica, "stopped"))
+            self._handle(lost)
             return
         for order in (arbiter, *orders):
             self._start(order)

@@ -62,6 +62,7 @@ def detached_run(
     if not order.detached:
         return None
     cluster, saves = state.cluster, None
+    cluster.let_go(state.session)
     each = prepared.programs(cluster.tasks("worker"))
     programs = dict(zip(prepared.handles, each, strict=True))
     if order.saves is not None:

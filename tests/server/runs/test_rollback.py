@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
 from tests.support.counting import BATCH, IDS, check_recovered, trainer
+from tests.support.detached_client import until, until_further
 from tests.support.saved_steps import damage
 from tests.support.servers import Servers
 
@@ -106,6 +108,73 @@ def test_client_of_a_detached_run_sees_it_go_back_and_go_on(
         check_recovered(there, run, losing.directory / str(recovery.back_to), share)
         (info,) = [one for one in cluster.runs() if one.state == "stopped"]
         assert info.step <= run.steps
+        there.close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "leaves", "attaches"),
+    [
+        (AsyncPS(), "before", "while it is away"),
+        (SyncPS(), "while it is away", "afterwards"),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in [
+                (SyncPS(), "before", "while it is away"),
+                (AsyncPS(), "while it is away", "afterwards"),
+            ]
+        ),
+    ],
+)
+@pytest.mark.row(30, 36, 37)
+def test_client_that_was_gone_finds_a_run_that_lost_a_ps_and_all_that_it_told(
+    servers: Servers,
+    strategy: Strategy,
+    leaves: str,
+    attaches: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another one, in the middle of the restore or after it; the first was closed."""
+    caplog.set_level("INFO", logger="jgraph.run")
+    target = servers.server("/job:worker/task:1").target
+    with (
+        connect(target, timeout_s=20) as cluster,
+        ThreadPoolExecutor(1) as elsewhere,
+    ):
+        with connect(servers.server(MASTER).target, timeout_s=20) as first:
+            trainer(first, strategy).fit(
+                IDS,
+                steps=10**6,
+                batch_size=BATCH,
+                checkpoint=Checkpoints(tmp_path, every=20, keep=1000),
+                progress=False,
+                detached=True,
+                block=False,
+            )
+            until(cluster, lambda run: len(our_steps(tmp_path)) >= 3)
+            if leaves == "while it is away":
+                servers.lose(PS[0])
+        if leaves == "before":
+            servers.lose(PS[0])
+        there = trainer(cluster, strategy)
+        if attaches == "while it is away":
+            attached = elsewhere.submit(there.attach)
+            until(cluster, lambda run: "is waited for" in caplog.text)
+            servers.start_again(PS[0])
+            run = attached.result(30)
+        else:
+            servers.start_again(PS[0])
+            until_further(cluster)
+            run = there.attach()
+        until_further(cluster)
+        run.stop()
+        run.wait(30)
+        (recovery,) = run.recoveries()
+        assert recovery.lost == (PS[0],)
+        steps = run.metrics("loss")["step"]
+        assert sorted(steps) == [*range(1, len(steps) + 1)]
+        share = 2 if isinstance(strategy, SyncPS) else 1
+        check_recovered(there, run, tmp_path / str(recovery.back_to), share)
         there.close()
 
 

@@ -16,6 +16,7 @@ from jgraph.coordination.run.supervisor import (
     WorkerReady,
 )
 from jgraph.errors import FencedError, JGError, TaskLostError
+from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
@@ -91,7 +92,7 @@ class Ajar:
             raise await self.refusal
         told = body_of(request)
         if method != "StopLoop" or not told.loop:
-            await asyncio.Event().wait()
+            raise TaskLostError("no answer")
         self.told.put_nowait(told)
         if self.refused is not None:
             raise self.refused
@@ -137,14 +138,23 @@ def test_row_whose_gates_open_is_told_what_comes_and_not_the_row_before(
     run_async(main(), timeout_s=20)
 
 
-def test_row_that_never_begins_as_a_gate_does_not_open_is_told_nothing() -> None:
+@pytest.mark.row(35)
+@pytest.mark.parametrize("lost", [PS, WORKERS[1]])
+def test_row_that_never_begins_as_a_gate_does_not_open_is_told_nothing(
+    lost: str,
+) -> None:
+    """If it is a ps that was lost the run goes back, were there a checkpoint."""
+
     async def main() -> None:
         door = Ajar()
         crew = beginning(door)
         await door.opening.wait()
-        door.refusal.set_result(TaskLostError("gone"))
+        door.refusal.set_result(TaskLostError("gone", task=TaskName(lost)))
         await crew.record.news
         assert crew.record.row().state == "failed"
+        assert crew.record.error is not None
+        goes_back = "did not go on by itself" in crew.record.error.message
+        assert goes_back == (lost == PS)
         await asyncio.sleep(0)  # who tells a loop does so at once
         await asyncio.sleep(0)
         assert door.told.empty()
