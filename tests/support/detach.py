@@ -17,10 +17,12 @@ from jgraph.train.trainer import Trainer
 from tests.support.models import NnxMLP, data, nnx_loss
 
 
-def make(cluster: Cluster | None, strategy: Strategy | None = None) -> Trainer:
+def make(
+    cluster: Cluster | None, strategy: Strategy | None = None, **options: Any
+) -> Trainer:
     model, tx = NnxMLP(rngs=nnx.Rngs(0)), optax.adam(1e-2)
     strategy = strategy or AsyncPS()
-    return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
+    return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy, **options)
 
 
 def main(target: str, strategy: str, directory: str, wait_s: str) -> None:

@@ -17,7 +17,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 from jgraph.cli import main
 from jgraph.client.cluster import Cluster, connect
 from jgraph.client.runs.runs import wait_saved
-from jgraph.errors import ConfigError, DeadlineError, TaskLostError
+from jgraph.errors import ConfigError, DeadlineError, NonFiniteError, TaskLostError
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.runtime.files.step_files import TEMPORARY, steps_in
 from jgraph.runtime.files.writer_lease import newest
@@ -61,6 +61,21 @@ def test_detached_run_is_found_with_all_that_it_told(
     np.testing.assert_array_equal(*kernels)
     assert found.repeated() == run.repeated() == 0
     assert found.metric_names == run.metric_names
+    there.close()
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_detached_run_that_a_batch_ends_tells_all_that_was_applied(
+    cluster: Cluster, strategy: Strategy
+) -> None:
+    x, y = data()
+    x[17] = 3e38  # finite, and its loss is not
+    there = make(cluster, strategy, check_finite=True)
+    with pytest.raises(NonFiniteError):
+        there.fit((x, y), steps=60, batch_size=8, progress=False, detached=True)
+    told = cluster.runs()[-1]
+    applied = dict(zip(there.names, there.current_values(), strict=True))["global_step"]
+    assert (told.state, told.step) == ("failed", applied)
     there.close()
 
 

@@ -66,6 +66,18 @@ class LoopFailed:
 
 @final
 @dataclass(frozen=True, slots=True)
+class BatchFailed:
+    """A loop ended as its batch cannot be trained on, of which nothing is applied.
+
+    None: it was the loop that decides.
+    """
+
+    replica: int | None
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StateLost:
     """A loop ended because a ps is gone, and what it held.
 
@@ -156,6 +168,7 @@ Event: TypeAlias = (
     | LoopEnded
     | LoopLost
     | LoopFailed
+    | BatchFailed
     | StateLost
     | RoundBegan
     | RoundEnded
@@ -267,6 +280,7 @@ class Supervisor:
         self._pausing = False
         self._resting = ""  # asked, or begun
         self._state_lost: JGError | None = None
+        self._unwell: JGError | None = None  # of a batch
         self._stopping = False
         self._end = ""
         self._over = False
@@ -287,8 +301,10 @@ class Supervisor:
         if self._over:
             return []
         match event:
-            case LoopLost() | LoopEnded() | LoopFailed() | StateLost() | RoundEnded():
+            case LoopLost() | LoopEnded() | RoundEnded():
                 said = self._loop_over(event)
+            case LoopFailed() | BatchFailed() | StateLost():
+                said = self._loop_failed(event)
             case Failed(error):
                 said = self._finish("failed", error)
             case _:
@@ -310,15 +326,29 @@ class Supervisor:
                 self._ended(replica, state)
             case RoundEnded(state):
                 self._row_ended(state)
-            case LoopFailed(_, error) if self._state_lost is None:
-                return self._finish("failed", error)
-            case LoopFailed(replica, error) | StateLost(replica, error):
-                if replica is None:
-                    self._row, self._pausing = "paused", False
-                else:
-                    self._standing[replica] = "idle"
-                return self._lose_state(error)
         return []
+
+    def _loop_failed(
+        self, event: LoopFailed | BatchFailed | StateLost
+    ) -> list[Instruction]:
+        error = event.error
+        fails = self._state_lost is None and self._unwell is None
+        if isinstance(event, LoopFailed) and fails:
+            return self._finish("failed", error)
+        if event.replica is None:
+            self._row, self._pausing = "paused", False
+        else:
+            self._standing[event.replica] = "idle"
+        if isinstance(event, BatchFailed):
+            return self._fail_in_order(error)
+        return [] if self._unwell else self._lose_state(error)
+
+    def _fail_in_order(self, error: JGError) -> list[Instruction]:
+        """The other loops end after their steps in flight, and tell of them."""
+        if self._unwell is not None or self._state_lost is not None:
+            return []
+        self._unwell, self._end = error, "failed"
+        return [EndLoops()] if self._is_running else []
 
     def _note(self, event: Event) -> list[Instruction]:
         match event:
@@ -365,8 +395,11 @@ class Supervisor:
         self._state_lost, self._resting = error, "asked"
         if self._end == "done":
             self._end = ""
-        is_running = self._of("running") or self._row == "running"
-        return [EndLoops()] if is_running else []
+        return [EndLoops()] if self._is_running else []
+
+    @property
+    def _is_running(self) -> bool:
+        return bool(self._of("running")) or self._row == "running"
 
     def _ended(self, replica: int, state: str) -> None:
         self._standing[replica] = "idle"
@@ -402,7 +435,8 @@ class Supervisor:
             return
         if self._end:
             if not running:
-                yield from self._finish(self._end)
+                state = self._end if self._unwell is None else "failed"
+                yield from self._finish(state, self._unwell)
             return
         if self._resting:
             yield from self._rest(running)

@@ -11,6 +11,7 @@ from jgraph.cluster.deadlines import DRAIN_S
 from jgraph.cluster.drain import told_to_end
 from jgraph.coordination.run.loop_outcome import LoopOutcome, is_link_loss, judge
 from jgraph.coordination.run.supervisor import (
+    BatchFailed,
     Begin,
     EndLoops,
     Event,
@@ -237,7 +238,9 @@ class RunSupervisor:
         task = TaskName(order.task)
         sync = order.HasField("sync")
         verdict = judge(error, task, self._peers.task, decides=sync)
-        if not sync or verdict != LoopOutcome.ARBITER_LOST:
+        if verdict is LoopOutcome.UNWELL:
+            return BatchFailed(None if sync else order.replica, error)
+        if not sync or verdict is not LoopOutcome.ARBITER_LOST:
             return await self._loss_of(order, error)
         world = self._peers, self._known, self._clock
         try:
