@@ -13,12 +13,12 @@ ATTEMPTS: Final = 3
 @final
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A run lost tasks and went back to a checkpoint.
+    """A run lost tasks, and went back to a checkpoint or went on with copies.
 
     Attributes:
       lost: the tasks; they have been started again.
       step: updates that were known to be applied then.
-      back_to: updates in the checkpoint.
+      back_to: updates of the state that it goes on from.
     """
 
     lost: tuple[TaskName, ...]

@@ -105,13 +105,13 @@ class Run:
     def metrics(self, name: str) -> dict[str, Array]:
         """Returns one metric over the run, as arrays of equal length.
 
+        Of steps that were done again, because a task was lost, it has the later values.
+
         Args:
           name: ``loss``, a metric that the loss returned, ``eval_…``: a metric
             evaluated on ``eval_data``, or ``table_…``: how hash tables stood, once a
             second: ``table_rows``, ``table_evicted`` and all else that ``events``
             counts, over all of them.
-
-        Of steps that a lost task made the run do again, what counted in the end.
 
         Returns:
           ``step`` (updates applied), ``value``, ``seconds`` since the run began, and
@@ -132,19 +132,22 @@ class Run:
         return self._history.dropped()
 
     def repeated(self) -> int:
-        """Returns how many batches were dealt again, after a worker was lost.
+        """Returns how many batches may have been trained on twice.
 
-        And how many were under way when the checkpoint was saved that the training goes
-        on from: two of each worker at most, in synchronous training none. Each may have
-        been trained on twice. Over all runs of the Trainer, and those
-        before its checkpoint.
+        Those that were dealt again after a worker was lost, and those that were under
+        way when the checkpoint was saved that the training goes on from: two of each
+        worker at most, and none in synchronous training. All runs of the Trainer
+        count, and those before its checkpoint.
         """
         ended = self._done.is_set()
         position = self._outcome.position if ended else self._result.current_position()
         return 0 if position is None else int(position["again"])
 
     def recoveries(self) -> list[Recovery]:
-        """Returns how often the run lost tasks and went back to a checkpoint.
+        """Returns each time that the run lost a ps, or one was told to end.
+
+        The run went back to a checkpoint then, or went on with copies of what the ps
+        held (``durability=``), which repeats no step.
 
         Example:
           ``[(r.lost, r.step, r.back_to) for r in run.recoveries()]`` is
