@@ -66,7 +66,6 @@ class DealtData:
         without a master that was lost.
       wait_s: where all workers are lost, how long to wait until one takes part again.
       stop: set from another thread: wait no longer.
-      detached: set: the run goes on when its client is gone.
       first: updates before the run.
       halt_every: halt all loops when a multiple of one of these, in updates, is passed,
         and let them go on with ``LoopHandle.go_on``.
@@ -81,7 +80,6 @@ class DealtData:
     updates: Callable[[], int] | None = None
     wait_s: float = 0.0
     stop: threading.Event = field(default_factory=threading.Event)
-    detached: Detached | None = None
     first: int = 0
     halt_every: Sequence[int] = ()
     halt_s: float = 0.0
@@ -102,7 +100,6 @@ class SyncRequest:
       position: where in the data to begin; see ``Dispatch``.
       run: which run it is part of, and under which term of a master; empty: its own.
       term: likewise.
-      detached: as in ``DealtData``.
       halt_every: stand still at the multiples of each of these, in updates, until told
         to go on.
       halt_s: or until so long.
@@ -117,7 +114,6 @@ class SyncRequest:
     position: Mapping[str, Any] | None = None
     run: str = ""
     term: int = 1
-    detached: Detached | None = None
     halt_every: Sequence[int] = ()
     halt_s: float = 0.0
 
@@ -230,12 +226,27 @@ class LoopReport:
 
 
 def report_of(request: LoopRequest, message: Frame) -> LoopReport:
-    """Returns a report as it came."""
+    """Returns a report of a loop as it came."""
+    return _report(request.replica, request.task, message)
+
+
+def report_in(tasks: Mapping[int, TaskName], message: Frame) -> LoopReport:
+    """Returns a report of any loop of a run as it came.
+
+    Args:
+      tasks: which ran the loop of each replica last.
+      message: the report.
+    """
+    replica = body_of(message).replica
+    return _report(replica, tasks.get(replica, TaskName("")), message)
+
+
+def _report(replica: int, task: TaskName, message: Frame) -> LoopReport:
     body = body_of(message)
     steps, seconds, *fetches = message.tensors
     return LoopReport(
-        request.replica,
-        request.task,
+        replica,
+        task,
         body.state,
         steps,
         seconds,
@@ -295,6 +306,36 @@ def order_of(request: LoopRequest) -> pb.RunLoop:
         finite_fetch=0 if request.finite is None else request.finite.fetch,
         tell_every=request.tell_every,
     )
+
+
+def order_in_run(
+    request: LoopRequest,
+    loop: str,
+    *,
+    run: str,
+    term: int,
+    name: str,
+    plan: str,
+    arbiter: LoopRequest | None,
+) -> pb.RunLoop:
+    """Returns a request as it travels.
+
+    Args:
+      request: of a loop.
+      loop: its name.
+      run: which it is part of.
+      term: of the master.
+      name: of the loops of the run, and of what is dealt out; empty: nothing is.
+      plan: JSON of the slots of that.
+      arbiter: decides, and deals the data out; None: training is asynchronous.
+    """
+    order = order_of(request)
+    order.loop, order.run, order.term = loop, run, term
+    order.data_run = name
+    if arbiter is not None:
+        order.data_run, order.dealer = f"{name}-{arbiter.replica}", arbiter.task
+    order.data_plan = order.data_plan or plan
+    return order
 
 
 def finite_check_of(order: pb.RunLoop) -> FiniteCheck | None:

@@ -244,8 +244,11 @@ class Master:
         failpoint("loop.asked")
         order = body_of(request)
         supervisor = self.runs.find(order.run)
-        reports = self.loop(order) if supervisor is None else supervisor.follow(order)
-        async for report in reports:
+        if supervisor is not None:  # its reports are those of the run
+            supervisor.begin(order)
+            yield frame(empty=pb.Empty())
+            return
+        async for report in self.loop(order):
             yield report
 
     def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:

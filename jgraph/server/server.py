@@ -153,6 +153,7 @@ class TaskServer:
         if self.service.replaced is not None:
             await asyncio.sleep(_LAST_WORDS_S)  # whoever asks meanwhile hears of that
         await self.service.drain(grace_s)
+        self.master.runs.leave()
         gone = TaskLostError(f"{self.task} was stopped")
         self.service.driver.close(gone)
         self.master.dealers.close_all()

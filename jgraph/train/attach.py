@@ -2,43 +2,32 @@
 
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, final
 
 from jgraph.client.cluster import Cluster
-from jgraph.client.runs.failover import take_over, wait_for_new_master
-from jgraph.client.runs.runs import RunInfo, position_of, reports_of, stop_run
-from jgraph.client.runs.seen_reports import ReportDeduplicator
+from jgraph.client.runs.follower import RunFollower, wait_for_new_master
+from jgraph.client.runs.runs import RunInfo, position_of
 from jgraph.clock import Clock
-from jgraph.cluster.drain import told_to_end
-from jgraph.cluster.loop_messages import recovery_of
 from jgraph.cluster.polling import Polling
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
-    JGError,
     TaskLostError,
     UninitializedError,
 )
-from jgraph.graph.ir import TaskName
-from jgraph.rpc.frames import body_of
-from jgraph.rpc.transport import Frame
-from jgraph.train.model.metrics import CONTRIBUTIONS, metrics_by_name
 from jgraph.train.parts import TrainerBuild, TrainerConfig
 from jgraph.train.run.history import History
 from jgraph.train.run.run import Result, Run
 from jgraph.train.run.watch import Watch
 from jgraph.train.state.remote_state import RemoteState
-from jgraph.train.state.runner import Chunk
 from jgraph.train.state.size_limits import KEPT_BYTES
 from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.workers import chunks_of
 
 _LOG = logging.getLogger("jgraph.run")
-_A_WEEK_S: Final = 7 * 86400.0
 _POLL_S: Final = 0.2
 """Between two looks: that a run goes on again shows only by asking for it."""
 
@@ -105,8 +94,7 @@ def _adopt(cluster: Cluster, info: RunInfo, clock: Clock, state: RemoteState) ->
         except (ClusterUnreachableError, TaskLostError, UninitializedError) as error:
             runs = [run for run in cluster.runs() if run.name == info.name]
             if not runs:  # its standby takes over just now
-                lost, term = info.master, info.term
-                runs = [wait_for_new_master(cluster, info.name, term, error, lost)]
+                runs = [wait_for_new_master(cluster, info, error)]
             (info,) = runs
             if info.state == "running" and not is_told:
                 _LOG.info("run '%s' is waited for: %s", info.name, error.message)
@@ -142,80 +130,32 @@ class AttachedRun:
 
     def start(self) -> None:
         """Begins in a thread."""
-        for work in (self._work, self._stop):
-            threading.Thread(target=work, name="jgraph-attached", daemon=True).start()
+        threading.Thread(target=self._work, name="jgraph-attached", daemon=True).start()
 
     def _work(self) -> None:
-        watch = Watch(self.history, self.info.steps, self.info.batch_size, self.clock)
+        info = self.info
+        watch = Watch(self.history, info.steps, info.batch_size, self.clock)
         error: BaseException | None = None
         values, position = None, None
         try:
-            for chunk in self._chunks():
-                self.run.report(watch.take(chunk))
+            follower = RunFollower(self.cluster, info, self.stop)
+            together = info.synchronous
+            for chunk in chunks_of(follower, info.metrics, together=together):
+                if chunk.restored is None:
+                    self.run.report(watch.take(chunk))
+                else:
+                    self.history.go_back(chunk.restored.back_to, 0.0)
+                    self.run.recovered(chunk.restored)
             if self.state.nbytes() <= KEPT_BYTES:
                 values = self.state.values()
             self.history.ended(self.state.global_step())
-            position = position_of(self.cluster, self.info)
+            position = follower.position()
             self.state.adopt(position)  # where to go on
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
-        done = "done" if self.history.steps >= self.info.steps else "stopped"
+        done = "done" if self.history.steps >= info.steps else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
         self.stop.set()
-
-    def _chunks(self) -> Iterator[Chunk]:
-        for reply in self._reports():
-            body = body_of(reply)
-            steps, seconds, *fetches = reply.tensors
-            if body.HasField("error"):
-                _LOG.warning("a worker was lost: %s", body.error.message)
-            if recovery := recovery_of(body):
-                self.history.go_back(recovery.back_to, 0.0)
-                self.run.recovered(recovery)
-            if len(steps):
-                metrics = metrics_by_name(self.info.metrics, fetches)
-                together = self.info.synchronous
-                yield Chunk(
-                    0 if together else body.replica,
-                    *(steps, seconds, metrics, dict(body.times)),
-                    {TaskName(task): count for task, count in body.dropped.items()},
-                    batches=int(metrics[CONTRIBUTIONS].sum()) if together else None,
-                )
-
-    def _reports(self) -> Iterator[Frame]:
-        """Yields what the loops tell, at one master after the other."""
-        seen: defaultdict[int, ReportDeduplicator] = defaultdict(ReportDeduplicator)
-        while True:
-            try:
-                if self.stop.is_set():  # a master before may not have heard it
-                    stop_run(self.cluster, self.info)
-                for reply in reports_of(self.cluster, self.info, _A_WEEK_S):
-                    new = seen[body_of(reply).replica].unseen(reply)
-                    if new is not None:
-                        yield new
-                newest = [r for r in self.cluster.runs() if r.name == self.info.name]
-                if newest and newest[0].term > self.info.term:
-                    (self.info,) = newest
-                elif newest and newest[0].state == "running":
-                    # Its standby takes over just now.
-                    raise told_to_end(self.info.master)
-                else:
-                    return
-            except (ClusterUnreachableError, TaskLostError) as error:
-                lost = self.info.master
-                if self.cluster.master == lost:
-                    take_over(self.cluster, error)
-                name, term = self.info.name, self.info.term
-                self.info = wait_for_new_master(self.cluster, name, term, error, lost)
-
-    def _stop(self) -> None:
-        self.stop.wait()  # it is also set when the run is over
-        if self.run.state != "running":
-            return
-        try:
-            stop_run(self.cluster, self.info)
-        except JGError as error:
-            _LOG.warning("run '%s' could not be stopped: %s", self.info.name, error)
 
 
 def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:

@@ -11,23 +11,21 @@ from typing import Any, Final, TypeVar, final
 
 from jgraph.client.connection import Connection
 from jgraph.client.runs.holds import DrainHolds
-from jgraph.client.runs.runs import RunInfo, runs_of
 from jgraph.client.wait_for_tasks import ready_tasks, view_of
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
-from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S
+from jgraph.cluster.deadlines import CONTROL_S
 from jgraph.cluster.drain import told_to_end
-from jgraph.cluster.loop_messages import DealtData, Detached, SyncRequest, plain
-from jgraph.cluster.polling import Polling
+from jgraph.cluster.loop_messages import DealtData, SyncRequest, plain
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import Lease
 from jgraph.coordination.liveness.master_lease import END_S
 from jgraph.coordination.run.loop_outcome import is_link_loss
-from jgraph.coordination.run.succession import standby_of
 from jgraph.errors import (
     ClusterError,
     ClusterUnreachableError,
+    FencedError,
     JGError,
     TaskLeavingError,
     TaskLostError,
@@ -41,8 +39,6 @@ from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.loops")
 _LOST_REPLY_S: Final = 1.0
-_POLL_S: Final = 0.2
-"""Between two looks: that a run has another master shows only by asking for it."""
 T = TypeVar("T")
 
 
@@ -87,17 +83,14 @@ class RunLedger:
         return replace(self._data, batches=self._book.left, position=position)
 
 
-def open_data(cluster: Connection, run: str, name: str, data: DealtData) -> None:
+def open_data(cluster: Connection, name: str, data: DealtData) -> None:
     """Makes the master of a client deal out the data of a run.
 
     Args:
       cluster: the client.
-      run: the run.
       name: of the data; another one for each master.
       data: what is dealt.
     """
-    if data.detached is not None:
-        open_run(cluster, run, data.detached)
     order = pb.OpenDataRun(
         run=name,
         plan=plain(data.plan),
@@ -131,23 +124,6 @@ def ask_position(
     return position
 
 
-def open_run(cluster: Connection, run: str, detached: Detached) -> None:
-    """Makes the master of a client look after a run also when the client is gone."""
-    order = pb.OpenRun(
-        run=run,
-        info=json.dumps(detached.about),
-        saves=detached.saves,
-        source=detached.source,
-        copies=detached.copies,
-        gate=detached.gate,
-        wait_s=detached.wait_s,
-    )
-    cluster.call("Master.OpenRun", frame(open_run=order))
-    for program in detached.programs:
-        body_of(program).run = run
-        cluster.call("Master.KeepProgram", program, timeout_s=COMPILE_S)
-
-
 def take_over(cluster: Connection, error: JGError) -> None:
     """Makes another server the master of a client.
 
@@ -165,7 +141,7 @@ def take_over(cluster: Connection, error: JGError) -> None:
     for task in [*sorted(others, key=lambda task: not is_ps(task)), old]:
         if _may_be_master(cluster, task):
             cluster.move_to(task)
-            if isinstance(error, TaskLeavingError):
+            if isinstance(error, TaskLeavingError | FencedError):
                 _LOG.info("%s; %s is the master from here on", error.message, task)
                 return
             _LOG.warning(
@@ -185,35 +161,6 @@ def release_run(cluster: Connection, drain_holds: DrainHolds) -> None:
         with suppress(JGError):  # there is none; who asks next is told
             take_over(cluster, told_to_end(cluster.master))
     drain_holds.close()
-
-
-def wait_for_new_master(
-    cluster: Connection, run: str, term: int, error: JGError, old: TaskName
-) -> RunInfo:
-    """Waits until a detached run has another master, which the client has from then on.
-
-    Args:
-      cluster: the client; it has another master already.
-      run: the run.
-      term: of the master that was lost.
-      error: why it is thought to be lost.
-      old: which it was.
-
-    Raises:
-      JGError: there is none.
-    """
-    # The standby waits for a silent master, too.
-    polling = Polling(_POLL_S, 2 * END_S)
-    while standby_of(cluster.tasks(), old) is not None:
-        for found in runs_of(cluster):
-            if found.name == run and found.term > term:
-                cluster.move_to(found.master)
-                return found
-            if found.name == run and found.state == "failed":
-                raise error
-        if not event_loop.run(polling.again()):
-            break
-    raise lost_master(error, old)
 
 
 def ask_with_failover(cluster: Connection, ask: Callable[[], T]) -> T:

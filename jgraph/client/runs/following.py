@@ -3,14 +3,11 @@
 import asyncio
 import concurrent.futures
 import queue
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, final
 
 from jgraph.client.connection import Connection
 from jgraph.client.runs.loop_items import Item, Loop
-from jgraph.client.runs.runs import RunInfo
-from jgraph.client.runs.seen_reports import ReportDeduplicator
 from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import loop_timeout_s
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest, report_of
@@ -18,7 +15,6 @@ from jgraph.errors import DeadlineError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
-from jgraph.rpc.transport import Frame
 
 _SILENCE_S: Final = 30.0
 """How much later than a step may take a loop is missed."""
@@ -36,8 +32,6 @@ class ReportStreams:
       judge: called in the event loop's thread.
       requests: the loops.
       came: is given each report as it comes, in the event loop's thread.
-      detached: of a run that its master looks after, how long that waits for tasks;
-        tell also that the reports of a replica are over. None: of another run.
     """
 
     def __init__(
@@ -46,23 +40,17 @@ class ReportStreams:
         judge: Judge,
         requests: Sequence[LoopRequest],
         came: Callable[[Loop, LoopReport], LoopReport],
-        *,
-        detached: float | None,
     ) -> None:
         self._cluster = cluster
         self._judge = judge
         self._came = came
-        self._detached = detached is not None
         # A worker reports at least once per step; silence beyond that is an error.
         longest_s = max(
             (r.step_timeout_s + r.report_every_s for r in requests), default=0.0
         )
-        self._silence_s = _SILENCE_S + longest_s + (detached or 0.0)
+        self._silence_s = _SILENCE_S + longest_s
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._calls: list[concurrent.futures.Future[None]] = []
-        self._seen: defaultdict[int, ReportDeduplicator] = defaultdict(
-            ReportDeduplicator
-        )
         self._beside: set[concurrent.futures.Future[Any]] = set()
 
     def put(self, item: Item) -> None:
@@ -97,16 +85,7 @@ class ReportStreams:
 
     def begin(self, one: Loop, order: pb.RunLoop) -> None:
         """Sets a loop going, and follows it."""
-        self._call(one, "Master.RunLoop", frame(run_loop=order), order.term)
-
-    def again(self, loops: Iterable[Loop], run: RunInfo) -> None:
-        """Follows the loops of a run at another master, which knows them all."""
-        for one in loops:
-            query = pb.RunQuery(run=run.name, replica=one.request.replica)
-            self._call(one, "Master.Attach", frame(run_query=query), run.term)
-
-    def _call(self, one: Loop, method: str, request: Frame, term: int) -> None:
-        following = self._follow(one, method, request, self._cluster.master, term)
+        following = self._follow(one, order, self._cluster.master)
         self._calls.append(self.beside(following))
 
     def beside(self, work: Coroutine[None, None, T]) -> concurrent.futures.Future[T]:
@@ -126,22 +105,13 @@ class ReportStreams:
         event_loop.run(asyncio.sleep(0))
         return [self._items.get_nowait() for _ in range(self._items.qsize())]
 
-    async def _follow(
-        self, one: Loop, method: str, request: Frame, master: TaskName, term: int
-    ) -> None:
+    async def _follow(self, one: Loop, order: pb.RunLoop, master: TaskName) -> None:
         asked = one.request
         try:
-            replies = self._cluster.transport.call(
-                *(self._cluster.address, method, request),
+            async for reply in self._cluster.transport.call(
+                *(self._cluster.address, "Master.RunLoop", frame(run_loop=order)),
                 timeout_s=loop_timeout_s(asked.steps, asked.step_timeout_s),
-            )
-            async for reply in replies:
-                new: Frame | None = reply
-                if self._detached:
-                    new = self._seen[asked.replica].unseen(reply)
-                if new is not None:
-                    self._items.put((one, self._came(one, report_of(asked, new))))
-            if self._detached:
-                self._items.put((one, None))
+            ):
+                self._items.put((one, self._came(one, report_of(asked, reply))))
         except JGError as error:
-            self._items.put(self._judge(one, error, master, term))
+            self._items.put(self._judge(one, error, master, order.term))

@@ -20,7 +20,7 @@ from jgraph.rpc.transport import Frame
 @final
 @dataclass(eq=False, slots=True)
 class Loop:
-    """A loop under way; of a detached run, the loops of a replica one by one."""
+    """A loop under way."""
 
     request: LoopRequest
     name: str
@@ -54,17 +54,11 @@ class Loop:
         self.late_s = min(self.late_s, max(0.0, came_s - self.began_s - report.sent_s))
         return replace(report, began_s=self.late_s)
 
-    def note(self, report: LoopReport) -> bool:
-        """Takes note of a report; returns whether it is of another loop than before."""
-        is_another = report.loop not in {"", self.name}
-        if is_another:
-            self.name, self.seen = report.loop, 0
-            if report.handle != self.request.handle:
-                self.request = replace(self.request, handle=report.handle)
+    def note(self, report: LoopReport) -> None:
+        """Takes note of a report."""
         self.seen = max(self.seen, report.number)
         if len(report.steps):
             self.next_step = int(report.steps[-1]) + 1
-        return is_another
 
     def accounted(self, account: Frame | JGError) -> LoopReport | None:
         """Returns what it did, as its task told another master; None: it did not.
@@ -119,7 +113,4 @@ class TaskDraining:
     task: TaskName
 
 
-Item: TypeAlias = (
-    tuple[Loop, LoopReport | None] | LoopRequest | JGError | Ended | TaskDraining
-)
-"""None: the loops of a replica have ended, of a detached run."""
+Item: TypeAlias = tuple[Loop, LoopReport] | LoopRequest | JGError | Ended | TaskDraining

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, final
@@ -17,17 +17,14 @@ from jgraph.client.runs.failover import (
     final_reports_of,
     lost_master,
     open_data,
-    open_run,
     poll_until_reached,
     take_over,
     tell_lost,
-    wait_for_new_master,
 )
 from jgraph.client.runs.following import ReportStreams
 from jgraph.client.runs.halts import LoopHalts
 from jgraph.client.runs.holds import DrainHolds
 from jgraph.client.runs.loop_items import Ended, Item, Loop, TaskDraining
-from jgraph.client.runs.seen_reports import RestoreBarrier
 from jgraph.client.wait_for_tasks import ready_tasks
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
@@ -38,13 +35,13 @@ from jgraph.cluster.loop_messages import (
     LoopReport,
     LoopRequest,
     lost_report,
-    order_of,
+    order_in_run,
     plain,
     report_of,
     silent_report,
 )
 from jgraph.coordination.run.loop_outcome import LoopOutcome, is_link_loss, judge
-from jgraph.errors import ClusterError, FencedError, JGError, TaskLeavingError
+from jgraph.errors import ClusterError, JGError, TaskLeavingError
 from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -63,8 +60,7 @@ class LoopHandle:
     out, the loss of a worker is no error while another one goes on, or takes part again
     in time. Where ``DealtData.updates`` is set, neither is the loss of the master:
     another server becomes it, and deals out what is not known to be done.
-    In synchronous training all loops end then; the last report says where. The master
-    of a detached run looks after workers, and if that is lost, its standby does.
+    In synchronous training all loops end then; the last report says where.
     """
 
     def __init__(
@@ -81,35 +77,24 @@ class LoopHandle:
         self.term = 1
         self._run = self._name = unique("loop")
         self._data = data
-        self._detached = data is not None and data.detached is not None
-        detached = None if data is None else data.detached
         self._arbiter = next((r for r in requests if r.sync is not None), None)
         self._plan = ""
         sync = None if self._arbiter is None else self._arbiter.sync
-        self._halts = LoopHalts(cluster, None if self._detached else data)
+        self._halts = LoopHalts(cluster, data)
         self._ledger: RunLedger | None = None
         if data is not None:
             self._plan = plain(data.plan)
-            open_data(cluster, self._run, self._name, data)
+            open_data(cluster, self._name, data)
             if data.updates is not None:
                 self._ledger = RunLedger(data, data.updates, self.position())
         elif sync is not None:
             self._plan = plain(sync.plan)
             self._run, self.term = sync.run or self._name, sync.term
-            if sync.detached is not None:
-                self._detached, detached = True, sync.detached
-                open_run(cluster, self._run, sync.detached)
-        self._following = ReportStreams(
-            *(cluster, self._judged, requests, self._came),
-            detached=None if detached is None else detached.wait_s,
-        )
-        # Its master saves it before a ps ends, and goes on from there.
-        self._is_restored = detached is not None and detached.is_restored
+        self._following = ReportStreams(cluster, self._judged, requests, self._came)
         self._stopped = threading.Event()
         self._loops: set[Loop] = set()
         self._began_with = self._following.beside(ready_tasks(cluster))
         self._again = Counter[int]()  # how often a replica began anew
-        self._barrier = RestoreBarrier()
         self._lost: JGError | None = None  # how the last one ended, if it was lost
         self._unwell: JGError | None = None  # a batch that cannot be trained on
         for request in requests:
@@ -139,7 +124,7 @@ class LoopHandle:
                 self._loops.discard(item.loop)
                 self.stop()
                 yield from self._halts.over(item.loop)
-            case Ended(verdict=LoopOutcome.ARBITER_LOST) if not self._detached:
+            case Ended(verdict=LoopOutcome.ARBITER_LOST):
                 yield from self._await_arbiter(item.loop, item.error)
             case Ended():
                 yield from self._over(item)
@@ -149,26 +134,12 @@ class LoopHandle:
                 raise item
             case LoopRequest():
                 self._begin(item)
-            case (loop, None):
-                self._loops.discard(loop)
-                yield from self._passed(self._barrier.go_on(self._loops))
             case (loop, report):
-                yield from self._passed(self._barrier.take(loop, report, self._loops))
-
-    def _passed(self, told: Iterable[tuple[Loop, LoopReport]]) -> Iterator[LoopReport]:
-        for loop, report in told:
-            yield from self._halted(loop, self._noted(loop, report))
+                yield from self._halts.take(loop, self._noted(loop, report))
 
     def go_on(self) -> bool:
         """Lets loops go on that stand still; returns whether they did until now."""
         return self._halts.go_on()
-
-    def _halted(self, one: Loop, report: LoopReport) -> Iterator[LoopReport]:
-        """Yields a report, and before it that all loops stand still, if they do.
-
-        What makes the master of a detached run look after it is not for this client.
-        """
-        return iter([report]) if self._detached else self._halts.take(one, report)
 
     def add(self, request: LoopRequest) -> None:
         """Sets a loop going in place of one that was lost; from any thread.
@@ -191,20 +162,15 @@ class LoopHandle:
         self._following.begin(one, self._order(one))
 
     def _came(self, one: Loop, report: LoopReport) -> LoopReport:
-        """Dates a report as it comes; those of a run's record are older."""
-        if self._detached:
-            return report
+        """Dates a report as it comes."""
         return one.dated(report, self._clock.now() - self._began)
 
     def _noted(self, one: Loop, report: LoopReport) -> LoopReport:
         """Takes note of a report; returns it with times since the run began."""
-        if one.note(report):
-            _LOG.info("%s goes on with another loop", report.task)
+        one.note(report)
         if self._ledger is not None:
             self._ledger.add(report.done)
-        if report.state == "lost" and self._detached and one in self._loops:
-            _LOG.warning("%s was lost; the other workers go on", report.task)
-        elif report.state != "running" and not self._detached:
+        if report.state != "running":
             self._loops.discard(one)
             self._lost = report.error
         if report.state == "left":
@@ -219,8 +185,7 @@ class LoopHandle:
           JGError: none came back in time.
         """
         lost, data = self._lost, self._data
-        waits = self._arbiter is None and not self._detached
-        if lost is None or not waits or self._stopped.is_set():
+        if lost is None or self._arbiter is not None or self._stopped.is_set():
             return False
         deadline = self._clock.now() + (0.0 if data is None else data.wait_s)
         if data is not None and data.wait_s:
@@ -257,7 +222,7 @@ class LoopHandle:
 
     def _part_with(self, task: TaskName) -> Iterator[LoopReport]:
         """Takes what the run has on a task that is told to end."""
-        if is_ps(task) and not self._is_restored:
+        if is_ps(task):
             self.leaving.append(task)
             self.stop()
             return
@@ -267,26 +232,13 @@ class LoopHandle:
             self._drain_holds.let_go([task])
 
     def _fail_over(self, error: JGError) -> Iterator[LoopReport]:
-        """Goes on with another master.
+        """Goes on with another master, from what is known to be done.
 
         Raises:
           JGError: there is none.
         """
         old = self._cluster.master
         take_over(self._cluster, error)
-        if not self._detached:
-            yield from self._begin_anew(error, old)
-            return
-        run = wait_for_new_master(self._cluster, self._run, self.term, error, old)
-        self.term, self._name = run.term, run.data_run
-        yield from self._come_so_far(error)
-        self._following.again(self._loops, run)
-        if self._stopped.is_set():  # the one before may not have heard it
-            self._stopped.clear()
-            self.stop()
-
-    def _begin_anew(self, error: JGError, old: TaskName) -> Iterator[LoopReport]:
-        """Goes on from what is known to be done."""
         self.term += 1
         if self._drain_holds is not None:
             self._drain_holds.hold([self._cluster.master])
@@ -315,7 +267,7 @@ class LoopHandle:
             raise lost_master(error, old)  # with the ps that it was
         if self._ledger is not None and not self._stopped.is_set():
             self._name = unique("loop")
-            open_data(self._cluster, self._run, self._name, self._ledger.left())
+            open_data(self._cluster, self._name, self._ledger.left())
             for one in goes_on:
                 self._begin(replace(one.request, first_step=one.next_step))
         for one in lost:
@@ -339,15 +291,10 @@ class LoopHandle:
         if self._stopped.is_set():
             return
         self._stopped.set()
-        orders = [
-            ("Master.StopLoop", frame(stop_loop=one.stop_order(self._run, self.term)))
-            for one in list(self._loops)  # another thread may begin one
-        ]
-        if self._detached:
-            orders = [("Master.StopRun", frame(run_query=pb.RunQuery(run=self._run)))]
-        for method, order in orders:
+        for one in list(self._loops):  # another thread may begin one
+            order = one.stop_order(self._run, self.term)
             with suppress(JGError):
-                self._cluster.call(method, order)
+                self._cluster.call("Master.StopLoop", frame(stop_loop=order))
 
     def pause(self) -> None:
         """Asks the arbiter in synchronous training to end, and returns at once."""
@@ -358,23 +305,20 @@ class LoopHandle:
                 self._cluster.call("Master.StopLoop", frame(stop_loop=order))
 
     def _order(self, one: Loop) -> pb.RunLoop:
-        order = order_of(one.request)
-        order.loop, order.run, order.term = one.name, self._run, self.term
-        if self._arbiter is not None:
-            arbiter = self._to_arbiter(self._arbiter)
-            order.data_run, order.dealer = arbiter.loop, arbiter.task
-        elif self._data is not None:
-            order.data_run = self._name
-        order.data_plan = order.data_plan or self._plan
-        return order
+        return order_in_run(
+            *(one.request, one.name),
+            run=self._run,
+            term=self.term,
+            name="" if self._arbiter is None and self._data is None else self._name,
+            plan=self._plan,
+            arbiter=self._arbiter,
+        )
 
     def _judged(self, one: Loop, error: JGError, master: TaskName, term: int) -> Item:
         """Returns what the end of a loop's reports means."""
         request = one.request
         decides = request is self._arbiter
         verdict = judge(error, request.task, master, decides=decides)
-        if self._detached and isinstance(error, FencedError):
-            verdict = LoopOutcome.MASTER_LOST  # there is another one
         if verdict is LoopOutcome.WORKER_LOST and self._can_do_without:
             self._tell_lost(request, error)
             return one, lost_report(request, error)
@@ -396,7 +340,7 @@ class LoopHandle:
                 drop_programs(self._cluster, [one.request.handle])
                 self._tell_lost(one.request, error)
                 lost = lost_report(one.request, error)
-                yield from self._halted(one, self._noted(one, lost))
+                yield from self._halts.take(one, self._noted(one, lost))
                 return
         if named != end.master:
             raise error
@@ -427,8 +371,7 @@ class LoopHandle:
     @property
     def _can_do_without(self) -> bool:
         """Whether a worker's loss is no error while another one goes on."""
-        dealt = self._arbiter is not None or self._data is not None
-        return dealt and not self._detached  # its master looks after that
+        return self._arbiter is not None or self._data is not None
 
     def _tell_lost(self, request: LoopRequest, error: JGError) -> None:
         _LOG.warning("%s was lost; the other workers go on: %s", request.task, error)

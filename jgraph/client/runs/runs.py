@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 from jgraph.client.connection import Connection
 from jgraph.cluster import event_loop
@@ -12,6 +12,9 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.view.markup import data
+
+_A_WEEK_S: Final = 7 * 86400.0
+"""What is told of a run comes as long as that goes on."""
 
 
 @final
@@ -57,27 +60,29 @@ class RunInfo:
 
 def run_infos(reply: Frame) -> list[RunInfo]:
     """Returns what "Master.Runs" answered, the newest run last."""
-    table = sorted(body_of(reply).runs, key=lambda row: -row.age_s)
-    rows = [(row, json.loads(row.info)) for row in table]
-    return [
-        RunInfo(
-            name=row.run,
-            state=row.state,
-            step=info["first_step"] + row.steps,
-            steps=info["steps"],
-            seconds=row.seconds,
-            master=TaskName(row.task),
-            first_step=info["first_step"],
-            batch_size=info["batch_size"],
-            metrics=tuple(info["metrics"]),
-            container=info["container"],
-            data_run=row.data_run,
-            synchronous=info["synchronous"],
-            checkpoints=info["checkpoints"],
-            term=row.term,
-        )
-        for row, info in rows
-    ]
+    rows = sorted(body_of(reply).runs, key=lambda row: -row.age_s)
+    return [info_of(row) for row in rows]
+
+
+def info_of(row: pb.RunRow) -> RunInfo:
+    """Returns what a master tells of a run."""
+    info = json.loads(row.info)
+    return RunInfo(
+        name=row.run,
+        state=row.state,
+        step=info["first_step"] + row.steps,
+        steps=info["steps"],
+        seconds=row.seconds,
+        master=TaskName(row.task),
+        first_step=info["first_step"],
+        batch_size=info["batch_size"],
+        metrics=tuple(info["metrics"]),
+        container=info["container"],
+        data_run=row.data_run,
+        synchronous=info["synchronous"],
+        checkpoints=info["checkpoints"],
+        term=row.term,
+    )
 
 
 def runs_of(cluster: Connection) -> list[RunInfo]:
@@ -85,18 +90,19 @@ def runs_of(cluster: Connection) -> list[RunInfo]:
     return run_infos(cluster.call("Master.Runs", frame(empty=pb.Empty())))
 
 
-def reports_of(cluster: Connection, run: RunInfo, timeout_s: float) -> Iterator[Any]:
+def reports_of(cluster: Connection, run: RunInfo) -> Iterator[Frame]:
     """Yields the frames of all reports of a run so far, and those to come.
 
     Raises:
       ConfigError: its master knows it no more.
       TaskLostError: its master was lost.
+      JGError: the run failed.
     """
     replies = cluster.transport.call(
         cluster.spec.address(run.master),
         "Master.Attach",
         frame(run_query=pb.RunQuery(run=run.name)),
-        timeout_s=timeout_s,
+        timeout_s=_A_WEEK_S,
     )
 
     async def next_one() -> Frame | None:

@@ -1,11 +1,7 @@
-"""Deduplication of a run's reports after a new master, and their order at a restore."""
+"""Deduplication of a run's reports: a new master tells all of them again."""
 
-from collections import Counter
-from collections.abc import Collection, Iterator
-from typing import TypeAlias, final
+from typing import final
 
-from jgraph.client.runs.loop_items import Loop
-from jgraph.cluster.loop_messages import LoopReport
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 
@@ -51,52 +47,3 @@ class ReportDeduplicator:
             return report
         tensors = [tensor[new] for tensor in (steps, seconds, *fetches)]
         return frame(loop_report=body, tensors=tensors)
-
-
-_Told: TypeAlias = tuple[Loop, LoopReport]
-
-
-@final
-class RestoreBarrier:
-    """Puts what replicas tell in order around "restored", which each of them tells.
-
-    What came before a restore in one stream is passed on before what comes after it in
-    another.
-    """
-
-    def __init__(self) -> None:
-        self._restored = 0  # how often, as far as was passed on
-        self._passed = Counter[Loop]()
-        self._behind: list[_Told] = []
-        self._report: _Told | None = None
-
-    def take(
-        self, loop: Loop, report: LoopReport, loops: Collection[Loop]
-    ) -> Iterator[_Told]:
-        """Yields what may be passed on now.
-
-        Args:
-          loop: tells it.
-          report: what.
-          loops: all that tell something.
-        """
-        if self._passed[loop] > self._restored:
-            self._behind.append((loop, report))
-        elif report.restored is None:
-            yield loop, report
-        elif report.number > self._restored:
-            self._passed[loop], self._report = report.number, (loop, report)
-            yield from self.go_on(loops)
-
-    def go_on(self, loops: Collection[Loop]) -> Iterator[_Told]:
-        """Yields what no loop holds up any more."""
-        if self._report is None:
-            return
-        if any(self._passed[each] <= self._restored for each in loops):
-            return
-        told, self._report = self._report, None
-        self._restored = told[1].number
-        yield told
-        behind, self._behind = self._behind, []
-        for loop, report in behind:
-            yield from self.take(loop, report, loops)

@@ -1311,7 +1311,8 @@ Global___PartTrace: _TypeAlias = PartTrace  # noqa: Y015
 class RunLoop(_message.Message):
     """"RunLoop" (client -> master -> worker): runs `steps` steps of `handle` with batches of
     data set `data`, reporting LoopReports until done. The reply stream ends with a report
-    of state "done", "stopped", or with a status.
+    of state "done", "stopped", or with a status. Of a run that was opened ("Master.OpenRun")
+    the master answers with an empty frame, and "Master.Attach" with the reports.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1503,6 +1504,7 @@ class LoopReport(_message.Message):
     HALTED_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
     after its tasks also "lost" and "restored".
@@ -1526,6 +1528,8 @@ class LoopReport(_message.Message):
     """
     in_flight: _builtins.int
     """then: steps that may still be applied"""
+    task: _builtins.str
+    """of the loop that begins here, or is lost"""
     @_builtins.property
     def times(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Tensors: steps (int64[n]), seconds since the loop began (float64[n]), then each
@@ -1567,10 +1571,11 @@ class LoopReport(_message.Message):
         halted: _builtins.int = ...,
         in_flight: _builtins.int = ...,
         restored: Global___RunRestored | None = ...,
+        task: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "replica", b"replica", "restored", b"restored", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "replica", b"replica", "restored", b"restored", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2768,27 +2773,21 @@ class RunQuery(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
-    REPLICA_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
-    replica: _builtins.int
-    """Master.Attach: only what its loops told"""
     after: _builtins.int
     """RunJournal: so many frames are known"""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
-        replica: _builtins.int | None = ...,
         after: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "replica", b"replica"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "after", b"after", "replica", b"replica", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__replica: _TypeAlias = _typing.Literal["replica"]  # noqa: Y015
-    _WhichOneofArgType__replica: _TypeAlias = _typing.Literal["_replica", b"_replica"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__replica) -> _WhichOneofReturnType__replica | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunQuery: _TypeAlias = RunQuery  # noqa: Y015
 

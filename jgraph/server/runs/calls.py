@@ -68,6 +68,11 @@ class Runs:
         """Returns who looks after a run; None: it ends with its client."""
         return self._supervisors.get(run)
 
+    def leave(self) -> None:
+        """Tells those who watch a run that this task ends."""
+        for supervisor in self._supervisors.values():
+            supervisor.record.leave()
+
     def close(self) -> None:
         """Follows no run any more."""
         for work in self._working:
@@ -218,9 +223,7 @@ class Runs:
 
     async def _attach(self, request: Frame) -> AsyncIterator[Frame]:
         query = body_of(request)
-        record = self._get(query.run).record
-        replica = query.replica if query.HasField("replica") else None
-        async for report in record.all() if replica is None else record.of(replica):
+        async for report in self._get(query.run).record.reports():
             yield report
 
     async def _stop(self, request: Frame) -> AsyncIterator[Frame]:

@@ -6,12 +6,13 @@ frame after the other. The standby of the master keeps a record of its own from 
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
 from jgraph.clock import Clock
+from jgraph.cluster.drain import told_to_end
 from jgraph.errors import ConfigError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -52,6 +53,7 @@ class Journal:
         self._seconds = 0.0
         self._steps = 0
         self._state = "running"
+        self._is_left = False
         self._kept: deque[Frame] = deque()
         self._first = self._nbytes = 0
         self._helpers: set[str] = set()  # contribute; another loop tells of the steps
@@ -152,6 +154,7 @@ class Journal:
         body = pb.LoopReport(
             state="lost",
             loop=order.loop,
+            task=order.task,
             replica=order.replica,
             error=to_status(error),
         )
@@ -192,22 +195,23 @@ class Journal:
         news, self._news = self._news, asyncio.get_running_loop().create_future()
         news.set_result(None)
 
-    async def of(self, replica: int) -> AsyncIterator[Frame]:
-        """Yields all reports of the loops of a replica, to the end of the run.
+    async def reports(self) -> AsyncIterator[Frame]:
+        """Yields what is kept of all reports, and those to come, to the end.
 
         Raises:
+          TaskLeavingError: this task is told to end, and the run goes on elsewhere.
           JGError: the run failed.
         """
-        wanted = lambda body: body.replica == replica or body.HasField("restored")
-        async for report in self._told(wanted):
-            yield report
+        async for _, kept in self._each(0):
+            match kind_of(kept):
+                case "loop_report":
+                    yield kept
+                case "run_loop":
+                    yield frame(loop_report=_begun(body_of(kept)), tensors=_NOTHING)
         if self.error is not None:
             raise self.error
-
-    async def all(self) -> AsyncIterator[Frame]:
-        """Yields what is kept of all reports, and those to come, to the end."""
-        async for report in self._told(self._tells):
-            yield report
+        if not self.is_over:
+            raise told_to_end(self._task)
 
     async def journal(self, after: int) -> AsyncIterator[Frame]:
         """Yields all frames after the first ``after``, and those to come, to the end.
@@ -229,23 +233,15 @@ class Journal:
             after += 1
             yield kept
 
-    async def _told(
-        self, wanted: Callable[[pb.LoopReport], bool]
-    ) -> AsyncIterator[Frame]:
-        async for _, kept in self._each(0):
-            match kind_of(kept):
-                case "loop_report" if wanted(body_of(kept)):
-                    yield kept
-                case "run_loop" if wanted(begun := _begun(body_of(kept))):
-                    yield frame(loop_report=begun, tensors=_NOTHING)
-
-    def _tells(self, body: pb.LoopReport) -> bool:
-        return body.loop not in self._helpers or body.HasField("error")
+    def leave(self) -> None:
+        """Tells those who watch that this task ends."""
+        self._is_left = True
+        self._tell()
 
     async def _each(self, at: int) -> AsyncIterator[tuple[int, Frame]]:
         """Yields what is kept from a frame on, each with its number."""
         while True:
-            news, ends = self.news, self.is_over
+            news, ends = self.news, self.is_over or self._is_left
             at = max(at, self._first)
             while at < self.frames:
                 yield at, self._kept[at - self._first]
@@ -257,7 +253,11 @@ class Journal:
 
 def _begun(order: pb.RunLoop) -> pb.LoopReport:
     return pb.LoopReport(
-        state="running", loop=order.loop, replica=order.replica, handle=order.handle
+        state="running",
+        loop=order.loop,
+        replica=order.replica,
+        task=order.task,
+        handle=order.handle,
     )
 
 

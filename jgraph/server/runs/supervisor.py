@@ -3,7 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
@@ -41,6 +42,7 @@ from jgraph.coordination.run.supervisor import (
 )
 from jgraph.errors import (
     ClusterUnreachableError,
+    ConfigError,
     DataSlotError,
     FencedError,
     InvalidProgramError,
@@ -123,8 +125,8 @@ class RunSupervisor:
 
     # ------------------------------------------------------------ from outside
 
-    def follow(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
-        """Begins a loop as a client asks; yields what its replica tells from now on."""
+    def begin(self, order: pb.RunLoop) -> None:
+        """Begins a loop as a client asks."""
         together = order.HasField("sync") or bool(order.batch_feed)
         if self._supervisor is None:
             self._supervisor = self._make_supervisor(together=together)
@@ -133,7 +135,6 @@ class RunSupervisor:
             self._handle(
                 RoundBegan() if order.HasField("sync") else LoopBegan(order.replica)
             )
-        return self.record.of(order.replica)
 
     def _make_supervisor(self, *, together: bool) -> Supervisor:
         return Supervisor(together=together, wait_s=self._order.wait_s)
@@ -413,6 +414,9 @@ class RunSupervisor:
         """Lets all ps go, as soon as a run that is over is saved."""
         if self._saver is not None:
             await self._saver.rest()
+        if self.data is not None:
+            with suppress(ConfigError):  # it never began
+                self._peers.dealers.close(self.data.run)
         self._holds.close()
 
     def _note_order(self) -> None:

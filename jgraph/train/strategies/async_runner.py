@@ -12,17 +12,19 @@ from functools import partial
 from typing import Any, final
 
 from jgraph.client.cluster import Cluster
+from jgraph.client.runs.follower import RunFollower, submit_run
 from jgraph.client.runs.gates import open_gate, staleness_of
 from jgraph.client.runs.loops import LoopHandle
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest
 from jgraph.errors import ClusterError
 from jgraph.plan.program.accumulate import gated, shards_of
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
 from jgraph.train.step.train_step import TrainStep
-from jgraph.train.strategies.messages import dealt_data, detached_run
+from jgraph.train.strategies.messages import about_run, dealt_data
 from jgraph.train.strategies.options import AsyncPS
 from jgraph.train.strategies.prepared import Prepared
 from jgraph.train.strategies.remote_runs import RemoteRuns
@@ -31,7 +33,6 @@ from jgraph.train.strategies.workers import (
     end_loops,
     halted_chunk,
     rest,
-    restored_chunk,
 )
 
 __all__ = ["AsyncPS", "AsyncRunner"]
@@ -70,8 +71,11 @@ class AsyncRunner:
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
         prepared = self._runs.begin(order)
+        if order.detached:
+            yield from self._runs.followed(self._submit(prepared, order), prepared)
+            return
         admit = partial(self._admit, prepared, order)
-        with self._runs.under_way(order, admit) as (rejoin, drain_holds):
+        with self._runs.under_way(admit) as (rejoin, drain_holds):
             loops = self._begin(prepared, order)
             loops.take_leave(drain_holds)
             self._workers.stop_with(order, loops.stop)
@@ -95,29 +99,33 @@ class AsyncRunner:
     def _begin(self, prepared: Prepared, order: Order) -> LoopHandle:
         """Sets the loops of all workers going."""
         with self.state.lock:
-            gate = open_gate(
-                self._cluster,
-                self._step.container,
-                prepared.shards,
-                max_staleness=self._strategy.max_staleness,
-            )
-            detached = detached_run(self.state, order, prepared, gate)
-            self._loops = self.state.session.run_loops(
-                self._requests(prepared, order),
-                dealt_data(self.state, order, detached),
-            )
+            self._open_gate(prepared)
+            requests = self._requests(prepared, order)
+            data = dealt_data(self.state, order)
+            self._loops = self.state.session.run_loops(requests, data)
             return self._loops
+
+    def _submit(self, prepared: Prepared, order: Order) -> RunFollower:
+        """Makes the master begin a run that it looks after."""
+        with self.state.lock:
+            gate = self._open_gate(prepared)
+            about = about_run(self.state, order, prepared, gate)
+            requests = self._requests(prepared, order)
+            data = dealt_data(self.state, order)
+            return submit_run(self._cluster, requests, about, data, order.stop)
+
+    def _open_gate(self, prepared: Prepared) -> pb.OpenGate:
+        gate, stale = self._step.container, self._strategy.max_staleness
+        return open_gate(self._cluster, gate, prepared.shards, max_staleness=stale)
 
     def _chunks(
         self, report: LoopReport, loops: LoopHandle, names: Sequence[str]
     ) -> Iterator[Chunk]:
-        self._runs.has_replaced |= report.state in {"lost", "left", "restored"}
+        self._runs.has_replaced |= report.state in {"lost", "left"}
         if report.state == "halted":
             self._in_flight = report.in_flight
             yield halted_chunk(loops)
             self._in_flight = 0
-        elif report.restored is not None:
-            yield restored_chunk(report.restored)
         else:
             self._workers.note(report)
             if len(report.steps):
@@ -138,7 +146,7 @@ class AsyncRunner:
         """See ``Runner.position``."""
         with self.state.lock:
             if self._loops is None:
-                return self.state.position
+                return self._runs.position()
             position = self._loops.position()
             return {**position, "again": position["again"] + self._in_flight}
 

@@ -22,15 +22,12 @@ from jgraph.train.state.runner import Order, position_in
 from jgraph.train.strategies.prepared import Prepared
 
 
-def dealt_data(
-    state: RemoteState, order: Order, detached: Detached | None
-) -> DealtData:
+def dealt_data(state: RemoteState, order: Order) -> DealtData:
     """Returns what is dealt out.
 
     Args:
       state: what is trained; it says where in the data to begin.
       order: what to train.
-      detached: what the master is told of a run that outlives its client.
     """
     plan = order.dataset.plan(order.batch_size, order.seed)
     return DealtData(
@@ -41,17 +38,16 @@ def dealt_data(
         updates=state.global_step,
         wait_s=order.wait_s,
         stop=order.stop,
-        detached=detached,
         first=state.global_step(),
         halt_every=order.halts,
         halt_s=state.halt_s,
     )
 
 
-def detached_run(
+def about_run(
     state: RemoteState, order: Order, prepared: Prepared, gate: pb.OpenGate | None
-) -> Detached | None:
-    """Returns what the master is told of a detached run; None: it is not.
+) -> Detached:
+    """Returns what the master is told of a run that it looks after.
 
     Args:
       state: what is trained.
@@ -59,8 +55,6 @@ def detached_run(
       prepared: the step, registered.
       gate: of asynchronous training; None: it is synchronous.
     """
-    if not order.detached:
-        return None
     cluster, saves = state.cluster, None
     cluster.let_go(state.session)
     each = prepared.programs(cluster.tasks("worker"))

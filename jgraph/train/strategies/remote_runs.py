@@ -1,18 +1,19 @@
 """Runs on a cluster: what asynchronous and synchronous training have alike."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, final
 
+from jgraph.client.runs.follower import RunFollower
 from jgraph.client.runs.holds import DrainHolds
 from jgraph.errors import JGError
 from jgraph.train.data.data import Dataset
 from jgraph.train.state.remote_state import RemoteState
-from jgraph.train.state.runner import Order, Position
+from jgraph.train.state.runner import Chunk, Order, Position
 from jgraph.train.strategies.prepared import Prepared
 from jgraph.train.strategies.rejoin import Rejoin
-from jgraph.train.strategies.workers import Workers
+from jgraph.train.strategies.workers import Workers, chunks_of, end_loops
 
 
 @final
@@ -33,6 +34,7 @@ class RemoteRuns:
         """What was prepared last."""
         self.has_replaced = False
         """Workers, or their programs, since these were registered."""
+        self._follower: RunFollower | None = None
 
     def prepare(self, dataset: Dataset, batch_size: int) -> Prepared:
         """Returns the step for such batches, made once per shape."""
@@ -82,15 +84,14 @@ class RemoteRuns:
 
     @contextmanager
     def under_way(
-        self, order: Order, admit: Callable[[int], None]
+        self, admit: Callable[[int], None]
     ) -> Iterator[tuple[Rejoin, DrainHolds]]:
         """Looks after the tasks of a run while its loops go.
 
         Args:
-          order: what to train.
           admit: lets the worker of a replica take part again; see ``Rejoin``.
         """
-        rejoin = Rejoin(self._state.cluster, None if order.detached else admit)
+        rejoin = Rejoin(self._state.cluster, admit)
         self._state.is_training = True
         try:
             yield rejoin, self._state.hold()
@@ -101,6 +102,33 @@ class RemoteRuns:
             rejoin.close()
             self.workers.end_feeding()
             self._state.is_training = False
+
+    def followed(
+        self, run: RunFollower, prepared: Prepared
+    ) -> Generator[Chunk, None, None]:
+        """Yields what a run does that its master looks after; unread, it ends.
+
+        Args:
+          run: of this client.
+          prepared: its step.
+        """
+        state, together = self._state, run.info.synchronous
+        self._follower, state.is_training = run, True
+        try:
+            yield from chunks_of(run, prepared.names, together=together)
+        except GeneratorExit:
+            end_loops(run)
+            raise
+        finally:
+            self._follower, state.is_training = None, False
+            self.has_replaced = True  # its programs have other names by now
+            with suppress(JGError):  # gone, and the run with it
+                state.adopt(run.position())
+
+    def position(self) -> Position:
+        """Returns where in its data a run is that no loop of this client trains."""
+        follower = self._follower
+        return self._state.position if follower is None else follower.position()
 
     def admit(self, prepared: Prepared, order: Order, replica: int) -> None:
         """Gives the worker of a replica what it needs to take part again."""

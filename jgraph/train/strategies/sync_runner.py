@@ -17,6 +17,7 @@ from typing import Any, final
 from jgraph.client.cluster import Cluster
 from jgraph.client.connection import unique
 from jgraph.client.runs.failover import begin_with_failover
+from jgraph.client.runs.follower import RunFollower, submit_run
 from jgraph.client.runs.gates import open_gate
 from jgraph.client.runs.holds import DrainHolds
 from jgraph.client.runs.loops import LoopHandle
@@ -31,7 +32,7 @@ from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness, position_in
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
-from jgraph.train.strategies.messages import detached_run
+from jgraph.train.strategies.messages import about_run
 from jgraph.train.strategies.options import SyncPS
 from jgraph.train.strategies.prepared import Prepared
 from jgraph.train.strategies.rejoin import Rejoin, is_one_back
@@ -41,7 +42,6 @@ from jgraph.train.strategies.workers import (
     end_loops,
     halted_chunk,
     rest,
-    restored_chunk,
 )
 
 __all__ = ["SyncPS", "SyncRunner"]
@@ -88,8 +88,11 @@ class SyncRunner:
         """See ``Runner.run``."""
         prepared = self._runs.begin(order)
         self._present, self._back = set(range(self._replicas)), set()
+        if order.detached:
+            yield from self._runs.followed(self._submit(prepared, order), prepared)
+            return
         admit = partial(self._admit, prepared, order)
-        with self._runs.under_way(order, admit) as (rejoin, drain_holds):
+        with self._runs.under_way(admit) as (rejoin, drain_holds):
             try:
                 yield from self._follow(prepared, order, rejoin, drain_holds)
             except GeneratorExit:
@@ -104,7 +107,6 @@ class SyncRunner:
     ) -> Generator[Chunk, None, None]:
         clock, left = SystemClock(), order.steps
         began, sync = 0.0, self._sync(prepared, order)
-        end = sync.version + order.steps
         dropped: Counter[TaskName] = Counter()
         beside: list[Chunk] = []
         while left and not order.stop.is_set():
@@ -129,13 +131,6 @@ class SyncRunner:
                     self.state.position = report.position
                     yield halted_chunk(loops)
                     continue
-                if report.restored is not None:
-                    self._runs.has_replaced = True
-                    self.state.position = report.position
-                    left = end - report.restored.back_to
-                    beside.clear()
-                    yield restored_chunk(report.restored)
-                    continue
                 if report.replica < self._replicas:
                     beside += self._of_a_worker(prepared, report, rejoin)
                     continue
@@ -151,7 +146,6 @@ class SyncRunner:
                     )
                     beside.clear()
             yield from rest(loops)
-            left = 0 if order.detached else left  # its master has begun all others
             dropped += late
             sync = replace(sync, term=loops.term)
 
@@ -169,9 +163,6 @@ class SyncRunner:
             self._runs.has_replaced = True
             self._present.discard(report.replica)
             rejoin.lost(report.replica, report.task)
-        elif report.handle not in {"", prepared.handles[report.replica]}:
-            self._present.add(report.replica)  # its master has taken it back
-            prepared.handles[report.replica] = report.handle
         return [chunk_of(report, (), report.replica)] if len(report.steps) else []
 
     def _admit(self, prepared: Prepared, order: Order, replica: int) -> None:
@@ -185,7 +176,7 @@ class SyncRunner:
 
     def position(self) -> Position:
         """See ``Runner.position``."""
-        return self.state.position
+        return self._runs.position()
 
     def inherit(self, old: "SyncRunner") -> None:
         """See ``Runner.inherit``."""
@@ -227,13 +218,31 @@ class SyncRunner:
             shards=prepared.shards,
             plan=order.dataset.plan(order.batch_size, order.seed),
             run=unique("run"),
-            detached=detached_run(self.state, order, prepared, gate=None),
             halt_every=order.halts,
             halt_s=self.state.halt_s,
         )
 
     def _begin(self, prepared: Prepared, order: Order, sync: SyncRequest) -> LoopHandle:
         """Sets the loops of those workers going that are present."""
+        requests = self._open_round(prepared, order, sync)
+        return self.state.session.run_loops(requests)
+
+    def _submit(self, prepared: Prepared, order: Order) -> RunFollower:
+        """Makes the master begin a run that it looks after."""
+
+        def begin(sync: SyncRequest) -> RunFollower:
+            requests = self._open_round(prepared, order, sync)
+            return submit_run(self._cluster, requests, about, None, order.stop)
+
+        with self.state.lock:
+            about = about_run(self.state, order, prepared, gate=None)
+            sync = self._sync(prepared, order)
+            return begin_with_failover(self._cluster, sync, begin)[0]
+
+    def _open_round(
+        self, prepared: Prepared, order: Order, sync: SyncRequest
+    ) -> list[LoopRequest]:
+        """Opens the gates; returns a request for each loop that is to begin."""
         version, shards = self.state.global_step(), prepared.shards
         open_gate(
             *(self._cluster, sync.gate, shards),
@@ -270,4 +279,4 @@ class SyncRunner:
             sync=sync,
             finite=prepared.finite,
         )
-        return self.state.session.run_loops([arbiter, *workers])
+        return [arbiter, *workers]

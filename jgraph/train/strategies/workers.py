@@ -2,16 +2,17 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import final
 
 import numpy as np
 
+from jgraph.client.runs.follower import RunFollower
 from jgraph.client.runs.loops import LoopHandle
 from jgraph.client.state.sources import open_source_on
 from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest
 from jgraph.coordination.run.cuts import tell_every
-from jgraph.coordination.run.recovery import Recovery
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.train.data.data import Dataset
@@ -178,10 +179,29 @@ def halted_chunk(loops: LoopHandle) -> Chunk:
     return Chunk(0, none, none, {}, go_on=loops.go_on)
 
 
-def restored_chunk(recovery: Recovery) -> Chunk:
-    """Returns what says that the run went back."""
-    none = np.empty(0)
-    return Chunk(0, none, none, {}, restored=recovery)
+def chunks_of(
+    run: RunFollower, names: Sequence[str], *, together: bool
+) -> Iterator[Chunk]:
+    """Yields what a run does that its master looks after.
+
+    Args:
+      run: the run.
+      names: of the fetches of its steps.
+      together: training is synchronous.
+    """
+    beside: list[Chunk] = []
+    for report in run:
+        if report.restored is not None:
+            beside.clear()
+            none = np.empty(0)
+            yield Chunk(0, none, none, {}, restored=report.restored)
+        elif together and len(report.steps) and report.position is None:
+            beside.append(chunk_of(report, (), report.replica))  # another loop decides
+        elif len(report.steps):
+            replica = 0 if together else report.replica
+            chunk = chunk_of(report, names, replica, together=together)
+            yield replace(chunk, of_workers=tuple(beside))
+            beside.clear()
 
 
 def rest(loops: LoopHandle) -> Iterator[Chunk]:
@@ -196,7 +216,7 @@ def rest(loops: LoopHandle) -> Iterator[Chunk]:
         raise told_to_end(*loops.leaving)
 
 
-def end_loops(loops: LoopHandle) -> None:
+def end_loops(loops: LoopHandle | RunFollower) -> None:
     """Stops loops and waits for their end: no step of them comes later."""
     loops.stop()
     with contextlib.suppress(Exception):

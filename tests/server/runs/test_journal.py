@@ -33,8 +33,8 @@ def test_steps_of_a_synchronous_run_are_those_that_were_decided_in_all_its_rows(
             record.begins(deciding(loop))
             record.begins(contributing("w" + loop))
             record.keep(contributing("w" + loop), report(9), record.seconds)
-            told = report(steps, f"[{steps}]", late)
-            record.keep(deciding(loop), told, record.seconds)
+            decided = report(steps, f"[{steps}]", late)
+            record.keep(deciding(loop), decided, record.seconds)
             assert record.position == f"[{steps}]"
             clock.at_s += 2.0
         assert (record.row().state, record.row().steps) == ("running", 7)
@@ -42,8 +42,10 @@ def test_steps_of_a_synchronous_run_are_those_that_were_decided_in_all_its_rows(
         clock.at_s += 5.0
         row = record.row()
         assert (row.state, row.seconds, row.age_s) == ("done", 4.0, 9.0)
-        told_all = [one async for one in record.all() if len(one.tensors[0])]
-        assert [body_of(one).loop for one in told_all] == ["a-0", "a-1"]
+        told = [one async for one in record.reports() if len(one.tensors[0])]
+        loops = [body_of(one).loop for one in told]
+        assert loops == ["wa-0", "a-0", "wa-1", "a-1"]
+        told_all = told[1::2]
         # Times are those since the run began, and counts those of all rows.
         assert [one.tensors[1][0] for one in told_all] == [1.0, 3.0]
         assert [body_of(one).dropped[WORKER] for one in told_all] == [2, 7]
@@ -51,7 +53,7 @@ def test_steps_of_a_synchronous_run_are_those_that_were_decided_in_all_its_rows(
     asyncio.run(run())
 
 
-def test_who_watches_a_replica_hears_of_all_its_loops_and_how_the_run_ended() -> None:
+def test_who_watches_a_run_hears_of_all_its_loops_and_how_it_ended() -> None:
     async def run() -> None:
         record = Journal(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
         lost = TaskLostError("gone", task=WORKER)
@@ -64,7 +66,7 @@ def test_who_watches_a_replica_hears_of_all_its_loops_and_how_the_run_ended() ->
         record.end("failed", lost)
         states, ended = [], None
         try:
-            async for one in record.of(0):
+            async for one in record.reports():
                 body = body_of(one)
                 states.append((body.loop, body.handle, body.state, len(one.tensors[0])))
         except TaskLostError as error:
@@ -105,8 +107,8 @@ def test_record_made_from_the_journal_of_another_tells_the_same() -> None:
         other.end("done", None)
         assert other.row() == record.row()
         for mine, theirs in zip(
-            [one async for one in record.all()],
-            [one async for one in other.all()],
+            [one async for one in record.reports()],
+            [one async for one in other.reports()],
             strict=True,
         ):
             assert mine.header == theirs.header
@@ -114,7 +116,7 @@ def test_record_made_from_the_journal_of_another_tells_the_same() -> None:
         # Who takes over counts on with what came too late in earlier rows.
         other.begins(deciding("a-2"))
         other.keep(deciding("a-2"), report(1, "[4]", 1), 0.0)
-        last = [one async for one in other.all()][-1]
+        last = [one async for one in other.reports()][-1]
         assert body_of(last).dropped[WORKER] == 8
 
     asyncio.run(run())

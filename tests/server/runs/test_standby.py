@@ -304,7 +304,7 @@ def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
         row = began[0].record.row()
         assert (row.state, row.term) == ("failed", 2)  # where who watches looks
         with pytest.raises(InternalError, match="it cannot be saved"):
-            async for _ in began[0].record.of(0):
+            async for _ in began[0].record.reports():
                 pass
 
     run_async(main(), timeout_s=20)
