@@ -21,8 +21,13 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.server.runs import supervisor
+from jgraph.server.runs.copies import RunCopies
+from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import LoopPeers
+from jgraph.server.runs.ps_setup import PsSetup
+from jgraph.server.runs.rollback import Rollback
 from jgraph.server.runs.supervisor import RunSupervisor
+from jgraph.server.runs.worker_setup import WorkerSetup
 from jgraph.train.strategies.async_runner import AsyncPS
 from tests.support.counting import BATCH, IDS, after, trainer
 from tests.support.loop_orders import SetClock, contributing, deciding
@@ -62,6 +67,41 @@ def test_master_that_was_replaced_takes_no_worker_back(
             )
         assert other.runs()[-1].state == "failed"
         counting.close()
+
+
+class Replaced:
+    """A door to tasks that have heard of another master."""
+
+    task = PS
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def tasks(self) -> list[str]:
+        """Returns those of the cluster."""
+        return [PS, *WORKERS]
+
+    async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
+        """Refuses what a master orders."""
+        self.asked.append(method)
+        raise FencedError("master 2 has taken over")
+
+
+def test_master_that_was_replaced_gives_no_ps_its_state_again() -> None:
+    async def main() -> None:
+        door, clock = Replaced(), SetClock()
+        peers = cast("LoopPeers", door)
+        order = pb.OpenRun(run="r", info='{"container": "c"}')
+        workers = WorkerSetup(order, peers)
+        ps, copies = PsSetup(order, peers, workers), RunCopies(order, peers, workers)
+        record = Journal(TaskName(PS), order, clock)
+        world = order, peers, workers, ps, copies, record, None, clock
+        rollback = Rollback(*world, is_stopped=lambda: False)
+        with pytest.raises(FencedError):
+            await rollback.go_back(TaskLostError("gone"), {}, [], "back.1.1")
+        assert set(door.asked) == {"StopLoop"}  # which asks who the master is
+
+    run_async(main())
 
 
 class Ajar:
