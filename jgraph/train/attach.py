@@ -137,8 +137,8 @@ class AttachedRun:
         watch = Watch(self.history, info.steps, info.batch_size, self.clock)
         error: BaseException | None = None
         values, position = None, None
+        follower = RunFollower(self.cluster, info, self.stop)
         try:
-            follower = RunFollower(self.cluster, info, self.stop)
             together = info.synchronous
             for chunk in chunks_of(follower, info.metrics, together=together):
                 if chunk.restored is None:
@@ -155,7 +155,7 @@ class AttachedRun:
             error = caught
         done = "done" if self.history.steps >= info.steps else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
-        self.stop.set()
+        follower.close()
 
 
 def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:

@@ -64,6 +64,34 @@ def test_detached_run_is_found_with_all_that_it_told(
     there.close()
 
 
+def test_run_goes_on_when_a_client_that_is_attached_to_it_fails(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, attached = make(cluster), list[Run]()
+
+    def attach_once(run: Run, report: Report) -> None:
+        if not attached:
+            with monkeypatch.context() as patched:
+                patched.setattr(Run, "report", fail_to_report)
+                attached.append(make(cluster).attach())
+                with pytest.raises(ZeroDivisionError):
+                    attached[0].wait(30)
+
+    def fail_to_report(run: Run, report: Report) -> None:
+        raise ZeroDivisionError
+
+    run = there.fit(
+        data(),
+        steps=3000,
+        batch_size=8,
+        callbacks=[attach_once],
+        progress=False,
+        detached=True,
+    )
+    assert (run.state, run.steps) == ("done", 3000)
+    there.close()
+
+
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_detached_run_that_a_batch_ends_tells_all_that_was_applied(
     cluster: Cluster, strategy: Strategy

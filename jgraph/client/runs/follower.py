@@ -91,6 +91,11 @@ class RunFollower:
         """Asks the run to end after the steps in flight; returns at once."""
         self._stop.set()
 
+    def close(self) -> None:
+        """Follows the run no longer; it goes on."""
+        self._is_over = True
+        self._stop.set()
+
     def position(self) -> dict[str, Any]:
         """Returns where in its data the run is, or was when its master last said so.
 
@@ -140,8 +145,7 @@ class RunFollower:
                 else:
                     return
         finally:
-            self._is_over = True
-            self._stop.set()
+            self.close()
 
     def _is_of_master(self, error: JGError) -> bool:
         """Whether it is the master that is lost, replaced or told to end."""
