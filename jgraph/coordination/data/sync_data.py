@@ -56,6 +56,7 @@ class SyncData:
         self._reserved: dict[str, deque[int]] = {name: deque() for name in replicas}
         # What replicas hold: the place of each batch, by its number.
         self._held: dict[str, dict[int, int]] = {name: {} for name in self._reserved}
+        self._holder: dict[int, str] = {}  # of each, however many replicas there are
         self._late_with: dict[int, str] = {}
 
     @property
@@ -89,7 +90,8 @@ class SyncData:
             if place is None:
                 break
             dealt.append(place)
-            held[order.number(place)] = place
+            number = order.number(place)
+            held[number], self._holder[number] = place, replica
         return tuple(order.leases(dealt))
 
     def _take(self, replica: str, *, alone: bool, together: bool) -> int | None:
@@ -118,7 +120,7 @@ class SyncData:
 
     def holds(self, replica: str, number: int) -> bool:
         """Whether a replica holds the batch of this number."""
-        return number in self._held.get(replica, ())
+        return self._holder.get(number) == replica
 
     def counted(self, number: int) -> int:
         """A batch is part of an update; returns its place."""
@@ -150,8 +152,8 @@ class SyncData:
             self._book.give_back(place)
         held = self._held.get(replica, {})
         lost = [number for number in held if number not in computed]
-        return self._book.lose([held.pop(number) for number in lost])
+        return self._book.lose([self._let_go(number)[1] for number in lost])
 
     def _let_go(self, number: int) -> tuple[str, int]:
-        replica = next(name for name, held in self._held.items() if number in held)
+        replica = self._holder.pop(number)
         return replica, self._held[replica].pop(number)
