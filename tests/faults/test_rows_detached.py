@@ -15,7 +15,6 @@ from jgraph.graph.device import is_ps
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.runtime.files.step_files import steps_in
 from jgraph.server.replication.streams import RECORDS_DIR
-from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
 from jgraph.train.trainer import Trainer
@@ -23,6 +22,7 @@ from tests.support.counting import (
     BATCH,
     IDS,
     Ledger,
+    check_it_goes_on_from,
     check_recovered,
     check_together,
     trainer,
@@ -290,17 +290,7 @@ def test_a_run_ends_that_loses_its_master_and_the_standby_and_leaves_a_checkpoin
         there = trainer(cluster, STRATEGIES["async"])
         with pytest.raises(ConfigError, match="does not have one run that goes on"):
             there.attach()
-        there.restore(fault.path)
-        saved = steps_in(fault.path)[-1]
-        run = there.fit(
-            IDS,
-            steps=100,
-            batch_size=BATCH,
-            checkpoint=Checkpoints(fault.path, every=1000),
-            progress=False,
-        )
-        assert run.steps == saved + 100
-        check_recovered(there, run, fault.path / str(saved))
+        check_it_goes_on_from(there, fault.path)
         there.close()
     fault.names += [PS, WORKERS[0], "SIGKILL"]
 

@@ -30,6 +30,7 @@ from tests.support.counting import (
     IDS,
     Ledger,
     after,
+    check_it_goes_on_from,
     check_recovered,
     counted,
     gone_back_to,
@@ -353,16 +354,6 @@ def test_a_killed_client_stops_its_run_and_another_goes_on_from_its_checkpoint(
         cluster.session().run(lambda x: x + 1, 1.0)
         assert clock.seconds < 15
     there = trainer(cluster, AsyncPS())
-    there.restore(fault.path)
-    saved = steps_in(fault.path)[-1]
-    run = there.fit(
-        IDS,
-        steps=100,
-        batch_size=BATCH,
-        checkpoint=Checkpoints(fault.path, every=1000),
-        progress=False,
-    )
-    assert run.steps == saved + 100
-    check_recovered(there, run, fault.path / str(saved))
+    check_it_goes_on_from(there, fault.path)
     fault.names += ["[ended] run"]
     there.close()

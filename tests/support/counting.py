@@ -12,6 +12,7 @@ from flax import nnx
 
 from jgraph.client.cluster import Cluster
 from jgraph.runtime.files.step_files import steps_in
+from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.trainer import Trainer
@@ -170,3 +171,18 @@ def counted(there: Trainer) -> list[Any]:
     """Returns how often each example was applied, by each parameter."""
     model = there.model()
     return [np.asarray(model.a[...]), np.asarray(model.b[...])]
+
+
+def check_it_goes_on_from(there: Trainer, directory: Path) -> None:
+    """Trains on from the newest checkpoint of a run that did not go on by itself."""
+    there.restore(directory)
+    saved = steps_in(directory)[-1]
+    run = there.fit(
+        IDS,
+        steps=100,
+        batch_size=BATCH,
+        checkpoint=Checkpoints(directory, every=1000),
+        progress=False,
+    )
+    assert run.steps == saved + 100
+    check_recovered(there, run, directory / str(saved))
