@@ -265,8 +265,8 @@ class VersionError(ClusterError):
     Protocols of jgraph differ, or a task runs an older JAX than the client and may not
     read the code that this one exports.
 
-    What to do: install the same versions everywhere; ``jgraph version`` prints them.
-    Servers first: a server may be newer than its client.
+    What to do: end all tasks, install the same versions everywhere, and start them;
+    ``jgraph version`` prints them. JAX may be newer on a task than in the client.
     """
 
     code = "JG-141"
