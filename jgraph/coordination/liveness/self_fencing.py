@@ -86,12 +86,12 @@ class SelfFence:
       state: ``"doubt"``: nothing may be said or written until it is known.
 
     Example:
-      >>> tenure = SelfFence(now=0.0)
-      >>> tenure.handle(Awake(), now=1.0), tenure.is_sure(now=2.0)
+      >>> fence = SelfFence(now=0.0)
+      >>> fence.handle(Awake(), now=1.0), fence.is_sure(now=2.0)
       ([], True)
-      >>> tenure.is_sure(now=61.0), tenure.handle(Awake(), now=61.0)
+      >>> fence.is_sure(now=61.0), fence.handle(Awake(), now=61.0)
       (False, [Ask()])
-      >>> tenure.handle(FoundOther(), now=61.1)
+      >>> fence.handle(FoundOther(), now=61.1)
       [Leave(away_s=60.0)]
     """
 
