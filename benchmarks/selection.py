@@ -53,6 +53,7 @@ SHORT = Selection(
         "imports --repeats 2",
         "startup --rounds 1",
         "overhead --rounds 3",
+        "machines",
         "memory --width 3000",
         "scale --rounds 2",
         "auto --only mlp towers --rounds 2",

@@ -129,7 +129,6 @@ class _Worker:
     heard_at: float
     done: int = 0
     held: deque[int] = field(default_factory=deque)  # places, as it got them
-    wanted: int = 0  # it waits for an answer with so many
 
 
 @final
@@ -170,6 +169,7 @@ class Dispatch:
         self._shares = 2 * max(1, workers)
         self._lease_s = lease_s
         self._workers: dict[str, _Worker] = {}
+        self._waiting: dict[str, int] = {}  # batches of the answers still to come
         self._gone: set[str] = set()
         self._now = self._lost_at = 0.0
         self._failed = False
@@ -208,8 +208,7 @@ class Dispatch:
                     self._book.give_back(place)
                 return self._answer_waiting()
             case WaitEnded(name):
-                if name in self._workers:
-                    self._workers[name].wanted = 0
+                self._waiting.pop(name, None)
                 return []
             case TimePassed():
                 return self._expire()
@@ -225,7 +224,7 @@ class Dispatch:
             if missing := list(worker.held)[arrived:]:
                 return [Deal(name, self._leases(missing)), *self._answer_waiting()]
         if asked.idle:
-            worker.wanted = max(1, asked.batches)
+            self._waiting[name] = max(1, asked.batches)
             return self._answer_waiting()
         leases = self._deal(worker, asked.batches)
         return [Deal(name, leases), *self._answer_waiting()]
@@ -240,19 +239,15 @@ class Dispatch:
             worker.done += 1
 
     def _answer_waiting(self) -> list[Instruction]:
-        answers: list[Instruction] = []
-        for name, worker in self._workers.items():
-            if not worker.wanted:
-                continue
-            leases = self._deal(worker, worker.wanted)
-            if leases:
-                worker.wanted = 0
-                answers.append(Deal(name, leases))
         if not self._book.left:
-            for name, worker in self._workers.items():
-                if worker.wanted:
-                    worker.wanted = 0
-                    answers.append(Over(name))
+            over, self._waiting = self._waiting, {}
+            return [Over(name) for name in over]
+        answers: list[Instruction] = []
+        # However many wait, where nothing is to be dealt none is looked at.
+        for name, batches in list(self._waiting.items()) if self._book.undealt else ():
+            if leases := self._deal(self._workers[name], batches):
+                del self._waiting[name]
+                answers.append(Deal(name, leases))
         return answers
 
     # ------------------------------------------------------------ losses
@@ -269,6 +264,7 @@ class Dispatch:
     def _forget(self, name: str) -> Collection[int]:
         """Forgets a worker, which must not come back; returns what it held."""
         self._gone.add(name)
+        self._waiting.pop(name, None)
         worker = self._workers.pop(name, None)
         return () if worker is None else worker.held
 

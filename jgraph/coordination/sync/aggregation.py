@@ -313,7 +313,7 @@ class Arbiter:
             return []  # another computes it now, as this one seemed lost
         versions = self._partial.setdefault(step, {})
         versions[event.shard] = event.version
-        if versions.keys() < self._shards:
+        if len(versions) < len(self._shards):
             return []
         del self._partial[step]
         if len(set(versions.values())) > 1:
@@ -338,12 +338,13 @@ class Arbiter:
             return self._finish(self._stopping)
         if self._halted:
             return []
-        there = list(self._whole[self._version].items())
-        if not there and not self._alive:
+        whole = self._whole[self._version]
+        if not whole and not self._alive:
             return self._finish("alone")
-        if self._unsupervised or len(there) < self.needed:
+        if self._unsupervised or len(whole) < self.needed:
             return []
         # First come, first counted.
+        there = list(whole.items())
         chosen, late = there[: self.needed], there[self.needed :]
         del self._whole[self._version]
         self._chosen = [self._data.counted(slot) for slot, _ in chosen]

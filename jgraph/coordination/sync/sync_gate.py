@@ -152,8 +152,10 @@ class SyncGate:
             case StepAsked(step):
                 if self._closed is not None:
                     return [Refuse(step, self._closed)]
-                self._waiting[step] = None
-                return self._open()
+                if self._deciding or not self._may_read(step):
+                    self._waiting[step] = None
+                    return []
+                return self._let_in([step])
             case ContributionCame(step, slot):
                 return self._take(step, slot)
             case StepEnded(step):
@@ -178,15 +180,17 @@ class SyncGate:
     def _open(self) -> list[Instruction]:
         if self._deciding:
             return []
-        ready = [
-            step
-            for step in self._waiting
-            if self._contributed.get(step[0], -1) < self.version
-        ]
+        ready = [step for step in self._waiting if self._may_read(step)]
         for step in ready:
             del self._waiting[step]
-            self._inside[step] = self.version
-        return [LetIn(step) for step in ready]
+        return self._let_in(ready)
+
+    def _may_read(self, step: Step) -> bool:
+        return self._contributed.get(step[0], -1) < self.version
+
+    def _let_in(self, steps: list[Step]) -> list[Instruction]:
+        self._inside.update(dict.fromkeys(steps, self.version))
+        return [LetIn(step) for step in steps]
 
     def _take(self, step: Step, slot: int) -> list[Instruction]:
         version = self._inside.get(step)
