@@ -14,8 +14,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.data.batches import Field
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array, Field
 
 WAIT_S: Final = 5.0
 """A client has an answer after this long, if only that nothing is wanted."""

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from jgraph.errors import DataError
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 
 COLUMNS = (
     *("age", "workclass", "fnlwgt", "education", "education-num", "marital-status"),

@@ -19,7 +19,7 @@ from rich.console import Console
 from jgraph.clock import Clock, SystemClock
 from jgraph.errors import ConfigError
 from jgraph.launch.local.cluster import LocalCluster
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.trainer import Trainer

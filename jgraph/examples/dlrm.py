@@ -14,8 +14,15 @@ import optax
 from flax import nnx
 
 from jgraph.client.cluster import Cluster
-from jgraph.examples import criteo
-from jgraph.examples.clicks import BAG, BAGS, FEATURES, NUMBERS, ONE_HOT, make_clicks
+from jgraph.examples.clicks import (
+    BAG,
+    BAGS,
+    FEATURES,
+    NUMBERS,
+    ONE_HOT,
+    load_criteo,
+    make_clicks,
+)
 from jgraph.examples.options import Figures, Options
 from jgraph.graph.rows.hash_keys import NO_KEY, split_keys
 from jgraph.graph.rows.hash_spec import Admission, Initial
@@ -103,7 +110,7 @@ def run(
     Args:
       cluster: where to train; hash tables need one.
       options: how long.
-      data: a directory with ``train.txt``, see ``criteo``; made up if unset.
+      data: a directory with ``train.txt``, see ``load_criteo``; made up if unset.
       examples: to make up and train on; a quarter as many are tested on.
       width: of all vectors.
       capacity_bytes: of the table, over all ps.
@@ -118,7 +125,7 @@ def run(
       DataError: a file that is not there, or not of the format.
     """
     if data is not None:
-        train, test = criteo.load(data)
+        train, test = load_criteo(data)
     else:
         train = make_clicks(examples, seed=2 * options.seed)
         test = make_clicks(examples // 4, seed=2 * options.seed + 1)

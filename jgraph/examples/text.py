@@ -10,7 +10,7 @@ from typing import final
 import numpy as np
 
 from jgraph.errors import DataError
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 
 UNKNOWN = "<unk>"
 _WORD = re.compile(r"[a-z']+|\d+|\n|[^\sa-z\d']")

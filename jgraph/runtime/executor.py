@@ -7,6 +7,7 @@ runs it elsewhere and reports back on the same thread.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, final
 
@@ -32,9 +33,39 @@ from jgraph.runtime.gate import Gate, aggregator, key_of
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.node_work import work_of
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
-from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.store.change_log import Recording
 from jgraph.runtime.store.store import VariableStore
+
+
+@final
+@dataclass(slots=True)
+class StepTimes:
+    """When the stages of a step were over on one task, by the shell's clock.
+
+    Attributes:
+      started: the partition began.
+      received: the last value of another task came; 0 if none was due.
+      computed: the last node that computes was done.
+      over: the partition was done.
+      nodes: when each node ran, as in ``PartTimes``; None if the step is not traced.
+    """
+
+    started: float = 0.0
+    received: float = 0.0
+    computed: float = 0.0
+    over: float = 0.0
+    nodes: np.ndarray[Any, Any] | None = None
+
+    def parts(self) -> dict[str, float]:
+        """Returns the seconds spent on each stage: pull, compute, push."""
+        ready = max(self.received, self.started)
+        done = max(self.computed, ready)
+        return {
+            "pull": ready - self.started,
+            "compute": done - ready,
+            "push": self.over - done,
+        }
+
 
 T = TypeVar("T")
 Outcome: TypeAlias = "list[np.ndarray[Any, Any]] | BaseException"

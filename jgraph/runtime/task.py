@@ -10,23 +10,58 @@ import numpy as np
 from jgraph.errors import (
     CancelledStepError,
     DeadlineError,
+    FeedError,
     InvalidProgramError,
     JGError,
     VariableMismatchError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program.nodes import AggregateNode, SegmentNode
+from jgraph.graph.sizes import Sizes
+from jgraph.plan.program.nodes import AggregateNode, SegmentNode, ValueType
 from jgraph.plan.program.program import Program
 from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
 from jgraph.runtime.compiled.compile_cache import CompileCache
-from jgraph.runtime.executor import ExecutorHost, Outcome, StepRun
-from jgraph.runtime.feeds import by_name, check_feeds
+from jgraph.runtime.executor import ExecutorHost, Outcome, StepRun, StepTimes
 from jgraph.runtime.gate import Gate, aggregator
 from jgraph.runtime.loaded import LoadedPartition, load_partition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
-from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.store.change_log import Recording
 from jgraph.runtime.store.store import VariableStore
+
+
+def by_name(program: Program, arrays: Sequence[Any]) -> dict[str, Any]:
+    """Returns what is fed in the order of a program's feeds, as far as it goes."""
+    named = zip(program.feeds, arrays, strict=False)
+    return {name: array for (name, _), array in named}
+
+
+def check_feeds(program: Program, feeds: Mapping[str, Any]) -> None:
+    """Refuses feeds that are not those of a program.
+
+    Raises:
+      FeedError: one is missing, has another shape or dtype, or another size of a name
+        than a feed before it.
+    """
+    sizes = Sizes(program.name)
+    for name, wanted in program.feeds:
+        value = feeds.get(name)
+        if value is None:
+            raise FeedError(
+                f"feed '{name}' of '{program.name}' is missing; the program takes "
+                f"{', '.join(n for n, _ in program.feeds)}",
+                feed=name,
+            )
+        same = bool(wanted.symbols) or value.shape == wanted.shape
+        if not same or value.dtype != wanted.np_dtype:
+            given = ValueType(tuple(value.shape), value.dtype.name)
+            raise FeedError(
+                f"feed '{name}' of '{program.name}' is {given}; the program takes "
+                f"{wanted}",
+                feed=name,
+            )
+        if wanted.symbols:
+            sizes.fit(name, value.shape, wanted.shape, wanted.symbols)
+
 
 MAX_EARLY_BYTES: Final = 8 << 30
 """Of values for steps that have not begun; a server sets what its memory allows."""
@@ -204,7 +239,7 @@ class TaskRuntime:
         return self._registered(handle).loaded.fed
 
     def check_feeds(self, handle: str, feeds: Mapping[str, Any]) -> None:
-        """See ``jgraph.runtime.feeds``."""
+        """See ``jgraph.runtime.task``."""
         check_feeds(self.program(handle), feeds)
 
     def unregister(self, handle: str) -> list[StepRun]:

@@ -36,11 +36,9 @@ from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import decode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
-from jgraph.runtime.executor import Outcome
-from jgraph.runtime.feeds import by_name
+from jgraph.runtime.executor import Outcome, StepTimes
 from jgraph.runtime.rendezvous import StepKey
-from jgraph.runtime.step_times import StepTimes
-from jgraph.runtime.task import TaskRuntime
+from jgraph.runtime.task import TaskRuntime, by_name
 from jgraph.server.allocator import give_back_memory
 from jgraph.server.gates.gates import Gates
 from jgraph.server.loops.dealer import Dealers

@@ -22,8 +22,8 @@ from jgraph.train.parts import TrainerBuild, TrainerConfig
 from jgraph.train.run.history import History
 from jgraph.train.run.run import Result, Run
 from jgraph.train.run.watch import Watch
+from jgraph.train.state.remote_arrays import KEPT_BYTES
 from jgraph.train.state.remote_state import RemoteState
-from jgraph.train.state.size_limits import KEPT_BYTES
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.workers import chunks_of
 

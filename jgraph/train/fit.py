@@ -36,8 +36,8 @@ from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
 from jgraph.train.run.standings import Standings
 from jgraph.train.run.watch import Watch
+from jgraph.train.state.remote_arrays import KEPT_BYTES
 from jgraph.train.state.runner import Position, Runner
-from jgraph.train.state.size_limits import KEPT_BYTES
 
 _BATCH_ERRORS: Final = (DataSlotError, *BATCH_ERRORS)
 """Errors of one batch: all updates before it are applied, and good."""

@@ -10,7 +10,7 @@ import pytest
 from jgraph import cli
 from jgraph.client.cluster import Cluster
 from jgraph.errors import DataError
-from jgraph.examples import criteo, dlrm
+from jgraph.examples import dlrm
 from jgraph.examples.clicks import (
     BAG,
     BAGS,
@@ -18,6 +18,7 @@ from jgraph.examples.clicks import (
     ONE_HOT,
     PLACES,
     draw_keys,
+    load_criteo,
     make_clicks,
 )
 from jgraph.examples.options import Options
@@ -66,7 +67,7 @@ def test_scores_are_worth_how_often_clicks_are_above(
 
 
 def test_criteo_lines_are_laid_out_as_what_is_made_up(tmp_path: Path) -> None:
-    train, test = criteo.load(write_criteo(tmp_path))
+    train, test = load_criteo(write_criteo(tmp_path))
     made = make_clicks(1, 0)
     for name, values in train.items():
         assert values.dtype == made[name].dtype
@@ -83,7 +84,7 @@ def test_criteo_lines_are_laid_out_as_what_is_made_up(tmp_path: Path) -> None:
     log = np.float32(np.log(124))
     first = "\t".join(["1", "-123", "123", *[""] * 37])
     (tmp_path / "train.txt").write_text(f"{first}\n0{first[1:]}\n" * 10)
-    numbers = criteo.load(tmp_path)[0]["numbers"]
+    numbers = load_criteo(tmp_path)[0]["numbers"]
     assert numbers[0].tolist() == [-log, log, *[0] * 11]
 
 
@@ -108,12 +109,12 @@ def test_lines_that_are_not_criteo_s_are_named(
     lines = ["\t".join(line) for line in (LINE, fields)]
     (tmp_path / "train.txt").write_text("\n".join(lines))
     with pytest.raises(DataError, match=message):
-        criteo.load(tmp_path)
+        load_criteo(tmp_path)
 
 
 def test_a_directory_without_clicks_says_what_belongs_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train.txt is not there; give --data the dir"):
-        criteo.load(tmp_path)
+        load_criteo(tmp_path)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from jgraph.graph.rows.hash_keys import Keys
 from jgraph.graph.rows.hash_spec import Admission, Column, Eviction, HashSpec
-from jgraph.runtime.store.hash_budget import nbytes_for
+from jgraph.runtime.store.hash_policy import nbytes_for
 from jgraph.runtime.store.hash_shard import HashShard
 from tests.support.hash_eviction import ROOM, TTL, WORKERS, Oracle
 

@@ -10,7 +10,7 @@ from flax import nnx
 import jgraph as jg
 from jgraph.graph.rows.hash_keys import join_keys
 from jgraph.graph.rows.hash_spec import Column, Eviction, HashSpec
-from jgraph.runtime.store.hash_budget import nbytes_for
+from jgraph.runtime.store.hash_policy import nbytes_for
 from jgraph.train.run.run import Run
 
 ROOM, TTL, WORKERS = 5, 2, 2

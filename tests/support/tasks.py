@@ -10,9 +10,8 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.runtime.cost import Cost
-from jgraph.runtime.executor import Outcome
+from jgraph.runtime.executor import Outcome, StepTimes
 from jgraph.runtime.rendezvous import StepKey
-from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.task import TaskRuntime
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.rows.hash_spec import Column, HashSpec, Initial
 from jgraph.plan.program.accumulate import mean_of_rows
-from jgraph.runtime.store.hash_budget import nbytes_for
+from jgraph.runtime.store.hash_policy import nbytes_for
 from jgraph.runtime.store.hash_rows import initial_rows
 from jgraph.train.model.adapters import adapt
 from jgraph.train.step.train_step import TrainStep

@@ -8,17 +8,16 @@ its turns.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.tracing.reads import read_before
 from jgraph.graph.tracing.scopes import body_stamps, one_place, stamp_of_whole
-from jgraph.graph.tracing.unroll import unrolled
 
 Placed: TypeAlias = tuple[Equation, DeviceSpec]
 Env: TypeAlias = dict[Var, Atom]
@@ -198,3 +197,125 @@ def _barrier(names: dict[Var, Var], near: Equation) -> Equation:
     return jaxpr.eqns[0].replace(
         invars=list(names), outvars=list(names.values()), source_info=near.source_info
     )
+
+
+# Read hoisting: reads of variables inside loops move before the loop.
+#
+# A loop over a Ref would have to run on the task of the variable. When its bodies only
+# read, the value is read once before, and the loop runs over a private Ref that holds
+# this value, closed in one call: it can be on any task.
+
+
+def read_before(equation: Equation) -> list[Equation]:
+    """Returns equations with the same results that pass no Ref into a reading loop.
+
+    An equation without bodies, without Refs, or with a Ref that it writes, is returned
+    as it is.
+    """
+    refs = dict.fromkeys(v for v in equation.invars if _compat.is_ref(v.aval))
+    if not refs or next(_compat.inner_jaxprs(equation), None) is None:
+        return [equation]
+    if any(_compat.writes(equation, ref) for ref in refs):
+        return [equation]
+    reads = [_read(ref, equation) for ref in refs]
+    values = {e.invars[0]: e.outvars[0] for e in reads}
+    return [*reads, _over_values(equation, values)]
+
+
+def _read(ref: Var, near: Equation) -> Equation:
+    aval = _compat.array_type(ref)
+    jaxpr = jax.make_jaxpr(lambda value: jax.new_ref(value)[...])(aval)
+    read = next(e for e in jaxpr.eqns if e.primitive.name == "get")
+    return _compat.rebuild_equation(
+        read.replace(source_info=near.source_info),
+        lambda v: ref if v is read.invars[0] else v,
+        [_compat.fresh_var(read.outvars[0])],
+    )
+
+
+def _over_values(equation: Equation, values: dict[Var, Var]) -> Equation:
+    operands = list(dict.fromkeys(v for v in equation.invars if isinstance(v, Var)))
+    alone = _compat.build_jaxpr(
+        invars=operands, outvars=equation.outvars, equations=[equation]
+    )
+
+    def loop(*arrays: Any) -> Any:
+        held = [
+            jax.new_ref(x) if v in values else x
+            for v, x in zip(operands, arrays, strict=True)
+        ]
+        return jax.core.eval_jaxpr(alone, (), *held)
+
+    call = jax.make_jaxpr(jax.jit(loop))(*map(_compat.array_type, operands)).eqns[0]
+    return call.replace(
+        invars=[values.get(v, v) for v in operands],
+        outvars=equation.outvars,
+        source_info=equation.source_info,
+    )
+
+
+# Loop unrolling: a short scan over several tasks becomes its iterations in order.
+#
+# A loop is one operation and runs on one task. A scan whose body names several tasks is
+# taken apart, so that its operations are placed like any others; equal turns are equal
+# code, which is compiled once. A long one, a ``while`` and a ``cond`` are refused:
+# their tasks would have to be told of every turn, or of the branch, before they may go
+# on.
+
+
+MOST_EQUATIONS: Final = 2_000
+"""A scan of more equations in all its turns is not taken apart."""
+
+
+def unrolled(equation: Equation) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """Returns (jaxpr, its constants) of all turns of a scan over several tasks.
+
+    None for everything else: a scan of one task, of too many turns or a symbolic number
+    of them, or of variables (their values are to be read before it).
+    """
+    if equation.primitive.name != "scan":
+        return None
+    if any(_compat.is_ref(v.aval) for v in equation.invars):
+        return None
+    if _compat.is_symbolic(equation.params["length"]):
+        return None
+    if not 0 < num_equations(equation) <= MOST_EQUATIONS:
+        return None
+    if one_place(body_stamps(equation)) is not None:
+        return None
+    avals = [_compat.array_type(v) for v in equation.invars]
+    jaxpr, consts, _ = _compat.make_jaxpr(_turns(equation), *avals)
+    return jaxpr, consts
+
+
+def num_equations(equation: Equation) -> int:
+    """Returns how many equations a scan has in all its turns."""
+    body = _compat.open_jaxpr(equation.params["jaxpr"])
+    return int(equation.params["length"]) * len(body.eqns)
+
+
+def _turns(equation: Equation) -> Any:
+    params = equation.params
+    body, length = params["jaxpr"], params["length"]
+    num_consts, num_carry = _compat.scan_parts(equation)
+    order = range(length)[::-1] if params["reverse"] else range(length)
+
+    def run(*operands: Any) -> list[Any]:
+        consts = operands[:num_consts]
+        carry = list(operands[num_consts : num_consts + num_carry])
+        rows_of = operands[num_consts + num_carry :]
+        made: dict[int, list[Any]] = {}
+        for turn in order:
+            rows = [lax.index_in_dim(x, turn, keepdims=False) for x in rows_of]
+            results = jax.core.eval_jaxpr(
+                _compat.open_jaxpr(body),
+                getattr(body, "consts", ()),
+                *consts,
+                *carry,
+                *rows,
+            )
+            carry, made[turn] = results[:num_carry], results[num_carry:]
+        per_turn = (made[turn] for turn in range(length))
+        return [*carry, *(jnp.stack(ys) for ys in zip(*per_turn, strict=True))]
+
+    return run

@@ -19,9 +19,29 @@ from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.graph import Graph
 from jgraph.graph.tracing.taps import is_name
 from jgraph.plan.analysis.carriers import carriers_of, with_carriers
-from jgraph.plan.analysis.row_ids import row_ids
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.types import is_float0, num_elements, value_type
+
+
+def row_ids(equation: Equation) -> Var | None:
+    """Returns the ids of a read or write of whole rows; None for other accesses."""
+    operands = {"get": 1, "swap": 2}.get(equation.primitive.name)
+    if operands is None or len(equation.invars) != operands + 1:
+        return None
+    ids = equation.invars[-1]
+    indexers = jax.tree.unflatten(equation.params["tree"], [ids])
+    if len(indexers) != 1 or type(indexers[0]).__name__ != "NDIndexer":
+        return None
+    first, *others = indexers[0].indices
+    if first is not ids or isinstance(ids, Literal) or ids.aval.ndim != 1:
+        return None
+    sizes = equation.invars[0].aval.shape[1:]
+    whole = [
+        (getattr(s, "start", None), getattr(s, "size", None), getattr(s, "stride", 1))
+        for s in others
+    ]
+    return ids if whole == [(0, size, 1) for size in sizes] else None
+
 
 Version: TypeAlias = tuple[int, int]
 """(variable, index of the equation that wrote it, or -1 for the step's start)."""

@@ -7,22 +7,24 @@ several traces, have equal bytes and one digest.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
 from jgraph.errors import NotExportableError
 from jgraph.graph.mesh import mesh_of
 from jgraph.graph.sizes import symbols_of
-from jgraph.plan.analysis.flow import Flow, Op
+from jgraph.plan.analysis.flow import Flow, Op, row_ids
 from jgraph.plan.analysis.row_access import RowAccess, RowValues, row_accesses
-from jgraph.plan.lowering import by_count, on_mesh, ref_rows
+from jgraph.plan.analysis.run_each import run_each
+from jgraph.plan.lowering import by_count, on_mesh
 from jgraph.plan.program.program import SegmentCode
 from jgraph.plan.program.types import from_plain, is_key, plain_type, to_plain
 
@@ -287,7 +289,7 @@ def _code(flow: Flow, segment: Segment) -> _Code:
         if counts:
             results = by_count.run(jaxpr, counts, flat)
         else:
-            results = ref_rows.run(jaxpr, flat)
+            results = run_by_rows(jaxpr, flat)
         stored = iter(results[:num_direct])
         new = [
             jax.freeze(made[v]) if v in made else next(stored) for v in segment.updates
@@ -381,3 +383,112 @@ def _exports_alone(equation: Equation, platforms: tuple[str, ...]) -> bool:
     except Exception:  # noqa: BLE001  # any failure of JAX's makes it the culprit
         return False
     return True
+
+
+# Row accesses to a Ref, lowered as gathers and scatters of whole rows.
+#
+# JAX turns ``ref[ids]`` into an access to each number by itself; XLA's CPU code for
+# that takes two to three times as long as for whole rows.
+
+
+def run_by_rows(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Returns what ``jax.core.eval_jaxpr`` does, with rows of Refs taken as rows."""
+    if all(row_ids(equation) is None for equation in jaxpr.eqns):
+        results: list[Any] = jax.core.eval_jaxpr(jaxpr, (), *args)
+        return results
+    return run_each(jaxpr, args, _row_results)
+
+
+def _row_results(equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    if row_ids(equation) is None:
+        return _compat.run_equation(equation, operands)
+    ref, *new, ids = operands
+    old = ref[...]
+    for rows in new:
+        ref[...] = old.at[ids].set(rows)
+    return [old[ids]]
+
+
+# Cache of lowered segments: segments of equal operations share their code.
+#
+# Towers of one model on several workers, and the passes of a pipeline over its
+# microbatches, differ only in the names of their values.
+
+
+Key: TypeAlias = Hashable
+
+
+@final
+@dataclass(slots=True)
+class Lowered:
+    """The codes of one graph's segments."""
+
+    _codes: dict[Key, SegmentCode] = field(default_factory=dict)
+
+    def code(
+        self, flow: Flow, segment: Segment, platforms: tuple[str, ...]
+    ) -> SegmentCode:
+        """Returns the code of a segment; see ``lower``."""
+        if segment.row_updates or segment.row_reads:
+            return lower(flow, segment, platforms)  # ids make no two of them equal
+        key = platforms, _Names(flow).key(segment)
+        if key not in self._codes:
+            self._codes[key] = lower(flow, segment, platforms)
+        return self._codes[key]
+
+
+@final
+@dataclass(slots=True)
+class _Names:
+    """Values numbered as they first occur, so that keys do not depend on names."""
+
+    flow: Flow
+    numbers: dict[Var, int] = field(default_factory=dict)
+
+    def key(self, segment: Segment) -> Key:
+        """Returns what is equal for segments that lower to equal code."""
+        specs = self.flow.graph.variables
+        refs = self.flow.graph.jaxpr.invars[: len(specs)]
+        return (
+            tuple(self._op(op) for op in segment.ops),
+            self._atoms(refs[v] for v in segment.updates),
+            self._atoms(refs[v] for v in segment.reads),
+            self._atoms(segment.inputs),
+            self._atoms(segment.outs),
+            self._atoms(refs[v] for v, _ in segment.blind),
+            tuple(place for _, place in segment.blind),
+        )
+
+    def _op(self, op: Op) -> Key:
+        equation = op.equation
+        params = dict(equation.params)
+        if equation.primitive.name == "alone":
+            del params["label"]  # names the call, for people
+        return (
+            equation.primitive,
+            getattr(equation, "ctx", None),  # JAX makes equal ones one object
+            tuple((name, _hashable(params[name])) for name in sorted(params)),
+            op.whole,
+            self._atoms(equation.invars),
+            self._atoms(equation.outvars),
+        )
+
+    def _atoms(self, atoms: Iterable[Atom]) -> Key:
+        return tuple(self._atom(atom) for atom in atoms)
+
+    def _atom(self, atom: Atom) -> Key:
+        if isinstance(atom, Literal):
+            return str(atom.aval), np.asarray(atom.val).tobytes()
+        if self.flow.is_small_const(atom):
+            return "constant", id(self.flow.consts[atom])
+        number = self.numbers.setdefault(atom, len(self.numbers))
+        return number, str(atom.aval)
+
+
+def _hashable(value: Any) -> Key:
+    """Returns a value, or what tells it from all other objects of the graph."""
+    try:
+        hash(value)
+    except TypeError:
+        return "object", id(value)
+    return type(value), value

@@ -10,8 +10,7 @@ import numpy as np
 
 from jgraph.coordination.data.slots import Part, Rows, Shuffle
 from jgraph.errors import SourceError
-from jgraph.runtime.data.batches import Field
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array, Field
 
 _LENGTH = struct.Struct("<QI")
 _CRC = struct.Struct("<I")

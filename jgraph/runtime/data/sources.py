@@ -12,8 +12,7 @@ import numpy as np
 from jgraph._compat import narrow_types, wide_types
 from jgraph.coordination.data.slots import Part, Rows, Shuffle
 from jgraph.errors import ForbiddenSourceError, JGError, SourceError
-from jgraph.runtime.data.batches import ArrayReader, Field, Reader
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array, ArrayReader, Field, Reader
 from jgraph.runtime.data.record_files import (
     ArrayRecordFile,
     RecordReader,

@@ -22,9 +22,14 @@ from jgraph.errors import ConfigError, MalformedMessageError
 from jgraph.graph.rows.hash_keys import Keys, shard_of
 from jgraph.graph.rows.hash_spec import Column, Eviction, HashSpec
 from jgraph.plan.program.nodes import ValueType
-from jgraph.runtime.store.hash_budget import nbytes_for, rows_within, sketch_width
 from jgraph.runtime.store.hash_index import ABSENT, HashIndex, Rows
-from jgraph.runtime.store.hash_policy import Gate, victims
+from jgraph.runtime.store.hash_policy import (
+    Gate,
+    nbytes_for,
+    rows_within,
+    sketch_width,
+    victims,
+)
 from jgraph.runtime.store.hash_rows import initial_rows, np_dtype, shape_of
 from jgraph.runtime.store.tables import put_rows
 

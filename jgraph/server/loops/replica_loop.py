@@ -35,7 +35,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
-from jgraph.runtime.step_times import StepTimes
+from jgraph.runtime.executor import StepTimes
 from jgraph.server.loops.data_feed import DataFeed, NumberedBatch
 from jgraph.server.loops.halt_timer import HaltTimer
 from jgraph.server.loops.reports import LoopReports

@@ -29,9 +29,8 @@ from jgraph.rpc.frames import frame
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Transport
 from jgraph.runtime.compute_errors import as_error
-from jgraph.runtime.executor import Outcome
+from jgraph.runtime.executor import Outcome, StepTimes
 from jgraph.runtime.rendezvous import StepKey
-from jgraph.runtime.step_times import StepTimes
 from jgraph.runtime.task import TaskRuntime
 
 Fetches: TypeAlias = list[np.ndarray[Any, Any]]

@@ -27,7 +27,7 @@ from jgraph.runtime.files.step_files import our_steps
 from jgraph.train.checkpoint.checkpoint import absolute, stored_as
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.checkpoint.saver import Saver, Take
-from jgraph.train.state.size_limits import total_nbytes
+from jgraph.train.state.remote_arrays import total_nbytes
 from jgraph.train.step.train_step import TrainStep
 
 if TYPE_CHECKING:

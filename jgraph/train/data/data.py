@@ -16,8 +16,13 @@ from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.errors import DataError, JGError, OuterStateError
 from jgraph.graph.graph import Graph
 from jgraph.graph.tracing.concrete import as_graph_error, users_line
-from jgraph.runtime.data.batches import ArrayReader, Reader
-from jgraph.runtime.data.checks import Array, check_batch_size, check_lengths
+from jgraph.runtime.data.batches import (
+    Array,
+    ArrayReader,
+    Reader,
+    check_batch_size,
+    check_lengths,
+)
 from jgraph.train.data.fields import as_array
 from jgraph.train.data.forms import (
     BATCH_SIZE,

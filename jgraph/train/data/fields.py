@@ -1,12 +1,14 @@
-"""Conversion of user values to arrays of the types that JAX computes with."""
+"""Fields of a batch: arrays of the types that JAX computes with; equal parts."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jgraph.errors import DataError
-from jgraph.runtime.data.checks import Array
+from jgraph.errors import DataError, FeedError
+from jgraph.runtime.data.batches import Array
+from jgraph.train.model.trees import Tree
 
 
 def as_array(
@@ -77,3 +79,35 @@ def _as_jax_dtype(array: Array, field: str) -> Array:
                 field=field,
             )
     return array.astype(dtype)
+
+
+def split_batch(batch: Tree, count: int, what: str) -> list[Tree]:
+    """Returns the parts of a batch, in order.
+
+    Args:
+      batch: arrays with the examples as first dimension.
+      count: of the parts.
+      what: the batch, for the message.
+
+    Raises:
+      FeedError: the arrays have different sizes, or ``count`` does not divide
+        them.
+
+    Example:
+      >>> [part.tolist() for part in split_batch(jnp.arange(4), 2, "x")]
+      [[0, 1], [2, 3]]
+    """
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    sizes = sorted({shape[0] if shape else 0 for shape in shapes})
+    if len(sizes) != 1 or not sizes[0] or sizes[0] % count:
+        found = " and ".join(map(str, sizes)) or "no"
+        raise FeedError(
+            f"{what} has {found} examples, which cannot be cut into {count} equal "
+            f"parts; give a batch of a multiple of {count}",
+            feed=what,
+        )
+    each = sizes[0] // count
+    return [
+        jax.tree.map(lambda leaf, n=n: leaf[n * each : (n + 1) * each], batch)
+        for n in range(count)
+    ]

@@ -19,8 +19,7 @@ import numpy as np
 
 from jgraph.coordination.data.slots import Part, Rows, Shuffle
 from jgraph.errors import DataError, JGError
-from jgraph.runtime.data.batches import Field
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array, Field
 from jgraph.train.data.fields import as_array
 
 BATCH_SIZE: Final = 128

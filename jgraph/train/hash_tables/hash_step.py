@@ -10,7 +10,7 @@ import numpy as np
 
 from jgraph.errors import ConfigError
 from jgraph.graph.rows.hash_spec import Column, HashSpec, Initial, TableOptions
-from jgraph.runtime.store.hash_budget import rows_within
+from jgraph.runtime.store.hash_policy import rows_within
 from jgraph.train.model.trees import Tree
 
 

@@ -1,10 +1,15 @@
-"""Checks inside a training step: an update that fails one is skipped."""
+"""Checks of a training step: bad updates are skipped, constant random numbers told."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jgraph import _compat
+from jgraph._compat import Jaxpr, Var
+from jgraph.graph.graph import Graph
 from jgraph.graph.rows.rows import NO_ID
 from jgraph.train.model.trees import Tree
 
@@ -27,3 +32,45 @@ def finite(loss: jax.Array, grads: Tree) -> jax.Array:
     # The order is that of the parameters' variables: both flatten the same tree.
     leaves = [loss, *jax.tree.leaves(grads)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
+
+
+def warn_of_same_draws(graph: Graph) -> None:
+    """Warns of random numbers whose key depends on nothing that a step is given.
+
+    A dropout mask of ``nnx.Rngs(0)``, made in the loss, is such a one.
+    """
+    found = _same_draws(graph.jaxpr, graph.jaxpr.constvars)
+    for line in dict.fromkeys(found):
+        warnings.warn(
+            f"the loss draws the same random numbers in every step, at {line}: their "
+            "key is made in the loss, as by nnx.Rngs(0) or jax.random.key(0), and "
+            "nothing of the step is folded in; draw from the loss's third argument: "
+            "def loss(model, batch, rngs), or for linen def loss(params, batch, rng)",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _same_draws(jaxpr: Jaxpr, given: Sequence[Any]) -> list[str]:
+    """Returns where keys are made of draws that follow from constants alone.
+
+    Args:
+      jaxpr: what draws.
+      given: those of its inputs that are constants.
+    """
+    found: list[str] = []
+    lines = dict.fromkeys(given, _compat.UNKNOWN_LINE)
+    for equation in jaxpr.eqns:
+        values = [v for v in equation.invars if isinstance(v, Var)]
+        is_fixed = not equation.effects and all(v in lines for v in values)
+        if is_fixed:
+            # What a library has traced before has no line of the user's.
+            made = [_compat.user_line(equation), *(lines[v] for v in values)]
+            known = [line for line in made if line != _compat.UNKNOWN_LINE]
+            lines |= dict.fromkeys(equation.outvars, [*known, made[0]][0])
+            if equation.primitive.name == "random_bits":
+                found.append(lines[equation.outvars[0]])
+        for _, inner in _compat.inner_jaxprs(equation):
+            body = _compat.open_jaxpr(inner)
+            found += _same_draws(body, body.invars if is_fixed else body.constvars)
+    return found

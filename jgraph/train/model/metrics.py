@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import GraphError
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 from jgraph.train.model.trees import path_of
 
 CONTRIBUTIONS: Final = "contributions"

@@ -16,12 +16,11 @@ from jgraph.plan.schedule import (
     schedule as schedule_of,
     simulate,
 )
-from jgraph.train.data.split_batch import split_batch
+from jgraph.train.data.fields import split_batch
 from jgraph.train.model.trees import Tree
-from jgraph.train.pipeline.graph import PipelineGraph
 from jgraph.train.pipeline.stage import as_stage
 from jgraph.train.pipeline.stage_passes import StagePasses, is_float, type_of
-from jgraph.train.pipeline.step import PipelineStep
+from jgraph.train.pipeline.step import PipelineGraph, PipelineStep
 
 Loss: TypeAlias = Callable[[Tree, Tree], Any]
 

@@ -1,27 +1,29 @@
-"""The training step of a pipeline: variables, gradients, and the optax update."""
+"""Training step of a pipeline: its passes in order, its tables, its optax update."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jgraph.client.session import Session
+from jgraph.errors import PipelineError
+from jgraph.graph.device import device
+from jgraph.graph.rows.rows import unique_rows
 from jgraph.graph.sharding import Partitioner
 from jgraph.graph.tracing.function import Function
 from jgraph.graph.variable import Variable
+from jgraph.plan.schedule import Pass, Schedule, simulate
 from jgraph.train.checkpoint import checkpoint
 from jgraph.train.model.optimizer import CalledOptimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
-from jgraph.train.pipeline.tables import (
-    PipelineTables,
-    apart,
-    joined,
-    stage_of,
-    table_of,
-)
+from jgraph.train.pipeline.stage_passes import Leaves, StagePasses
+from jgraph.train.tables.ids import without_no_id
 
 
 @final
@@ -159,3 +161,203 @@ class PipelineStep:
         for (variable, rows), value in zip(used, jax.tree.leaves(new), strict=True):
             variable[rows] = value.astype(variable.dtype)
         return loss
+
+
+@final
+@dataclass(slots=True)
+class PipelineGraph:
+    """The values between the passes of one step, while it is traced.
+
+    The order of tracing is the order of running on each task
+    (``jgraph.graph.tracing.alone``), so going through the schedule is all that is
+    needed to follow it.
+
+    Attributes:
+      schedule: who runs what.
+      devices: of each stage.
+      passes: of each stage.
+      params: leaves of each stage's parameters.
+      losses: of each microbatch.
+      sums: of each stage, of its parameters' gradients.
+      input_gradients: of each microbatch, of what the first stage takes.
+    """
+
+    schedule: Schedule
+    devices: Sequence[str]
+    passes: Sequence[StagePasses]
+    params: Sequence[Leaves]
+    losses: dict[int, Any] = field(default_factory=dict)
+    sums: dict[int, Leaves] = field(default_factory=dict)
+    input_gradients: dict[int, Leaves] = field(default_factory=dict)
+    _inputs: dict[Pass, Leaves] = field(default_factory=dict)
+    _kept: dict[Pass, Leaves] = field(default_factory=dict)
+    _gradients: dict[Pass, Leaves] = field(default_factory=dict)
+    _targets: Sequence[Leaves] = ()
+
+    def run(self, inputs: Sequence[Leaves], targets: Sequence[Leaves]) -> None:
+        """Traces all passes.
+
+        Args:
+          inputs: of each microbatch, what the first stage takes.
+          targets: of each microbatch, what the last stage takes besides.
+        """
+        self._inputs = {Pass(0, k): leaves for k, leaves in enumerate(inputs)}
+        self._targets = targets
+        together = self._together()
+        for work in simulate(self.schedule).begins:
+            with device(self.devices[work.stage]):
+                if work in together:
+                    self._both(work)
+                elif not work.backward:
+                    self._forward(work)
+                elif Pass(work.stage, work.microbatch) not in together:
+                    self._backward(work)
+
+    def _together(self) -> set[Pass]:
+        """Returns forward passes of the last stage that their backward passes follow.
+
+        Nothing comes in between, so both are one segment and keep nothing.
+        """
+        last = len(self.passes) - 1
+        row = self.schedule.rows[self.schedule.row_of(last)]
+        return {
+            work
+            for work, then in itertools.pairwise(row)
+            if work.stage == last and then == Pass(last, work.microbatch, True)
+        }
+
+    def _taken(self, work: Pass) -> Leaves:
+        found = self._inputs[Pass(work.stage, work.microbatch)]
+        if work.stage == len(self.passes) - 1:
+            return [*found, *self._targets[work.microbatch]]
+        return found
+
+    def _forward(self, work: Pass) -> None:
+        outputs, self._kept[work] = self.passes[work.stage].forward(
+            self.params[work.stage], self._taken(work), str(work)
+        )
+        self._give(work, outputs)
+
+    def _give(self, work: Pass, outputs: Leaves) -> None:
+        if work.stage == len(self.passes) - 1:
+            (self.losses[work.microbatch],) = outputs
+        else:
+            self._inputs[Pass(work.stage + 1, work.microbatch)] = outputs
+
+    def _backward(self, work: Pass) -> None:
+        sums, gradients = self.passes[work.stage].backward(
+            self.params[work.stage],
+            self._taken(work),
+            self._kept.pop(Pass(work.stage, work.microbatch)),
+            self._gradients.pop(work, []),
+            self.sums.get(work.stage, []),
+            str(work),
+        )
+        self._pass_back(work, sums, gradients)
+
+    def _both(self, work: Pass) -> None:
+        sums = self.sums.get(work.stage, [])
+        outputs, *found = self.passes[work.stage].both(
+            self.params[work.stage], self._taken(work), sums, f"{work} and back"
+        )
+        self._give(work, outputs)
+        self._pass_back(work, *found)
+
+    def _pass_back(self, work: Pass, sums: Leaves, gradients: Leaves) -> None:
+        self.sums[work.stage] = sums
+        if work.stage:
+            self._gradients[Pass(work.stage - 1, work.microbatch, True)] = gradients
+        else:
+            self.input_gradients[work.microbatch] = gradients
+
+
+Places: TypeAlias = Mapping[str, tuple[Any, Any]]
+"""Per table its rows that a batch needs, each once, and which of them each id is."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PipelineTables:
+    """The tables of a pipeline, by the name that their ids have in a batch.
+
+    Attributes:
+      rows: how many each has.
+      first: the device of the first stage, which takes rows in place of ids.
+    """
+
+    rows: Mapping[str, int]
+    first: str
+
+    def places(self, x: Tree) -> Places:
+        """Returns which rows a batch needs.
+
+        Raises:
+          PipelineError: the batch has no such ids.
+        """
+        for name in self.rows:
+            ids = x.get(name) if isinstance(x, Mapping) else None
+            if getattr(ids, "dtype", None) != jnp.int32:
+                raise PipelineError(
+                    f"x['{name}'] has to be int32 ids of the table '{name}'; give x as "
+                    "a dict with the ids of each table by its name"
+                )
+        return {
+            name: unique_rows(
+                without_no_id(x[name].reshape(-1)), rows=count, feature=f"x['{name}']"
+            )
+            for name, count in self.rows.items()
+        }
+
+    def looked_up(self, x: Tree, found: Mapping[str, Any], places: Places) -> Tree:
+        """Returns the batch with rows in place of ids."""
+        if not self.rows:
+            return x
+        with device(self.first):
+            taken = {
+                name: found[name][positions].reshape(*x[name].shape, -1)
+                for name, (_, positions) in places.items()
+            }
+        return {**x, **taken}
+
+    def gradients(
+        self, into: Tree, found: Mapping[str, Any], places: Places
+    ) -> dict[str, Any]:
+        """Returns the gradients of the rows, given those of what was looked up."""
+        with device(self.first):
+            return {
+                name: jnp.zeros_like(found[name])
+                .at[positions]
+                .add(into[name].reshape(positions.size, -1))
+                for name, (_, positions) in places.items()
+            }
+
+
+def joined(stages: list[Tree], tables: Mapping[str, Any]) -> Tree:
+    """Returns all parameters: the stages' alone where there are no tables."""
+    return {"stages": stages, "tables": dict(tables)} if tables else stages
+
+
+def apart(params: Tree) -> tuple[list[Tree], dict[str, Any]]:
+    """Returns the parameters of the stages, and the tables."""
+    if isinstance(params, dict):
+        return params["stages"], params["tables"]
+    return params, {}
+
+
+def table_of(group: list[str], value: Any, rows: Mapping[str, int]) -> str:
+    """Returns of which table a variable has the rows; ``""`` of none.
+
+    Args:
+      group: path of the parameter that it belongs to.
+      value: what the variable begins with.
+      rows: of each table.
+    """
+    is_table = group[:2] == ["params", "tables"]
+    shape = jax.numpy.shape(value)
+    return group[2] if is_table and shape[:1] == (rows[group[2]],) else ""
+
+
+def stage_of(group: list[str]) -> int | None:
+    """Returns the stage that a parameter belongs to, by its path."""
+    number = group[2 if group[1:2] == ["stages"] else 1 :][:1]
+    return int(number[0]) if group[0] == "params" and number[0].isdigit() else None

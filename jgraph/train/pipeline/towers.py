@@ -7,7 +7,7 @@ import jax
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
-from jgraph.train.data.split_batch import split_batch
+from jgraph.train.data.fields import split_batch
 from jgraph.train.model.trees import Tree
 
 Towers: TypeAlias = Callable[[Tree, Tree], tuple[jax.Array, Tree]]

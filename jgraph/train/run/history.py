@@ -10,7 +10,7 @@ import numpy as np
 
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 from jgraph.train.hash_tables.hash_state import COUNTS
 from jgraph.train.model.metrics import as_float64, is_complex
 from jgraph.train.run.plot import Curve, Panel, Plot, draw_plot

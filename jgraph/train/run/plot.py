@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from jgraph.errors import ConfigError
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from jgraph.coordination.run.recovery import Recovery
 from jgraph.errors import DeadlineError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Data
 from jgraph.train.data.source import Source
 from jgraph.train.run.history import History

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import final
 
 from jgraph.clock import Clock
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
 from jgraph.train.model.metrics import as_float64, is_complex
 from jgraph.train.run.history import History

@@ -22,7 +22,7 @@ from jgraph.graph.variable import Variable
 from jgraph.plan.program.program import Program
 from jgraph.plan.program.replay import changing, replayed
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.train.state.size_limits import total_nbytes
+from jgraph.train.state.remote_arrays import total_nbytes
 from jgraph.train.step.train_step import TrainStep
 
 Durability: TypeAlias = Literal["checkpoint", "replica", "log"]

@@ -14,14 +14,16 @@ from jgraph.graph.variable import Variable
 from jgraph.train.hash_tables.hash_state import NO_KEYS, TableRows
 from jgraph.train.state.durability import Durability, make_durable_copies
 from jgraph.train.state.remote_arrays import (
+    KEPT_BYTES,
     RemoteArray,
     RunSnapshot,
     arrays_of,
+    check_sizes,
     places_of,
     releasing_after_an_error,
+    total_nbytes,
 )
 from jgraph.train.state.runner import Events, Position
-from jgraph.train.state.size_limits import KEPT_BYTES, check_sizes, total_nbytes
 from jgraph.train.step.compress import begun
 from jgraph.train.step.train_step import TrainStep
 

@@ -12,7 +12,7 @@ from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.graph.ir import TaskName
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Dataset
 from jgraph.train.hash_tables.hash_state import TableEvent
 from jgraph.train.state.remote_arrays import RunSnapshot

@@ -10,7 +10,7 @@ from jgraph.coordination.step.finite import not_finite
 from jgraph.errors import JGError, RowIdError
 from jgraph.graph.graph import Graph
 from jgraph.graph.rows.rows import NO_ID, id_text
-from jgraph.runtime.data.checks import Array
+from jgraph.runtime.data.batches import Array
 from jgraph.train.model.checks import BAD_IDS, FINITE
 from jgraph.train.state.runner import Chunk
 from jgraph.train.step.train_step import TrainStep

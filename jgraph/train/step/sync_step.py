@@ -12,7 +12,7 @@ from jgraph.graph.graph import Graph
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.accumulate import MEAN, SLOT
-from jgraph.train.model.draws import warn_of_same_draws
+from jgraph.train.model.checks import warn_of_same_draws
 from jgraph.train.model.metrics import WHOLE, needs_pieces, num_pieces, pieces
 from jgraph.train.step.compress import Counted
 from jgraph.train.step.train_step import TrainStep

@@ -19,8 +19,13 @@ from jgraph.graph.variable import Variable
 from jgraph.train.hash_tables.hash_state import trained_tables
 from jgraph.train.hash_tables.hash_step import check_lookups, needs_ps, table_specs
 from jgraph.train.model.adapters import Adapter, Make
-from jgraph.train.model.checks import BAD_IDS, FINITE, all_well, finite
-from jgraph.train.model.draws import warn_of_same_draws
+from jgraph.train.model.checks import (
+    BAD_IDS,
+    FINITE,
+    all_well,
+    finite,
+    warn_of_same_draws,
+)
 from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
 from jgraph.train.step.arrange import Arrangement

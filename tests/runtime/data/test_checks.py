@@ -3,7 +3,7 @@
 import pytest
 
 from jgraph.errors import DataError
-from jgraph.runtime.data.checks import check_batch_size, check_lengths
+from jgraph.runtime.data.batches import check_batch_size, check_lengths
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 5])

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from jgraph.errors import ConfigError
 from jgraph.graph.rows.hash_keys import Keys, shard_of
 from jgraph.graph.rows.hash_spec import Admission, Column, Eviction, HashSpec, Initial
-from jgraph.runtime.store.hash_budget import nbytes_for, rows_within
+from jgraph.runtime.store.hash_policy import nbytes_for, rows_within
 from jgraph.runtime.store.hash_rows import initial_rows
 from jgraph.runtime.store.hash_shard import HashShard, reshard
 

@@ -18,7 +18,7 @@ from jgraph.graph.variable import Variable
 from jgraph.train import fit
 from jgraph.train.data.data import as_dataset
 from jgraph.train.model.adapters import adapt
-from jgraph.train.state.size_limits import check_sizes
+from jgraph.train.state.remote_arrays import check_sizes
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.trainer import Trainer

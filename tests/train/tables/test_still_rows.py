@@ -10,8 +10,7 @@ import pytest
 
 from jgraph.train.model.optimizer import CalledOptimizer
 from jgraph.train.model.trees import group_with_parameters, path_of
-from jgraph.train.tables.row_update import RowUpdate, probe
-from jgraph.train.tables.still_rows import unchanged_operands
+from jgraph.train.tables.row_update import RowUpdate, probe, unchanged_operands
 
 PARAMS = {"t": jnp.zeros((9, 2)), "w": jnp.zeros(2)}
 
