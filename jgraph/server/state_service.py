@@ -1,10 +1,12 @@
 """Calls to a task that save its variables to checkpoint files, or load them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
+from jgraph.cluster.methods import Answer
 from jgraph.cluster.shard_messages import Shard, shard_from, state_of
 from jgraph.errors import (
     CheckpointCorruptError,
@@ -20,9 +22,31 @@ from jgraph.rpc.wire.table_codec import table_from
 from jgraph.runtime.files.blocks import Sums
 from jgraph.runtime.files.shard_files import FULL, proven, read_slice, write_slice
 from jgraph.runtime.store.store import VariableStore
+from jgraph.server.steps.task_host import TaskHost
+from jgraph.server.task_context import TaskContext
 
 _THREADS = 4
 T = TypeVar("T")
+
+
+def state_methods(
+    context: TaskContext, store: VariableStore, host: TaskHost
+) -> dict[str, Answer]:
+    """Returns the methods that read and write all state of a task, in threads."""
+
+    def in_thread(answer: Callable[[Frame], Frame]) -> Answer:
+        async def replies(request: Frame) -> AsyncIterator[Frame]:
+            yield await host.run(lambda: answer(request))
+
+        return replies
+
+    task, check = context.task, context.check_place
+    return {
+        "ReadTable": in_thread(partial(read_table, store)),
+        "LoadTable": in_thread(partial(load_table, store)),
+        "SaveShards": in_thread(lambda call: save_shards(task, store, call, check)),
+        "LoadShards": in_thread(partial(load_shards, task, store)),
+    }
 
 
 def save_shards(

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import Any, Final, final
 
 import jax
@@ -19,46 +20,45 @@ from jgraph.cluster.events import EventLog
 from jgraph.cluster.log_tail import log_tail
 from jgraph.cluster.methods import Answer, check_request
 from jgraph.errors import (
-    DeadlineError,
     FencedError,
     JGError,
     TaskLostError,
     UnknownMethodError,
 )
-from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.exchange.backlog import default_queue_limit
 from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
 from jgraph.rpc.shared_memory.lending import copy_seconds
-from jgraph.rpc.status import from_status, to_status
+from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import decode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
-from jgraph.runtime.executor import Outcome, StepTimes
-from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.task import TaskRuntime, by_name
 from jgraph.server.allocator import give_back_memory
 from jgraph.server.gates.gates import Gates
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
 from jgraph.server.replication.streams import ChangeStreams
-from jgraph.server.state_service import (
-    load_shards,
-    load_table,
-    read_table,
-    save_shards,
-    table_statuses,
-)
+from jgraph.server.state_service import state_methods, table_statuses
 from jgraph.server.steps.driver import StepDriver, waits_of
+from jgraph.server.steps.parts import StepParts
 from jgraph.server.steps.task_host import TaskHost
 from jgraph.server.task_context import TaskContext
 
-# A participant gives a step up this long after its driver should have.
-_GRACE_S = 10.0
-_NEW_WORK: Final = frozenset({"RunStep", "RunLoop", "RegisterProgram"})
-_NEW_LOOPS: Final = frozenset({"RunLoop"})
+
+class _Phase(Enum):
+    SERVING = "serving"
+    LEAVING = "told to end; those who hold it may still use it"
+    DRAINING = "ends when nothing runs any more"
+
+
+_REFUSED: Final[dict[_Phase, frozenset[str]]] = {
+    _Phase.SERVING: frozenset(),
+    _Phase.LEAVING: frozenset({"RunLoop"}),
+    _Phase.DRAINING: frozenset({"RunStep", "RunLoop", "RegisterProgram"}),
+}
 
 
 @final
@@ -73,9 +73,7 @@ class TaskService:
     def __init__(self, context: TaskContext, shutdown: Callable[[float], None]) -> None:
         self.context = context
         self.task = task = context.task
-        self.leaving = False
-        """It was told to end; those who hold it may still use it."""
-        self.draining = False
+        self._phase = _Phase.SERVING
         self.holders = DrainHolders()
         self.events = EventLog(task)
         self.replaced: FencedError | None = None
@@ -87,12 +85,12 @@ class TaskService:
         self.driver = StepDriver(self.runtime, context.transport, self.shell.orders)
         self.records = ChangeStreams(context, self.runtime, self.shell)
         self.gates = Gates(task, context.transport, self.runtime.gates)
+        self.parts = StepParts(self.runtime, context.transport, self.gates)
         self.dealers = Dealers(context.clock)
         self._shutdown = shutdown
         self.loops = TaskLoops(
             context, self.shell, self.driver, self.gates, self.dealers
         )
-        self._drivers_of: dict[StepKey, tuple[TaskName, asyncio.TimerHandle]] = {}
         self.methods: dict[str, Answer] = {
             "TaskStatus": self._task_status,
             "RegisterProgram": self._register_program,
@@ -102,16 +100,18 @@ class TaskService:
             **self.records.methods,
             "GateReport": self._gate_report,
             "Variables": self._variables,
-            "ReadTable": self._read_table,
-            "LoadTable": self._load_table,
-            "SaveShards": self._save_shards,
-            "LoadShards": self._load_shards,
+            **state_methods(context, self.runtime.store, self.shell),
             "Reset": self._reset,
             "MoveVariables": self._move_variables,
             "TaskLog": self._task_log,
             "DrainHold": self.holders.held,
             "Shutdown": self._shut_down,
         }
+
+    @property
+    def draining(self) -> bool:
+        """Whether it begins no step any more."""
+        return self._phase is _Phase.DRAINING
 
     # ------------------------------------------------------------ step frames
 
@@ -121,13 +121,13 @@ class TaskService:
         match kind_of(received):
             case "values":
                 if body.HasField("start"):
-                    self._start_part(src, body.start)
+                    self.parts.start(src, body.start)
                 step = body.handle, body.step_id
                 self.runtime.deliver(step, body.key, received.tensors)
             case "gate_event":
                 self.gates.received(src, body)
             case "start_step":
-                self._start_part(src, body)
+                self.parts.start(src, body)
             case "step_done":
                 error = from_status(body.status) if body.HasField("status") else None
                 step = body.handle, body.step_id
@@ -151,57 +151,10 @@ class TaskService:
         why = error.message if peer in error.message else f"{peer}: {error.message}"
         self.events.note("lost", why, level=logging.WARNING)
         self.driver.peer_lost(peer, error)
-        for step, (driver, _) in list(self._drivers_of.items()):
-            if driver == peer:
-                self.runtime.abort(step, error)
+        self.parts.peer_lost(peer, error)
         self.gates.peer_lost(peer)
         self.loops.peer_lost(peer)
         self.records.peer_lost(peer, error)
-
-    def _start_part(self, driver: TaskName, order: pb.StartStep) -> None:
-        failpoint("step.received")
-        self.gates.step_started(driver, order.handle)
-        step = order.handle, order.step_id
-
-        def over(outcome: Outcome, times: StepTimes) -> None:
-            _, timer = self._drivers_of.pop(step)
-            timer.cancel()
-            self._report_part(driver, step, outcome, times)
-
-        def late() -> None:
-            waited = ", ".join(self.runtime.waiting_for(step)) or "its turn"
-            error = DeadlineError(
-                f"{self.task} gave up step {step[1]} of '{step[0]}' after "
-                f"{order.timeout_s + _GRACE_S:g} s; it waited for {waited} and heard "
-                f"nothing from its driver {driver}"
-            )
-            self.runtime.abort(step, error)
-
-        timer = asyncio.get_running_loop().call_later(order.timeout_s + _GRACE_S, late)
-        self._drivers_of[step] = driver, timer
-        try:
-            self.runtime.start_step(
-                step, over, ordered=order.ordered, trace=order.trace
-            )
-        except JGError as error:
-            over(error, StepTimes())
-        failpoint("step.begun")
-
-    def _report_part(
-        self, driver: TaskName, step: StepKey, outcome: Outcome, times: StepTimes
-    ) -> None:
-        done = pb.StepDone(handle=step[0], step_id=step[1])
-        if isinstance(outcome, BaseException):
-            done.status.CopyFrom(to_status(as_error(outcome, self.task)))
-        tensors = () if times.nodes is None else (times.nodes,)
-        told = frame(step_done=done, tensors=tensors)
-
-        def say() -> None:
-            failpoint("step.done")
-            self.context.transport.post(driver, told)
-            failpoint("step.told")
-
-        self.gates.when_settled(step, say)
 
     async def drain(self, grace_s: float) -> None:
         """Takes no new work and lets what runs end, for at most ``grace_s`` seconds.
@@ -209,10 +162,10 @@ class TaskService:
         Begins no loop at once, and no step when those who hold the task let it go.
         """
         ends, idle = self.context.clock.now() + grace_s, asyncio.Event()
-        self.leaving = True
+        self._phase = _Phase.LEAVING
         self.loops.leave()
         await self.holders.announce(SHARE * grace_s)
-        self.draining = True
+        self._phase = _Phase.DRAINING
         self.loops.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(ends - self.context.clock.now()):
@@ -231,8 +184,7 @@ class TaskService:
                 f"{installed_version('jgraph')}, the caller may run another version"
             )
         check_request(method, request)
-        refused = _NEW_WORK if self.draining else _NEW_LOOPS
-        if self.leaving and method.removeprefix("Master.") in refused:
+        if method.removeprefix("Master.") in _REFUSED[self._phase]:
             raise TaskLostError(
                 f"{self.task} is being stopped and takes no new work", task=self.task
             )
@@ -245,7 +197,7 @@ class TaskService:
             incarnation=self.context.incarnation,
             address=self.context.address,
             platform=jax.export.default_export_platform(),  # "cuda", not "gpu"
-            state="draining" if self.leaving else "ready",
+            state="ready" if self._phase is _Phase.SERVING else "draining",
             pid=os.getpid(),
             rss_bytes=psutil.Process().memory_info().rss,
             jgraph=installed_version("jgraph"),
@@ -356,20 +308,6 @@ class TaskService:
             if not chosen or row.container in chosen
         ]
         yield frame(variable_table=pb.VariableTable(variables=rows))
-
-    async def _read_table(self, request: Frame) -> AsyncIterator[Frame]:
-        yield await self.shell.run(lambda: read_table(self.runtime.store, request))
-
-    async def _load_table(self, request: Frame) -> AsyncIterator[Frame]:
-        yield await self.shell.run(lambda: load_table(self.runtime.store, request))
-
-    async def _save_shards(self, request: Frame) -> AsyncIterator[Frame]:
-        task, store, check = self.task, self.runtime.store, self.context.check_place
-        yield await self.shell.run(lambda: save_shards(task, store, request, check))
-
-    async def _load_shards(self, request: Frame) -> AsyncIterator[Frame]:
-        store = self.runtime.store
-        yield await self.shell.run(lambda: load_shards(self.task, store, request))
 
     async def _reset(self, request: Frame) -> AsyncIterator[Frame]:
         containers = list(body_of(request).containers)
