@@ -106,6 +106,59 @@ class ExecutorHost(Protocol):
 
 
 @final
+class StepValues:
+    """Values of one step, and how many of them each node still waits for.
+
+    Attributes:
+      remaining: nodes that are not complete.
+    """
+
+    def __init__(self, loaded: LoadedPartition) -> None:
+        self._loaded = loaded
+        self._needs = list(loaded.needs)
+        self._uses = [len(nodes) for nodes in loaded.consumers]
+        self._values: dict[int, Any] = {}
+        self.remaining = len(loaded.needs)
+
+    def __getitem__(self, value: int) -> Any:
+        """Returns a value that a node now takes."""
+        return self._values[value]
+
+    def inputs(self, index: int) -> dict[int, Any]:
+        """Returns the values that a node takes."""
+        return {value: self._values[value] for value in self._loaded.inputs[index]}
+
+    def first(self) -> list[int]:
+        """Returns the nodes that wait for nothing."""
+        return [index for index, needs in enumerate(self._needs) if needs == 0]
+
+    def complete(self, index: int, values: Sequence[Any]) -> list[int]:
+        """Takes what a node makes; returns the nodes that now wait for nothing."""
+        ready: list[int] = []
+        for out, value in zip(self._loaded.outputs[index], values, strict=True):
+            self._values[out] = value
+            self._count_down(self._loaded.consumers[out], ready)
+        self._count_down(self._loaded.followers[index], ready)
+        # Buffers live only until their last consumer has run.
+        for value_id in self._loaded.inputs[index]:
+            self._uses[value_id] -= 1
+            if self._uses[value_id] == 0:
+                self._values.pop(value_id, None)
+        self.remaining -= 1
+        return ready
+
+    def _count_down(self, nodes: Sequence[int], ready: list[int]) -> None:
+        for index in nodes:
+            self._needs[index] -= 1
+            if self._needs[index] == 0:
+                ready.append(index)
+
+    def clear(self) -> None:
+        """Lets go of all values."""
+        self._values.clear()
+
+
+@final
 class StepRun:
     """A step of a partition from its start to its outcome.
 
@@ -149,10 +202,7 @@ class StepRun:
         self._rendezvous = rendezvous
         self._shell = shell
         self._on_done = on_done
-        self._needs = list(loaded.needs)
-        self._uses = [len(c) for c in loaded.consumers]
-        self._values: dict[int, Any] = {}
-        self._left = len(loaded.partition.nodes)
+        self._values = StepValues(loaded)
         self._fetches: list[np.ndarray[Any, Any]] = []
         self._ready: deque[int] = deque()
         self._draining = False
@@ -162,7 +212,7 @@ class StepRun:
         self._when_settled: list[Callable[[], None]] | None = None
         self.times = StepTimes()
         if trace:
-            self.times.nodes = np.full((self._left, 3), np.nan)
+            self.times.nodes = np.full((self._values.remaining, 3), np.nan)
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -174,9 +224,7 @@ class StepRun:
         self.times.started = self._shell.now()
         if self._recording is not None:
             self._recording.begins()
-        for index in [i for i, n in enumerate(self._needs) if n == 0]:
-            self._note(index, READY)
-            self._ready.append(index)
+        self._make_ready(self._values.first())
         if not self._loaded.partition.nodes:
             self._finish([])
         self._drain()
@@ -232,11 +280,11 @@ class StepRun:
                 self._contribute(node)
                 self._complete(index, [])
             case _:
-                taken = {v: self._values[v] for v in self._loaded.inputs[index]}
                 note = self._recording and partial(
                     self._recording.note, self.step, index
                 )
                 undo = self._recording and self._recording.undo
+                taken = self._values.inputs(index)
                 work = work_of(
                     self._loaded, index, taken, self._store, self._gate, note, undo
                 )
@@ -313,29 +361,14 @@ class StepRun:
             return
         if self._loaded.executables[index] is None:
             self._note(index, END)
-        made = self._loaded.outputs[index]
-        for value_id, value in zip(made, values, strict=True):
-            self._values[value_id] = value
-            self._count_down(self._loaded.consumers[value_id])
-        self._count_down(self._loaded.followers[index])
-        self._release(index)
-        self._left -= 1
-        if self._left == 0:
+        self._make_ready(self._values.complete(index, values))
+        if self._values.remaining == 0:
             self._finish(self._fetches)
 
-    def _count_down(self, waiting: Sequence[int]) -> None:
-        for index in waiting:
-            self._needs[index] -= 1
-            if self._needs[index] == 0:
-                self._note(index, READY)
-                self._ready.append(index)
-
-    def _release(self, index: int) -> None:
-        # Buffers live only until their last consumer has run.
-        for value_id in self._loaded.inputs[index]:
-            self._uses[value_id] -= 1
-            if self._uses[value_id] == 0:
-                self._values.pop(value_id, None)
+    def _make_ready(self, nodes: Sequence[int]) -> None:
+        for index in nodes:
+            self._note(index, READY)
+        self._ready.extend(nodes)
 
     def _finish(self, outcome: Outcome) -> None:
         if self.over:

@@ -37,7 +37,8 @@ class Watched(Tasks):
     ) -> None:
         def counted(result: T | BaseException) -> None:
             (runtime,) = self.runtimes.values()
-            held = [v for run in runtime._steps.values() for v in run._values.values()]
+            runs = runtime._steps.values()
+            held = [v for run in runs for v in run._values._values.values()]
             made = result if isinstance(result, list) else []
             self.peak = max(self.peak, nbytes_of([*held, *made]))
             done(result)
