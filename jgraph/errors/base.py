@@ -3,6 +3,15 @@
 from html import escape
 from typing import Any, ClassVar
 
+__all__ = [
+    "ClusterError",
+    "InternalError",
+    "JGError",
+    "ProtocolError",
+    "UserError",
+    "error_from_code",
+]
+
 _BY_CODE: dict[str, type["JGError"]] = {}
 
 
