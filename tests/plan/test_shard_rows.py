@@ -19,8 +19,8 @@ from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program.nodes import LookupNode
-from jgraph.testing.graph_interpreter import Compiled
 from jgraph.train.tables.row_mean import row_layout
+from tests.support.graph_interpreter import Compiled
 from tests.support.plans import (
     DRIVER,
     FAST,

@@ -22,7 +22,7 @@ from jgraph.plan.program.nodes import (
 )
 from jgraph.plan.program.program import Partition, Program
 from jgraph.plan.program.types import from_plain, to_plain
-from jgraph.testing.graph_interpreter import Compiled, run_program
+from tests.support.graph_interpreter import Compiled, run_program
 
 PS = [TaskName("/job:ps/task:0"), TaskName("/job:ps/task:1")]
 WORKERS = [TaskName(f"/job:worker/task:{i}") for i in range(4)]

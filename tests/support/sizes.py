@@ -6,7 +6,7 @@ import numpy as np
 
 import jgraph as jg
 from jgraph.plan.plan import Plan, plan
-from jgraph.testing.graph_interpreter import Compiled
+from tests.support.graph_interpreter import Compiled
 from tests.support.plans import (
     DRIVER,
     FAST,

@@ -13,7 +13,7 @@ from jgraph.graph.rows.hash_spec import Column, HashSpec
 from jgraph.plan.plan import plan
 from jgraph.plan.program.nodes import ReadNode, RecvNode
 from jgraph.plan.program.program import Partition, Program
-from jgraph.testing.graph_interpreter import run_program
+from tests.support.graph_interpreter import run_program
 from tests.support.plans import DRIVER, PS, TASKS, WORKERS, graph_of
 
 

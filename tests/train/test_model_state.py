@@ -15,12 +15,12 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.graph import eval_graph
 from jgraph.graph.ir import TaskName
 from jgraph.plan.plan import Plan, plan
-from jgraph.testing.graph_interpreter import run_program
 from jgraph.train.model.adapters import adapt
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.trainer import Trainer
+from tests.support.graph_interpreter import run_program
 from tests.support.models import (
     LinenMLP,
     NnxMLP,

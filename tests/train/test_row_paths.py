@@ -26,12 +26,12 @@ from jgraph.graph.graph import Graph, eval_graph
 from jgraph.graph.ir import TaskName
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program.accumulate import MEAN, averaging, contributing, shards_of
-from jgraph.testing.graph_interpreter import Compiled, run_program
 from jgraph.train.data.data import as_dataset
 from jgraph.train.model.adapters import adapt
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
+from tests.support.graph_interpreter import Compiled, run_program
 from tests.support.plans import FAST
 
 DIM, BATCH, COUNT, STEPS = 3, 4, 3, 5

@@ -25,7 +25,7 @@ from jgraph.plan.program.accumulate import (
 from jgraph.plan.program.nodes import AggregateNode, ContributeNode
 from jgraph.plan.program.program import Program
 from jgraph.rpc.wire.program_codec import decode_program, encode_program
-from jgraph.testing.graph_interpreter import run_program
+from tests.support.graph_interpreter import run_program
 
 PS = [TaskName("/job:ps/task:0"), TaskName("/job:ps/task:1")]
 WORKER = TaskName("/job:worker/task:0")

@@ -21,7 +21,6 @@ from jgraph.plan.program.accumulate import averaging, contributing
 from jgraph.plan.program.nodes import ContributeNode
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.testing.graph_interpreter import Compiled, run_program
 from jgraph.train.model.adapters import adapt
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.compress import (
@@ -36,6 +35,7 @@ from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
+from tests.support.graph_interpreter import Compiled, run_program
 from tests.support.models import NnxMLP, cross_entropy, data, nnx_loss
 from tests.support.servers import connected
 

@@ -16,12 +16,12 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.graph import eval_graph
 from jgraph.graph.ir import TaskName
 from jgraph.plan.plan import plan
-from jgraph.testing.graph_interpreter import run_program
 from jgraph.train.data.data import as_dataset
 from jgraph.train.model.adapters import adapt
 from jgraph.train.model.trees import group_with_parameters
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.train_step import TrainStep
+from tests.support.graph_interpreter import run_program
 from tests.support.models import (
     LinenNorm,
     NnxMLP,

@@ -22,8 +22,8 @@ from jgraph.plan.program.accumulate import averaging, contributing, mean_of_rows
 from jgraph.plan.program.nodes import AggregateNode, SegmentNode
 from jgraph.plan.program.program import Program
 from jgraph.rpc.wire.program_codec import decode_program, encode_program
-from jgraph.testing.graph_interpreter import run_program
 from jgraph.train.tables.row_mean import RowMean
+from tests.support.graph_interpreter import run_program
 from tests.support.sharded import check_shard
 
 ROWS, COUNT, WORKERS = 7, 5, 3
