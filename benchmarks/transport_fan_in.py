@@ -23,7 +23,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Frame
-from jgraph.server.allocator import keep_memory
+from jgraph.server.process_setup import keep_memory
 
 PS = TaskName("/job:ps/task:0")
 WORKERS = 8

@@ -23,8 +23,11 @@ from jgraph.plan.program.nodes import (
     outputs_of,
 )
 from jgraph.plan.program.program import Partition, SegmentCode, row_type
-from jgraph.runtime.compiled.compile_cache import CompileCache, Executable
-from jgraph.runtime.compiled.sized import SizedExecutable
+from jgraph.runtime.compiled.compile_cache import (
+    CompileCache,
+    Executable,
+    SizedExecutable,
+)
 from jgraph.runtime.cost import Cost
 
 

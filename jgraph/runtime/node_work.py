@@ -27,9 +27,8 @@ from jgraph.plan.program.nodes import (
 )
 from jgraph.plan.program.program import StoredVariable, row_type
 from jgraph.plan.program.replay import changes_state
-from jgraph.plan.program.row_counts import at_level, level_of
-from jgraph.plan.program.row_values import moved, padded
-from jgraph.runtime.compiled.sized import SizedExecutable
+from jgraph.plan.program.row_values import at_level, level_of, moved, padded
+from jgraph.runtime.compiled.compile_cache import SizedExecutable
 from jgraph.runtime.gate import Gate, aggregator, averages
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.store.entry import RowsOf

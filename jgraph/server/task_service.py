@@ -36,10 +36,10 @@ from jgraph.rpc.wire.program_codec import decode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
 from jgraph.runtime.task import TaskRuntime, by_name
-from jgraph.server.allocator import give_back_memory
 from jgraph.server.gates.gates import Gates
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
+from jgraph.server.process_setup import give_back_memory
 from jgraph.server.replication.streams import ChangeStreams
 from jgraph.server.state_service import state_methods, table_statuses
 from jgraph.server.steps.driver import StepDriver, waits_of

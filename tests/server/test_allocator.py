@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from jgraph.server.allocator import keep_memory
+from jgraph.server.process_setup import keep_memory
 
 PROGRAM = """
 import resource, sys
 import numpy as np
-from jgraph.server.allocator import keep_memory
+from jgraph.server.process_setup import keep_memory
 
 assert keep_memory()
 
@@ -27,7 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 BETWEEN = """
 from pathlib import Path
 import numpy as np
-from jgraph.server.allocator import give_back_memory, keep_memory
+from jgraph.server.process_setup import give_back_memory, keep_memory
 
 def pages():
     return int(Path("/proc/self/statm").read_text().split()[1])

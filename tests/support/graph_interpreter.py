@@ -33,8 +33,7 @@ from jgraph.plan.program.nodes import (
     outputs_of,
 )
 from jgraph.plan.program.program import Partition, Program, row_type
-from jgraph.plan.program.row_counts import at_level, level_of
-from jgraph.plan.program.row_values import moved, padded
+from jgraph.plan.program.row_values import at_level, level_of, moved, padded
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Store: TypeAlias = MutableMapping[tuple[str, str], Array]

@@ -20,7 +20,7 @@ from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
 from jgraph.graph.rows.rows import may_be_ids
 from jgraph.plan.analysis.axes import operand_axes, part_params, result_axis
 from jgraph.plan.analysis.run_each import run_each
-from jgraph.plan.program.row_counts import LEAST_ROWS
+from jgraph.plan.program.row_values import LEAST_ROWS
 
 # What is zero where all operands are, where one is, and where the first is.
 _ALL = {"add", "add_any", "sub", "max", "min"}

@@ -9,7 +9,7 @@ import numpy as np
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.session import Session
-from jgraph.client.state.snapshot_handle import SnapshotHandle
+from jgraph.client.state.snapshots import SnapshotHandle
 from jgraph.cluster.shard_messages import Shard
 from jgraph.errors import TooLargeError
 from jgraph.graph.variable import Variable

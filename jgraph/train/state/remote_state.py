@@ -7,7 +7,7 @@ from typing import Any, final
 from jgraph.client.cluster import Cluster
 from jgraph.client.runs.failover import release_run
 from jgraph.client.runs.holds import DrainHolds
-from jgraph.client.state.snapshot_handle import SnapshotHandle
+from jgraph.client.state.snapshots import SnapshotHandle
 from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.graph.graph import Graph
 from jgraph.graph.variable import Variable

@@ -15,7 +15,7 @@ from jgraph._compat import Var
 from jgraph.graph.tracing.inline import inline_calls
 from jgraph.plan.lowering.by_count import find_counts, open_types, run
 from jgraph.plan.program.nodes import ValueType
-from jgraph.plan.program.row_counts import LEAST_ROWS, at_level, rows_at
+from jgraph.plan.program.row_values import LEAST_ROWS, at_level, rows_at
 
 MOST, WIDTH = 96, 3
 ROWS = jax.ShapeDtypeStruct((MOST, WIDTH), jnp.float32)

@@ -11,7 +11,7 @@ import pytest
 from jgraph._compat import stable_custom_calls
 from jgraph.errors import ForbiddenProgramError, InvalidProgramError, PlatformError
 from jgraph.plan.program.program import SegmentCode
-from jgraph.runtime.compiled import compile_cache, sized
+from jgraph.runtime.compiled import compile_cache
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.runtime.compiled.native_calls import ALLOWED
 
@@ -168,7 +168,7 @@ def test_code_for_any_size_is_compiled_when_a_size_first_comes() -> None:
 
 
 def test_of_many_sizes_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sized, "MAX_SIZES", 2)
+    monkeypatch.setattr(compile_cache, "MAX_SIZES", 2)
     cache = CompileCache()
     run = cache.load(code_for_any_size())
     for n in (1, 2, 1, 3):
