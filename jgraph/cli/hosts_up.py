@@ -63,9 +63,9 @@ def run_on_hosts(
             "  its end:    Ctrl-C here",
             as_json=as_json,
         )
-        while not told.wait(1.0) and not cluster.over():
+        while not told.wait(1.0) and not cluster.is_over():
             continue
-        if cluster.over() and (gone := cluster.gone()):
+        if cluster.is_over() and (gone := cluster.gone()):
             raise TaskLostError(f"no task is left; {'; '.join(gone.values())}")
     say(
         {"ended": True},

@@ -55,7 +55,7 @@ class LogTail:
         self._transport = transport
         self._spec = spec
         self._tasks = spec.tasks() if tasks is None else tasks
-        self._known: dict[TaskName, int] = {}
+        self._last_numbers: dict[TaskName, int] = {}
         self._behind = behind
         self._must_answer = must_answer
         self._events = events
@@ -78,7 +78,7 @@ class LogTail:
         return [line for lines in found for line in lines]
 
     async def _ask(self, task: TaskName) -> list[tuple[TaskName, str]]:
-        known = self._known.get(task)
+        known = self._last_numbers.get(task)
         limit = self._behind if known is None else _MOST
         query = pb.LogQuery(after=known or 0, limit=limit, events=self._events)
         address = self._spec.address(task)
@@ -91,7 +91,7 @@ class LogTail:
                 raise
             return []
         body = body_of(reply)
-        self._known[task] = body.last
+        self._last_numbers[task] = body.last
         return [(task, line) for line in body.lines]
 
 

@@ -53,16 +53,16 @@ class DrainHolders:
 
     def __init__(self) -> None:
         self._said = asyncio.Event()
-        self._held = 0
+        self._count = 0
         self._free = asyncio.Event()
         self._free.set()
 
-    async def held(self, request: Frame) -> AsyncIterator[Frame]:
+    async def hold(self, request: Frame) -> AsyncIterator[Frame]:
         """Answers at once, and when the task is told to end.
 
         Holds it until the caller hangs up.
         """
-        self._held += 1
+        self._count += 1
         self._free.clear()
         try:
             yield frame(empty=pb.Empty())
@@ -70,8 +70,8 @@ class DrainHolders:
             yield frame(empty=pb.Empty())
             await asyncio.Event().wait()
         finally:
-            self._held -= 1
-            if not self._held:
+            self._count -= 1
+            if not self._count:
                 self._free.set()
 
     async def announce(self, limit_s: float) -> None:

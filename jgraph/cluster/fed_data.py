@@ -43,7 +43,7 @@ class FedReader:
         self.parts = parts
         self.shuffle: Shuffle = shuffle
         self._number = 0
-        self._wanted: dict[int, tuple[int, Rows, Came]] = {}
+        self._requests: dict[int, tuple[int, Rows, Came]] = {}
         self._changed = asyncio.Event()
 
     @classmethod
@@ -62,12 +62,12 @@ class FedReader:
     def want(self, part: int, rows: Rows, then: Came) -> None:
         """Wants these rows; calls ``then`` once they have come."""
         self._number += 1
-        self._wanted[self._number] = part, rows, then
+        self._requests[self._number] = part, rows, then
         self._changed.set()
 
     def withdraw(self) -> None:
         """Wants nothing of all that has not come."""
-        self._wanted.clear()
+        self._requests.clear()
 
     def take(self, order: pb.FeedData, tensors: tuple[Array, ...]) -> None:
         """Takes what the client sends; what nobody wants any more is dropped.
@@ -75,10 +75,10 @@ class FedReader:
         Raises:
           DataError: these are not the fields of the data set.
         """
-        if order.number not in self._wanted:
+        if order.number not in self._requests:
             return
         if order.over or order.HasField("error"):
-            _, _, then = self._wanted.pop(order.number)
+            _, _, then = self._requests.pop(order.number)
             then(None if order.over else from_status(order.error))
             return
         sent = [Field(t.dtype, t.shape[1:]) for t in tensors]
@@ -87,16 +87,16 @@ class FedReader:
                 f"the client sent {', '.join(map(str, sent))} for a data set of "
                 f"{', '.join(map(str, self.fields.values()))}"
             )
-        _, _, then = self._wanted.pop(order.number)
+        _, _, then = self._requests.pop(order.number)
         then(dict(zip(self.fields, tensors, strict=True)))
 
-    async def wanted(self) -> Frame:
+    async def next_request(self) -> Frame:
         """Returns what is wanted first, as soon as there is something."""
-        if not self._wanted:
+        if not self._requests:
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), WAIT_S)
-        for number, (part, rows, _) in self._wanted.items():
+        for number, (part, rows, _) in self._requests.items():
             told = pb.WantedData(number=number, part=part)
             return frame(wanted_data=told, tensors=[np.asarray(rows, np.int64)])
         return frame(wanted_data=pb.WantedData())

@@ -48,7 +48,7 @@ class WaitMessage:
         self._what = what
         self._show = show
         self._lines = lines
-        self._over = threading.Event()
+        self._end = threading.Event()
         self._thread = threading.Thread(
             target=self._tell, name="jgraph-patience", daemon=True
         )
@@ -56,13 +56,13 @@ class WaitMessage:
 
     def end(self) -> None:
         """Takes away what is shown, and returns when nothing more is shown."""
-        self._over.set()
+        self._end.set()
         self._thread.join()
 
     def _tell(self) -> None:
         clock = SystemClock()
         began, is_shown = clock.now(), False
-        while not self._over.wait(self._pause_s(clock.now() - began, is_shown)):
+        while not self._end.wait(self._pause_s(clock.now() - began, is_shown)):
             is_shown = True
             what = self._what if isinstance(self._what, str) else self._what()
             self._show(f"{what} … {clock.now() - began:.0f} s")

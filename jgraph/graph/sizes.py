@@ -139,7 +139,7 @@ class Sizes:
     """
 
     title: str
-    _known: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _values: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def fit(
         self,
@@ -176,7 +176,7 @@ class Sizes:
         if match is None or have < 1 or have % factor:
             return False
         symbol, size = match[2], have // factor
-        known, first = self._known.setdefault(symbol, (size, name))
+        known, first = self._values.setdefault(symbol, (size, name))
         if known != size:
             raise FeedError(
                 f"feed '{name}' of '{self.title}' has {symbol}={size} where "

@@ -48,10 +48,10 @@ OPTIONS: Final = (
 @final
 @dataclass(slots=True)
 class _Ssh:
-    """One start of it: ``told`` is set when it serves, and when it is over."""
+    """One start of it: ``news`` is set when it serves, and when it is over."""
 
     process: "subprocess.Popen[bytes]"
-    told: threading.Event = field(default_factory=threading.Event)
+    news: threading.Event = field(default_factory=threading.Event)
     serves: bool = False
 
 
@@ -106,7 +106,7 @@ class RemoteProcess:
         """Waits for the end, however long it takes; returns the exit code."""
         ssh = self._ssh
         code = ssh.process.wait()
-        ssh.told.wait(_READ_S)  # the last lines say why
+        ssh.news.wait(_READ_S)  # the last lines say why
         return code
 
     def how_it_ended(self) -> str:
@@ -119,7 +119,7 @@ class RemoteProcess:
         Raises:
           StartError: it ended instead.
         """
-        wait_signalled(self._ssh.told)  # it ends with ssh, or by Ctrl-C
+        wait_signalled(self._ssh.news)  # it ends with ssh, or by Ctrl-C
         if not self._ssh.serves:
             raise StartError(f"{self.task} ended on {self.host.login}", task=self.task)
 
@@ -177,8 +177,8 @@ class RemoteProcess:
                 self._say(f"[{self._stem}] {line}")
                 if line.startswith(f"{self.task} serves at "):
                     ssh.serves = True
-                    ssh.told.set()
-        ssh.told.set()
+                    ssh.news.set()
+        ssh.news.set()
 
 
 def ssh_to(ssh: Sequence[str], host: Host) -> list[str]:
@@ -276,14 +276,14 @@ class HostsCluster:
             self._restarts,
             start_s=_START_S,
             clock=self._clock,
-            told=lambda: None,
+            on_start=lambda: None,
         )
 
     def gone(self) -> dict[TaskName, str]:
         """Returns why, by task, for those that died and are not started again."""
-        return dict(self._restarter.left) if self._restarter is not None else {}
+        return dict(self._restarter.final_deaths) if self._restarter is not None else {}
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether no task runs any more, or will."""
         gone = self.gone()
         return all(one.code == 0 or one.task in gone for one in self._remotes)
@@ -306,7 +306,7 @@ class HostsCluster:
         self._secrets.cleanup()
         hosts = {remote.host.login: remote.host for remote in self._remotes}
         looks = [(host, self._look(host)) for host in hosts.values()]
-        if found := [said for host, look in looks if (said := _left(host, look))]:
+        if found := [said for host, look in looks if (said := _remains(host, look))]:
             raise StartError(f"the cluster ended, but {'; '.join(found)}")
 
     def __enter__(self) -> Self:
@@ -346,7 +346,7 @@ class HostsCluster:
         return packed({"cluster.toml": cluster_file(self.spec), **files})
 
 
-def _left(host: Host, look: "subprocess.Popen[str]") -> str:
+def _remains(host: Host, look: "subprocess.Popen[str]") -> str:
     """Returns what is left on a host, in words; nothing if nothing is."""
     try:
         out, err = look.communicate(timeout=_CHECK_S)

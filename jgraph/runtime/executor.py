@@ -46,14 +46,14 @@ class StepTimes:
       started: the partition began.
       received: the last value of another task came; 0 if none was due.
       computed: the last node that computes was done.
-      over: the partition was done.
+      end: the partition was done.
       nodes: when each node ran, as in ``PartTimes``; None if the step is not traced.
     """
 
     started: float = 0.0
     received: float = 0.0
     computed: float = 0.0
-    over: float = 0.0
+    end: float = 0.0
     nodes: np.ndarray[Any, Any] | None = None
 
     def parts(self) -> dict[str, float]:
@@ -63,7 +63,7 @@ class StepTimes:
         return {
             "pull": ready - self.started,
             "compute": done - ready,
-            "push": self.over - done,
+            "push": self.end - done,
         }
 
 
@@ -206,7 +206,7 @@ class StepRun:
         self._fetches: list[np.ndarray[Any, Any]] = []
         self._ready: deque[int] = deque()
         self._draining = False
-        self.over = False
+        self.is_over = False
         self.working: set[int] = set()
         """Nodes that were given to a thread, or compute here, and have not ended."""
         self._when_settled: list[Callable[[], None]] | None = None
@@ -248,7 +248,7 @@ class StepRun:
             return
         self._draining = True
         try:
-            while self._ready and not self.over:
+            while self._ready and not self.is_over:
                 self._start_node(self._ready.popleft())
         except Exception as error:  # noqa: BLE001  # becomes the step's outcome
             self._finish(error)
@@ -357,7 +357,7 @@ class StepRun:
         self._drain()
 
     def _complete(self, index: int, values: Sequence[Any]) -> None:
-        if self.over:
+        if self.is_over:
             return
         if self._loaded.executables[index] is None:
             self._note(index, END)
@@ -371,10 +371,10 @@ class StepRun:
         self._ready.extend(nodes)
 
     def _finish(self, outcome: Outcome) -> None:
-        if self.over:
+        if self.is_over:
             return
-        self.over = True
-        self.times.over = self._shell.now()
+        self.is_over = True
+        self.times.end = self._shell.now()
         self._values.clear()
         self._ready.clear()
         self._rendezvous.finish(self.step)

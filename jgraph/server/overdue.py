@@ -39,7 +39,7 @@ class OverdueWatch:
         self._loop = asyncio.get_running_loop()
         self._ticked = threading.Event()
         self._silent = 0
-        self._over = threading.Event()
+        self._end = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name="jgraph-overdue", daemon=True
         )
@@ -47,12 +47,12 @@ class OverdueWatch:
 
     def close(self) -> None:
         """Looks no more."""
-        self._over.set()
+        self._end.set()
         self._thread.join()
 
     def _watch(self) -> None:
         self._loop.call_soon_threadsafe(self._ticked.set)
-        while not self._over.wait(_LOOK_EVERY_S):
+        while not self._end.wait(_LOOK_EVERY_S):
             if why := self.overdue():
                 _LOG.error("%s; the process of %s ends", why, self._runtime.task)
                 leave(OVERDUE)

@@ -85,7 +85,7 @@ class FencedHandler:
         self._asker = asker
         self._fence = SelfFence(clock.now())
         # Of the event loop: what came before it was known, and who waits for that.
-        self._held: deque[tuple[TaskName, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[TaskName, Callable[[], None]]] = deque()
         self._settled = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -174,11 +174,11 @@ class FencedHandler:
 
     def _hold(self, src: TaskName, act: Callable[[], None]) -> None:
         if self._service.replaced is None:
-            self._held.append((src, act))
+            self._waiting.append((src, act))
 
     def _do_what_came(self) -> None:
-        while self._held and self._may():
-            src, act = self._held.popleft()
+        while self._waiting and self._may():
+            src, act = self._waiting.popleft()
             try:
                 act()
             except (
@@ -219,7 +219,7 @@ class FencedHandler:
                     self._end(self._task, FencedError(why, task=self._task))
 
     def _end(self, who: TaskName, error: FencedError) -> None:
-        self._held.clear()
+        self._waiting.clear()
         self._service.peer_lost(who, error)
         self._settled.set()
         with self._changed:

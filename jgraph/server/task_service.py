@@ -104,7 +104,7 @@ class TaskService:
             "Reset": self._reset,
             "MoveVariables": self._move_variables,
             "TaskLog": self._task_log,
-            "DrainHold": self.holders.held,
+            "DrainHold": self.holders.hold,
             "Shutdown": self._shut_down,
         }
 
@@ -136,7 +136,7 @@ class TaskService:
             case "record":
                 self.records.received(src, received)
             case "records_kept":
-                self.records.kept(body)
+                self.records.commit(body)
             case "abort_step":
                 error = from_status(body.reason)
                 self.runtime.abort((body.handle, body.step_id), error)

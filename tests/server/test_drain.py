@@ -99,7 +99,7 @@ async def hang_up(held: AsyncIterator[Frame]) -> None:
 def test_task_waits_for_those_who_hold_it_but_not_for_ever() -> None:
     async def main() -> None:
         holders, clock = DrainHolders(), SystemClock()
-        first, second = holders.held(EMPTY), holders.held(EMPTY)
+        first, second = holders.hold(EMPTY), holders.hold(EMPTY)
         assert [await anext(held) for held in (first, second)] == [EMPTY, EMPTY]
         told = [asyncio.ensure_future(anext(held)) for held in (first, second)]
         await asyncio.sleep(0)

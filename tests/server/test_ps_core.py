@@ -199,7 +199,7 @@ class PsCore(RuleBasedStateMachine):
         for record in self.under_way[:count]:
             self.copier.apply(record_to("stream", record))
         del self.under_way[:count]
-        self.recorder.kept(self.copier.number)
+        self.recorder.commit(self.copier.number)
 
     @rule()
     def lose_the_ps(self) -> None:

@@ -77,10 +77,10 @@ def trace(
         used.add(variable)
     traced = _Trace(used.listed(), used)
     jaxpr, consts = _run(traced, fn, in_tree, feeds, title)
-    if len(used.listed()) > len(traced.known):
+    if len(used.listed()) > len(traced.variables):
         traced = _Trace(used.listed(), used)
         jaxpr, consts = _run(traced, fn, in_tree, feeds, title)
-    known = traced.known
+    known = traced.variables
     if len(used.listed()) > len(known):
         raise GraphError(
             f"{title} uses other variables each time it runs, now also "
@@ -144,7 +144,7 @@ def _run(
     try:
         jaxpr, consts, _ = _compat.make_jaxpr(
             traced.run(fn, in_tree, title),
-            [v.spec.aval for v in traced.known],
+            [v.spec.aval for v in traced.variables],
             [f.aval for f in feeds],
         )
     except _TRACING_ERRORS as error:
@@ -215,7 +215,7 @@ def _describe(spec: VariableSpec) -> str:
 class _Trace:
     """One run of the function under ``jax.make_jaxpr``, and what it left behind."""
 
-    known: list[Variable]
+    variables: list[Variable]
     used: _Variables
     touched: set[VariableKey] = field(default_factory=set)
     fetches: tuple[str, ...] = ()
@@ -229,7 +229,7 @@ class _Trace:
         def over_values(values: list[Any], leaves: list[Any]) -> list[Any]:
             refs = {
                 v.spec.key: jax.new_ref(x)
-                for v, x in zip(self.known, values, strict=True)
+                for v, x in zip(self.variables, values, strict=True)
             }
             args, kwargs = jax.tree_util.tree_unflatten(in_tree, leaves)
             token = _BINDING.set(lambda variable: self._find(variable, refs))

@@ -51,7 +51,7 @@ class FreezeWatch:
         self._events = events
         self._clock = clock
         self._freezes = Freezes(limit_s)
-        self._over = threading.Event()
+        self._end = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name="jgraph-frozen", daemon=True
         )
@@ -59,11 +59,11 @@ class FreezeWatch:
 
     def close(self) -> None:
         """Looks no more."""
-        self._over.set()
+        self._end.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_EVERY_S):
+        while not self._end.wait(LOOK_EVERY_S):
             for task, process in self._processes.items():
                 looked = Looked(task, process.is_frozen(), self._clock.now())
                 for kill in self._freezes.handle(looked):

@@ -240,7 +240,7 @@ class TaskProcesses:
                     restarts,
                     start_s=START_S,
                     clock=clock or SystemClock(),
-                    told=told,
+                    on_start=told,
                 )
                 self._freeze_watch = FreezeWatch(
                     list(self._processes.values()),
@@ -274,7 +274,7 @@ class TaskProcesses:
     def gone(self) -> dict[TaskName, str]:
         """Returns why, by task, for those that ended and are not started again."""
         if self._restarter is not None:
-            return dict(self._restarter.left)
+            return dict(self._restarter.final_deaths)
         return {
             task: f"{task} ended by {process.how_it_ended()}"
             for task, process in self._processes.items()

@@ -68,7 +68,7 @@ class Restarter:
 
     Attributes:
       events: what it did.
-      left: tasks that are not started again, and why.
+      final_deaths: tasks that are not started again, and why.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Restarter:
         *,
         start_s: float,
         clock: Clock,
-        told: Callable[[], None],
+        on_start: Callable[[], None],
     ) -> None:
         self._spec = spec
         self._start_s = start_s
         self._clock = clock
-        self._told = told
+        self._on_start = on_start
         self._restarts = Restarts(limit)
         self._lock = threading.Condition()
         self._starting: set[Process] = set()
         self._closed = False
-        self.left: dict[TaskName, str] = {}
+        self.final_deaths: dict[TaskName, str] = {}
         self.events = EventLog(LAUNCHER)
         self._threads: list[threading.Thread] = []
         for process in processes:
@@ -132,7 +132,7 @@ class Restarter:
             # Runs that used it warn when they go on, which is the end of this.
             back = f"{process.task} serves again, without what it held"
             self.events.note("restarted", back)
-            self._told()
+            self._on_start()
 
     def _start(self, process: Process, code: int) -> bool:
         """Starts a process that ended, or says why not."""
@@ -164,7 +164,7 @@ class Restarter:
         self.events.note("abandoned", left)
         with_log = f"{left}. The end of its log:\n{process.tail()}"
         _LOG.error("%s", with_log)
-        self.left[process.task] = with_log
+        self.final_deaths[process.task] = with_log
 
 
 def last_words(tail: str) -> str:

@@ -91,14 +91,14 @@ class WriterLease:
         self._directory = directory
         self._lease_s = lease_s
         self._clock = clock or WallClock()
-        self._held: Holder | None = None
+        self._own: Holder | None = None
         self._lock = threading.Lock()
         self._released = threading.Event()
 
     @property
     def generation(self) -> int:
         """Number of the lease; 0 when it is not held."""
-        return self._held.generation if self._held is not None else 0
+        return self._own.generation if self._own is not None else 0
 
     def acquire(self) -> None:
         """Becomes the writer, and says so every third of the lease from now on.
@@ -127,7 +127,7 @@ class WriterLease:
         for number in _generations(self._directory):
             if number < mine.generation:
                 _file(self._directory, number).unlink(missing_ok=True)
-        self._held = mine
+        self._own = mine
         self._released.clear()
         threading.Thread(
             target=self._renew_on, name="jgraph-lease", daemon=True
@@ -140,7 +140,7 @@ class WriterLease:
           CheckpointWriterError: another process has taken over.
         """
         last = newest(self._directory)
-        if self._held is None or last.generation != self.generation:
+        if self._own is None or last.generation != self.generation:
             raise CheckpointWriterError(
                 f"another process writes checkpoints to {self._directory} by now "
                 f"({_who(last, self._clock.now())}), so this one, of generation "
@@ -152,7 +152,7 @@ class WriterLease:
         """Lets another process write; does nothing when not held."""
         self._released.set()
         with self._lock:
-            held, self._held = self._held, None
+            held, self._own = self._own, None
             if held is not None and newest(self._directory) == held:
                 self._write(replace(held, released=True))
                 failpoint("lease.released")
@@ -171,12 +171,12 @@ class WriterLease:
     def _renew(self) -> bool:
         """Says that the writer is there; returns False if it is another by now."""
         with self._lock:
-            if self._held is None or newest(self._directory) != self._held:
+            if self._own is None or newest(self._directory) != self._own:
                 return False
-            renewed = replace(self._held, renewed=self._clock.now())
+            renewed = replace(self._own, renewed=self._clock.now())
             failpoint("lease.renewing")
             self._write(renewed)
-            self._held = renewed
+            self._own = renewed
             failpoint("lease.renewed")
             return True
 

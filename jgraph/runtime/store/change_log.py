@@ -47,7 +47,7 @@ class Recorder:
         self._working = 0  # nodes of updates
         self._is_held = False
         self._updates = CommitTracker[StepKey]()
-        self._made: deque[Record] = deque()
+        self._records: deque[Record] = deque()
         self._waiting: dict[StepKey, OnKept] = {}
         self.error: JGError | None = None
         """Why nothing is kept any more."""
@@ -78,8 +78,8 @@ class Recorder:
                 self._progress.ran(what.node)
             if self.error is not None:
                 return number
-            first = not self._made
-            self._made.append(Record(number, what, arrays, version))
+            first = not self._records
+            self._records.append(Record(number, what, arrays, version))
         if first:
             self._wake()
         return number
@@ -153,8 +153,8 @@ class Recorder:
     def take(self) -> list[Record]:
         """Returns the records made since the last call."""
         with self._lock:
-            taken = list(self._made)
-            self._made.clear()
+            taken = list(self._records)
+            self._records.clear()
         return taken
 
     def when_kept(self, step: StepKey, callback: OnKept) -> None:
@@ -174,7 +174,7 @@ class Recorder:
         with self._lock:
             self._updates.forget(step)
 
-    def kept(self, number: int) -> None:
+    def commit(self, number: int) -> None:
         """Learns that all records up to this one are kept."""
         with self._lock:
             done = self._updates.kept(number)
@@ -185,7 +185,7 @@ class Recorder:
         with self._lock:
             if self.error is None:
                 self.error = error
-            self._made.clear()
+            self._records.clear()
             lost = self._updates.fail()
         self._tell(lost, error)
 

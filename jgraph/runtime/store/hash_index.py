@@ -46,7 +46,7 @@ class HashIndex:
         # A mark in a slot reads a key from the end; that it is no row is seen first.
         self._keys: Keys = np.empty(max(capacity, 2), np.int64)
         self._slots: Rows = np.full(_LEAST_SLOTS, _FREE, np.int32)
-        self._taken = 0  # slots that are not free; a mark taken again counts twice
+        self._used = 0  # slots that are not free; a mark taken again counts twice
         self._returned: Rows = np.empty(0, np.int32)
         self._size = 0
         self.high = 0
@@ -88,7 +88,7 @@ class HashIndex:
         rows = self._new_rows(len(keys))
         self._keys[rows] = keys
         self._size += len(keys)
-        if 3 * (self._taken + len(keys)) > 2 * len(self._slots):
+        if 3 * (self._used + len(keys)) > 2 * len(self._slots):
             self._rebuild(rows)
         else:
             self._place(rows)
@@ -127,7 +127,7 @@ class HashIndex:
         return np.concatenate([again, new])
 
     def _place(self, rows: Rows) -> None:
-        self._taken += len(rows)
+        self._used += len(rows)
         mask = len(self._slots) - 1
         slots = (hash_keys(self._keys[rows]) & np.uint64(mask)).view(np.int64)
         step = 0
@@ -146,7 +146,7 @@ class HashIndex:
         else:
             del self._slots  # the old ones go before the new ones come
             self._slots = np.full(_slots_for(self._size), _FREE, np.int32)
-        self._taken = 0
+        self._used = 0
         self._place(rows)
 
 

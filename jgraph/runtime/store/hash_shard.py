@@ -92,7 +92,7 @@ class HashShard:
         self.version = self._swept = 1
         self.counts = HashCounts()
         self._gate = Gate(spec.admission, sketch_width(self.capacity))
-        self._found: tuple[Keys, Rows] | None = None
+        self._last_lookup: tuple[Keys, Rows] | None = None
         # Address space for all rows; the system gives memory when a row is first used.
         try:
             self._index = HashIndex(self.capacity)
@@ -161,7 +161,7 @@ class HashShard:
         absent = np.flatnonzero(rows < 0)
         if len(absent):
             rows[absent] = self._admit(keys[absent])
-            self._found = keys, rows
+            self._last_lookup = keys, rows
 
     def take(self, column: int, keys: Keys, out: Array | None = None) -> Array:
         """Returns the rows of one column, initial values for keys without one.
@@ -219,7 +219,7 @@ class HashShard:
         What was counted of keys without a row, for admission, is forgotten.
         """
         self._gate = Gate(self.spec.admission, sketch_width(self.capacity))
-        self._index, self._found = HashIndex(self.capacity), None
+        self._index, self._last_lookup = HashIndex(self.capacity), None
         self._used = np.zeros(self.capacity, np.int64)
         count = len(state["keys"])
         age = state["age"]
@@ -242,14 +242,14 @@ class HashShard:
 
     def _rows_of(self, keys: Keys) -> Rows:
         # A lookup and an update ask for the same keys several times.
-        if self._found is None or self._found[0] is not keys:
+        if self._last_lookup is None or self._last_lookup[0] is not keys:
             if keys.dtype != np.int64:
                 raise MalformedMessageError(
                     f"keys of hash table '{self.spec.name}' came as {keys.dtype}, not "
                     "int64; the sender's program is another one"
                 )
-            self._found = keys, self._index.find(keys)
-        return self._found[1]
+            self._last_lookup = keys, self._index.find(keys)
+        return self._last_lookup[1]
 
     def _touch(self, rows: Rows) -> None:
         self._used[rows] = self.version
@@ -300,7 +300,7 @@ class HashShard:
         self._give_up(gone.astype(np.int32))
 
     def _give_up(self, rows: Rows) -> None:
-        self._found = None
+        self._last_lookup = None
         self._index.remove(rows)
         self._used[rows] = _NO_ROW
 

@@ -41,7 +41,7 @@ class SyncGateShell:
             StepKey, tuple[Callable[[], None], Callable[[JGError], None]]
         ] = {}
         self._new: Contribution = {}
-        self._kept: dict[StepKey, Contribution] = {}
+        self._contributions: dict[StepKey, Contribution] = {}
         self._chosen: tuple[Contribution, ...] = ()
         self._settled: list[Callable[[], None]] = []
         self.is_closed = False
@@ -77,7 +77,7 @@ class SyncGateShell:
 
     def keeps(self, step: StepKey) -> bool:
         """Whether what a step contributed waits here for a decision."""
-        return step in self._kept
+        return step in self._contributions
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Calls back when what is kept now was applied or forgotten."""
@@ -109,7 +109,7 @@ class SyncGateShell:
         self.is_closed = True
         self.settle()
         self._handle(Closed(error))
-        self._kept.clear()
+        self._contributions.clear()
 
     def _handle(self, event: Event) -> None:
         for instruction in self._machine.handle(event):
@@ -119,11 +119,11 @@ class SyncGateShell:
                 case Refuse(step, error):
                     self._asking.pop(step)[1](error)
                 case Keep(step):
-                    self._kept[step] = self._new
+                    self._contributions[step] = self._new
                 case Drop(step):
-                    self._kept.pop(step, None)
+                    self._contributions.pop(step, None)
                 case Tell():
                     self._tell(instruction)
                 case Choose(steps):
-                    self._chosen = tuple(self._kept[step] for step in steps)
-                    self._kept.clear()
+                    self._chosen = tuple(self._contributions[step] for step in steps)
+                    self._contributions.clear()

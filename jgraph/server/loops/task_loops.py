@@ -160,7 +160,7 @@ class TaskLoops:
                 "it may have been restarted"
             )
         reader.take(body, tuple(request.tensors))
-        yield await reader.wanted()
+        yield await reader.next_request()
 
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)

@@ -145,7 +145,7 @@ class Follower:
         self._copier = copier
         self._task = task
         self._shell = shell
-        self._told = told
+        self._report = told
         self._came: deque[Frame] = deque()
         self._work: asyncio.Task[None] | None = None
         self._error: JGError | None = None
@@ -154,7 +154,7 @@ class Follower:
     def received(self, record: Frame) -> None:
         """Takes the next record."""
         if self._is_over or self._error is not None:
-            self._told(self._copier.number, self._error or self._replaced())
+            self._report(self._copier.number, self._error or self._replaced())
             return
         self._came.append(record)
         if self._work is None:
@@ -199,7 +199,7 @@ class Follower:
                     f"{self._task} cannot keep a copy of {self.src}: {error.message}",
                     task=self._task,
                 )
-            self._told(self._copier.number, self._error)
+            self._report(self._copier.number, self._error)
         self._work = None
 
     def _apply_all(self, came: deque[Frame]) -> JGError | None:

@@ -140,7 +140,7 @@ class ChangeStreams:
             for record in source.recorder.take():
                 self._transport.post(source.backup, record_to(stream, record))
 
-    def kept(self, told: pb.RecordsKept) -> None:
+    def commit(self, told: pb.RecordsKept) -> None:
         """Learns what a backup keeps, or why it keeps nothing more."""
         source = self._sources.get(told.stream)
         if source is None:
@@ -148,7 +148,7 @@ class ChangeStreams:
         if told.HasField("status"):
             source.recorder.fail(from_status(told.status))
         else:
-            source.recorder.kept(told.number)
+            source.recorder.commit(told.number)
 
     # ------------------------------------------------------------ of others
 

@@ -54,7 +54,7 @@ class WalThread:
         self._check_place = check_place
         self._writer = LogWriter(directory, stream)
         self._due = threading.Event()
-        self._over = self._is_gone = False
+        self._is_closed = self._is_gone = False
         self.recorder = Recorder(self._due.set)
         self._thread = threading.Thread(
             target=self._run, name=f"jgraph-log-{stream}", daemon=True
@@ -72,7 +72,7 @@ class WalThread:
     def end(self, *, remove: bool) -> None:
         """Writes nothing more; the files stay unless they are to be removed."""
         self._is_gone = remove
-        self._over = True
+        self._is_closed = True
         self._due.set()
 
     def _run(self) -> None:
@@ -96,7 +96,7 @@ class WalThread:
 
     def _write_all(self) -> None:
         cut = 0
-        while not self._over:
+        while not self._is_closed:
             self._due.wait()
             self._due.clear()
             number = 0
@@ -111,7 +111,7 @@ class WalThread:
                 self._check_place()
                 self._writer.sync()
                 failpoint("log.on_disk")
-                self._soon(partial(self.recorder.kept, number))
+                self._soon(partial(self.recorder.commit, number))
             if self._writer.is_long:
                 cut = self._tell(None)
 

@@ -61,9 +61,9 @@ def test_steps_wait_for_their_records_and_others_do_not() -> None:
     assert woken == [1]  # once, until they are taken
     assert [record.what for record in recorder.take()] == [NodeRan(2, 3), NodeRan(2, 4)]
     recorder.when_kept(STEP, told.append)
-    recorder.kept(1)
+    recorder.commit(1)
     assert told == [None]
-    recorder.kept(2)
+    recorder.commit(2)
     assert told == [None, None]
 
 

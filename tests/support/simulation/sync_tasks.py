@@ -181,7 +181,7 @@ class GatedShard:
             self.copies[src].came(said)
             self.send(src, ("kept", "", self.life, said.number))
         elif kind == "kept":
-            self.recorder.kept(said)
+            self.recorder.commit(said)
         elif kind == "unkept" and self.leader is not None:
             self.leader.lost(said)
 
@@ -347,7 +347,7 @@ class GatedShard:
             if record.number == self.cut:
                 log.clear()
             log.append(record)
-        on_disk = partial(self.recorder.kept, records[-1].number)
+        on_disk = partial(self.recorder.commit, records[-1].number)
         self.world.sim.later(self.world.sim.chance.random() * _APPLY_S, on_disk)
         if self.world.sim.chance.random() < _CUTS and not self.recorder.is_torn:
             self.cut = self.recorder.put("history", as_arrays(self.history))

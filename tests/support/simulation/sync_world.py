@@ -371,7 +371,7 @@ class SyncWorld(FaultyRun[GatedShard]):
             if self.durability == "log":
                 number = shard.recorder.put("history", as_arrays(shard.history))
                 self.disks[task] = shard.recorder.take()
-                shard.recorder.kept(number)
+                shard.recorder.commit(number)
             elif self.durability == "replica":
                 copies = self.shards[self.backup_of(task)].copies
                 copies[task] = Kept(self.life, list(shard.history))
