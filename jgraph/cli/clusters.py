@@ -113,11 +113,11 @@ def up(
         return
     from jgraph.launch.local.daemon import describe, up as start
 
-    kept = start(name, ps, workers, restarts, timeout)
+    cluster = start(name, ps, workers, restarts, timeout)
     say(
-        describe(kept),
-        f"cluster '{name}' serves at {kept.target}\nlogs: {kept.log_dir}\n\n"
-        f"  in Python:  cluster = jg.connect('{kept.target}')\n"
+        describe(cluster),
+        f"cluster '{name}' serves at {cluster.target}\nlogs: {cluster.log_dir}\n\n"
+        f"  in Python:  cluster = jg.connect('{cluster.target}')\n"
         f"  its state:  jgraph status --name {name}\n"
         f"  its end:    jgraph down --name {name}",
         as_json=as_json,
@@ -132,10 +132,10 @@ def down(name: Name = "default", timeout: Timeout = 20, as_json: Json = False) -
         facts = {"name": name, "running": False}
         say(facts, f"no cluster '{name}' is up: nothing to stop", as_json=as_json)
         return
-    kept = end(name, timeout)
-    count = len(kept.pids)
+    cluster = end(name, timeout)
+    count = len(cluster.pids)
     text = f"cluster '{name}' is down: {count} tasks ended, 0 processes left"
-    say(describe(kept), text, as_json=as_json)
+    say(describe(cluster), text, as_json=as_json)
 
 
 def status(

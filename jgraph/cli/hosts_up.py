@@ -38,9 +38,9 @@ def run_on_hosts(
     check_counts(counts)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("jgraph.events").setLevel(logging.INFO)
-    told = threading.Event()
+    stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: told.set())
+        signal.signal(number, lambda *_: stop.set())
     log_dir = home() / "logs" / f"hosts-{Path(name).name}"
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with HostsCluster(
@@ -63,7 +63,7 @@ def run_on_hosts(
             "  its end:    Ctrl-C here",
             as_json=as_json,
         )
-        while not told.wait(1.0) and not cluster.is_over():
+        while not stop.wait(1.0) and not cluster.is_over():
             continue
         if cluster.is_over() and (gone := cluster.gone()):
             raise TaskLostError(f"no task is left; {'; '.join(gone.values())}")

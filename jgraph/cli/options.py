@@ -63,16 +63,16 @@ def until_interrupted() -> Iterator[threading.Event]:
     Where Python drops the interrupt, as in a destructor that happens to run, the block
     still sees the event.
     """
-    over = threading.Event()
+    stop = threading.Event()
 
     def interrupt(*_: object) -> None:
-        over.set()
+        stop.set()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         with suppress(KeyboardInterrupt):
-            yield over
+            yield stop
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -82,11 +82,11 @@ def events(
             say([asdict(event) for event in found], text, as_json=as_json)
             return
         once, waited = Once(), False
-        with until_interrupted() as over:
+        with until_interrupted() as stop:
             while not waited:
                 for event in filter(once.is_new, new()):
                     typer.echo(event.to_json() if as_json else str(event))
-                waited = over.wait(_LOOK_EVERY_S)
+                waited = stop.wait(_LOOK_EVERY_S)
 
 
 @contextmanager

@@ -59,15 +59,17 @@ def logs(
 
         files = {"tls": tls_dir, "token_file": token_file}
         with inspecting(target, timeout_s=timeout, **files) as visit:
-            _show(task, target, _told(visit, task, tail, follow), follow, as_json)
+            _show(
+                task, target, _remote_lines(visit, task, tail, follow), follow, as_json
+            )
         return
     from jgraph.launch.local.daemon import log_of
 
     path = log_of(name, task)
-    _show(task, str(path), _written(path, tail, follow), follow, as_json)
+    _show(task, str(path), _file_lines(path, tail, follow), follow, as_json)
 
 
-def _told(
+def _remote_lines(
     visit: "ClusterInspector", task: str, tail: int, follow: bool
 ) -> Iterator[str]:
     log, stop = visit.logs(task, tail), threading.Event()
@@ -76,7 +78,7 @@ def _told(
     return (line for _, line in log.follow(_LOOK_EVERY_S, stop))
 
 
-def _written(path: Path, tail: int, follow: bool) -> Iterator[str]:
+def _file_lines(path: Path, tail: int, follow: bool) -> Iterator[str]:
     """Yields the last lines of a file, and those that are written from then on."""
     pause = threading.Event()
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -96,10 +98,10 @@ def _show(
         facts = {"task": task, "path": where, "lines": found}
         say(facts, "\n".join(found), as_json=as_json)
         return
-    with until_interrupted() as over:
+    with until_interrupted() as stop:
         for line in lines:
             typer.echo(json.dumps({"task": task, "line": line}) if as_json else line)
-            if over.is_set():
+            if stop.is_set():
                 return
 
 

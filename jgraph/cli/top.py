@@ -40,11 +40,11 @@ class Sight:
         cls, before: ClusterStatus, after: ClusterStatus, seconds: float
     ) -> "Sight":
         """Compares two looks at a cluster, ``seconds`` apart."""
-        known = {(task.task, task.incarnation): task for task in before.tasks}
+        earlier = {(task.task, task.incarnation): task for task in before.tasks}
         shares = {
-            str(task.task): _shares(known[task.task, task.incarnation], task, seconds)
+            str(task.task): _shares(earlier[task.task, task.incarnation], task, seconds)
             for task in after.tasks
-            if (task.task, task.incarnation) in known
+            if (task.task, task.incarnation) in earlier
         }
         return cls(after, seconds, shares)
 
@@ -102,8 +102,8 @@ def watch(
       clock: tells how long it was between two looks.
     """
     missing = False
-    with until_interrupted() as over:
-        sights = _sights(look, every_s, clock or SystemClock(), over)
+    with until_interrupted() as stop:
+        sights = _sights(look, every_s, clock or SystemClock(), stop)
         for sight in _shown(sights, once=once, as_json=as_json):
             missing = bool(sight.status.missing)
             if once:
@@ -130,10 +130,10 @@ def _sights(
     look: Callable[[], ClusterStatus],
     every_s: float,
     clock: Clock,
-    over: threading.Event,
+    stop: threading.Event,
 ) -> Iterator[Sight]:
     before, then = look(), clock.now()
-    while not over.wait(every_s):
+    while not stop.wait(every_s):
         after, now = look(), clock.now()
         yield Sight.between(before, after, now - then)
         before, then = after, now

@@ -297,8 +297,8 @@ def connect(
     opening = _open_in_time(address, timeout_s, token, files, refused)
     with show_wait(waited_for):
         transport, reply = event_loop.run(opening)
-    kept = token.path if named else None
-    return ConnectedCluster(address, transport, reply, files, kept)
+    token_path = token.path if named else None
+    return ConnectedCluster(address, transport, reply, files, token_path)
 
 
 async def open_cluster(

@@ -126,8 +126,8 @@ class Connection:
                 raise
             named = (t for t in self.tasks() if self.spec.address(t) == address)
             task = next(named, address)
-            told = f"{task} does not answer: {error.message}"
-            raise type(error)(told, **{**error.details, "task": task}) from error
+            text = f"{task} does not answer: {error.message}"
+            raise type(error)(text, **{**error.details, "task": task}) from error
 
     def move_to(self, task: TaskName) -> None:
         """Makes another server the master of this client."""

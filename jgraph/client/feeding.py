@@ -117,38 +117,38 @@ def as_result(graph: Graph, arrays: Sequence[Array]) -> Any:
 
 def _plain(graph: Graph, feed: Feed, value: Any) -> Array:
     """Returns a value in its feed's type, converted where JAX would lose nothing."""
-    wanted = feed.aval
+    aval = feed.aval
     if (
         isinstance(value, np.ndarray | np.generic)
-        and value.dtype == wanted.dtype
-        and value.shape == wanted.shape
+        and value.dtype == aval.dtype
+        and value.shape == aval.shape
     ):
         return np.asarray(value)  # nearly always, and quickly seen
-    if is_key(wanted):
+    if is_key(aval):
         return _key_data(graph, feed, value)
     array = _as_array(graph, feed, value)
     converts = _converts if hasattr(value, "dtype") else _takes_numbers
-    fits = array.dtype == wanted.dtype or converts(array, wanted.dtype)
-    if not fits or not _same_shape(array.shape, wanted.shape):
+    fits = array.dtype == aval.dtype or converts(array, aval.dtype)
+    if not fits or not _same_shape(array.shape, aval.shape):
         raise FeedError(
             f"argument {feed.name} of '{graph.name}' is "
             f"{_describe(array.dtype, array.shape)}; this step wants "
-            f"{_describe(wanted.dtype, wanted.shape)}{_hint(array, wanted)}",
+            f"{_describe(aval.dtype, aval.shape)}{_hint(array, aval)}",
             feed=feed.name,
         )
-    if array.dtype.kind in "biu" and array.dtype != wanted.dtype:
+    if array.dtype.kind in "biu" and array.dtype != aval.dtype:
         _check_range(graph, feed, array)
-    return np.asarray(array, wanted.dtype)
+    return np.asarray(array, aval.dtype)
 
 
 def _key_data(graph: Graph, feed: Feed, value: Any) -> Array:
-    wanted = feed.aval
+    aval = feed.aval
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-    if dtype != wanted.dtype or not _same_shape(shape or (), wanted.shape):
-        given = f"{value!r:.60}" if shape is None else f"{dtype}{list(shape)}"
+    if dtype != aval.dtype or not _same_shape(shape or (), aval.shape):
+        actual = f"{value!r:.60}" if shape is None else f"{dtype}{list(shape)}"
         raise FeedError(
-            f"argument {feed.name} of '{graph.name}' is {given}; this step wants "
-            f"{wanted.dtype}{list(wanted.shape)}, as jax.random.key and "
+            f"argument {feed.name} of '{graph.name}' is {actual}; this step wants "
+            f"{aval.dtype}{list(aval.shape)}, as jax.random.key and "
             "jax.random.split give",
             feed=feed.name,
         )
@@ -168,27 +168,27 @@ def _as_array(graph: Graph, feed: Feed, value: Any) -> Array:
     return array
 
 
-def _converts(array: Array, wanted: Any) -> bool:
+def _converts(array: Array, aval: Any) -> bool:
     """Whether JAX makes an array narrower to this dtype: it has no 64-bit types."""
-    return bool(jax.dtypes.canonicalize_dtype(array.dtype) == wanted)
+    return bool(jax.dtypes.canonicalize_dtype(array.dtype) == aval)
 
 
-def _takes_numbers(array: Array, wanted: Any) -> bool:
+def _takes_numbers(array: Array, aval: Any) -> bool:
     """Whether Python's numbers are of the dtype's kind, or of a lower one."""
     kinds = KINDS.get(array.dtype.kind)
-    return not array.size or (kinds is not None and bool(jnp.issubdtype(wanted, kinds)))
+    return not array.size or (kinds is not None and bool(jnp.issubdtype(aval, kinds)))
 
 
 def _check_range(graph: Graph, feed: Feed, array: Array) -> None:
-    wanted = feed.aval.dtype
-    if not array.size or not jnp.issubdtype(wanted, np.integer):
+    dtype = feed.aval.dtype
+    if not array.size or not jnp.issubdtype(dtype, np.integer):
         return
-    limits: Any = jnp.iinfo(wanted)  # type: ignore[no-untyped-call]
+    limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
     low, high = int(array.min()), int(array.max())
     if low < limits.min or high > limits.max:
         raise FeedError(
             f"argument {feed.name} of '{graph.name}' has values from {low} to {high}; "
-            f"this step wants {np.dtype(wanted).name}, which has {limits.min} to "
+            f"this step wants {np.dtype(dtype).name}, which has {limits.min} to "
             f"{limits.max}: give smaller numbers, or make the step with a wider type",
             feed=feed.name,
         )
@@ -207,12 +207,12 @@ def _describe(dtype: Any, shape: Sequence[int]) -> str:
     return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
 
 
-def _hint(array: Array, wanted: Any) -> str:
+def _hint(array: Array, aval: Any) -> str:
     hints = []
-    if array.dtype != wanted.dtype:
-        hints.append(f".astype(np.{np.dtype(wanted.dtype).name})")
-    if array.size == num_elements(wanted) and not symbols_of(wanted.shape):
-        hints.append(f".reshape{tuple(wanted.shape)}")
+    if array.dtype != aval.dtype:
+        hints.append(f".astype(np.{np.dtype(aval.dtype).name})")
+    if array.size == num_elements(aval) and not symbols_of(aval.shape):
+        hints.append(f".reshape{tuple(aval.shape)}")
     return f". Perhaps you forgot {' and '.join(hints)}" if hints else ""
 
 

@@ -161,15 +161,15 @@ class PreparedStep:
         """Runs one step as ``run`` does, and tells when its nodes ran."""
         arrays = leaf_arrays(self._graph, leaves, feeds, check_finite=check_finite)
         results, parts = self._programs.run_traced(self._handle, arrays, timeout_s)
-        told = run_metadata(self.plan.program, parts)
-        return as_result(self._graph, results), told
+        metadata = run_metadata(self.plan.program, parts)
+        return as_result(self._graph, results), metadata
 
     def __repr__(self) -> str:
         return f"<callable {self._graph.name}, {self._handle}>"
 
     def _repr_html_(self) -> str:
-        told = {"function": self._graph.name, "handle": self._handle}
-        return markup.facts("Callable", told) + markup.lines(str(self.plan))
+        facts = {"function": self._graph.name, "handle": self._handle}
+        return markup.facts("Callable", facts) + markup.lines(str(self.plan))
 
 
 @final

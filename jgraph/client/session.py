@@ -147,7 +147,7 @@ class Session:
         self._check_open()
         _check_timeout(timeout_s)
         function = self._steps.function(fn)
-        given = {
+        options = {
             "fetches": fetches is not None,
             "feeds": feeds is not None,
             "targets": targets is not None,
@@ -155,7 +155,7 @@ class Session:
             "check_finite": check_finite,
             "trace": trace,
         }
-        check_options(function, len(args), given)
+        check_options(function, len(args), options)
         feeds = feeds or {}
         step, leaves = self._steps.prepare(
             function, args, kwargs, fetches=fetches, feeds=feeds, targets=targets
@@ -195,9 +195,9 @@ class Session:
         self._check_open()
         _check_timeout(timeout_s)
         function = self._steps.function(fn)
-        given = {"fetches": fetches is not None, "timeout_s": timeout_s != STEP_S}
-        given |= {"feeds": bool(feeds), "targets": targets is not None}
-        check_options(function, len(args), given)
+        options = {"fetches": fetches is not None, "timeout_s": timeout_s != STEP_S}
+        options |= {"feeds": bool(feeds), "targets": targets is not None}
+        check_options(function, len(args), options)
         step, _ = self._steps.prepare(
             function, args, kwargs, fetches=fetches, feeds=feeds, targets=targets
         )
@@ -270,8 +270,8 @@ class Session:
         """
         self._check_open()
         own = self._own(variables, "snapshot")
-        with self.snapshots.take(own) as held:
-            return held.read(own)
+        with self.snapshots.take(own) as handle:
+            return handle.read(own)
 
     @short_traceback
     def write(self, values: Mapping[Variable, Any]) -> None:
@@ -374,13 +374,13 @@ class Session:
         return f"<Session on {self._cluster!r}: {state}>"
 
     def _repr_html_(self) -> str:
-        told = {
+        facts = {
             "cluster": repr(self._cluster),
             "container": self.container or "(the common one)",
             "state": "closed" if self._closed else "open",
             "programs": len(self._programs),
         }
-        return markup.facts("Session", told)
+        return markup.facts("Session", facts)
 
     # ------------------------------------------------------------ inside
 

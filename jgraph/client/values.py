@@ -43,14 +43,14 @@ class VariableValues:
         self._variables = variables
         self._programs = programs
 
-    def initialize(self, wanted: Sequence[Variable], *, again: bool = False) -> None:
+    def initialize(self, variables: Sequence[Variable], *, again: bool = False) -> None:
         """Gives variables their initial values.
 
         Raises:
           UninitializedError: one has neither a value nor an init function.
         """
-        stored = self.initialize_where_possible(wanted, again=again)
-        for variable in wanted:
+        stored = self.initialize_where_possible(variables, again=again)
+        for variable in variables:
             keys = {spec.key for spec in variable.spec.shards}
             if variable.init is None and not keys <= stored:
                 raise UninitializedError(
@@ -60,19 +60,19 @@ class VariableValues:
                 )
 
     def initialize_where_possible(
-        self, wanted: Sequence[Variable], *, again: bool = False
+        self, variables: Sequence[Variable], *, again: bool = False
     ) -> set[VariableKey]:
         """Leaves variables without an init function; returns what had values."""
-        stored = self._variables.look_up(v.spec for v in wanted)
+        stored = self._variables.look_up(v.spec for v in variables)
         missing = [
             v
-            for v in shards_of(wanted)
+            for v in shards_of(variables)
             if v.init is not None and (again or v.spec.key not in stored)
         ]
         self._variables.choose([v.spec for v in missing])
         for piece in in_pieces(missing):
             self.run_once("initialize", partial(assign_initial, piece), piece)
-        self._variables.note_initialized(wanted)
+        self._variables.note_initialized(variables)
         return stored
 
     def read(self, variables: Sequence[Variable]) -> dict[str, Any]:

@@ -50,10 +50,10 @@ def wait_for_tasks(
     clock, found = SystemClock(), None
     deadline = clock.now() + timeout_s
     # In rounds: a master that dies meanwhile does not keep this one waiting.
-    while (left := deadline - clock.now()) > 0 and not stop.wait(ASK_AGAIN_S):
+    while (remaining_s := deadline - clock.now()) > 0 and not stop.wait(ASK_AGAIN_S):
         cluster.check_startable()
         try:
-            if _all_answer(cluster, min(left, _ROUND_S)):
+            if _all_answer(cluster, min(remaining_s, _ROUND_S)):
                 return True
         except TaskMissingError as error:
             found = error
@@ -89,9 +89,9 @@ async def ready_tasks(cluster: Connection) -> Mapping[TaskName, str]:
     """Returns which start answers of each task that takes new work."""
     view = await view_of(cluster, cluster.address)
     return {
-        TaskName(told.task): f"{told.incarnation:x}"
-        for told in (view.tasks if view else ())
-        if told.state == "ready"
+        TaskName(status.task): f"{status.incarnation:x}"
+        for status in (view.tasks if view else ())
+        if status.state == "ready"
     }
 
 

@@ -97,8 +97,8 @@ class FedReader:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), WAIT_S)
         for number, (part, rows, _) in self._requests.items():
-            told = pb.WantedData(number=number, part=part)
-            return frame(wanted_data=told, tensors=[np.asarray(rows, np.int64)])
+            data = pb.WantedData(number=number, part=part)
+            return frame(wanted_data=data, tensors=[np.asarray(rows, np.int64)])
         return frame(wanted_data=pb.WantedData())
 
 

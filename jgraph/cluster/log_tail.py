@@ -47,8 +47,8 @@ class NewestLines:
         """
         with self._lock:
             new = self._count - (number if number <= self._count else 0)
-            wanted = min(new, limit, len(self._lines))
-            first = len(self._lines) - wanted
+            count = min(new, limit, len(self._lines))
+            first = len(self._lines) - count
             return self._count, list(islice(self._lines, first, None))
 
 
@@ -73,6 +73,6 @@ class TailHandler(logging.Handler):
 @functools.cache
 def log_tail() -> NewestLines:
     """Returns the log of this process, kept from the first call on."""
-    kept = TailHandler()
-    logging.getLogger().addHandler(kept)
-    return kept.lines
+    handler = TailHandler()
+    logging.getLogger().addHandler(handler)
+    return handler.lines

@@ -13,13 +13,13 @@ from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 
 
-def check_options(fn: Function, num_args: int, given: Mapping[str, bool]) -> None:
+def check_options(fn: Function, num_args: int, options: Mapping[str, bool]) -> None:
     """Refuses a call in which an option could be an argument of the function.
 
     Args:
       fn: what is run.
       num_args: how many arguments are given by position.
-      given: each option of ``run``, and whether it is not at its default.
+      options: each option of ``run``, and whether it is not at its default.
 
     Raises:
       ConfigError: the function has a parameter of an option's name, which is given by
@@ -35,13 +35,13 @@ def check_options(fn: Function, num_args: int, given: Mapping[str, bool]) -> Non
       also an option of run; give it by position, or rename it in the function
     """
     for index, parameter in enumerate(fn.parameters):
-        if parameter.name not in given:
+        if parameter.name not in options:
             continue
         by_position = (
             parameter.kind is not inspect.Parameter.KEYWORD_ONLY and index < num_args
         )
         is_needed = parameter.default is inspect.Parameter.empty
-        if not by_position and (is_needed or given[parameter.name]):
+        if not by_position and (is_needed or options[parameter.name]):
             raise ConfigError(
                 f"{fn.name} has a parameter '{parameter.name}', which is also an "
                 "option of run; give it by position, or rename it in the function",

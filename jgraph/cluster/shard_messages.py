@@ -62,10 +62,10 @@ def shard_from(task: TaskName, message: pb.ShardFile) -> Shard:
 
 def sums_in(reply: Frame, shards: int) -> list[Sums]:
     """Returns the checksums that a task told, of each of so many shards."""
-    told: list[Sums] = [{} for _ in range(shards)]
+    sums: list[Sums] = [{} for _ in range(shards)]
     for row in body_of(reply).sums:
-        told[row.shard][row.block] = row.crc32
-    return told
+        sums[row.shard][row.block] = row.crc32
+    return sums
 
 
 def shard_to(shard: Shard) -> pb.ShardFile:
@@ -98,12 +98,12 @@ def state_of(spec: HashSpec, tensors: Any) -> State:
     }
     count = len(state["keys"]) if state.get("keys", np.array(0)).ndim else 0
     dtypes = dict(zip(FIELDS, ("int64", "int64", "uint32"), strict=True))
-    wanted: dict[str, tuple[tuple[int, ...], Any]] = {
+    types: dict[str, tuple[tuple[int, ...], Any]] = {
         name: ((count,), np.dtype(dtypes[name])) for name in FIELDS
     }
-    wanted |= {c.name: (shape_of(c, count), np_dtype(c)) for c in spec.columns}
+    types |= {c.name: (shape_of(c, count), np_dtype(c)) for c in spec.columns}
     found = {name: (array.shape, array.dtype) for name, array in state.items()}
-    if found != wanted:
+    if found != types:
         raise MalformedMessageError(
             f"rows came that are not those of hash table '{spec.name}'; the sender's "
             "table is another one"

@@ -102,15 +102,15 @@ def naming_arguments(
     """
 
     def wrap(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-        known = [*inspect.signature(fn).parameters]
+        names = [*inspect.signature(fn).parameters]
         what = fn.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(fn)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if wrong := next((name for name in kwargs if name not in known), ""):
-                near = get_close_matches(wrong, known, 1)
+            if wrong := next((name for name in kwargs if name not in names), ""):
+                near = get_close_matches(wrong, names, 1)
                 hint = instead.get(wrong) or (near and f"{near[0]}=…")
-                takes = ", ".join(name for name in known if name != "self")
+                takes = ", ".join(name for name in names if name != "self")
                 raise ConfigError(
                     f"{what} has no argument '{wrong}'"
                     + (f": write {hint}" if hint else f"; it takes {takes}")

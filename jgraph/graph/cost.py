@@ -86,8 +86,8 @@ def peak_nbytes(equations: Sequence[Equation], *, stored: Container[Var] = ()) -
         return 0 if var in stored else nbytes_of_value(var)
 
     last = {v: n for n, e in enumerate(equations) for v in _vars(e.invars)}
-    made = {v for e in equations for v in e.outvars}
-    live = sum(size(v) for v in last if v not in made)
+    results = {v for e in equations for v in e.outvars}
+    live = sum(size(v) for v in last if v not in results)
     peak = live
     for n, equation in enumerate(equations):
         live += sum(size(v) for v in equation.outvars)

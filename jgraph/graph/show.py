@@ -41,16 +41,16 @@ def graph_scene(graph: Dataflow) -> Scene:
         equation_item(n, e, names, str(_home(e, specs) or stamp))
         for n, (e, stamp) in enumerate(zip(graph.equations, graph.stamps, strict=True))
     ]
-    taken = list(zip(items, (e.invars for e in graph.equations), strict=True))
-    made = {
+    uses = list(zip(items, (e.invars for e in graph.equations), strict=True))
+    makers = {
         v: i for i, e in zip(items, graph.equations, strict=True) for v in e.outvars
     }
-    taken += [(item, [v]) for item, v in fetches]
-    everything = [*sources.values(), *(item for item, _ in taken)]
+    uses += [(item, [v]) for item, v in fetches]
+    everything = [*sources.values(), *(item for item, _ in uses)]
     return Scene(
         f"graph {graph.name}",
         everything,
-        links_of(taken, {**sources, **made}, names),
+        links_of(uses, {**sources, **makers}, names),
         lanes=_lines(everything),
     )
 
@@ -90,20 +90,22 @@ def body_scene(
     }
     items = [equation_item(n, e, names, lane) for n, e in enumerate(equations)]
     by = {v: i for i, e in zip(items, equations, strict=True) for v in e.outvars}
-    taken = list(zip(items, (e.invars for e in equations), strict=True))
+    uses = list(zip(items, (e.invars for e in equations), strict=True))
     everything = [*sources.values(), *items]
-    links = links_of(taken, {**sources, **by}, names)
+    links = links_of(uses, {**sources, **by}, names)
     return Scene(title, everything, links, lanes=_lines(everything))
 
 
 def links_of(
-    taken: Iterable[tuple[Item, Sequence[Atom]]], made: Mapping[Var, Item], names: Names
+    uses: Iterable[tuple[Item, Sequence[Atom]]],
+    makers: Mapping[Var, Item],
+    names: Names,
 ) -> list[Link]:
     """Returns a link for each value that an item takes of another."""
     links = []
-    for item, operands in taken:
+    for item, operands in uses:
         for v in dict.fromkeys(v for v in operands if isinstance(v, Var)):
-            source = made.get(v)
+            source = makers.get(v)
             if source is None:
                 continue
             state = _compat.is_ref(v.aval)
@@ -146,8 +148,8 @@ def equation_item(number: int, equation: Equation, names: Names, lane: str) -> I
         verb = _VERBS[name]
         title, kind = f"{verb} {names.get(equation.invars[0], '')}", "state"
         path = path or (f"{verb} variables",)
-    made = [v for v in equation.outvars if not _compat.is_dropped(v)]
-    line = " ".join(_type(v) for v in made[:1]) + (" …" if len(made) > 1 else "")
+    results = [v for v in equation.outvars if not _compat.is_dropped(v)]
+    line = " ".join(_type(v) for v in results[:1]) + (" …" if len(results) > 1 else "")
     line += f" · {flops_text(flops)}" if flops and line else ""
     line_of_code = "/".join(_compat.user_line(equation).split("/")[-3:])
     lines = [equation_text(equation, names), line_of_code]
@@ -185,11 +187,11 @@ def _lines(items: Iterable[Item]) -> dict[str, str]:
 
 def _line(items: Sequence[Item]) -> str:
     equations = [i for i in items if i.kind in ("operation", "state")]
-    held = sum(i.nbytes for i in items if i.kind == "variable")
+    nbytes = sum(i.nbytes for i in items if i.kind == "variable")
     flops = sum(i.flops for i in equations)
     parts = [count_text(len(equations), "equation")] if equations else []
     parts += [flops_text(flops)] if flops else []
-    parts += [f"{bytes_text(held)} of variables"] if held else []
+    parts += [f"{bytes_text(nbytes)} of variables"] if nbytes else []
     return " · ".join(parts)
 
 

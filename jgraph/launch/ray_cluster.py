@@ -116,8 +116,8 @@ class RayActors:
             _LOG.warning("waiting for Ray: %s", self._shortage())
             # A Ray of this process gets no nodes; others may have an autoscaler.
             alone = self._ours and "RAY_ADDRESS" not in os.environ
-            left = 0.0 if alone else max(0.0, timeout_s - _WARN_S)
-            if not self._group.wait(left):
+            remaining_s = 0.0 if alone else max(0.0, timeout_s - _WARN_S)
+            if not self._group.wait(remaining_s):
                 raise StartError(
                     f"Ray has not the resources that the tasks ask for: "
                     f"{self._shortage()}. Start fewer tasks, give nodes to Ray, or let "
@@ -142,10 +142,10 @@ class RayActors:
         Raises:
           StartError: one could not; shows why.
         """
-        made = self._ray.remote(RayTask)
+        actor_class = self._ray.remote(RayTask)
         for order in orders:
             asked = dict(self._asked[self._tasks.index(order.task)])
-            self._actors[order.task] = made.options(
+            self._actors[order.task] = actor_class.options(
                 name=f"{self._name}{order.task}",
                 num_cpus=asked.pop("CPU", 0),
                 num_gpus=asked.pop("GPU", 0),
@@ -346,14 +346,16 @@ class RayCluster(Cluster):
                 )
                 for task in tasks
             ]
-            left = max(1.0, deadline - clock.now())
-            self._actors.start(orders, restarts, dict(env or {}), left)
+            remaining_s = max(1.0, deadline - clock.now())
+            self._actors.start(orders, restarts, dict(env or {}), remaining_s)
             chief = TaskName("/job:worker/task:0")
             address = spec.address(chief if workers else tasks[0])
-            left = max(1.0, deadline - clock.now())
+            remaining_s = max(1.0, deadline - clock.now())
             files = as_tls(directory, None)
             token = Token.read(directory / NAME)
-            client, reply = event_loop.run(open_cluster(address, left, token, files))
+            client, reply = event_loop.run(
+                open_cluster(address, remaining_s, token, files)
+            )
         except BaseException:
             self._end()
             raise

@@ -128,9 +128,9 @@ def _log_to(name: str) -> None:
     path = _log_here(name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     configure_logging()  # to standard error, which Ray shows in the client
-    kept = logging.FileHandler(path)
-    kept.setFormatter(logging.getLogger().handlers[0].formatter)
-    logging.getLogger().addHandler(kept)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.getLogger().handlers[0].formatter)
+    logging.getLogger().addHandler(handler)
 
 
 def own_host() -> str:

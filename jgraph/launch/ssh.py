@@ -169,11 +169,11 @@ class RemoteProcess:
         return ssh
 
     def _follow(self, ssh: _Ssh, stream: IO[bytes]) -> None:
-        with self._log.open("a", encoding="utf-8", buffering=1) as kept:
+        with self._log.open("a", encoding="utf-8", buffering=1) as file:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip()
                 self._lines.append(line)
-                kept.write(f"{line}\n")
+                file.write(f"{line}\n")
                 self._say(f"[{self._stem}] {line}")
                 if line.startswith(f"{self.task} serves at "):
                     ssh.serves = True

@@ -76,14 +76,14 @@ class Plan:
         """
         keys = [key for key in self.variable_tasks if key[1] == name]
         if len(keys) != 1:
-            known = ", ".join(sorted({name for _, name in self.variable_tasks})[:10])
+            names = ", ".join(sorted({name for _, name in self.variable_tasks})[:10])
             many = ", ".join(sorted(f"'{container}'" for container, _ in keys))
             raise ConfigError(
                 f"variable '{name}' is in the containers {many}; ask "
                 f"plan.variable_tasks[container, '{name}']"
                 if keys
                 else f"'{self.program.name}' uses no variable '{name}'; its variables "
-                f"are {known or 'none'}"
+                f"are {names or 'none'}"
             )
         return self.variable_tasks[keys[0]]
 
@@ -116,8 +116,8 @@ class Plan:
         notes = [*sharding_lines(self.graph), *self.graph.notes]
         if any(type_.symbols for _, type_ in self.program.feeds):
             notes.append(f"bytes are those of sizes of {ASSUMED_SIZE} for each name")
-        told = [] if self.prediction is None else [str(self.prediction)]
-        return "\n".join([text, *told, *notes])
+        lines = [] if self.prediction is None else [str(self.prediction)]
+        return "\n".join([text, *lines, *notes])
 
     def __repr__(self) -> str:
         return str(self).split("\n", 1)[0]

@@ -138,11 +138,11 @@ class Timeline:
     @property
     def headline(self) -> str:
         """The rule, the sizes, the bubble and the passes held, in one line."""
-        made = self.schedule
+        schedule = self.schedule
         return (
-            f"{made.name}: {made.stages} stages on {len(made.rows)} tasks, "
-            f"{made.microbatches} microbatches, bubble {self.bubble:.1%}, "
-            f"at most {max(made.most_held())} held"
+            f"{schedule.name}: {schedule.stages} stages on {len(schedule.rows)} tasks, "
+            f"{schedule.microbatches} microbatches, bubble {self.bubble:.1%}, "
+            f"at most {max(schedule.most_held())} held"
         )
 
     def text(self) -> str:
@@ -231,12 +231,16 @@ def schedule(name: str, *, stages: int, tasks: int, microbatches: int) -> Schedu
 
 
 def simulate(
-    made: Schedule, *, forward: float = 1.0, backward: float = 2.0, send: float = 0.0
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    send: float = 0.0,
 ) -> Timeline:
     """Runs a schedule on a clock of its own.
 
     Args:
-      made: the schedule.
+      schedule: the schedule.
       forward: time of a forward pass.
       backward: time of a backward pass.
       send: time from the end of a pass until another task has its result.
@@ -244,48 +248,48 @@ def simulate(
     Raises:
       InternalError: passes wait for each other.
     """
-    run = _Run(made, forward, backward, send)
-    while any(run.left):
+    run = _Run(schedule, forward, backward, send)
+    while any(run.remaining):
         run.advance()
-    order = sorted(run.begins, key=lambda p: (run.begins[p], made.row_of(p.stage)))
-    return Timeline(made, {work: run.begins[work] for work in order}, run.ends)
+    order = sorted(run.begins, key=lambda p: (run.begins[p], schedule.row_of(p.stage)))
+    return Timeline(schedule, {work: run.begins[work] for work in order}, run.ends)
 
 
 @dataclass(slots=True)
 class _Run:
-    made: Schedule
+    schedule: Schedule
     forward: float
     backward: float
     send: float
-    left: list[list[Pass]] = field(default_factory=list)
+    remaining: list[list[Pass]] = field(default_factory=list)
     free: list[float] = field(default_factory=list)
     begins: dict[Pass, float] = field(default_factory=dict)
     ends: dict[Pass, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.left = [list(reversed(row)) for row in self.made.rows]
-        self.free = [0.0] * len(self.left)
+        self.remaining = [list(reversed(row)) for row in self.schedule.rows]
+        self.free = [0.0] * len(self.remaining)
 
     def advance(self) -> None:
         """Runs the next pass of every task that has what it needs."""
         ran = False
-        for task, row in enumerate(self.left):
-            while row and all(p in self.ends for p in self.made.needs(row[-1])):
+        for task, row in enumerate(self.remaining):
+            while row and all(p in self.ends for p in self.schedule.needs(row[-1])):
                 work = row.pop()
-                there = [self._arrival(p, task) for p in self.made.needs(work)]
+                there = [self._arrival(p, task) for p in self.schedule.needs(work)]
                 begin = max([self.free[task], *there])
                 took = self.backward if work.backward else self.forward
                 self.begins[work] = begin
                 self.ends[work] = self.free[task] = begin + took
                 ran = True
         if not ran:
-            stuck = ", ".join(str(row[-1]) for row in self.left if row)
+            stuck = ", ".join(str(row[-1]) for row in self.remaining if row)
             raise InternalError.of(
-                f"passes of '{self.made.name}' that wait for ever ({stuck})"
+                f"passes of '{self.schedule.name}' that wait for ever ({stuck})"
             )
 
     def _arrival(self, work: Pass, task: int) -> float:
-        away = self.made.row_of(work.stage) != task
+        away = self.schedule.row_of(work.stage) != task
         return self.ends[work] + (self.send if away else 0.0)
 
 

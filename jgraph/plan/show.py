@@ -130,8 +130,8 @@ class _Region:
         parts = [count_text(len(self.infos), "segment")] if self.infos else []
         parts += [flops_text(flops)] if flops else []
         if self.partition.variables:
-            held = sum(v.type.nbytes for v in self.partition.variables)
-            parts.append(f"{bytes_text(held)} of variables")
+            nbytes = sum(v.type.nbytes for v in self.partition.variables)
+            parts.append(f"{bytes_text(nbytes)} of variables")
         return " · ".join(parts)
 
     def _variable(self, number: int) -> Item:

@@ -284,9 +284,9 @@ class StepRun:
                     self._recording.note, self.step, index
                 )
                 undo = self._recording and self._recording.undo
-                taken = self._values.inputs(index)
+                inputs = self._values.inputs(index)
                 work = work_of(
-                    self._loaded, index, taken, self._store, self._gate, note, undo
+                    self._loaded, index, inputs, self._store, self._gate, note, undo
                 )
                 if self._recording is not None:
                     work = self._recording.work(index, work)

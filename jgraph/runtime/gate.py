@@ -76,9 +76,9 @@ def averages(
     """Returns the values of ``node.all_variables``: the means of what was chosen."""
     variables = partition.variables
     keys = [key_of(variables[v]) for v in node.variables]
-    made = [mean([each[key] for each in chosen]) for key in keys]
+    means = [mean([each[key] for each in chosen]) for key in keys]
     for rows in node.row_means:
         names = [key_of(variables[v]) for v in (rows.ids, *rows.rows)]
         parts = [[each[name] for name in names] for each in chosen]
-        made += mean_of_rows(parts, variables[rows.ids].type.shape[0])
-    return made
+        means += mean_of_rows(parts, variables[rows.ids].type.shape[0])
+    return means

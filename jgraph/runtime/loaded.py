@@ -71,16 +71,16 @@ def load_partition(
     """
     codes = {code.digest: code for code in segments}
     executables: list[Executable | None] = []
-    taken: list[tuple[ValueId, ...]] = []
+    inputs: list[tuple[ValueId, ...]] = []
     needs: list[int] = []
     consumers: list[list[int]] = [[] for _ in partition.values]
     followers: list[list[int]] = [[] for _ in partition.nodes]
     for index, node in enumerate(partition.nodes):
         executables.append(_executable(partition, node, codes, cache))
-        taken.append(tuple(dict.fromkeys(inputs_of(node))))
+        inputs.append(tuple(dict.fromkeys(inputs_of(node))))
         after = set(_after(node))
-        needs.append(len(taken[index]) + len(after))
-        for value in taken[index]:
+        needs.append(len(inputs[index]) + len(after))
+        for value in inputs[index]:
             consumers[value].append(index)
         for earlier in after:
             followers[earlier].append(index)
@@ -88,7 +88,7 @@ def load_partition(
     return LoadedPartition(
         partition,
         tuple(executables),
-        tuple(taken),
+        tuple(inputs),
         tuple(map(outputs_of, partition.nodes)),
         tuple(needs),
         tuple(map(tuple, consumers)),
@@ -150,9 +150,9 @@ def _executable(
     state = len(node.updates) + len(node.reads) + rows
     donated = (*range(len(node.updates)), *(state + i for i in node.donate))
     run = cache.load(codes[node.digest], donated)
-    taken = _arguments(partition, node)
-    if isinstance(run, SizedExecutable) and not any(t.symbols for t in taken):
-        run.of(taken)  # all rows that there can be: what fails, fails now
+    arguments = _arguments(partition, node)
+    if isinstance(run, SizedExecutable) and not any(t.symbols for t in arguments):
+        run.of(arguments)  # all rows that there can be: what fails, fails now
     return run
 
 

@@ -33,7 +33,7 @@ from jgraph.runtime.gate import Gate, aggregator, averages
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.store.entry import RowsOf
 from jgraph.runtime.store.local_mesh import SpreadExecutable, whole
-from jgraph.runtime.store.store import Told, VariableStore
+from jgraph.runtime.store.store import RecordChange, VariableStore
 from jgraph.runtime.store.undo import Undo
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -73,20 +73,20 @@ def work_of(
       undo: is told what puts back what the node changed.
     """
     node = cast(Work, loaded.partition.nodes[index])
-    told = None
+    record = None
     if note is not None and not isinstance(node, AggregateNode):
-        told = _told(loaded, index, node, values, note)
+        record = _recording_of(loaded, index, node, values, note)
     match node:
         case ReadNode():
             return lambda: list(store.read(_named(loaded, node.variables)))
         case WriteNode():
 
             def write() -> list[Any]:
-                given = [values[v] for v in node.values]
+                new = [values[v] for v in node.values]
                 mine = [n for n, v in enumerate(node.values) if v in loaded.owned]
                 named = _named(loaded, node.variables)
                 # What is told is read later: it must stay as it is.
-                store.write(named, given, () if told else mine, told, undo)
+                store.write(named, new, () if record else mine, record, undo)
                 return []
 
             return write
@@ -97,26 +97,28 @@ def work_of(
             )
 
             def average() -> list[Any]:
-                made = averages(loaded.partition, node, chosen)
-                owned = () if note else range(len(made))
-                store.write(means, made, owned, partial(note, made) if note else None)
+                results = averages(loaded.partition, node, chosen)
+                owned = () if note else range(len(results))
+                store.write(
+                    means, results, owned, partial(note, results) if note else None
+                )
                 return []
 
             return average
         case LookupNode():
-            wanted = _rows_of(loaded, node.rows, values)
-            return lambda: list(store.lookup(wanted, told))
+            rows = _rows_of(loaded, node.rows, values)
+            return lambda: list(store.lookup(rows, record))
         case SegmentNode():
-            return lambda: _compute(loaded, index, node, values, store, told, undo)
+            return lambda: _compute(loaded, index, node, values, store, record, undo)
         case _:
             types = loaded.partition.values
             return lambda: list(moved(node, values.__getitem__, types))
 
 
 def repeat(
-    loaded: LoadedPartition, index: int, taken: Sequence[Any], store: VariableStore
+    loaded: LoadedPartition, index: int, inputs: Sequence[Any], store: VariableStore
 ) -> None:
-    """Does what a node did that told a ``Note`` of ``taken``.
+    """Does what a node did that told a ``Note`` of ``inputs``.
 
     Raises:
       MalformedMessageError: no node of this partition told that.
@@ -124,30 +126,30 @@ def repeat(
     nodes = loaded.partition.nodes
     node = nodes[index] if 0 <= index < len(nodes) else None
     if isinstance(node, AggregateNode):
-        _check_count(taken, node.all_variables)
-        store.write(_named(loaded, node.all_variables), taken)
+        _check_count(inputs, node.all_variables)
+        store.write(_named(loaded, node.all_variables), inputs)
     elif isinstance(node, WriteNode | LookupNode | SegmentNode):
-        _check_count(taken, loaded.inputs[index])
-        values = dict(zip(loaded.inputs[index], taken, strict=True))
+        _check_count(inputs, loaded.inputs[index])
+        values = dict(zip(loaded.inputs[index], inputs, strict=True))
         work_of(loaded, index, values, store)()
     else:
         raise MalformedMessageError(f"node {index} of a record changes no state")
 
 
-def _check_count(taken: Sequence[Any], due: Sequence[int]) -> None:
-    if len(taken) != len(due):
+def _check_count(inputs: Sequence[Any], due: Sequence[int]) -> None:
+    if len(inputs) != len(due):
         raise MalformedMessageError(
-            f"a record has {len(taken)} arrays for a node that takes {len(due)}"
+            f"a record has {len(inputs)} arrays for a node that takes {len(due)}"
         )
 
 
-def _told(
+def _recording_of(
     loaded: LoadedPartition,
     index: int,
     node: Work,
     values: Mapping[ValueId, Any],
     note: Note,
-) -> Told | None:
+) -> RecordChange | None:
     """Returns what tells that a node changed state; None: it changes none."""
     if not changes_state(loaded.partition, node):
         return None
@@ -155,11 +157,11 @@ def _told(
     if isinstance(node, SegmentNode):
         # Their memory is the executable's once it runs.
         lent = frozenset(node.inputs[i] for i in node.donate)
-    taken = [
+    inputs = [
         np.array(values[v]) if v in lent else np.asarray(values[v])
         for v in loaded.inputs[index]
     ]
-    return partial(note, taken)
+    return partial(note, inputs)
 
 
 def _compute(
@@ -168,7 +170,7 @@ def _compute(
     node: SegmentNode,
     values: dict[ValueId, Any],
     store: VariableStore,
-    told: Told | None,
+    record: RecordChange | None,
     undo: Undo | None,
 ) -> list[Any]:
     partition = loaded.partition
@@ -187,7 +189,7 @@ def _compute(
         _rows_of(loaded, node.row_updates, values, level),
         _rows_of(loaded, node.row_reads, values, level),
         spread.layouts if spread else (),
-        told,
+        record,
         undo,
     )
     if spread:

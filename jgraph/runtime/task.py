@@ -43,7 +43,7 @@ def check_feeds(program: Program, feeds: Mapping[str, Any]) -> None:
         than a feed before it.
     """
     sizes = Sizes(program.name)
-    for name, wanted in program.feeds:
+    for name, type_ in program.feeds:
         value = feeds.get(name)
         if value is None:
             raise FeedError(
@@ -51,16 +51,16 @@ def check_feeds(program: Program, feeds: Mapping[str, Any]) -> None:
                 f"{', '.join(n for n, _ in program.feeds)}",
                 feed=name,
             )
-        same = bool(wanted.symbols) or value.shape == wanted.shape
-        if not same or value.dtype != wanted.np_dtype:
-            given = ValueType(tuple(value.shape), value.dtype.name)
+        same = bool(type_.symbols) or value.shape == type_.shape
+        if not same or value.dtype != type_.np_dtype:
+            actual = ValueType(tuple(value.shape), value.dtype.name)
             raise FeedError(
-                f"feed '{name}' of '{program.name}' is {given}; the program takes "
-                f"{wanted}",
+                f"feed '{name}' of '{program.name}' is {actual}; the program takes "
+                f"{type_}",
                 feed=name,
             )
-        if wanted.symbols:
-            sizes.fit(name, value.shape, wanted.shape, wanted.symbols)
+        if type_.symbols:
+            sizes.fit(name, value.shape, type_.shape, type_.symbols)
 
 
 MAX_EARLY_BYTES: Final = 8 << 30

@@ -111,10 +111,10 @@ class Master:
         statuses: dict[TaskName, pb.TaskStatus] = {}
         loop = asyncio.get_running_loop()
         asking: dict[TaskName, asyncio.Task[None]] = {}
-        over = False
+        is_over = False
 
         def ask(task: TaskName) -> None:
-            if not over:
+            if not is_over:
                 question = self._ask(task, events, statuses)
                 asking[task] = loop.create_task(question)
 
@@ -133,7 +133,7 @@ class Master:
                             yield self._cluster_status(statuses, [])
                             return
         finally:
-            over = True
+            is_over = True
             timer.cancel()
             for question in asking.values():
                 question.cancel()

@@ -63,12 +63,12 @@ class OverdueWatch:
         if self._silent >= _SILENT_LOOKS:
             what = ", ".join(self._runtime.computing()) or "a computation"
             return f"{what} blocks the event loop for over {_SILENT_LOOKS} s"
-        left = self._runtime.overdue_computations()
+        computations = self._runtime.overdue_computations()
         # Who interrupts a step says nothing of how long it would take.
-        late_s = [one.seconds for one in left if one.is_late]
+        late_s = [one.seconds for one in computations if one.is_late]
         if max(late_s, default=0.0) < self._limit_s:
             return ""
-        first = left[0]  # later ones may wait for what it holds
+        first = computations[0]  # later ones may wait for what it holds
         return f"{first.what} still runs {first.seconds:.0f} s after its step was over"
 
     def _is_silent(self) -> bool:

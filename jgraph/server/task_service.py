@@ -234,9 +234,9 @@ class TaskService:
 
     async def _unregister_program(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        left = self.runtime.unregister(body.handle)
+        runs = self.runtime.unregister(body.handle)
         if body.settle:
-            for run in left:
+            for run in runs:
                 settled = asyncio.Event()
                 run.when_settled(settled.set)
                 await settled.wait()
@@ -282,12 +282,12 @@ class TaskService:
         if not body.trace:
             yield frame(empty=pb.Empty(), tensors=fetches)
             return
-        told = [
+        traces = [
             pb.PartTrace(task=part.task, asked_s=part.asked_s, told_s=part.told_s)
             for part in parts
         ]
         times = [part.times for part in parts]
-        trace = pb.StepTrace(parts=told)
+        trace = pb.StepTrace(parts=traces)
         yield frame(step_trace=trace, tensors=[*fetches, *times])
 
     async def _gate_report(self, request: Frame) -> AsyncIterator[Frame]:
@@ -324,8 +324,8 @@ class TaskService:
 
     async def _task_log(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        kept = self.events.lines if body.events else log_tail()
-        last, lines = kept.after(body.after, body.limit)
+        log = self.events.lines if body.events else log_tail()
+        last, lines = log.after(body.after, body.limit)
         yield frame(log_lines=pb.LogLines(last=last, lines=lines))
 
     async def _shut_down(self, request: Frame) -> AsyncIterator[Frame]:

@@ -178,10 +178,10 @@ class PsCore(RuleBasedStateMachine):
 
         if fails:
             with pytest.raises(ValueError, match="a step that fails"):
-                self.store.update([W], [], run, told=told)
+                self.store.update([W], [], run, record=told)
             self.recorder.forget(step)
             return True
-        self.store.update([W], [], run, told=told)
+        self.store.update([W], [], run, record=told)
         self.model[place] += 1
         self.history.append(self.model.copy())
 

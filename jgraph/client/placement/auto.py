@@ -167,15 +167,15 @@ def auto(
 
 
 def _tasks(cluster: Connection, asked: Sequence[str] | None) -> tuple[TaskName, ...]:
-    known = cluster.tasks()
+    tasks = cluster.tasks()
     if asked is None:
-        return tuple(cluster.tasks("worker") or known)
-    unknown = [task for task in asked if task not in known]
+        return tuple(cluster.tasks("worker") or tasks)
+    unknown = [task for task in asked if task not in tasks]
     if unknown:
         raise UnknownDeviceError(
             f"tasks of jg.auto names {', '.join(map(repr, unknown))}, and the cluster "
-            f"has {', '.join(known)}",
-            tasks=known,
+            f"has {', '.join(tasks)}",
+            tasks=tasks,
         )
     if not asked:
         raise ConfigError("tasks of jg.auto is empty; name one, or leave it out")

@@ -143,12 +143,12 @@ class _Measuring:
 
     def _called(self, probe: _Probe) -> float:
         began = self._clock.now()
-        self._programs.run(probe.handle, [probe.feed], self._left(probe.what))
+        self._programs.run(probe.handle, [probe.feed], self._remaining_s(probe.what))
         return self._clock.now() - began
 
     def _traced(self, probe: _Probe) -> RunMetadata:
-        left = self._left(probe.what)
-        _, parts = self._programs.run_traced(probe.handle, [probe.feed], left)
+        remaining_s = self._remaining_s(probe.what)
+        _, parts = self._programs.run_traced(probe.handle, [probe.feed], remaining_s)
         return run_metadata(probe.program, parts)
 
     def _register(
@@ -162,17 +162,17 @@ class _Measuring:
             driver=self._cluster.master,
             platforms=self._cluster.platforms,
         ).program
-        self._left(what)
+        self._remaining_s(what)
         return _Probe(what, self._programs.register(program), program, feed)
 
-    def _left(self, what: str) -> float:
-        left = self._deadline - self._clock.now()
-        if left <= 0:
+    def _remaining_s(self, what: str) -> float:
+        remaining_s = self._deadline - self._clock.now()
+        if remaining_s <= 0:
             raise DeadlineError(
                 f"measuring the cluster took longer than {self._timeout_s:g} s; it was "
                 f"at {what}. Give it longer: timeout_s"
             )
-        return left
+        return remaining_s
 
 
 def _crowding(

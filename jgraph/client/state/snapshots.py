@@ -158,20 +158,20 @@ class Snapshots:
         keys = [shard.spec.key for shard in shards]
         tasks = {key: self._variables.tasks[key] for key in keys}
         by_key = dict(zip(keys, copies, strict=True))
-        held = SnapshotHandle(
+        handle = SnapshotHandle(
             self._values, by_key, tasks, lambda: self._cluster.reset(container)
         )
-        return planned.program, held
+        return planned.program, handle
 
     def prepared(self, variables: Sequence[Variable]) -> Callable[[], SnapshotHandle]:
         """Returns what takes a snapshot at once; each in place of the one before."""
-        program, held = self.repeatable(variables, self._cluster.master)
+        program, handle = self.repeatable(variables, self._cluster.master)
         nbytes = sum(nbytes_of(variable.spec) for variable in variables)
         copy = self._values.prepared(program, nbytes)
 
         def take() -> SnapshotHandle:
             copy()
-            return held
+            return handle
 
         return take
 

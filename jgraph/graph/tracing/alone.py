@@ -46,24 +46,27 @@ class Alone:
         equations = needed_for(jaxpr.outvars, jaxpr.eqns)
         used = {v for e in equations for v in e.invars if isinstance(v, Var)}
         used |= {v for v in jaxpr.outvars if isinstance(v, Var)}
-        taken = [
+        operands = [
             (v, c) for v, c in zip(jaxpr.constvars, consts, strict=True) if v in used
         ]
         self.operands = tuple(n for n, v in enumerate(jaxpr.invars) if v in used)
         self._name = name
-        self._consts = [value for _, value in taken]
+        self._consts = [value for _, value in operands]
         self._body = _compat.build_jaxpr(
-            invars=[*(v for v, _ in taken), *(jaxpr.invars[n] for n in self.operands)],
+            invars=[
+                *(v for v, _ in operands),
+                *(jaxpr.invars[n] for n in self.operands),
+            ],
             outvars=jaxpr.outvars,
             equations=equations,
         )
 
     def __call__(self, args: Sequence[Any], label: str = "") -> list[Any]:
         """Returns the results; ``label`` names this call, for people."""
-        given = [args[n] for n in self.operands]
+        operands = [args[n] for n in self.operands]
         results: list[Any] = alone_p.bind(
             *self._consts,
-            *given,
+            *operands,
             body=self._body,
             name=self._name,
             label=label or self._name,

@@ -132,25 +132,25 @@ class Function:
           >>> Function(lambda x, y: x + y).positional((1,), {"y": 2})
           ((1, 2), {})
         """
-        left = dict(kwargs)
+        remaining = dict(kwargs)
         for parameter in self.parameters[len(args) :]:
             by_both = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-            if not by_both or parameter.name not in left:
+            if not by_both or parameter.name not in remaining:
                 break
-            args = (*args, left.pop(parameter.name))
-        return args, left
+            args = (*args, remaining.pop(parameter.name))
+        return args, remaining
 
     def __repr__(self) -> str:
         return f"jg.function({self._name}, traced {len(self._traced)} times)"
 
     def _repr_html_(self) -> str:
-        taken = ", ".join(parameter.name for parameter in self.parameters)
-        told: dict[str, object] = {"called with": taken or "nothing"}
+        parameters = ", ".join(parameter.name for parameter in self.parameters)
+        facts: dict[str, object] = {"called with": parameters or "nothing"}
         for graph, variables in self._traced.values():
             feeds = ", ".join(str(feed.aval) for feed in graph.feeds) or "nothing"
             names = ", ".join(variable.name for variable in variables)
-            told[f"traced for {feeds}"] = f"variables {names}" if names else ""
-        return markup.facts(f"jg.function {self._name}", told)
+            facts[f"traced for {feeds}"] = f"variables {names}" if names else ""
+        return markup.facts(f"jg.function {self._name}", facts)
 
 
 @overload

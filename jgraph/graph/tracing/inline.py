@@ -385,7 +385,7 @@ def _turns(equation: Equation) -> Any:
         consts = operands[:num_consts]
         carry = list(operands[num_consts : num_consts + num_carry])
         rows_of = operands[num_consts + num_carry :]
-        made: dict[int, list[Any]] = {}
+        outputs: dict[int, list[Any]] = {}
         for turn in order:
             rows = [lax.index_in_dim(x, turn, keepdims=False) for x in rows_of]
             results = jax.core.eval_jaxpr(
@@ -395,8 +395,8 @@ def _turns(equation: Equation) -> Any:
                 *carry,
                 *rows,
             )
-            carry, made[turn] = results[:num_carry], results[num_carry:]
-        per_turn = (made[turn] for turn in range(length))
+            carry, outputs[turn] = results[:num_carry], results[num_carry:]
+        per_turn = (outputs[turn] for turn in range(length))
         return [*carry, *(jnp.stack(ys) for ys in zip(*per_turn, strict=True))]
 
     return run

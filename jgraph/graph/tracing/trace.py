@@ -276,9 +276,9 @@ def _refs_as_inputs(jaxpr: Any, count: int, touched: list[int]) -> Any:
     inputs in place of the values, and Refs that were never used are left out.
     """
     values = jaxpr.invars[:count]
-    made = {e.invars[0]: e for e in jaxpr.eqns if e.primitive.name == "new_ref"}
-    refs = [made[values[i]].outvars[0] for i in touched]
-    drop = {id(made[v]) for v in values}
+    new_refs = {e.invars[0]: e for e in jaxpr.eqns if e.primitive.name == "new_ref"}
+    refs = [new_refs[values[i]].outvars[0] for i in touched]
+    drop = {id(new_refs[v]) for v in values}
     return jaxpr.replace(
         eqns=[e for e in jaxpr.eqns if id(e) not in drop],
         invars=[*refs, *jaxpr.invars[count:]],

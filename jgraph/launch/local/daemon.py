@@ -83,8 +83,8 @@ def find(name: str) -> NamedCluster | None:
     """
     path = _state_file(name)
     with suppress(OSError, ValueError, TypeError):
-        kept = NamedCluster(**json.loads(path.read_text()))
-        return kept if kept.running else None
+        cluster = NamedCluster(**json.loads(path.read_text()))
+        return cluster if cluster.running else None
     return None
 
 
@@ -94,14 +94,14 @@ def named_cluster(name: str) -> NamedCluster:
     Raises:
       ClusterUnreachableError: there is none.
     """
-    kept = find(name)
-    if kept is None:
+    cluster = find(name)
+    if cluster is None:
         raise ClusterUnreachableError(
             f"no cluster '{name}' runs on this machine; start one with `jgraph up`, or "
             "name a server: jgraph://host:port",
             name=name,
         )
-    return kept
+    return cluster
 
 
 def up(
@@ -140,18 +140,18 @@ def up(
     timer = threading.Timer(timeout_s, daemon.kill)
     timer.start()
     with show_wait(f"starting {ps + workers} tasks"):
-        told = daemon.stdout.readline()
+        line = daemon.stdout.readline()
     timer.cancel()
     daemon.stdout.close()
-    kept = find(name) if told else None
-    if kept is None:
+    cluster = find(name) if line else None
+    if cluster is None:
         daemon.kill()
         daemon.wait(_END_S)
         tail = "\n".join((log_dir / "daemon.log").read_text().splitlines()[-20:])
         raise StartError(
             f"cluster '{name}' did not start. The end of its log:\n{tail}", name=name
         )
-    return kept
+    return cluster
 
 
 def down(name: str, timeout_s: float = _END_S) -> NamedCluster:
@@ -163,24 +163,24 @@ def down(name: str, timeout_s: float = _END_S) -> NamedCluster:
       ClusterUnreachableError: no such cluster runs.
       StartError: a process did not end; it is named.
     """
-    kept = named_cluster(name)
-    pids = [kept.daemon, *kept.pids.values()]
+    cluster = named_cluster(name)
+    pids = [cluster.daemon, *cluster.pids.values()]
     processes = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
     with suppress(ProcessLookupError):
-        os.kill(kept.daemon, signal.SIGTERM)
-    with show_wait(f"ending {len(kept.pids)} tasks"):
-        left = _wait_ended(processes, timeout_s)
-    for process in left:
+        os.kill(cluster.daemon, signal.SIGTERM)
+    with show_wait(f"ending {len(cluster.pids)} tasks"):
+        remaining = _wait_ended(processes, timeout_s)
+    for process in remaining:
         process.kill()
-    left = _wait_ended(left, 5.0)
-    if left:
-        pids = [process.pid for process in left]
+    remaining = _wait_ended(remaining, 5.0)
+    if remaining:
+        pids = [process.pid for process in remaining]
         raise StartError(f"cluster '{name}': killed processes {pids} did not end")
     _state_file(name).unlink(missing_ok=True)
-    return kept
+    return cluster
 
 
 def log_of(name: str, task: str) -> Path:
@@ -190,13 +190,13 @@ def log_of(name: str, task: str) -> Path:
       ClusterUnreachableError: no such cluster runs.
       UnknownDeviceError: it has no such task.
     """
-    kept = named_cluster(name)
-    if task not in kept.pids:
+    cluster = named_cluster(name)
+    if task not in cluster.pids:
         raise UnknownDeviceError(
-            f"cluster '{name}' has no task '{task}'; it has {', '.join(kept.pids)}"
+            f"cluster '{name}' has no task '{task}'; it has {', '.join(cluster.pids)}"
         )
     stem = task.removeprefix("/job:").replace("/task:", "-")
-    return Path(kept.log_dir) / f"{stem}.log"
+    return Path(cluster.log_dir) / f"{stem}.log"
 
 
 def _wait_ended(
@@ -205,12 +205,14 @@ def _wait_ended(
     """Returns those that still run after ``timeout_s``."""
     clock = SystemClock()
     deadline = clock.now() + timeout_s
-    left = processes
-    while left and clock.now() < deadline:
+    remaining = processes
+    while remaining and clock.now() < deadline:
         # A daemon that has ended is a zombie until init looks after it, which may take
         # seconds and matters to nobody: psutil alone would wait for that too.
-        left = [p for p in psutil.wait_procs(left, timeout=0.05)[1] if _runs(p)]
-    return left
+        remaining = [
+            p for p in psutil.wait_procs(remaining, timeout=0.05)[1] if _runs(p)
+        ]
+    return remaining
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -220,9 +222,9 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def describe(kept: NamedCluster) -> dict[str, Any]:
+def describe(cluster: NamedCluster) -> dict[str, Any]:
     """Returns the facts of a named cluster as plain values."""
-    return asdict(kept)
+    return asdict(cluster)
 
 
 def _state_file(name: str) -> Path:
@@ -257,14 +259,14 @@ def main(name: str, ps: int, workers: int, restarts: int, log_dir: str) -> None:
     def note() -> None:
         with writing:
             target = f"jgraph://{tasks.spec.address(tasks.master)}"
-            kept = NamedCluster(name, target, os.getpid(), tasks.pids, log_dir)
+            cluster = NamedCluster(name, target, os.getpid(), tasks.pids, log_dir)
             path = _state_file(name)
             new = path.with_suffix(".new")
-            new.write_text(json.dumps(asdict(kept)))
+            new.write_text(json.dumps(asdict(cluster)))
             new.replace(path)
 
     counts = {"ps": ps, "worker": workers}
-    tasks = TaskProcesses(counts, Path(log_dir), {}, restarts=restarts, told=note)
+    tasks = TaskProcesses(counts, Path(log_dir), {}, restarts=restarts, on_start=note)
     try:
         note()
         parent.write("ready\n")

@@ -206,7 +206,7 @@ class TaskProcesses:
         *,
         restarts: int = 0,
         frozen_s: float = FROZEN_S,
-        told: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
         self._processes: dict[TaskName, TaskProcess] = {}
@@ -240,7 +240,7 @@ class TaskProcesses:
                     restarts,
                     start_s=START_S,
                     clock=clock or SystemClock(),
-                    on_start=told,
+                    on_start=on_start,
                 )
                 self._freeze_watch = FreezeWatch(
                     list(self._processes.values()),

@@ -160,9 +160,9 @@ class Restarter:
         return False
 
     def _leave(self, process: Process, why: str) -> None:
-        left = f"{why}, and is not started again"
-        self.events.note("abandoned", left)
-        with_log = f"{left}. The end of its log:\n{process.tail()}"
+        text = f"{why}, and is not started again"
+        self.events.note("abandoned", text)
+        with_log = f"{text}. The end of its log:\n{process.tail()}"
         _LOG.error("%s", with_log)
         self.final_deaths[process.task] = with_log
 

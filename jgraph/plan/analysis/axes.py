@@ -203,8 +203,8 @@ def _pad(equation: Equation, axis: int) -> Axes | None:
 def _slice(equation: Equation, axis: int) -> Axes | None:
     params = equation.params
     strides = params["strides"] or (1,) * len(_shape(equation))
-    taken = params["start_indices"][axis], params["limit_indices"][axis], strides[axis]
-    return [axis] if taken == (0, _shape(equation)[axis], 1) else None
+    bounds = params["start_indices"][axis], params["limit_indices"][axis], strides[axis]
+    return [axis] if bounds == (0, _shape(equation)[axis], 1) else None
 
 
 def _iota(equation: Equation, axis: int) -> Axes | None:

@@ -37,13 +37,13 @@ class RowValues:
     """A segment's equations with its rows as plain values.
 
     Attributes:
-      taken: the value that stands for the rows of each variable at the beginning.
-      given: what the rows of each variable are at the end.
+      inputs: the value that stands for the rows of each variable at the beginning.
+      outputs: what the rows of each variable are at the end.
       equations: the others, on these values.
     """
 
-    taken: dict[int, Var] = field(default_factory=dict)
-    given: dict[int, Atom] = field(default_factory=dict)
+    inputs: dict[int, Var] = field(default_factory=dict)
+    outputs: dict[int, Atom] = field(default_factory=dict)
     equations: list[Equation] = field(default_factory=list)
     _names: dict[Var, Atom] = field(default_factory=dict)
 
@@ -60,12 +60,12 @@ class RowValues:
             self.equations.append(renamed)
             return
         (out,) = equation.outvars
-        if variable not in self.taken:
-            self.taken[variable] = _compat.new_var(out.aval)
-            self.given[variable] = self.taken[variable]
-        self._names[out] = self.given[variable]
+        if variable not in self.inputs:
+            self.inputs[variable] = _compat.new_var(out.aval)
+            self.outputs[variable] = self.inputs[variable]
+        self._names[out] = self.outputs[variable]
         if op.writes:
-            self.given[variable] = self.renamed(equation.invars[1])
+            self.outputs[variable] = self.renamed(equation.invars[1])
 
     def renamed(self, atom: Atom) -> Atom:
         """Returns what stands for a value of the graph."""

@@ -56,8 +56,8 @@ class Prediction:
             if nbytes or task in self.by_task
         ]
         alone = [f"all on {t}: {1e3 * s:.3g} ms" for t, s in self.alone.items()]
-        told = "; ".join([f"predicted {1e3 * self.seconds:.3g} ms per step", *alone])
-        return "\n".join([told, *(f"  {line}" for line in tasks)])
+        text = "; ".join([f"predicted {1e3 * self.seconds:.3g} ms per step", *alone])
+        return "\n".join([text, *(f"  {line}" for line in tasks)])
 
 
 @final
@@ -114,11 +114,11 @@ class _Tried:
     graph: Graph
     chosen: Mapping[VariableKey, TaskName]
     predicted: Predicted
-    over: int
+    excess: int
 
     @property
     def price(self) -> tuple[int, float]:
-        return self.over, self.predicted.seconds
+        return self.excess, self.predicted.seconds
 
 
 @final
@@ -158,18 +158,20 @@ class _Arranging:
         several: list[_Tried] = []
         for assignment in search.found(_MOST_TRIED):
             several.append(self._tried(blocks, assignment))
-            if len(several) >= _CANDIDATES and not min(t.over for t in several):
+            if len(several) >= _CANDIDATES and not min(t.excess for t in several):
                 break
         best = min(several, key=lambda tried: tried.price, default=one)
-        if best.price >= (one.over, GAIN * one.predicted.seconds):
+        if best.price >= (one.excess, GAIN * one.predicted.seconds):
             best = one
-        if best.over:
+        if best.excess:
             raise self._too_large(best.predicted.memory)
         options = zip(alone.assignment, blocks.options, strict=True)
         free = [task for task, open_to in options if len(open_to) > 1]
         prediction = Prediction(
             seconds=best.predicted.seconds,
-            alone={free[0]: alone.predicted.seconds} if free and not alone.over else {},
+            alone={free[0]: alone.predicted.seconds}
+            if free and not alone.excess
+            else {},
             memory=best.predicted.memory,
             by_task=_computing(best.predicted),
         )
@@ -204,14 +206,14 @@ class _Arranging:
         placeable = with_resolved_stamps(graph, {**chosen, **known})
         flow = replace(self.flow, graph=placeable)
         driver = self.where.driver
-        made = cut(flow, place(flow, self.where, homes), driver)
-        predicted = predict(made, driver, homes, self.planner.model)
-        over = nbytes_over(self.planner.limits, predicted.memory)
-        return _Tried(assignment, graph, chosen, predicted, over)
+        clusters = cut(flow, place(flow, self.where, homes), driver)
+        predicted = predict(clusters, driver, homes, self.planner.model)
+        excess = nbytes_over(self.planner.limits, predicted.memory)
+        return _Tried(assignment, graph, chosen, predicted, excess)
 
     def _too_large(self, memory: Mapping[TaskName, int]) -> MemoryLimitError:
         limits = self.planner.limits
-        over = [
+        rows = [
             f"{task} needs {bytes_text(nbytes)} of the {bytes_text(limits[task])} that "
             "it may use"
             for task, nbytes in sorted(memory.items())
@@ -219,7 +221,7 @@ class _Arranging:
         ]
         return MemoryLimitError(
             f"'{self.flow.graph.name}' does not fit: in the best arrangement found "
-            f"{', '.join(over)}, for variables and the most of other values at a time; "
+            f"{', '.join(rows)}, for variables and the most of other values at a time; "
             "give jg.auto a larger memory_limit, or more tasks, or a smaller batch",
             memory=[f"{task} {nbytes}" for task, nbytes in sorted(memory.items())],
             limits=[f"{task} {nbytes}" for task, nbytes in sorted(limits.items())],

@@ -123,7 +123,7 @@ class _Maker:
     _last: dict[Hashable, int] = field(default_factory=dict)
     _union: dict[int, int] = field(default_factory=dict)
     _towards: dict[int, int] = field(default_factory=dict)
-    _taken: dict[int, list[Var]] = field(default_factory=dict)
+    _inputs: dict[int, list[Var]] = field(default_factory=dict)
     _users: dict[Var, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -159,8 +159,8 @@ class _Maker:
             if op.index not in self.flow.free and not op.is_whole_read
         ]
         for op in ops:
-            self._taken[op.index] = self.flow.sources(self.flow.inputs(op))
-            for var in self._taken[op.index]:
+            self._inputs[op.index] = self.flow.sources(self.flow.inputs(op))
+            for var in self._inputs[op.index]:
                 self._users.setdefault(var, []).append(op.index)
         sizes = {op.index: _size(op) for op in ops}
         limit = sum(sizes.values()) / PIECES
@@ -247,7 +247,7 @@ class _Maker:
         return number
 
     def _before(self, op: Op) -> list[int]:
-        makers = map(self.flow.producer.get, self._taken[op.index])
+        makers = map(self.flow.producer.get, self._inputs[op.index])
         return [maker for maker in makers if maker is not None]
 
     def _is_large(self, variable: int) -> bool:
@@ -268,7 +268,7 @@ class _Maker:
             return
         least = nbytes_of(self.flow.graph.variables[variable]) / 2
         for index in self.members[block]:
-            for var in self._taken[index]:
+            for var in self._inputs[index]:
                 maker = self.home.get(self.flow.producer.get(var, -1))
                 large = self.flow.type_of(var).nbytes >= least
                 if maker is not None and large and _is_open(self.labels[maker]):

@@ -56,11 +56,11 @@ def predict(
     """
     jobs = jobs_of(cut, driver, model)
     timing = timing_of(jobs, model)
-    memory = dict.fromkeys([*variable_tasks, *timing.held], 0)
+    memory = dict.fromkeys([*variable_tasks, *timing.peaks], 0)
     for spec, task in zip(cut.flow.graph.variables, variable_tasks, strict=True):
         memory[task] += nbytes_of(spec)
-    for task, held in timing.held.items():
-        memory[task] += held
+    for task, nbytes in timing.peaks.items():
+        memory[task] += nbytes
     return Predicted(timing, jobs, memory)
 
 

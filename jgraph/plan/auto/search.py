@@ -71,12 +71,12 @@ class Search:
             self.priced_jobs += len(jobs.jobs)
             timing = timing_of(jobs, self.model)
             memory = dict.fromkeys(self.tasks, 0)
-            for task, held in timing.held.items():
+            for task, held in timing.peaks.items():
                 memory[task] = memory.get(task, 0) + held
             for task, nbytes in zip(assignment, self.blocks.stored, strict=True):
                 memory[task] = memory.get(task, 0) + nbytes
-            over = nbytes_over(self.limits, memory)
-            self._prices[assignment] = over, timing.seconds
+            excess = nbytes_over(self.limits, memory)
+            self._prices[assignment] = excess, timing.seconds
         return self._prices[assignment]
 
     def _all_on(self, task: TaskName) -> Assignment:

@@ -71,14 +71,14 @@ class Timing:
       begins: of each job.
       ends: of each job.
       sent: bytes between tasks.
-      held: the most bytes of values at a time, by task.
+      peaks: the most bytes of values at a time, by task.
     """
 
     seconds: float
     begins: tuple[float, ...]
     ends: tuple[float, ...]
     sent: int
-    held: Mapping[TaskName, int]
+    peaks: Mapping[TaskName, int]
 
 
 def timing_of(step: Jobs, model: CostModel) -> Timing:
@@ -110,11 +110,11 @@ class _Run:
         default_factory=list
     )
     link_free: dict[tuple[TaskName, TaskName], float] = field(default_factory=dict)
-    wanted: dict[int, set[TaskName]] = field(default_factory=dict)
+    users: dict[int, set[TaskName]] = field(default_factory=dict)
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     uses: Counter[tuple[int, TaskName]] = field(default_factory=Counter)
-    held: Counter[TaskName] = field(default_factory=Counter)
+    resident: Counter[TaskName] = field(default_factory=Counter)
     peak: dict[TaskName, int] = field(default_factory=dict)
     sent: int = 0
     last: float = 0.0
@@ -127,12 +127,12 @@ class _Run:
             self.missing.append(len(job.takes) + len(job.after) + 1)
             for value in job.takes:
                 self.waiting.setdefault((value, job.task), []).append(index)
-                self.wanted.setdefault(value, set()).add(job.task)
+                self.users.setdefault(value, set()).add(job.task)
                 self.uses[value, job.task] += 1
             for first in job.after:
                 self.followers.setdefault(first, []).append(index)
         for value in step.fetches:
-            self.wanted.setdefault(value, set()).add(step.driver)
+            self.users.setdefault(value, set()).add(step.driver)
             self.uses[value, step.driver] += 1
         fed = sum(step.nbytes[v] for v in step.feeds)
         self.now = self.model.call.seconds(fed)
@@ -152,8 +152,8 @@ class _Run:
             if jobs and task not in self.running:
                 self._start(task, heapq.heappop(jobs))
         ends = [
-            (self.now + left * self._slowdown(task), task)
-            for task, (_, left) in self.running.items()
+            (self.now + remaining * self._slowdown(task), task)
+            for task, (_, remaining) in self.running.items()
         ]
         end = min(ends, default=None)
         if end is None and not self.arrivals:
@@ -174,17 +174,17 @@ class _Run:
             raise InternalError("jobs of a step wait for each other for ever")
         step = self.step
         tasks = {job.task for job in step.jobs}
-        over = [self._told(task) for task in tasks] or [self.now]
+        ends = [self._report_time(task) for task in tasks] or [self.now]
         back = sum(step.nbytes[v] for v in step.fetches) / self.model.call.bytes_per_s
         return Timing(
-            max([self.last, *over]) + back,
+            max([self.last, *ends]) + back,
             tuple(self.begins),
             tuple(self.ends),
             self.sent,
             dict(self.peak),
         )
 
-    def _told(self, task: TaskName) -> float:
+    def _report_time(self, task: TaskName) -> float:
         """Returns when the driver hears that a task is done."""
         ended = max(
             end
@@ -201,16 +201,16 @@ class _Run:
     def _compute_until(self, then: float) -> None:
         passed = max(0.0, then - self.now)
         slow = {task: self._slowdown(task) for task in self.running}
-        for task, (job, left) in self.running.items():
-            self.running[task] = job, max(0.0, left - passed / slow[task])
+        for task, (job, remaining) in self.running.items():
+            self.running[task] = job, max(0.0, remaining - passed / slow[task])
         self.now = max(self.now, then)
 
     def _start(self, task: TaskName, index: int) -> None:
         job = self.step.jobs[index]
         self.running[task] = index, job.seconds
         self.begins[index] = self.now
-        taken = sum(self.step.nbytes[v] for v in job.takes)
-        now = self.held[task] - taken + max(taken, job.nbytes)
+        input_nbytes = sum(self.step.nbytes[v] for v in job.takes)
+        now = self.resident[task] - input_nbytes + max(input_nbytes, job.nbytes)
         self.peak[task] = max(self.peak[task], now)
 
     def _end(self, task: TaskName) -> None:
@@ -227,7 +227,7 @@ class _Run:
         """Hands values to those of the task that wait, and sends them to others."""
         leaving: dict[TaskName, list[int]] = {}
         for value in values:
-            for user in self.wanted.get(value, ()):
+            for user in self.users.get(value, ()):
                 if user == task:
                     self._hand_over(task, value)
                 else:
@@ -254,15 +254,15 @@ class _Run:
                 self._hand_over(task, number)
 
     def _hand_over(self, task: TaskName, value: int) -> None:
-        self.held[task] += self.step.nbytes[value]
-        self.peak[task] = max(self.peak[task], self.held[task])
+        self.resident[task] += self.step.nbytes[value]
+        self.peak[task] = max(self.peak[task], self.resident[task])
         for index in self.waiting.get((value, task), ()):
             self._count_down(index)
 
     def _used(self, value: int, task: TaskName) -> None:
         self.uses[value, task] -= 1
         if not self.uses[value, task]:
-            self.held[task] -= self.step.nbytes[value]
+            self.resident[task] -= self.step.nbytes[value]
 
     def _count_down(self, index: int) -> None:
         self.missing[index] -= 1

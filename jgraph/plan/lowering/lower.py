@@ -247,7 +247,7 @@ def _code(flow: Flow, segment: Segment) -> _Code:
     written = {
         _variable(op): rows.renamed(op.equation.invars[1]) for op in whole if op.writes
     }
-    new_rows = [rows.given[v] for v, _ in segment.row_updates]
+    new_rows = [rows.outputs[v] for v, _ in segment.row_updates]
     consts = {
         v: flow.consts[v]
         for op in segment.ops
@@ -263,22 +263,22 @@ def _code(flow: Flow, segment: Segment) -> _Code:
     jaxpr = _compat.build_jaxpr(
         invars=[
             *(*ref_vars, *consts, *reads),
-            *(rows.taken[v] for v in accesses),
+            *(rows.inputs[v] for v in accesses),
             *segment.inputs,
         ],
         outvars=outs,
         equations=[_compat.without_source(e) for e in rows.equations],
     )
     avals: list[Any] = [flow.graph.variables[v].aval for v in variables]
-    avals += [rows.taken[v].aval for v in accesses]
+    avals += [rows.inputs[v].aval for v in accesses]
     avals += [v.aval for v in segment.inputs]
     num_direct = len([v for v in segment.updates if v in written])
     by_rows = (*segment.row_updates, *segment.row_reads)
-    given = {rows.taken[v]: ids for v, ids in by_rows}
+    given = {rows.inputs[v]: ids for v, ids in by_rows}
     given |= {v: flow.ragged[v] for v in segment.inputs if v in flow.ragged}
     whole_outs = [*outs[:num_direct], *outs[num_direct + len(new_rows) :]]
     counts = by_count.find_counts(jaxpr, given, whole_outs)
-    rest = [*(rows.taken[v] for v in accesses), *segment.inputs]
+    rest = [*(rows.inputs[v] for v in accesses), *segment.inputs]
     ids = [counts[v].ids if v in counts else None for v in rest]
 
     def function(*args: Any) -> list[Any]:

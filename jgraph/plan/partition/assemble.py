@@ -206,15 +206,15 @@ class Assembler:
 
     def _send(self, src: TaskName, values: list[Var]) -> None:
         """Sends values to the other tasks that need them, one message per task."""
-        wanted: dict[TaskName, list[Var]] = {}
+        needs: dict[TaskName, list[Var]] = {}
         fetched = set(_vars(self.cut.flow.fetches))
         for var in dict.fromkeys(values):
             tasks = {self.cut.clusters[c].task for c in self.cut.users.get(var, ())}
             tasks |= {self.driver} if var in fetched else set()
             for task in sorted(tasks - {src}):
-                wanted.setdefault(task, []).append(var)
-        for dst in sorted(wanted):
-            self._message(src, dst, wanted[dst])
+                needs.setdefault(task, []).append(var)
+        for dst in sorted(needs):
+            self._message(src, dst, needs[dst])
 
     def _message(self, src: TaskName, dst: TaskName, values: list[Var]) -> None:
         flow, key = self.cut.flow, f"m{len(self.edges)}"
@@ -261,14 +261,14 @@ class Assembler:
 
     def _leaving(self, position: int, cluster: SegmentGroup) -> list[Var]:
         fetched = set(_vars(self.cut.flow.fetches))
-        made = [
+        results = [
             v
             for i in sorted(cluster.roots)
             for v in self.cut.flow.ops[i].equation.outvars
         ]
         return [
             v
-            for v in made
+            for v in results
             if v in fetched or any(u != position for u in self.cut.users.get(v, ()))
         ]
 
@@ -277,8 +277,8 @@ class Assembler:
 
     def _lookup(self, builder: Builder, ops: list[Op]) -> None:
         after = builder.order({op.reads[0][0] for op in ops}, set())
-        taken = [(op.reads[0][0], op.rows) for op in ops if op.rows is not None]
-        rows = self._rows(builder, taken)
+        accesses = [(op.reads[0][0], op.rows) for op in ops if op.rows is not None]
+        rows = self._rows(builder, accesses)
         outs = tuple(self._define(builder, op.equation.outvars[0]) for op in ops)
         builder.nodes.append(LookupNode(rows, outs, after))
 
@@ -347,7 +347,7 @@ class Assembler:
             flow, segment, self.platforms.get(cluster.task, ("cpu",))
         )
         self._codes.setdefault(code.digest, code)
-        taken = tuple(self._value(builder, v) for v in segment.inputs)
+        inputs = tuple(self._value(builder, v) for v in segment.inputs)
         row_updates = self._rows(builder, segment.row_updates)
         row_reads = self._rows(builder, segment.row_reads)
         after = builder.order(
@@ -369,7 +369,7 @@ class Assembler:
                 digest=code.digest,
                 updates=tuple(builder.variable(v) for v in segment.updates),
                 reads=tuple(builder.variable(v) for v in segment.reads),
-                inputs=taken,
+                inputs=inputs,
                 outs=outs,
                 after=after,
                 row_updates=row_updates,

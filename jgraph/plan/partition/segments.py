@@ -120,7 +120,7 @@ class _Links:
     unit: dict[int, int] = field(default_factory=dict)
     members: dict[int, set[int]] = field(default_factory=dict)
     _copied: dict[int, set[int]] = field(default_factory=dict)
-    _taken: dict[int, list[Var]] = field(default_factory=dict)
+    _inputs: dict[int, list[Var]] = field(default_factory=dict)
     _reread: set[int] = field(default_factory=set)
     _followed: set[int] = field(default_factory=set)
 
@@ -131,20 +131,20 @@ class _Links:
         self.after = {i: set() for i in self.roots}
         self.before = {i: set() for i in self.roots}
         for index in self.roots:
-            for var in self.taken(index):
+            for var in self.inputs(index):
                 self._link(self.flow.producer.get(var), index)
         self._order_state()
         self._order_alone()
         self._order_checks()
         self._find_units()
 
-    def taken(self, index: int) -> list[Var]:
+    def inputs(self, index: int) -> list[Var]:
         """Returns the values that a root and its copies take from others."""
-        if index not in self._taken:
-            self._taken[index] = self._find_taken(index)
-        return self._taken[index]
+        if index not in self._inputs:
+            self._inputs[index] = self._find_inputs(index)
+        return self._inputs[index]
 
-    def _find_taken(self, index: int) -> list[Var]:
+    def _find_inputs(self, index: int) -> list[Var]:
         members = [index, *sorted(self.copies([index]))]
         inputs = [v for i in members for v in self.flow.inputs(self.flow.ops[i])]
         return [
@@ -226,13 +226,13 @@ class _Links:
     def _find_followed(self) -> set[int]:
         """Returns the writes whose results something takes or reads."""
         ops = self.flow.ops.values()
-        taken = {v for op in ops for v in self.flow.inputs(op)}
-        taken |= {a for a in self.flow.fetches if not isinstance(a, Literal)}
+        inputs = {v for op in ops for v in self.flow.inputs(op)}
+        inputs |= {a for a in self.flow.fetches if not isinstance(a, Literal)}
         read = {written for op in ops for _, written in op.reads}
         return {
             op.index
             for op in ops
-            if op.writes and (op.index in read or taken & set(op.equation.outvars))
+            if op.writes and (op.index in read or inputs & set(op.equation.outvars))
         }
 
     def _find_roots(self) -> None:
@@ -249,7 +249,7 @@ class _Links:
                 self.task[producer] = self._home_of_free(producer)
         todo = [i for i in self.flow.ops if i not in optional or i in wanted]
         while todo:  # a read that is wanted may want another: that of its rows' ids
-            makers = {self.flow.producer.get(v, -1) for v in self.taken(todo.pop())}
+            makers = {self.flow.producer.get(v, -1) for v in self.inputs(todo.pop())}
             todo += (makers & optional) - wanted
             wanted |= makers
         self.roots = [i for i in self.flow.ops if i not in optional or i in wanted]
@@ -288,7 +288,7 @@ class _Links:
 
     def _order_checks(self) -> None:
         after = self._with_updates()
-        self.awaited = awaited_checks(self.flow, self.task, after, self.taken)
+        self.awaited = awaited_checks(self.flow, self.task, after, self.inputs)
         for index, values in self.awaited.items():
             for value in values:
                 self._link(self.flow.producer[value], index)
@@ -309,7 +309,7 @@ class _Links:
         joined: dict[int, set[int]] = {i: set() for i in self.roots}
         for index in self.roots:
             way = self.ways.get(index, 0)
-            for var in self.taken(index) if way else ():
+            for var in self.inputs(index) if way else ():
                 maker = self.flow.producer.get(var, -1)
                 if way & self.ways.get(maker, 0) and not self._begins(maker, way):
                     joined[index].add(maker)
@@ -437,7 +437,7 @@ class _Links:
     def _users(self, home: dict[int, int]) -> dict[Var, tuple[int, ...]]:
         users: dict[Var, set[int]] = {}
         for index in self.roots:
-            for var in (*self.taken(index), *self.awaited.get(index, ())):
+            for var in (*self.inputs(index), *self.awaited.get(index, ())):
                 producer = self.flow.producer.get(var)
                 if producer is None or home[producer] != home[index]:
                     users.setdefault(var, set()).add(home[index])

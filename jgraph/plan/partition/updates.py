@@ -27,12 +27,12 @@ def ways_of_updates(flow: Flow, may_lead: Mapping[int, int]) -> dict[int, int]:
 
     Sets of variables are the bits of a number, so that one pass serves them all.
     """
-    taken = {v for op in flow.ops.values() for v in flow.inputs(op)}
+    inputs = {v for op in flow.ops.values() for v in flow.inputs(op)}
     before = {op.index: _before(flow, op) for op in flow.ops.values()}
     follows: dict[int, int] = {}
     for index, op in flow.ops.items():
         # A write that gives nobody the old value reads nothing.
-        reads = not op.writes or not taken.isdisjoint(op.equation.outvars)
+        reads = not op.writes or not inputs.isdisjoint(op.equation.outvars)
         found = _bits(variable for variable, _ in op.reads) if reads else 0
         for other in before[index]:
             found |= follows[other]
@@ -114,6 +114,6 @@ def _bits(variables: Iterable[int]) -> int:
 
 def _before(flow: Flow, op: Op) -> set[int]:
     """Returns the ops whose results, or whose writes, an op takes."""
-    made = {flow.producer[v] for v in flow.inputs(op) if v in flow.producer}
-    made |= {written for _, written in op.reads if written >= 0}
-    return made - {op.index}  # what tells a size takes itself
+    makers = {flow.producer[v] for v in flow.inputs(op) if v in flow.producer}
+    makers |= {written for _, written in op.reads if written >= 0}
+    return makers - {op.index}  # what tells a size takes itself

@@ -58,12 +58,12 @@ class Choice:
         ]
 
 
-def choose(equation: Equation, values: Values, wanted: WantedCuts) -> Choice | None:
+def choose(equation: Equation, values: Values, cuts: WantedCuts) -> Choice | None:
     """Returns the way by shards that gathers least; None if there is none."""
     if equation.effects:
         return None
     choices = []
-    for cut, name in (wanted[v] for v in equation.outvars if v in wanted):
+    for cut, name in (cuts[v] for v in equation.outvars if v in cuts):
         axes = operand_axes(equation, cut.axis)
         if axes is not None:
             choices.append(Choice(axes, cut, cut, name))
@@ -117,12 +117,12 @@ def shard(graph: Graph) -> Graph:
     logical = tuple(v for v in graph.variables if v.sharding is not None)
     graph = without_branches(graph, {v.shape for v in logical})
     accesses = Accesses(graph)
-    wanted = wanted_cuts(graph, accesses)
+    cuts = wanted_cuts(graph, accesses)
     physical = [s for v in graph.variables for s in v.shards]
     values = Values()
 
     def run(refs: list[Any], feeds: list[Any]) -> list[Any]:
-        return _Sharder(graph, accesses, wanted, values).run(refs, feeds)
+        return _Sharder(graph, accesses, cuts, values).run(refs, feeds)
 
     sharded = retrace(graph, physical, run)
     return replace(sharded, logical=logical, gathered=tuple(values.gathered))
@@ -133,7 +133,7 @@ def shard(graph: Graph) -> Graph:
 class _Sharder:
     graph: Graph
     accesses: Accesses
-    wanted: WantedCuts
+    cuts: WantedCuts
     values: Values
     _refs: dict[Var, list[Any]] = field(default_factory=dict)
 
@@ -146,7 +146,7 @@ class _Sharder:
             self._refs[var], left = left[:shards], left[shards:]
         known = [*zip(jaxpr.constvars, self.graph.consts, strict=True)]
         known += zip(jaxpr.invars[count:], feeds, strict=True)
-        self.values.known.update({var: Value(value) for var, value in known})
+        self.values.entries.update({var: Value(value) for var, value in known})
         state = ShardState(self.accesses, self.values, self._refs)
         for number, equation in enumerate(self.graph.equations):
             stamp = self.graph.stamps[number]
@@ -175,7 +175,7 @@ class _Sharder:
         if equation.primitive.name != "convert_element_type":
             return False
         is_cut = self.values.of(equation.invars[0]).cut is not None
-        return is_cut or equation.outvars[0] in self.wanted
+        return is_cut or equation.outvars[0] in self.cuts
 
     def _run_whole(self, equation: Equation, stamp: DeviceSpec) -> None:
         with _compat.under(equation):
@@ -185,13 +185,13 @@ class _Sharder:
     def _cut_results(self, equation: Equation) -> None:
         """Cuts what will meet shards, under the device scope that made it."""
         for var in equation.outvars:
-            if var in self.wanted:
-                cut, self.values.known[var].origin = self.wanted[var]
+            if var in self.cuts:
+                cut, self.values.entries[var].origin = self.cuts[var]
                 with _compat.under(equation):
                     self.values.parts(var, cut)
 
     def _run_anywhere(self, equation: Equation) -> None:
-        choice = choose(equation, self.values, self.wanted)
+        choice = choose(equation, self.values, self.cuts)
         if choice is None:
             for atom in equation.invars:
                 self.values.note_gather(equation, atom, None)
@@ -214,7 +214,7 @@ class _Sharder:
                 value = Value(parts={choice.result: parts}, origin=choice.origin)
             else:
                 value = Value(_combined(equation, parts))
-            self.values.known[var] = value
+            self.values.entries[var] = value
 
     def _barrier(self, equation: Equation) -> None:
         """A barrier holds back all its operands, whole or in shards, at once."""
@@ -224,7 +224,7 @@ class _Sharder:
             held = list(lax.optimization_barrier([x for form in forms for x in form]))
         for var, value, form in zip(equation.outvars, old, forms, strict=True):
             parts, held = tuple(held[: len(form)]), held[len(form) :]
-            self.values.known[var] = (
+            self.values.entries[var] = (
                 Value(parts={value.cut: parts}, origin=value.origin)
                 if value.cut
                 else Value(parts[0])

@@ -69,7 +69,7 @@ class ShardState:
             value = Value(parts[0])
             if cut.shards > 1:
                 value = Value(parts={_kept(var, cut.shards): tuple(parts)})
-            self.values.known[var] = value
+            self.values.entries[var] = value
 
     def spread(self, equation: Equation, cut: ShardedLayout) -> None:
         """Makes each shard of a table of the rows that it has of ``spread_rows``."""
@@ -83,7 +83,7 @@ class ShardState:
         if cut.shards > 1:
             origin = self.values.of(equation.invars[1]).origin
             value = Value(parts={ShardedLayout(cut.sharding): parts}, origin=origin)
-        self.values.known[equation.outvars[0]] = value
+        self.values.entries[equation.outvars[0]] = value
 
     def route(self, number: int, equation: Equation, stamp: DeviceSpec) -> None:
         """Replaces ``unique_rows`` by one ``route_rows`` per layout of its tables.
@@ -136,16 +136,18 @@ class ShardState:
             given = ids if kind == "hash" else local
             whole = tuple(whole_ids(x, n, layout) for n, x in enumerate(given))
             unique = joined_ids(local, whole, layout)
-        self.values.known[equation.outvars[0]] = Value(unique)
+        self.values.entries[equation.outvars[0]] = Value(unique)
         origin = self.values.of(equation.invars[1]).origin
-        self.values.known[equation.outvars[1]] = Value(parts={cut: rows}, origin=origin)
+        self.values.entries[equation.outvars[1]] = Value(
+            parts={cut: rows}, origin=origin
+        )
         if number in self.accesses.computed_with:
-            self.values.known[equation.outvars[0]].parts[cut] = whole
+            self.values.entries[equation.outvars[0]].parts[cut] = whole
 
     def _cut_ids(self, unique: Var, cut: ShardedLayout) -> None:
         """Gives each shard its ids, padded as the whole ones are."""
         layout = cut.sharding.layout
-        self.values.known[unique].parts[cut] = tuple(
+        self.values.entries[unique].parts[cut] = tuple(
             whole_ids(local, shard, layout)
             for shard, local in enumerate(self.values.route(cut).local)
         )
@@ -170,7 +172,7 @@ class ShardState:
                 old = tuple(shard[place] for shard, place in pairs)
                 name = self._spec(ref).name
                 for out in equation.outvars:
-                    self.values.known[out] = Value(parts={cut: old}, origin=name)
+                    self.values.entries[out] = Value(parts={cut: old}, origin=name)
             if kind != "get":
                 new = self.values.parts(equation.invars[1], cut)
                 if kind == "addupdate":

@@ -116,7 +116,7 @@ class Values:
     """The values of a graph that is evaluated by shards, in all their forms.
 
     Attributes:
-      known: by variable of the jaxpr.
+      entries: by variable of the jaxpr.
       routes: by number of the ``unique_rows`` and layout of the table.
       gathered: sharded values that were needed whole by what nobody placed.
       makers: what made a whole value and can make its shards as well.
@@ -125,7 +125,7 @@ class Values:
         padding of rows, where that of the ids made something else.
     """
 
-    known: dict[Var, Value] = field(default_factory=dict)
+    entries: dict[Var, Value] = field(default_factory=dict)
     makers: dict[Atom, Equation] = field(default_factory=dict)
     by_ids: dict[Atom, Equation] = field(default_factory=dict)
     routes: dict[tuple[int, Layout], Route] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Values:
 
     def of(self, atom: Atom) -> Value:
         """Returns a value in the forms that it has."""
-        return Value(atom.val) if isinstance(atom, Literal) else self.known[atom]
+        return Value(atom.val) if isinstance(atom, Literal) else self.entries[atom]
 
     def whole(self, atom: Atom, stamp: DeviceSpec = _ANYWHERE) -> Any:
         """Returns the whole value, put together once per device scope."""
@@ -202,7 +202,7 @@ class Values:
     def results(self, equation: Equation, results: Sequence[Any]) -> None:
         """Notes the results of an equation that was run whole."""
         for var, result in zip(equation.outvars, results, strict=True):
-            self.known[var] = Value(result)
+            self.entries[var] = Value(result)
 
     def needs_gather(self, atom: Atom, cut: ShardedLayout | None) -> bool:
         """Whether a value must be put together to be whole (None), or so cut."""

@@ -25,40 +25,40 @@ def is_placed(stamp: DeviceSpec) -> bool:
 
 def wanted_cuts(graph: Graph, accesses: Accesses) -> WantedCuts:
     """Returns how values should be cut, as far as writes of shards tell."""
-    wanted: WantedCuts = {}
+    cuts: WantedCuts = {}
     for number in reversed(range(len(graph.equations))):
         equation = graph.equations[number]
         touched = accesses.touched(equation)
         spread = accesses.spread(equation)
         if spread is not None:
             # Its rows travel, not the table that they are spread over.
-            _want(wanted, equation.invars[1], spread, "")
+            _want(cuts, equation.invars[1], spread, "")
         elif touched:
             cut = accesses.rows(equation) or accesses.whole(equation)
             if cut is not None and equation.primitive.name != "get":
                 name = graph.variables[touched[0]].name
-                _want(wanted, equation.invars[1], cut, name)
+                _want(cuts, equation.invars[1], cut, name)
         elif not is_placed(graph.stamps[number]):
-            _carry_back(wanted, equation)
-    return wanted
+            _carry_back(cuts, equation)
+    return cuts
 
 
-def _carry_back(wanted: WantedCuts, equation: Any) -> None:
+def _carry_back(cuts: WantedCuts, equation: Any) -> None:
     if equation.primitive.name == "optimization_barrier":
         for operand, result in zip(equation.invars, equation.outvars, strict=True):
-            if result in wanted:
-                _want(wanted, operand, *wanted[result])
+            if result in cuts:
+                _want(cuts, operand, *cuts[result])
         return
-    found = next((wanted[v] for v in equation.outvars if v in wanted), None)
+    found = next((cuts[v] for v in equation.outvars if v in cuts), None)
     if found is None:
         return
     cut, name = found
     axes = operand_axes(equation, cut.axis) or ()
     for operand, axis in zip(equation.invars, axes, strict=False):
         if axis is not None:
-            _want(wanted, operand, cut.at(axis), name)
+            _want(cuts, operand, cut.at(axis), name)
 
 
-def _want(wanted: WantedCuts, atom: Any, cut: ShardedLayout, name: str) -> None:
+def _want(cuts: WantedCuts, atom: Any, cut: ShardedLayout, name: str) -> None:
     if not isinstance(atom, Literal):
-        wanted.setdefault(atom, (cut, name))
+        cuts.setdefault(atom, (cut, name))

@@ -249,9 +249,9 @@ def _array(features: Any, name: str, field: Field, where: str) -> Array:
             array = np.array(feature.float_list.value, np.float32)
         case _:
             array = np.array(feature.int64_list.value, np.int64)
-    wanted = int(np.prod(field.shape, dtype=np.int64))
-    if array.size != wanted:
+    count = int(np.prod(field.shape, dtype=np.int64))
+    if array.size != count:
         raise SourceError(
-            f"feature '{name}' of {where} has {array.size} values; {field} has {wanted}"
+            f"feature '{name}' of {where} has {array.size} values; {field} has {count}"
         )
     return array.astype(field.dtype).reshape(field.shape)

@@ -52,8 +52,8 @@ def open_source(spec: Mapping[str, Any], allowed: Sequence[str]) -> Reader:
             return RecordReader(files, [open_file(file) for file in files], features)
         case "grain":
             path = str(spec["function"])
-            made = _call(path, spec["arguments"], allowed)
-            return IndexedReader(made, path, wide)
+            reader = _call(path, spec["arguments"], allowed)
+            return IndexedReader(reader, path, wide)
         case kind:
             raise SourceError(f"'{kind}' is no kind of data source that this task has")
 
@@ -153,11 +153,11 @@ class ParquetReader:
         if len(lengths) > 1:
             raise SourceError(f"{where} has lists of different lengths; pad them")
         array = as_jax_type(array, where, self._wide)
-        known = self.fields.get(name)
-        if known is not None and array.shape[1:] != known.shape:
+        field = self.fields.get(name)
+        if field is not None and array.shape[1:] != field.shape:
             raise SourceError(
                 f"{where} has examples of shape {array.shape[1:]}; the first one has "
-                f"{known.shape}"
+                f"{field.shape}"
             )
         return array
 

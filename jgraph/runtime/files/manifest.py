@@ -155,7 +155,7 @@ class Manifest:
         return cls(leaves=leaves, **body)
 
     def compare(
-        self, wanted: Iterable[str], found: Mapping[str, Leaf], where: Path
+        self, names: Iterable[str], found: Mapping[str, Leaf], where: Path
     ) -> None:
         """Compares what was found of some leaves with what was written.
 
@@ -164,7 +164,7 @@ class Manifest:
         """
         wrong = sorted(
             name
-            for name in {*wanted, *found}
+            for name in {*names, *found}
             if self.leaves.get(name) != found.get(name)
         )
         if wrong:

@@ -85,8 +85,8 @@ def make_array(directory: Path, whole: Slice) -> None:
       directory: of the checkpoint.
       whole: all rows of the array.
     """
-    made = directory / whole.array
-    made.mkdir()
+    path = directory / whole.array
+    path.mkdir()
     shape, blocks = whole.type.shape, whole.blocks
     dtype = stored_dtype(whole.type.np_dtype)
     about = {
@@ -100,9 +100,9 @@ def make_array(directory: Path, whole: Slice) -> None:
         "order": "C",
         "dimension_separator": ".",
     }
-    (made / ".zarray").write_text(json.dumps(about), encoding="utf-8")
+    (path / ".zarray").write_text(json.dumps(about), encoding="utf-8")
     for block in range(len(blocks)):
-        with open(made / whole.file(block), "xb") as file:
+        with open(path / whole.file(block), "xb") as file:
             file.truncate(blocks.file_nbytes)
 
 

@@ -152,9 +152,9 @@ class WriterLease:
         """Lets another process write; does nothing when not held."""
         self._released.set()
         with self._lock:
-            held, self._own = self._own, None
-            if held is not None and newest(self._directory) == held:
-                self._write(replace(held, released=True))
+            own, self._own = self._own, None
+            if own is not None and newest(self._directory) == own:
+                self._write(replace(own, released=True))
                 failpoint("lease.released")
 
     def _renew_on(self) -> None:

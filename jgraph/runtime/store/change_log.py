@@ -153,9 +153,9 @@ class Recorder:
     def take(self) -> list[Record]:
         """Returns the records made since the last call."""
         with self._lock:
-            taken = list(self._records)
+            records = list(self._records)
             self._records.clear()
-        return taken
+        return records
 
     def when_kept(self, step: StepKey, callback: OnKept) -> None:
         """Calls back when all that a step changed is kept, or never will be.
@@ -227,8 +227,8 @@ class Recording:
         return work if node not in (self.due or ()) else self.recorder.holding(work)
 
     def note(
-        self, step: StepKey, node: int, taken: Sequence[np.ndarray[Any, Any]]
+        self, step: StepKey, node: int, inputs: Sequence[np.ndarray[Any, Any]]
     ) -> None:
         """Takes what a node of a step took."""
         what = NodeRan(self.program, node)
-        self.recorder.put(what, taken, step, update=bool(self.due))
+        self.recorder.put(what, inputs, step, update=bool(self.due))

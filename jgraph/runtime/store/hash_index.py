@@ -107,16 +107,16 @@ class HashIndex:
         slots = (hash_keys(keys) & np.uint64(mask)).view(np.int64)
         rows = self._slots[slots]
         wrong = (rows < 0) | (self._keys[rows] != keys)
-        left = np.flatnonzero(wrong & (rows != _FREE))
+        rest = np.flatnonzero(wrong & (rows != _FREE))
         rows[wrong] = ABSENT
         step = 0
-        while len(left):
+        while len(rest):
             step += 1
-            slots[left] = at = (slots[left] + step) & mask
+            slots[rest] = at = (slots[rest] + step) & mask
             found = self._slots[at]
-            right = (found >= 0) & (self._keys[found] == keys[left])
-            rows[left[right]] = found[right]
-            left = left[~right & (found != _FREE)]
+            right = (found >= 0) & (self._keys[found] == keys[rest])
+            rows[rest[right]] = found[right]
+            rest = rest[~right & (found != _FREE)]
         return rows, slots
 
     def _new_rows(self, count: int) -> Rows:

@@ -53,7 +53,7 @@ _SMALL_BYTES = 1 << 14
 _same = jax.jit(lambda value: value)
 
 Update: TypeAlias = Callable[..., Sequence[jax.Array]]
-Told: TypeAlias = Callable[[], object]
+RecordChange: TypeAlias = Callable[[], object]
 Arrays: TypeAlias = Sequence[np.ndarray[Any, Any]]
 
 
@@ -102,7 +102,7 @@ class VariableStore:
             return [entry.view() for entry in entries]
 
     def lookup(
-        self, wanted: Sequence[RowsOf], told: Told | None = None
+        self, wanted: Sequence[RowsOf], record: RecordChange | None = None
     ) -> list[np.ndarray[Any, Any]]:
         """Returns copies of rows of variables, all of one moment.
 
@@ -110,7 +110,7 @@ class VariableStore:
 
         Args:
           wanted: rows of variables.
-          told: called before anybody else can look at these variables.
+          record: called before anybody else can look at these variables.
 
         Raises:
           UninitializedError: a variable has no value yet.
@@ -127,8 +127,8 @@ class VariableStore:
                 entry.rows(write=False).lookup(rows.ids, out[:count])
                 out[count:] = 0
                 found.append(out)
-            if told is not None:
-                told()
+            if record is not None:
+                record()
         return found
 
     def write(
@@ -136,7 +136,7 @@ class VariableStore:
         variables: Sequence[StoredVariable],
         values: Sequence[Any],
         owned: Container[int] = (),
-        told: Told | None = None,
+        record: RecordChange | None = None,
         undo: Undo | None = None,
     ) -> None:
         """Replaces whole variables at one moment; creates those that are absent.
@@ -145,7 +145,7 @@ class VariableStore:
           variables: what to write, one per value.
           values: arrays of the variables' types; they are copied.
           owned: positions of values that nobody else has: these are taken as they are.
-          told: called before anybody else can look at these variables.
+          record: called before anybody else can look at these variables.
           undo: is given what puts back the values of those that were there before.
 
         Raises:
@@ -170,8 +170,8 @@ class VariableStore:
             with self._lock:
                 for key, array in pairs:
                     self._entries.setdefault(key, Entry(array))
-                if told is not None:
-                    told()
+                if record is not None:
+                    record()
 
     def update(
         self,
@@ -181,7 +181,7 @@ class VariableStore:
         row_updates: Sequence[RowsOf] = (),
         row_reads: Sequence[RowsOf] = (),
         layouts: Sequence[Sharding] = (),
-        told: Told | None = None,
+        record: RecordChange | None = None,
         undo: Undo | None = None,
     ) -> list[jax.Array]:
         """Runs ``run`` atomically and stores the new ``updates`` and ``row_updates``.
@@ -198,7 +198,7 @@ class VariableStore:
           row_reads: rows that ``run`` only reads.
           layouts: how the arguments of ``run`` lie on several devices, if they do; the
             variables then stay as they lie there.
-          told: called when it is done, before anybody else can look at them.
+          record: called when it is done, before anybody else can look at them.
           undo: is given what puts back the values of before; these are kept for that,
             but for which keys a hash table has.
 
@@ -237,8 +237,8 @@ class VariableStore:
             _put_rows(changed, row_updates, new)
             if changes:
                 failpoint("update.applied")
-            if told is not None:
-                told()
+            if record is not None:
+                record()
         if changes:
             failpoint("update.recorded")
         return results[first + len(changed) :]
@@ -365,8 +365,8 @@ class VariableStore:
         entry = self._entries.get(_key(variable))
         if entry is None:
             return
-        value, wanted = entry.value, variable.type
-        if value.shape != wanted.shape or value.dtype != wanted.np_dtype:
+        value, type_ = entry.value, variable.type
+        if value.shape != type_.shape or value.dtype != type_.np_dtype:
             stored = _type_of(value)
             raise VariableMismatchError(
                 f"variable '{variable.name}' on {self.task} is {stored}, and this "
@@ -413,12 +413,12 @@ def _key(variable: StoredVariable) -> Key:
 def _as_jax(variable: StoredVariable, value: Any, *, owned: bool) -> jax.Array:
     # Asked for each write: entering the context takes longer than a small write.
     if not is_wide(variable.type.dtype):
-        return _taken(value) if owned else jnp.array(value, copy=True)
+        return _on_device(value) if owned else jnp.array(value, copy=True)
     with wide_types():
-        return _taken(value) if owned else jnp.array(value, copy=True)
+        return _on_device(value) if owned else jnp.array(value, copy=True)
 
 
-def _taken(value: Any) -> jax.Array:
+def _on_device(value: Any) -> jax.Array:
     """Returns a value that nobody else has as one of JAX, without a copy if large."""
     # A call of a compiled function takes a small array in a fifth of the time.
     small = isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES

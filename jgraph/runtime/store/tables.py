@@ -105,13 +105,13 @@ class PackedTable:
         _check(ids, len(self.value))
         places, shifts = self._places(ids)
         mask = np.uint8((1 << self._bits) - 1)
-        given = np.ascontiguousarray(rows, self.value.dtype).view(np.uint8) & mask
-        given = given.reshape(-1)
+        values = np.ascontiguousarray(rows, self.value.dtype).view(np.uint8) & mask
+        values = values.reshape(-1)
         # Of one shift each byte is there once.
         for shift in range(0, 8, self._bits):
             here = np.flatnonzero(shifts == shift)
             others = self._memory[places[here]] & np.uint8(~(int(mask) << shift) & 255)
-            self._memory[places[here]] = others | (given[here] << np.uint8(shift))
+            self._memory[places[here]] = others | (values[here] << np.uint8(shift))
 
     def _places(self, ids: Array) -> tuple[Array, Array]:
         """Returns the byte of each element of these rows, and its first bit there."""
@@ -162,8 +162,8 @@ def put_rows(table: Array, ids: Array, rows: Array) -> None:
         return
     # Whole rows as one element each: numpy copies them in two thirds of the time.
     row = np.dtype((np.void, width))
-    given = np.ascontiguousarray(rows, table.dtype)
-    np.put(_as_elements(table, row), ids, _as_elements(given, row))
+    values = np.ascontiguousarray(rows, table.dtype)
+    np.put(_as_elements(table, row), ids, _as_elements(values, row))
 
 
 def _as_elements(table: Array, row: np.dtype[Any]) -> Array:

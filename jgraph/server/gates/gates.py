@@ -190,14 +190,14 @@ class Gates:
         self._arbiters.pop(name, None)
         self._tell_all(name, pb.GateEvent(gate=name, closed=to_status(error)))
 
-    def _contributed(self, name: str, told: Tell) -> None:
+    def _contributed(self, name: str, message: Tell) -> None:
         leader = self._shards[name][0]
         if leader == self._task:
-            event = Contributed(self._task, told.step, told.version, told.slot)
+            event = Contributed(self._task, message.step, message.version, message.slot)
             self._hear(name, event)
             return
         body = pb.Contributed(
-            step=_step_id(told.step), version=told.version, slot=told.slot
+            step=_step_id(message.step), version=message.version, slot=message.slot
         )
         self._post(leader, pb.GateEvent(gate=name, contributed=body))
 

@@ -138,14 +138,14 @@ class Follower:
         src: TaskName,
         task: TaskName,
         shell: TaskHost,
-        told: OnApplied,
+        report: OnApplied,
     ) -> None:
         self.src = src
         self._container = container
         self._copier = copier
         self._task = task
         self._shell = shell
-        self._report = told
+        self._report = report
         self._came: deque[Frame] = deque()
         self._work: asyncio.Task[None] | None = None
         self._error: JGError | None = None

@@ -121,7 +121,7 @@ class ChangeStreams:
     async def _all_kept(self, recorder: Recorder) -> None:
         done: asyncio.Future[None] = self._loop.create_future()
 
-        def kept(error: JGError | None) -> None:
+        def answer(error: JGError | None) -> None:
             if done.done():
                 return
             if error is None:
@@ -129,7 +129,7 @@ class ChangeStreams:
             else:
                 done.set_exception(error)
 
-        recorder.when_kept(_BASE, kept)
+        recorder.when_kept(_BASE, answer)
         await done
 
     def _wake(self, stream: str) -> None:
@@ -140,15 +140,15 @@ class ChangeStreams:
             for record in source.recorder.take():
                 self._transport.post(source.backup, record_to(stream, record))
 
-    def commit(self, told: pb.RecordsKept) -> None:
+    def commit(self, message: pb.RecordsKept) -> None:
         """Learns what a backup keeps, or why it keeps nothing more."""
-        source = self._sources.get(told.stream)
+        source = self._sources.get(message.stream)
         if source is None:
             return
-        if told.HasField("status"):
-            source.recorder.fail(from_status(told.status))
+        if message.HasField("status"):
+            source.recorder.fail(from_status(message.status))
         else:
-            source.recorder.commit(told.number)
+            source.recorder.commit(message.number)
 
     # ------------------------------------------------------------ of others
 
@@ -165,14 +165,14 @@ class ChangeStreams:
             yield frame(empty=pb.Empty())
             return
 
-        def told(number: int, error: JGError | None) -> None:
-            kept = pb.RecordsKept(stream=stream, number=number)
+        def report(number: int, error: JGError | None) -> None:
+            message = pb.RecordsKept(stream=stream, number=number)
             if error is not None:
-                kept.status.CopyFrom(to_status(error))
-            self._transport.post(src, frame(records_kept=kept))
+                message.status.CopyFrom(to_status(error))
+            self._transport.post(src, frame(records_kept=message))
 
         copier = ChangeApplier(stream, loaded, self._runtime.store)
-        self._copies[stream] = Follower(copier, stream, src, *here, told)
+        self._copies[stream] = Follower(copier, stream, src, *here, report)
         yield frame(empty=pb.Empty())
 
     def _replay(self, stream: str, copier: ChangeApplier) -> None:
@@ -188,8 +188,8 @@ class ChangeStreams:
             copy.received(record)
             return
         error = to_status(self._no_copy(stream))
-        kept = pb.RecordsKept(stream=stream, status=error)
-        self._transport.post(src, frame(records_kept=kept))
+        message = pb.RecordsKept(stream=stream, status=error)
+        self._transport.post(src, frame(records_kept=message))
 
     async def _end(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
@@ -237,10 +237,10 @@ class ChangeStreams:
 
     def drop(self, streams: Collection[str]) -> None:
         """Ends these streams (none named: all), and removes their logs."""
-        over = CopyLostError(f"{self._runtime.task} records nothing any more")
+        error = CopyLostError(f"{self._runtime.task} records nothing any more")
         for stream in [s for s in self._sources if not streams or s in streams]:
             source = self._sources.pop(stream)
-            source.recorder.fail(over)
+            source.recorder.fail(error)
             if source.log is not None:
                 source.log.end(remove=True)
         for stream in [s for s in self._copies if not streams or s in streams]:

@@ -174,9 +174,9 @@ def _files(directory: Path, stream: str) -> list[Path]:
 
 
 def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    left = memoryview(data).cast("B")
-    while left:
-        left = left[file.write(left) :]
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _sync_directory(directory: Path) -> None:

@@ -179,16 +179,16 @@ class StepDriver:
         trace: bool = False,
     ) -> tuple[Fetches, list[PartTimes]]:
         """Runs one step to its end; returns its fetches, and its times if traced."""
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         fetches: Fetches = []
 
         def on_over(error: JGError | None) -> None:
-            if over.done():
+            if end.done():
                 return
             if error is None:
-                over.set_result(None)
+                end.set_result(None)
             else:
-                over.set_exception(error)
+                end.set_exception(error)
 
         driven = self.start(
             handle,
@@ -199,7 +199,7 @@ class StepDriver:
             trace=trace,
         )
         try:
-            await over
+            await end
         except asyncio.CancelledError:
             self.cancel(driven)
             raise
@@ -288,10 +288,10 @@ class StepDriver:
 
 def waits_of(runtime: TaskRuntime, driver: StepDriver) -> Iterator[pb.StepWait]:
     """Yields what the oldest steps of each program wait for on a task."""
-    told = Counter[str]()
+    counts = Counter[str]()
     for step in dict.fromkeys([*runtime.steps, *driver.steps]):
-        told[step[0]] += 1
-        if told[step[0]] <= STEPS_TOLD:
+        counts[step[0]] += 1
+        if counts[step[0]] <= STEPS_TOLD:
             yield _wait(runtime, driver, step)
 
 

@@ -44,7 +44,7 @@ class StepParts:
         self._gates.step_started(driver, order.handle)
         step = order.handle, order.step_id
 
-        def over(outcome: Outcome, times: StepTimes) -> None:
+        def end(outcome: Outcome, times: StepTimes) -> None:
             _, timer = self._drivers.pop(step)
             timer.cancel()
             self._report(driver, step, outcome, times)
@@ -62,10 +62,10 @@ class StepParts:
         self._drivers[step] = driver, timer
         try:
             self._runtime.start_step(
-                step, over, ordered=order.ordered, trace=order.trace
+                step, end, ordered=order.ordered, trace=order.trace
             )
         except JGError as error:
-            over(error, StepTimes())
+            end(error, StepTimes())
         failpoint("step.begun")
 
     def _report(

@@ -86,7 +86,7 @@ def test_memory_is_counted_until_the_last_use() -> None:
         Job(A, 1.0, takes=(1,), nbytes=5),
         nbytes={0: 60, 1: 5},
     )
-    assert timing.held[A] == 100
+    assert timing.peaks[A] == 100
 
 
 def test_a_value_waits_in_memory_while_others_run() -> None:
@@ -96,7 +96,7 @@ def test_a_value_waits_in_memory_while_others_run() -> None:
         Job(A, 1.0, takes=(0, 1), nbytes=15),
         nbytes={0: 10, 1: 5},
     )
-    assert timing.held[A] == 60
+    assert timing.peaks[A] == 60
 
 
 def test_jobs_that_wait_for_each_other_are_a_fault() -> None:

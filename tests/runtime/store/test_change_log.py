@@ -35,7 +35,7 @@ def test_records_of_one_variable_are_in_the_order_of_its_versions() -> None:
         for n in range(first, first + 50):
             by = np.array(n, np.float32)
             told = partial(recorder.put, NodeRan(0, 0), [by], STEP)
-            store.update([w], [], partial(update, by=by), told=told)
+            store.update([w], [], partial(update, by=by), record=told)
 
     threads = [threading.Thread(target=work, args=(100 * n,)) for n in range(4)]
     for thread in threads:
@@ -185,9 +185,9 @@ def test_newest_update_is_undone_bit_by_bit_also_if_it_is_made_in_part() -> None
             if node == 1:
                 rows = RowsOf(t, np.array([2, 7], np.int32), ids)
                 run = jax.jit(lambda w, r: [w * 3, r + 1], donate_argnums=0)
-                store.update([w], [], run, [rows], told=told, undo=recorder.undo)
+                store.update([w], [], run, [rows], record=told, undo=recorder.undo)
             else:
-                store.write([b], [np.zeros(2)], told=told, undo=recorder.undo)
+                store.write([b], [np.zeros(2)], record=told, undo=recorder.undo)
 
     def values() -> list[Any]:
         return [np.array(value) for value in store.read([w, b, t])]

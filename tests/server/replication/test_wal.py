@@ -234,7 +234,7 @@ def test_log_begins_anew_when_it_has_grown(
     for n in range(200):
         value = np.full(8, n, np.float32)
         told = partial(thread.recorder.put, "w", [value], ("step", n))
-        store.write([w], [value], told=told)
+        store.write([w], [value], record=told)
         if n in {99, 199}:  # it has grown with the first
             wait_for(("step", n))
     thread.end(remove=False)
