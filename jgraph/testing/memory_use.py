@@ -39,15 +39,15 @@ class _Part:
 
     partition: Partition
     peak: int = 0
-    held: int = 0
+    nbytes: int = 0
     running: int | None = None
-    left: list[int] = field(default_factory=list)
+    remaining: list[int] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
     uses: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.left = list(range(len(self.partition.nodes)))
+        self.remaining = list(range(len(self.partition.nodes)))
         self.uses = Counter(
             v for node in self.partition.nodes for v in set(inputs_of(node))
         )
@@ -57,7 +57,7 @@ class _Part:
         ran = False
         while (index := self._ready(sent)) is not None:
             ran = True
-            self.left.remove(index)
+            self.remaining.remove(index)
             node = self.partition.nodes[index]
             if isinstance(node, SegmentNode):
                 self.running = index
@@ -74,7 +74,7 @@ class _Part:
             self.running = None
 
     def _ready(self, sent: set[str]) -> int | None:
-        for index in self.left:
+        for index in self.remaining:
             node = self.partition.nodes[index]
             here = self.known.issuperset(inputs_of(node))
             came = not isinstance(node, RecvNode) or node.key in sent
@@ -85,12 +85,12 @@ class _Part:
     def _make(self, node: Node) -> None:
         sizes = [self.partition.values[v].nbytes for v in outputs_of(node)]
         used = [bool(self.uses[v]) for v in outputs_of(node)]
-        self.held += sum(s for s, u in zip(sizes, used, strict=True) if u)
+        self.nbytes += sum(s for s, u in zip(sizes, used, strict=True) if u)
         reused = 0
         if isinstance(node, SegmentNode):
-            taken = [node.inputs[place] for place in node.donate]
-            reused = sum(self.partition.values[v].nbytes for v in taken)
-        self.peak = max(self.peak, self.held - reused)
+            donated = [node.inputs[place] for place in node.donate]
+            reused = sum(self.partition.values[v].nbytes for v in donated)
+        self.peak = max(self.peak, self.nbytes - reused)
 
     def _end(self, index: int, sent: set[str]) -> None:
         node = self.partition.nodes[index]
@@ -101,4 +101,4 @@ class _Part:
         for value in set(inputs_of(node)):
             self.uses[value] -= 1
             if not self.uses[value]:
-                self.held -= self.partition.values[value].nbytes
+                self.nbytes -= self.partition.values[value].nbytes

@@ -137,7 +137,7 @@ class Trainer:
         tx, wrt = unwrapped(tx, wrt)
         check_arguments(model, loss, tx, cluster, seed, sparse, wrt)
         functions, observed = split_metrics(metrics)
-        self._given = TrainerConfig(
+        self._config = TrainerConfig(
             model=model,
             loss=loss,
             tx=tx,
@@ -153,7 +153,7 @@ class Trainer:
             clock=SystemClock(),
         )
         self._busy = threading.Lock()
-        self._parts = TrainerBuild(self._given, self._busy.locked)
+        self._parts = TrainerBuild(self._config, self._busy.locked)
         self._state = TrainingState(self._parts)
         self._is_detached = False
         self.run: Run | None = None
@@ -229,8 +229,8 @@ class Trainer:
         check_wait(wait_s)
         called = as_callbacks(callbacks)
         data = data if y is None else (data, y)
-        given, evaluate = self._given, self._state.evaluated
-        wanted = FitRequest(
+        config, evaluate = self._config, self._state.evaluated
+        request = FitRequest(
             *(data, steps, batch_size, eval_data, eval_every, evaluate, detached),
             checkpoint=checkpoint,
             epochs=epochs,
@@ -244,18 +244,18 @@ class Trainer:
             )
         with hide_wait(), ExitStack() as stack:
             stack.callback(self._busy.release)
-            display = stack.enter_context(display_of(given.cluster, show=progress))
+            display = stack.enter_context(display_of(config.cluster, show=progress))
             display.say("tracing and placing")
-            attempts = Attempts(self._parts, given, wanted)
+            attempts = Attempts(self._parts, config, request)
             attempt = attempts.first()
             history = History(attempt.first)
-            saving = make_saving(wanted, attempt, given.cluster)
-            recover = make_recover(given, wanted, saving, history, attempts)
+            saving = make_saving(request, attempt, config.cluster)
+            recover = make_recover(config, request, saving, history, attempts)
             at_end = stack.pop_all()
         self._is_detached = detached
         if detached:
             self._parts.holdings.let_go()
-        self.run = run = Run(self._state, history, wanted.stop)
+        self.run = run = Run(self._state, history, request.stop)
         Fit(
             attempt=attempt,
             run=run,
@@ -264,9 +264,9 @@ class Trainer:
             recover=recover,
             callbacks=called,
             display=display,
-            workers=replica_names(given.cluster, given.strategy) if progress else (),
-            cluster=given.cluster,
-            clock=given.clock,
+            workers=replica_names(config.cluster, config.strategy) if progress else (),
+            cluster=config.cluster,
+            clock=config.clock,
         ).start(at_end.close)
         return wait_or_stop(run, display) if block else run
 
@@ -285,9 +285,9 @@ class Trainer:
         """
         if data is not None:
             with show_wait("tracing and placing"):
-                given, known = self._given, self._parts.trained_on
+                config, known = self._config, self._parts.trained_on
                 dataset = as_source_or_dataset(
-                    data, given.cluster, batch_size=batch_size, known=known
+                    data, config.cluster, batch_size=batch_size, known=known
                 )
                 self._parts.prepare(dataset, dataset.batch_size(batch_size))
         if not self._parts.are_made:
@@ -295,7 +295,7 @@ class Trainer:
                 "the plan depends on the shapes of a batch; give the data: "
                 "trainer.plan(data, batch_size=128)"
             )
-        return self._made()[1].plan()
+        return self._build()[1].plan()
 
     @short_traceback
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
@@ -327,7 +327,7 @@ class Trainer:
           DataError: the model does not take such inputs; tells theirs and those known.
         """
         data = as_dataset(x, "x")
-        step, runner, evaluator = self._made(data)
+        step, runner, evaluator = self._build(data)
         with show_wait("predicting"):
             tree = step.unflatten(runner.state.values(model_only=True))
             return evaluator.predict(tree, data, batch_size, fn, self._parts.trained_on)
@@ -367,11 +367,11 @@ class Trainer:
             if self._parts.restarted() and not self._busy.locked():
                 self._parts.renew(partial(self._fill, path=path, check_first=False))
             else:
-                self._fill(self._made(), path)
+                self._fill(self._build(), path)
         return self
 
-    def _fill(self, made: Built, path: Path, *, check_first: bool = True) -> None:
-        self.imported = fill_from(made, path, check_first=check_first)
+    def _fill(self, build: Built, path: Path, *, check_first: bool = True) -> None:
+        self.imported = fill_from(build, path, check_first=check_first)
 
     @short_traceback
     def attach(self, name: str | None = None) -> Run:
@@ -380,7 +380,7 @@ class Trainer:
         Raises:
           ConfigError: no such run, or this Trainer has trained already.
         """
-        self.run = attach(self._state, self._given, self._parts, name)
+        self.run = attach(self._state, self._config, self._parts, name)
         return self.run
 
     def close(self) -> None:
@@ -426,22 +426,24 @@ class Trainer:
         return [name for name in super().__dir__() if name not in hidden]
 
     def __repr__(self) -> str:
-        model = _name(self._given.model)
-        return f"Trainer({model}, strategy={self._given.strategy!r})"
+        model = _name(self._config.model)
+        return f"Trainer({model}, strategy={self._config.strategy!r})"
 
     def _repr_html_(self) -> str:
-        given = self._given
-        told: dict[str, object] = {
-            "model": _name(given.model),
-            "loss": _name(given.loss),
-            "strategy": repr(given.strategy),
-            "cluster": "this process" if given.cluster is None else repr(given.cluster),
-            "metrics": ", ".join(given.metrics) or "those of the loss",
+        config = self._config
+        facts: dict[str, object] = {
+            "model": _name(config.model),
+            "loss": _name(config.loss),
+            "strategy": repr(config.strategy),
+            "cluster": "this process"
+            if config.cluster is None
+            else repr(config.cluster),
+            "metrics": ", ".join(config.metrics) or "those of the loss",
             "training now": "yes" if self._busy.locked() else "no",
         }
-        return markup.facts("Trainer", told)
+        return markup.facts("Trainer", facts)
 
-    def _made(self, data: Dataset | None = None) -> Built:
+    def _build(self, data: Dataset | None = None) -> Built:
         return self._parts.made(data)
 
 

@@ -55,12 +55,12 @@ def layout(view: View) -> Layout:
     """Returns where the boxes and edges of a view lie."""
     rows = _rows(view.boxes, view.edges)
     columns = _columns(view.boxes, view.edges, rows)
-    regions, left = [], PAD
+    regions, x = [], PAD
     for lane in sorted(view.lanes, key=_natural):
         count = 1 + max(columns[b.key] for b in view.boxes if b.lane == lane)
         width = count * (WIDTH + GAP_X) + GAP_X
-        regions.append(Region(lane, left, width))
-        left += width + PAD
+        regions.append(Region(lane, x, width))
+        x += width + PAD
     start = {region.lane: region.x + GAP_X for region in regions}
     places = {
         box.key: (
@@ -71,7 +71,7 @@ def layout(view: View) -> Layout:
     }
     bottom = TOP + HEAD + (max(rows.values(), default=0) + 1) * (HEIGHT + GAP_Y)
     routes = _routes(view.edges, places)
-    return Layout(max(left, 360), bottom + PAD, tuple(regions), places, routes)
+    return Layout(max(x, 360), bottom + PAD, tuple(regions), places, routes)
 
 
 def _natural(lane: str) -> list[tuple[int, str]]:

@@ -90,7 +90,7 @@ def ends_at_the_bad_step(
     saves = jg.Checkpoints(str(directory), every=100_000)
     with pytest.raises(error):
         there.fit(bad, steps=3000, checkpoint=saves, **options)
-    run, strategy = there.run, there._given.strategy
+    run, strategy = there.run, there._config.strategy
     assert isinstance(run, Run)
     assert run.state == "failed"
     state = dict(zip(there.names, there.current_values(), strict=True))

@@ -132,7 +132,7 @@ def test_the_table_says_what_went_where_and_what_is_missing(
 ) -> None:
     trainer = of_nnx().restore(saved / "nnx_model")
     assert trainer.imported is not None
-    assert trainer.imported.taken["params/layers/0/kernel"] == "layers/0/kernel"
+    assert trainer.imported.sources["params/layers/0/kernel"] == "layers/0/kernel"
     text = str(trainer.imported)
     assert "state/norm/mean" in text
     assert "opt/1/0/mu/head/kernel" in text

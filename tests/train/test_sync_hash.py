@@ -180,7 +180,7 @@ def test_rows_for_which_there_was_no_room_are_not_updated_and_counted() -> None:
 def test_late_rows_of_a_slow_worker_are_dropped(cluster: Cluster) -> None:
     there = trainer(cluster, optax.adagrad(0.1), backup_workers=1)
     fit(there, 1)
-    runner = there._made()[1]
+    runner = there._build()[1]
     assert isinstance(runner, SyncRunner)
     runner.compute_wait_s = {1: 0.05}
     run = fit(there, 30)

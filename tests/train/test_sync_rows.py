@@ -178,7 +178,7 @@ def test_bad_ids_end_the_run_and_change_nothing(
 def test_late_rows_of_a_slow_worker_are_dropped(cluster: Cluster) -> None:
     there = trainer(cluster, optax.adagrad(0.1), "auto", backup_workers=1)
     fit(there, 1)
-    runner = there._made()[1]
+    runner = there._build()[1]
     assert isinstance(runner, SyncRunner)
     runner.compute_wait_s = {1: 0.05}
     run = fit(there, 30)

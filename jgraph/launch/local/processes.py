@@ -187,7 +187,7 @@ class TaskProcesses:
       restarts: how often a task that died is started again within a minute.
       frozen_s: a task that is started again is killed when it is frozen for so long,
         and ends when a computation goes on for so long after its step.
-      told: called after one was, in another thread.
+      on_start: called after one was, in another thread.
       clock: dates their ends.
 
     Raises:

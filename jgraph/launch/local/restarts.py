@@ -64,7 +64,7 @@ class Restarter:
       limit: how often a task is started again within a minute.
       start_s: a process that takes longer to start is killed.
       clock: dates the ends.
-      told: called after a process was started again, in a thread of its own.
+      on_start: called after a process was started again, in a thread of its own.
 
     Attributes:
       events: what it did.

@@ -127,7 +127,7 @@ class Follower:
       src: whose records.
       task: who has the copy.
       shell: runs what is long.
-      told: called with the number of the last record that is here, or with why no
+      report: called with the number of the last record that is here, or with why no
         more will be.
     """
 

@@ -130,9 +130,9 @@ def _shards_of(
     arrays: Mapping[str, Any], slices: Mapping[str, Slice]
 ) -> tuple[dict[Shard, str], Any]:
     """Returns the shards of arrays that tasks have, by array; and their cluster."""
-    kept = {n: a for n, a in arrays.items() if isinstance(a, RemoteArray)}
-    cluster = next((array.cluster for array in kept.values()), None)
-    return {s: n for n, a in kept.items() for s in a.shards(slices[n])}, cluster
+    remote = {n: a for n, a in arrays.items() if isinstance(a, RemoteArray)}
+    cluster = next((array.cluster for array in remote.values()), None)
+    return {s: n for n, a in remote.items() for s in a.shards(slices[n])}, cluster
 
 
 def _tell_of(directory: Path, shards: list[Shard]) -> None:

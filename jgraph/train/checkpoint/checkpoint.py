@@ -131,20 +131,20 @@ def restore(
 
 
 def _read(
-    target: Path, manifest: Manifest, wanted: Mapping[str, Any], *, check_first: bool
+    target: Path, manifest: Manifest, leaves: Mapping[str, Any], *, check_first: bool
 ) -> dict[str, Any]:
     """Returns the arrays that come here; those of tasks are there then."""
     from jgraph.train.checkpoint.commit import reading
 
-    kept = {n: a for n, a in wanted.items() if isinstance(a, RemoteArray)}
+    remote = {n: a for n, a in leaves.items() if isinstance(a, RemoteArray)}
     with reading(target):
-        loaded = load_arrays(target, manifest.leaves, kept, check_only=check_first)
+        loaded = load_arrays(target, manifest.leaves, remote, check_only=check_first)
         manifest.compare(loaded, loaded, target)
-        left = {n: manifest.leaves[n] for n in wanted if n not in loaded}
-        arrays, described = read_arrays(target, left)
-        manifest.compare(left, described, target)
+        stored = {n: manifest.leaves[n] for n in leaves if n not in loaded}
+        arrays, described = read_arrays(target, stored)
+        manifest.compare(stored, described, target)
         if check_first:
-            loaded = load_arrays(target, manifest.leaves, kept)
+            loaded = load_arrays(target, manifest.leaves, remote)
             manifest.compare(loaded, loaded, target)
     return arrays
 
@@ -305,11 +305,11 @@ def _is_key(leaf: Any) -> bool:
 
 def _check(
     stored: Mapping[str, Leaf],
-    wanted: Mapping[str, Any],
+    leaves: Mapping[str, Any],
     where: str,
 ) -> None:
-    missing = sorted(wanted.keys() - stored.keys())
-    extra = sorted(stored.keys() - wanted.keys())
+    missing = sorted(leaves.keys() - stored.keys())
+    extra = sorted(stored.keys() - leaves.keys())
     if missing or extra:
         what = f"has no '{missing[0]}'" if missing else f"has '{extra[0]}' besides"
         raise CheckpointError(
@@ -319,12 +319,12 @@ def _check(
             missing=missing,
             extra=extra,
         )
-    wrong = [n for n in sorted(wanted) if _type(stored[n]) != _type(wanted[n])]
+    wrong = [n for n in sorted(leaves) if _type(stored[n]) != _type(leaves[n])]
     if wrong:
         name = wrong[0]
         raise CheckpointError(
             f"the checkpoint at {where} has {name} {_describe(stored[name])}, the "
-            f"model wants {_describe(wanted[name])}; {len(wrong)} of {len(wanted)} "
+            f"model wants {_describe(leaves[name])}; {len(wrong)} of {len(leaves)} "
             "leaves differ",
             leaves=wrong,
         )

@@ -331,8 +331,8 @@ def newest_good(
     """
     damaged: list[int] = []
     _tell_of_newer(directory)
-    while left := [step for step in our_steps(directory) if step not in damaged]:
-        step = left[-1]
+    while steps := [step for step in our_steps(directory) if step not in damaged]:
+        step = steps[-1]
         path = directory / str(step)
         try:
             return step, read(path)

@@ -41,18 +41,18 @@ class Imported:
 
     Attributes:
       path: of the checkpoint.
-      taken: variable of the Trainer -> name in the checkpoint.
+      sources: variable of the Trainer -> name in the checkpoint.
       missing: variables that the checkpoint does not have; they stay as they were.
       unused: names in the checkpoint that are of no variable.
     """
 
     path: Path
-    taken: Mapping[str, str]
+    sources: Mapping[str, str]
     missing: Sequence[str]
     unused: Sequence[str]
 
     def __str__(self) -> str:
-        rows = [(name, f"<- {of}") for name, of in self.taken.items()]
+        rows = [(name, f"<- {of}") for name, of in self.sources.items()]
         rows += [(name, "is not there, stays as it was") for name in self.missing]
         rows += [("(nothing)", f"<- {of}") for of in self.unused]
         width = max((len(name) for name, _ in rows), default=0)
@@ -101,7 +101,7 @@ def read(path: Path) -> Stored:
 
 
 def match(
-    path: Path, stored: Stored, wanted: Mapping[str, Any]
+    path: Path, stored: Stored, leaves: Mapping[str, Any]
 ) -> tuple[dict[str, np.ndarray[Any, Any]], Imported]:
     """Returns the arrays of a checkpoint by the variables that they belong to.
 
@@ -111,12 +111,12 @@ def match(
     Args:
       path: of the checkpoint.
       stored: what it has.
-      wanted: what is to be filled: arrays, or their types, by name.
+      leaves: what is to be filled: arrays, or their types, by name.
 
     Raises:
       CheckpointError: parameters are missing, or have another shape or dtype.
     """
-    paths = {name: tuple(name.split("/")) for name in wanted}
+    paths = {name: tuple(name.split("/")) for name in leaves}
     optimizer = {names for names in stored if _OPTIMIZER in names}
     model = stored.keys() - optimizer
     found: dict[str, Names] = {}
@@ -126,17 +126,17 @@ def match(
         if part == "params" and len(of) < len(mine):
             raise _lacks(path, stored, sorted(mine.keys() - of.keys()))
         found |= of if len(of) == len(mine) else {}
-    values = {n: _counted(stored[names], wanted[n]) for n, names in found.items()}
-    _check_types(path, values, wanted)
-    taken = {name: "/".join(names) for name, names in found.items()}
+    values = {n: _counted(stored[names], leaves[n]) for n, names in found.items()}
+    _check_types(path, values, leaves)
+    sources = {name: "/".join(names) for name, names in found.items()}
     if (step := _step_of(path, stored)) is not None:
-        values["global_step"] = np.asarray(step[0], wanted["global_step"].dtype)
-        taken["global_step"] = step[1]
-    used = set(taken.values())
+        values["global_step"] = np.asarray(step[0], leaves["global_step"].dtype)
+        sources["global_step"] = step[1]
+    used = set(sources.values())
     return values, Imported(
         path,
-        taken,
-        sorted(wanted.keys() - taken.keys()),
+        sources,
+        sorted(leaves.keys() - sources.keys()),
         sorted(name for names in stored if (name := "/".join(names)) not in used),
     )
 
@@ -208,17 +208,17 @@ def _flat(tree: Tree) -> Stored:
 
 
 def _under_one_name(
-    wanted: Mapping[str, Names], among: Collection[Names]
+    leaves: Mapping[str, Names], among: Collection[Names]
 ) -> dict[str, Names]:
     """Returns what is found below that name under which most of it is."""
     above: Counter[Names] = Counter()
-    ends = set(wanted.values())
+    ends = set(leaves.values())
     for names in among:
         above.update(names[:i] for i in range(len(names) + 1) if names[i:] in ends)
     if not above:
         return {}
     best = max(above, key=lambda head: (above[head], head[-1:] in _USUAL, -len(head)))
-    found = {name: (*best, *names) for name, names in wanted.items()}
+    found = {name: (*best, *names) for name, names in leaves.items()}
     return {name: names for name, names in found.items() if names in among}
 
 
@@ -244,10 +244,10 @@ def _counted(value: Any, want: Any) -> Any:
 
 
 def _check_types(
-    path: Path, values: Mapping[str, Any], wanted: Mapping[str, Any]
+    path: Path, values: Mapping[str, Any], leaves: Mapping[str, Any]
 ) -> None:
     for name, value in values.items():
-        want = wanted[name]
+        want = leaves[name]
         if value.shape != tuple(want.shape) or value.dtype != want.dtype:
             raise CheckpointError(
                 f"{path} has {name} as {value.dtype}{list(value.shape)}, the model "

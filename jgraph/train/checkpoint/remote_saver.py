@@ -43,7 +43,7 @@ class RemoteSaver:
     """Stands where ``Saver`` does in a run whose master saves.
 
     Args:
-      given: where and how often.
+      options: where and how often.
       take: takes a snapshot of the run.
       step: updates applied before the run.
       cluster: where it runs.
@@ -54,9 +54,9 @@ class RemoteSaver:
     """
 
     def __init__(
-        self, given: Checkpoints, take: Take, step: int, cluster: Cluster
+        self, options: Checkpoints, take: Take, step: int, cluster: Cluster
     ) -> None:
-        with Saver(given, take, step) as first:
+        with Saver(options, take, step) as first:
             first.finish()
             self.directory = first.directory
         self._due = step
@@ -98,17 +98,17 @@ class RemoteSaver:
             _LOG.warning("the master has not saved step %d: %s", self._due, why)
 
 
-def check_remote_saving(given: Checkpoints, step: TrainStep) -> None:
+def check_remote_saving(options: Checkpoints, step: TrainStep) -> None:
     """Refuses what a master cannot save.
 
     Raises:
       ConfigError: says why.
     """
     why = ""
-    if given.best is not None:
-        why = f"best={given.best!r:.60} needs a client that evaluates; leave it out"
-    elif not isinstance(given.keep, int):
-        why = f"keep={given.keep!r:.60} is a policy; give the number of steps to keep"
+    if options.best is not None:
+        why = f"best={options.best!r:.60} needs a client that evaluates; leave it out"
+    elif not isinstance(options.keep, int):
+        why = f"keep={options.keep!r:.60} is a policy; give the number of steps to keep"
     elif step.tables:
         why = "the rows of hash tables are sorted by the client; save with run.save(…)"
     elif any(v.spec.sharding and v.spec.sharding.axis for v in step.variables):
@@ -118,7 +118,7 @@ def check_remote_saving(given: Checkpoints, step: TrainStep) -> None:
 
 
 def saves_order(
-    step: TrainStep, session: Session, cluster: Cluster, given: Checkpoints
+    step: TrainStep, session: Session, cluster: Cluster, options: Checkpoints
 ) -> tuple[pb.RunSaves, Program]:
     """Returns what the master is to save; the program for it, which is registered.
 
@@ -126,9 +126,9 @@ def saves_order(
       step: of the run; its variables have values.
       session: registers the program.
       cluster: where it runs.
-      given: where and how often.
+      options: where and how often.
     """
-    directory = absolute(given.directory)
+    directory = absolute(options.directory)
     driver = TaskName(cluster.tasks("ps")[0])
     program, held = session.snapshots.repeatable(step.variables, driver)
     (handle,) = session.register_all([program])
@@ -140,13 +140,13 @@ def saves_order(
         whole = Slice.whole(directory_of(name), value_type(variable.spec.aval))
         for shard in held.shards(variable, whole):
             shards[shard.task].append(shard_to(shard))
-    assert isinstance(given.keep, int)  # checked
+    assert isinstance(options.keep, int)  # checked
     saves = pb.RunSaves(
         directory=str(directory),
         proof=make_proof(directory),
-        every=given.every,
+        every=options.every,
         halt_s=bulk_timeout_s(total_nbytes(step.variables)),
-        keep=given.keep,
+        keep=options.keep,
         snapshot=handle,
         driver=driver,
         container=next(iter(held.copies.values())).spec.container,

@@ -56,7 +56,7 @@ class Saver:
     """Saves when due; used by one thread, the writing is in another.
 
     Args:
-      given: where and how often.
+      options: where and how often.
       take: takes a snapshot of the run.
       step: updates applied before the run.
       in_process: who calls does the steps: a save that is due is taken between two of
@@ -68,9 +68,14 @@ class Saver:
     """
 
     def __init__(
-        self, given: Checkpoints, take: Take, step: int, *, in_process: bool = False
+        self,
+        options: Checkpoints,
+        take: Take,
+        step: int,
+        *,
+        in_process: bool = False,
     ) -> None:
-        self._given = given
+        self._options = options
         self._in_process = in_process
         self._take = take
         self._last = step
@@ -83,12 +88,12 @@ class Saver:
         self._stack = ExitStack()
         with ExitStack() as stack:
             self._writer = stack.enter_context(
-                CheckpointWriter(given.directory, given.keep)
+                CheckpointWriter(options.directory, options.keep)
             )
             self._failed = FailedSaves(self._writer.directory)
             _check_order(self._writer, step)
-            if given.best is not None:
-                self._best = self._writer.best(given.best)
+            if options.best is not None:
+                self._best = self._writer.best(options.best)
             self._thread = stack.enter_context(
                 ThreadPoolExecutor(1, thread_name_prefix="jgraph-checkpoint")
             )
@@ -109,7 +114,7 @@ class Saver:
         """
         if self._under_way is not None and self._under_way.done():
             self._settle(self._under_way)
-        every = self._given.every
+        every = self._options.every
         if self._in_process and step // every != self._last // every:
             self.wait()
             self._begin()
@@ -156,18 +161,18 @@ class Saver:
           CheckpointWriterError: another process has taken over the directory.
           ConfigError: the evaluation has no such metric.
         """
-        given, copy, found = self._given, report.copy, report.evaluated()
-        if given.best is None or copy is None:
+        options, copy, found = self._options, report.copy, report.evaluated()
+        if options.best is None or copy is None:
             return
-        if given.best not in found:
+        if options.best not in found:
             raise ConfigError(
-                f"Checkpoints(best='{given.best}') finds no such metric; the run has "
+                f"Checkpoints(best='{options.best}') finds no such metric; the run has "
                 f"{', '.join(found)}"
             )
-        if given.is_better(found[given.best], self._best):
+        if options.is_better(found[options.best], self._best):
             self.wait()
         # The save before may have been of a better one; or it failed.
-        if given.is_better(found[given.best], self._best):
+        if options.is_better(found[options.best], self._best):
             step = report.evaluation_step
             snapshot = Snapshot(step, copy.tree, copy.position)
             saving = self._thread.submit(self._save, snapshot, None, found)
@@ -242,8 +247,8 @@ class Saver:
             tree = snapshot.tree
             self._writer.save(step, tree, position, before_commit, evaluation)
             self._written = step
-            if evaluation is not None and self._given.best is not None:
-                self._best = evaluation[self._given.best]
+            if evaluation is not None and self._options.best is not None:
+                self._best = evaluation[self._options.best]
                 self._evaluated = step, evaluation
         finally:
             self._took_s = _CLOCK.now() - began

@@ -159,11 +159,11 @@ class Dataset:
         """
         if not isinstance(self.fed, Stream):
             return self.plan(batch_size, 0).batches_per_epoch
-        count = whole_batches(self.fed.given)
+        count = whole_batches(self.fed.iterable)
         if not count:
             raise DataError(
-                f"the data, a {type(self.fed.given).__name__}, does not tell how many "
-                "batches it has, so epochs cannot be counted; give steps=1000"
+                f"the data, a {type(self.fed.iterable).__name__}, does not tell how "
+                "many batches it has, so epochs cannot be counted; give steps=1000"
             )
         return count if self.fed.element.size else max(1, count // batch_size)
 
@@ -315,26 +315,26 @@ def _is_structure(data: Any) -> bool:
     return isinstance(data, Mapping | tuple) or hasattr(data, "shape")
 
 
-def _fed(given: Any, name: str, batch_size: int | None, *, finite: bool) -> Dataset:
+def _fed(data: Any, name: str, batch_size: int | None, *, finite: bool) -> Dataset:
     """Returns data of which only this process can read elements."""
     reader: Indexed | Stream
-    if isinstance(given, str | bytes | Path):
+    if isinstance(data, str | bytes | Path):
         raise DataError(
-            f"{name} is the text {str(given)!r:.60}; files are data as "
+            f"{name} is the text {str(data)!r:.60}; files are data as "
             "jg.Source.npz(path), .parquet(path), .tfrecord(path, features), "
             ".array_record(path, features)"
         )
-    if (first := first_by_number(given)) is not None:
-        examples = not may_be_batches(given)
+    if (first := first_by_number(data)) is not None:
+        examples = not may_be_batches(data)
         like = first_element(
             first[0], name, batch_size, examples=examples, finite=finite
         )
-        reader = Indexed(given, like)
-    elif hasattr(given, "__iter__") or callable(given):
-        reader = Stream(given, name, batch_size, finite=finite)
+        reader = Indexed(data, like)
+    elif hasattr(data, "__iter__") or callable(data):
+        reader = Stream(data, name, batch_size, finite=finite)
     else:
         raise DataError(
-            f"{name} is a {type(given).__name__}; give arrays, (x, y) or "
+            f"{name} is a {type(data).__name__}; give arrays, (x, y) or "
             "{'image': x, 'label': y}; a jg.Source of files; an object with examples "
             "by number (__len__ and __getitem__); or an iterable of batches"
         )

@@ -76,8 +76,8 @@ class Feeding:
           JGError: the worker does not answer.
         """
         shuffle = self._reader.shuffle
-        told = about(self._fields, self._reader.parts, shuffle)
-        order = pb.FeedData(name=self._name, about=told)
+        facts = about(self._fields, self._reader.parts, shuffle)
+        order = pb.FeedData(name=self._name, about=facts)
         address = self._cluster.spec.address(worker)
         self._cluster.call("FeedData", frame(feed_data=order), to=address)
         turn = threading.Event()

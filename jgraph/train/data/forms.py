@@ -159,47 +159,47 @@ def _shown(element: Any) -> str:
     return "None" if element is None else f"a {type(element).__name__}"
 
 
-def length_of(given: Any) -> int | None:
+def length_of(data: Any) -> int | None:
     """Returns how many elements there are, if that is known and they have an end."""
     try:
-        length = len(given)
+        length = len(data)
     except (TypeError, NotImplementedError):
         return None
     return length if 0 <= length < _MOST else None
 
 
-def whole_batches(given: Any) -> int | None:
+def whole_batches(data: Any) -> int | None:
     """Returns how many batches of one size there are, if that is known.
 
     A torch ``DataLoader`` also counts a last one that is smaller, which is left out.
     """
-    length, size = length_of(given), getattr(given, "batch_size", None)
-    examples = length_of(getattr(given, "sampler", None))
+    length, size = length_of(data), getattr(data, "batch_size", None)
+    examples = length_of(getattr(data, "sampler", None))
     if length and isinstance(size, int) and size > 0 and examples:
         return min(length, max(1, examples // size))
     return length
 
 
-def first_by_number(given: Any) -> tuple[Any] | None:
+def first_by_number(data: Any) -> tuple[Any] | None:
     """Returns the first element, boxed, of what gives its elements by number.
 
     One that can be iterated may have numbers for other things. Of one that cannot, what
     its first element raises is its owner's own error, and comes out as it is.
     """
-    if not hasattr(given, "__getitem__") or not length_of(given):
+    if not hasattr(data, "__getitem__") or not length_of(data):
         return None
     try:
-        return (given[0],)
+        return (data[0],)
     except (TypeError, NotImplementedError, KeyError):
-        if not hasattr(given, "__iter__"):
+        if not hasattr(data, "__iter__"):
             raise
         return None
 
 
-def may_be_batches(given: Any) -> bool:
+def may_be_batches(data: Any) -> bool:
     """Whether elements by number may be batches: of lists, of grain, of Keras."""
-    return isinstance(given, list) or any(
-        hasattr(given, name) for name in ("to_iter_dataset", "on_epoch_end")
+    return isinstance(data, list) or any(
+        hasattr(data, name) for name in ("to_iter_dataset", "on_epoch_end")
     )
 
 
@@ -210,7 +210,7 @@ class Indexed:
     A row is an element: an example, or a whole batch, of which one is read at a time.
 
     Args:
-      given: the object.
+      data: the object.
       element: what the elements are.
 
     Example:
@@ -222,11 +222,11 @@ class Indexed:
 
     shuffle: Shuffle = "examples"
 
-    def __init__(self, given: Any, element: Element) -> None:
-        self._given = given
+    def __init__(self, data: Any, element: Element) -> None:
+        self._data = data
         self.element = element
         self.fields: Mapping[str, Field] = element.fields
-        count = length_of(given) or 0
+        count = length_of(data) or 0
         if element.size and count > 1:
             # The last batch may have fewer examples; it is not trained on.
             count -= len(self._arrays(count - 1)[0]) != element.size
@@ -245,16 +245,16 @@ class Indexed:
 
     def once(self, batch_size: int) -> Iterator[list[Array]]:
         """Yields the fields of all batches once, in order; the last may be smaller."""
-        count = length_of(self._given) or 0
+        count = length_of(self._data) or 0
         step = 1 if self.element.size else batch_size
         for first in range(0, count, step):
             each = self._many(range(first, min(first + step, count)))
             yield each[0] if self.element.size else _stacked(each)
 
     def _many(self, rows: Sequence[int]) -> list[list[Array]]:
-        fetch = getattr(self._given, "__getitems__", None)  # of torch and datasets
+        fetch = getattr(self._data, "__getitems__", None)  # of torch and datasets
         with _told(self.element.name):
-            elements = fetch([*rows]) if fetch else (self._given[row] for row in rows)
+            elements = fetch([*rows]) if fetch else (self._data[row] for row in rows)
             pairs = zip(elements, rows, strict=True)
             return [self.element.arrays(element, row) for element, row in pairs]
 
@@ -271,7 +271,7 @@ class Stream:
     is left out if it has fewer examples than the others.
 
     Args:
-      given: the iterable, or a function that returns one.
+      iterable: the iterable, or a function that returns one.
       name: what to call it in messages.
       batch_size: examples of a batch; None: as many as the first element has.
       finite: refuse NaN and infinity.
@@ -292,20 +292,20 @@ class Stream:
 
     def __init__(
         self,
-        given: Any,
+        iterable: Any,
         name: str,
         batch_size: int | None = None,
         *,
         finite: bool = False,
     ) -> None:
-        self.given = given
+        self.iterable = iterable
         self._name = name
         self._pass = self._begin()
         first = self._peek(None)
         if first is None:
             raise DataError(
-                f"{name} is a {type(given).__name__} without an element; give one that "
-                "yields batches, such as (x, y)"
+                f"{name} is a {type(iterable).__name__} without an element; give one "
+                "that yields batches, such as (x, y)"
             )
         self.element = first_element(
             first[0], name, batch_size, examples=False, finite=finite
@@ -313,7 +313,7 @@ class Stream:
         self.fields: Mapping[str, Field] = self.element.fields
         self.size = self.element.size or batch_size or BATCH_SIZE
         self.parts: tuple[Part, ...] = (Part(name, _ROUND),)
-        self.taken = 0
+        self.batches_read = 0
         """Batches that were read."""
         self._batches = self._all(first)
         self._source = threading.Lock()  # held to read from the iterable
@@ -325,7 +325,7 @@ class Stream:
     @property
     def has_end(self) -> bool:
         """Whether it ends, as an iterator does that cannot begin anew."""
-        return not _makes(self.given) and hasattr(self.given, "__next__")
+        return not _makes(self.iterable) and hasattr(self.iterable, "__next__")
 
     @property
     def has_ended(self) -> bool:
@@ -346,7 +346,7 @@ class Stream:
                         lambda: self._ready or self._end or self._filler is None
                     )
                 if self._ready:
-                    self.taken += 1
+                    self.batches_read += 1
                     self._changed.notify_all()
                     return self._ready.popleft()
                 if self._end is not None:
@@ -358,16 +358,16 @@ class Stream:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Reads ahead in a thread of its own meanwhile, a few batches at most."""
-        over = threading.Event()
+        end = threading.Event()
         with self._changed:
-            self._filler = over
+            self._filler = end
         threading.Thread(
-            target=self._fill, args=(over,), name="jgraph-data", daemon=True
+            target=self._fill, args=(end,), name="jgraph-data", daemon=True
         ).start()
         try:
             yield
         finally:
-            over.set()
+            end.set()
             with self._changed:
                 self._filler = None
                 self._changed.notify_all()
@@ -385,13 +385,13 @@ class Stream:
 
     # ------------------------------------------------------------ reading ahead
 
-    def _fill(self, over: threading.Event) -> None:
-        while not over.is_set() and self._end is None:
+    def _fill(self, end: threading.Event) -> None:
+        while not end.is_set() and self._end is None:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: over.is_set() or len(self._ready) < _AHEAD
+                    lambda: end.is_set() or len(self._ready) < _AHEAD
                 )
-            if not over.is_set():
+            if not end.is_set():
                 self._fill_one()
 
     def _fill_one(self) -> None:
@@ -410,7 +410,7 @@ class Stream:
                 if batch is not None:
                     self._ready.append(batch)
                 else:
-                    read = self.taken + len(self._ready)
+                    read = self.batches_read + len(self._ready)
                     many = f"{read} batch{'es' * (read != 1)}"
                     over = EOFError(f"{self._name} ended after {many}")
                     self._end = self._end or end or over
@@ -419,13 +419,13 @@ class Stream:
     # ------------------------------------------------------------ iterating
 
     def _begin(self) -> Iterator[Any]:
-        given = self.given
+        iterable = self.iterable
         with _told(self._name):
-            if _makes(given):
-                given = given()
+            if _makes(iterable):
+                iterable = iterable()
             as_numpy: Callable[[], Any] | None
-            as_numpy = getattr(given, "as_numpy_iterator", None)  # of tf.data
-            return iter(as_numpy() if as_numpy else given)
+            as_numpy = getattr(iterable, "as_numpy_iterator", None)  # of tf.data
+            return iter(as_numpy() if as_numpy else iterable)
 
     def _peek(self, ahead: tuple[Any] | None) -> tuple[Any] | None:
         """Returns the next element of the pass, boxed; None: it is over."""
@@ -489,10 +489,10 @@ class Stream:
             yield element
 
 
-def _makes(given: Any) -> bool:
+def _makes(data: Any) -> bool:
     """Whether a call gives the iterable."""
-    return callable(given) and not (
-        hasattr(given, "__iter__") and not isinstance(given, type)
+    return callable(data) and not (
+        hasattr(data, "__iter__") and not isinstance(data, type)
     )
 
 

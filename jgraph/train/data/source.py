@@ -141,7 +141,11 @@ def as_source_or_dataset(
     """
     if isinstance(data, Source):
         return data.open(cluster)
-    if known is not None and isinstance(known.fed, Stream) and known.fed.given is data:
+    if (
+        known is not None
+        and isinstance(known.fed, Stream)
+        and known.fed.iterable is data
+    ):
         known.batch_size(batch_size)
         return known
     return as_dataset(data, finite=finite, batch_size=batch_size)

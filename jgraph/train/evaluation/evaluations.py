@@ -77,7 +77,7 @@ class Evaluations:
         self._evaluator_task = evaluator_task
         self._under_way: Future[Evaluation] | None = None
         self._again = False
-        self._over: list[Evaluation] = []
+        self._results: list[Evaluation] = []
         self._newest: int | None = None
 
     @property
@@ -115,8 +115,8 @@ class Evaluations:
             self._settle(self._under_way)
             if again and self._evaluator_task is not None:
                 self.begin()
-        over, self._over = self._over, []
-        return over
+        results, self._results = self._results, []
+        return results
 
     def finish(self, step: int) -> list[Evaluation]:
         """Evaluates what came out, if that was not done, and returns what is left.
@@ -165,7 +165,7 @@ class Evaluations:
     def _note(self, evaluation: Evaluation) -> None:
         if evaluation.step == self._newest:
             return  # the same copy again: a fast run was over before it was evaluated
-        self._over.append(evaluation)
+        self._results.append(evaluation)
         self._newest = evaluation.step
 
 

@@ -319,7 +319,7 @@ def make_evaluator_task(
 def make_evaluations(
     evaluator_task: EvaluatorTask | None,
     evaluate: Callable[..., Evaluation],
-    given: Data | Source | None,
+    data: Data | Source | None,
     opened: Dataset | None,
     *,
     whole: bool = False,
@@ -331,14 +331,14 @@ def make_evaluations(
     Args:
       evaluator_task: evaluates beside it.
       evaluate: evaluates here.
-      given: by the user.
+      data: by the user.
       opened: from ``as_evaluated``.
       whole: what is evaluated is kept, so it comes here, and is evaluated here.
     """
-    if given is None or opened is None:
+    if data is None or opened is None:
         return None
     # What only the evaluator has opened is opened here when that is needed.
-    here = partial(evaluate, opened if opened.is_here else given)
+    here = partial(evaluate, opened if opened.is_here else data)
     if whole:
         kept = partial(here, whole=True)
         return Evaluations(kept, halted=lambda go_on: kept(go_on=go_on))

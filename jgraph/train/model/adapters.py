@@ -110,10 +110,10 @@ def _initial(model: nn.Module, seed: int, data: Dataset) -> Tree:
     """
     keys = jax.random.split(jax.random.key(seed))
     example = data.sample()
-    wanted = positional(model.__call__)
+    names = positional(model.__call__)
     named: dict[str, Any] = {}
-    if isinstance(example, Mapping) and set(wanted) <= set(example):
-        named = {name: example[name] for name in wanted}
+    if isinstance(example, Mapping) and set(names) <= set(example):
+        named = {name: example[name] for name in names}
     inputs = () if named else (data.fields[data.first][:1],)
     try:
         return model.init({"params": keys[0], "dropout": keys[1]}, *inputs, **named)

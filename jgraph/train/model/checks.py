@@ -51,15 +51,15 @@ def warn_of_same_draws(graph: Graph) -> None:
         )
 
 
-def _same_draws(jaxpr: Jaxpr, given: Sequence[Any]) -> list[str]:
+def _same_draws(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[str]:
     """Returns where keys are made of draws that follow from constants alone.
 
     Args:
       jaxpr: what draws.
-      given: those of its inputs that are constants.
+      inputs: those of its inputs that are constants.
     """
     found: list[str] = []
-    lines = dict.fromkeys(given, _compat.UNKNOWN_LINE)
+    lines = dict.fromkeys(inputs, _compat.UNKNOWN_LINE)
     for equation in jaxpr.eqns:
         values = [v for v in equation.invars if isinstance(v, Var)]
         is_fixed = not equation.effects and all(v in lines for v in values)

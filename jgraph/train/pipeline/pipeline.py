@@ -83,11 +83,11 @@ class Pipeline:
     ) -> None:
         self._stages = [as_stage(number, stage) for number, stage in enumerate(stages)]
         self._loss = loss
-        given = len(self._stages) if tasks is None else tasks
+        count = len(self._stages) if tasks is None else tasks
         names = (
-            [f"/job:worker/task:{number}" for number in range(given)]
-            if isinstance(given, int)
-            else list(given)
+            [f"/job:worker/task:{number}" for number in range(count)]
+            if isinstance(count, int)
+            else list(count)
         )
         self.schedule: Schedule = schedule_of(
             schedule,

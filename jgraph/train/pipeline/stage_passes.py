@@ -39,14 +39,14 @@ class Residuals:
 
     Attributes:
       forward: a jaxpr that gives the outputs, and then what else is kept.
-      kept: which of its results are kept.
+      indices: which of its results are kept.
       again: a jaxpr over the same inputs and what was kept, that gives all that the
         backward pass takes.
       consts: values of the ``constvars`` of both.
     """
 
     forward: Jaxpr
-    kept: tuple[int, ...]
+    indices: tuple[int, ...]
     again: Jaxpr
     consts: tuple[Any, ...]
 
@@ -72,7 +72,7 @@ def residuals(flat: Flat, num_outputs: int, num_params: int) -> Residuals:
     """
     jaxpr = flat.jaxpr
     outputs, taken = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
-    kept = _kept(jaxpr, set(_vars(taken)), num_params)
+    kept = _stored_values(jaxpr, set(_vars(taken)), num_params)
     made_again = [e for e in jaxpr.eqns if not kept.intersection(e.outvars)]
     ordered = [v for v in dict.fromkeys(_vars(taken)) if v in kept]
     results = [*outputs, *(v for v in ordered if v not in _vars(outputs))]
@@ -94,7 +94,7 @@ def residuals(flat: Flat, num_outputs: int, num_params: int) -> Residuals:
     return Residuals(forward, places, again, flat.consts)
 
 
-def _kept(jaxpr: Jaxpr, taken: set[Var], num_params: int) -> set[Var]:
+def _stored_values(jaxpr: Jaxpr, taken: set[Var], num_params: int) -> set[Var]:
     constant = {*jaxpr.constvars, *jaxpr.invars[:num_params]}
     at_hand = constant | taken.intersection(jaxpr.invars)
     kept = set()
@@ -178,7 +178,7 @@ class StagePasses:
         """Returns (outputs, what is kept for ``backward``)."""
         results = self._ahead([*params, *inputs], label)
         count = len(jax.tree.leaves(self.outputs))
-        return results[:count], [results[n] for n in self._residuals.kept]
+        return results[:count], [results[n] for n in self._residuals.indices]
 
     def backward(
         self,

@@ -64,10 +64,10 @@ class PipelineStep:
         partitioner: Partitioner | None = None,
     ) -> None:
         self._value_and_grad, self._tx = value_and_grad, CalledOptimizer(tx)
-        given = {name: np.asarray(value) for name, value in (tables or {}).items()}
-        rows = {name: len(value) for name, value in given.items()}
+        values = {name: np.asarray(value) for name, value in (tables or {}).items()}
+        rows = {name: len(value) for name, value in values.items()}
         self._tables = PipelineTables(rows, devices[0])
-        trained = joined(list(params), given)
+        trained = joined(list(params), values)
         state = {
             "params": trained,
             "opt": jax.jit(self._tx.init)(trained),
@@ -190,7 +190,7 @@ class PipelineGraph:
     sums: dict[int, Leaves] = field(default_factory=dict)
     input_gradients: dict[int, Leaves] = field(default_factory=dict)
     _inputs: dict[Pass, Leaves] = field(default_factory=dict)
-    _kept: dict[Pass, Leaves] = field(default_factory=dict)
+    _residuals: dict[Pass, Leaves] = field(default_factory=dict)
     _gradients: dict[Pass, Leaves] = field(default_factory=dict)
     _targets: Sequence[Leaves] = ()
 
@@ -226,15 +226,15 @@ class PipelineGraph:
             if work.stage == last and then == Pass(last, work.microbatch, True)
         }
 
-    def _taken(self, work: Pass) -> Leaves:
+    def _stage_inputs(self, work: Pass) -> Leaves:
         found = self._inputs[Pass(work.stage, work.microbatch)]
         if work.stage == len(self.passes) - 1:
             return [*found, *self._targets[work.microbatch]]
         return found
 
     def _forward(self, work: Pass) -> None:
-        outputs, self._kept[work] = self.passes[work.stage].forward(
-            self.params[work.stage], self._taken(work), str(work)
+        outputs, self._residuals[work] = self.passes[work.stage].forward(
+            self.params[work.stage], self._stage_inputs(work), str(work)
         )
         self._give(work, outputs)
 
@@ -247,8 +247,8 @@ class PipelineGraph:
     def _backward(self, work: Pass) -> None:
         sums, gradients = self.passes[work.stage].backward(
             self.params[work.stage],
-            self._taken(work),
-            self._kept.pop(Pass(work.stage, work.microbatch)),
+            self._stage_inputs(work),
+            self._residuals.pop(Pass(work.stage, work.microbatch)),
             self._gradients.pop(work, []),
             self.sums.get(work.stage, []),
             str(work),
@@ -258,7 +258,7 @@ class PipelineGraph:
     def _both(self, work: Pass) -> None:
         sums = self.sums.get(work.stage, [])
         outputs, *found = self.passes[work.stage].both(
-            self.params[work.stage], self._taken(work), sums, f"{work} and back"
+            self.params[work.stage], self._stage_inputs(work), sums, f"{work} and back"
         )
         self._give(work, outputs)
         self._pass_back(work, *found)

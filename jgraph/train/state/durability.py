@@ -87,7 +87,7 @@ class Copies:
         self._step = step
         self._ps = cluster.tasks("ps")
         self._in_logs = in_logs
-        self._known: Mapping[TaskName, str] = {}
+        self._incarnations: Mapping[TaskName, str] = {}
         self._programs: list[Program] = []
         self._is_open = False
         self._updates: int | None = None
@@ -113,7 +113,7 @@ class Copies:
         self.end()
         self._times += 1
         self._programs = list(programs)
-        self._known = incarnations_of(self._cluster)
+        self._incarnations = incarnations_of(self._cluster)
         for src, dst in self._pairs():
             if src != dst:
                 self._take(src, dst)
@@ -173,13 +173,17 @@ class Copies:
           CopyLostError: it is nowhere, or in different versions.
         """
         now, counted = incarnations_of(self._cluster), self._counted()
-        lost = {s for s in self._ps if s not in now or now[s] != self._known.get(s)}
+        lost = {
+            s for s in self._ps if s not in now or now[s] != self._incarnations.get(s)
+        }
         for src in lost - counted:
-            self._kept(src)
-        held = {s: range(0) if s in lost else self._held(s) for s in sorted(counted)}
+            self._copy_versions(src)
+        held = {
+            s: range(0) if s in lost else self._end_versions(s) for s in sorted(counted)
+        }
         kept: dict[TaskName, range] = {}
         while isinstance(met := meet(held, kept), Ask):
-            kept |= {src: self._kept(src) for src in met.tasks}
+            kept |= {src: self._copy_versions(src) for src in met.tasks}
         if isinstance(met, Differ):
             each = [f"{t} has {list(v)}" for t, v in sorted(met.versions.items())]
             raise CopyLostError(
@@ -207,10 +211,10 @@ class Copies:
         partitions = self._programs[self._updates].partitions
         return {p.task for p in partitions if p.task in self._ps and changing(p)}
 
-    def _held(self, src: TaskName) -> range:
+    def _end_versions(self, src: TaskName) -> range:
         return hold_records(self._cluster, self._stream(src), src)
 
-    def _kept(self, src: TaskName) -> range:
+    def _copy_versions(self, src: TaskName) -> range:
         dst = dict(self._pairs())[src]
         if src == dst:
             self._take(src, dst)  # it has its log

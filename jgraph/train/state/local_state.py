@@ -23,7 +23,7 @@ class LocalState:
         self._step = step
         # Held while buffers change hands: users may look at a run from any thread.
         self.lock = threading.Lock()
-        self.held: list[Any] = []
+        self.arrays: list[Any] = []
         """The values; a step donates them."""
         self.position: Position = None
         """Where in the data the last run ended."""
@@ -32,7 +32,7 @@ class LocalState:
     def global_step(self) -> int:
         """See ``RunState.global_step``."""
         with self.lock:
-            return int(self._step.unflatten(self.held)["global_step"])
+            return int(self._step.unflatten(self.arrays)["global_step"])
 
     def values(
         self, *, model_only: bool = False, halted: bool = False
@@ -43,7 +43,7 @@ class LocalState:
                 None
                 if model_only and name.startswith("opt/")
                 else jnp.array(value, copy=True)
-                for name, value in zip(self._step.names, self.held, strict=True)
+                for name, value in zip(self._step.names, self.arrays, strict=True)
             ]
 
     def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
@@ -65,7 +65,7 @@ class LocalState:
         """See ``RunState.load``."""
         # The step donates them: the caller's own arrays must stay alive.
         with self.lock:
-            self.held = [jnp.array(v, copy=True) for v in values]
+            self.arrays = [jnp.array(v, copy=True) for v in values]
             self.position = position
 
     def events(self) -> Events:

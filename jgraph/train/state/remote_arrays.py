@@ -56,14 +56,14 @@ class RemoteArray:
 
     Attributes:
       cluster: of the tasks.
-      held: what they hold.
+      snapshot: what they hold.
       variable: which of it.
       shape: of the plain array.
       dtype: likewise.
     """
 
     cluster: Cluster
-    held: SnapshotHandle
+    snapshot: SnapshotHandle
     variable: Variable
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -75,7 +75,7 @@ class RemoteArray:
 
     def shards(self, whole: Slice) -> list[Shard]:
         """Returns which task has which rows, given how the array lies in files."""
-        return self.held.shards(self.variable, whole)
+        return self.snapshot.shards(self.variable, whole)
 
 
 @final
@@ -95,7 +95,7 @@ class RunSnapshot:
 
 
 def remote_arrays_of(
-    cluster: Cluster, held: SnapshotHandle, variables: Sequence[Variable]
+    cluster: Cluster, snapshot: SnapshotHandle, variables: Sequence[Variable]
 ) -> dict[str, Any]:
     """Returns the variables that are kept where they are, by name.
 
@@ -111,18 +111,18 @@ def remote_arrays_of(
             continue
         if type_.shape and type_.nbytes and not (sharding and sharding.axis):
             found[variable.name] = RemoteArray(
-                cluster, held, variable, type_.shape, type_.np_dtype
+                cluster, snapshot, variable, type_.shape, type_.np_dtype
             )
     return found
 
 
 def arrays_of(
-    cluster: Cluster, held: SnapshotHandle, variables: Sequence[Variable]
+    cluster: Cluster, snapshot: SnapshotHandle, variables: Sequence[Variable]
 ) -> dict[str, Any]:
     """Returns variables as arrays, by name: where they are, or here."""
-    kept = remote_arrays_of(cluster, held, variables)
+    kept = remote_arrays_of(cluster, snapshot, variables)
     come = [v for v in variables if v.name not in kept]
-    return {**kept, **(held.read(come) if come else {})}
+    return {**kept, **(snapshot.read(come) if come else {})}
 
 
 def places_of(cluster: Cluster, session: Session, step: TrainStep) -> list[Any]:
@@ -136,10 +136,10 @@ def places_of(cluster: Cluster, session: Session, step: TrainStep) -> list[Any]:
 
 
 @contextmanager
-def releasing_after_an_error(held: SnapshotHandle) -> Iterator[None]:
+def releasing_after_an_error(snapshot: SnapshotHandle) -> Iterator[None]:
     """Lets go of what is held if what follows fails."""
     try:
         yield
     except BaseException:
-        held.release()
+        snapshot.release()
         raise

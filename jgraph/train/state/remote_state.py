@@ -86,15 +86,15 @@ class RemoteState:
         """See ``RunState.values``."""
         if model_only:
             self.check_model()
-        wanted = self._model() if model_only else self.step.variables
-        wanted = [v for v in wanted if v.spec.table is None]
+        variables = self._model() if model_only else self.step.variables
+        variables = [v for v in variables if v.spec.table is None]
         with self.lock:
             self.initialize()
             # A large model has no room for another of itself.
-            at_once = self.is_training and total_nbytes(wanted) <= KEPT_BYTES
+            at_once = self.is_training and total_nbytes(variables) <= KEPT_BYTES
             at_once &= not halted  # nothing changes meanwhile
             read = self.session.snapshot if at_once else self.session.read
-            values = read(wanted)
+            values = read(variables)
             for table in self.step.tables:
                 values |= self._tables.read(table)
         return [values.get(name) for name in self.step.names]
@@ -116,16 +116,16 @@ class RemoteState:
             self.initialize()
             # A large model has no room for another of itself.
             at_once = self.is_training and total_nbytes(plain) <= KEPT_BYTES
-            held = self._hold(plain, at_once=at_once, halted=taken is not None)
-            with releasing_after_an_error(held):
+            snapshot = self._hold(plain, at_once=at_once, halted=taken is not None)
+            with releasing_after_an_error(snapshot):
                 found: dict[str, Any] = {}
                 for table in self.step.tables:
                     found |= self._tables.read(table)
                 if taken is not None and at_once:
                     taken()
-                found |= arrays_of(self.cluster, held, plain)
+                found |= arrays_of(self.cluster, snapshot, plain)
         values = [found.get(name) for name in self.step.names]
-        return RunSnapshot(values, held.release, is_live=not at_once)
+        return RunSnapshot(values, snapshot.release, is_live=not at_once)
 
     def _hold(
         self, plain: Sequence[Variable], *, at_once: bool, halted: bool

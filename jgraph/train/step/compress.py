@@ -99,7 +99,7 @@ class Compression:
         check_gradient_dtype(dtype)
         self._dtype: GradientDtype = dtype
         self._parameters = parameters
-        self.residuals = self._made(container)
+        self.residuals = self._make_residuals(container)
         """Those of the worker that the step is planned for."""
 
     @property
@@ -111,7 +111,7 @@ class Compression:
             "added to the worker's next one"
         )
 
-    def _made(self, container: str) -> tuple[Variable, ...]:
+    def _make_residuals(self, container: str) -> tuple[Variable, ...]:
         rounded = [
             variable
             for variable in self._parameters

@@ -80,7 +80,7 @@ class SyncStep:
         Fetches are ``['loss']`` and the metrics, averaged as well; those of whole
         numbers in pieces, see ``jgraph.train.model.metrics``.
         """
-        kept = self._step.kept(self._batch)
+        constants = self._step.constants(self._batch)
 
         def apply_mean() -> dict[str, Any]:
             rows: dict[str, JoinedRows] = {}
@@ -98,7 +98,9 @@ class SyncStep:
             if self._counted is not None:
                 self._counted.count()
             checks = self._step.check(loss, grads)
-            self._step.update(loss, grads, state, checks, kept, self._by_rows, rows)
+            self._step.update(
+                loss, grads, state, checks, constants, self._by_rows, rows
+            )
             metrics = {
                 WHOLE + name if name in self._whole else name: v[...]
                 for name, v in self._metrics.items()

@@ -76,7 +76,7 @@ class TrainStep:
         self._sparse: Sparse = sparse
         self._alone = alone
         self._row_steps: dict[str, RowStep | None] = {}
-        self._kept: dict[str, frozenset[str]] = {}
+        self._constants: dict[str, frozenset[str]] = {}
         self._tx = CalledOptimizer(tx)
         self._check_finite = check_finite
         made = (
@@ -137,10 +137,10 @@ class TrainStep:
         Feeds are the leaves of ``batch``, ``step`` and ``replica`` (int32); fetches are
         ``['loss']`` and the metrics.
         """
-        by_rows, kept = self.row_step(batch), self.kept(batch)
+        by_rows, constants = self.row_step(batch), self.constants(batch)
 
         def train_step(batch: Any, step: Any, replica: Any) -> dict[str, Any]:
-            return self._step(by_rows, kept, batch, step, replica)
+            return self._step(by_rows, constants, batch, step, replica)
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         variables, notes = [*self.variables], [*(by_rows.notes if by_rows else ())]
@@ -169,15 +169,15 @@ class TrainStep:
             self._row_steps[key] = None if off else self._decide(batch)
         return self._row_steps[key]
 
-    def kept(self, batch: Any) -> frozenset[str]:
+    def constants(self, batch: Any) -> frozenset[str]:
         """Returns names of state, e.g. frozen parameters, that is never written."""
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
-        if key not in self._kept:
+        if key not in self._constants:
             now = self.unflatten([v.spec.aval for v in self.variables])
             same = unchanged_state(self.adapter, now["params"], now["state"], batch)
             names = [name for name in self.names if name.startswith("state/")]
-            self._kept[key] = frozenset(compress(names, same))
-        return self._kept[key]
+            self._constants[key] = frozenset(compress(names, same))
+        return self._constants[key]
 
     def _decide(self, batch: Any) -> RowStep | None:
         avals = [variable.spec.aval for variable in self.variables]
@@ -252,7 +252,7 @@ class TrainStep:
     def _step(
         self,
         by_rows: RowStep | None,
-        kept: frozenset[str],
+        constants: frozenset[str],
         batch: Any,
         step: Any,
         replica: Any,
@@ -268,7 +268,7 @@ class TrainStep:
         if self.compression is not None:
             grads = self.compression.sent(grads, set(rows))
         self.update(
-            *(loss, grads, state, checks, kept, by_rows, rows),
+            *(loss, grads, state, checks, constants, by_rows, rows),
             loss_of=result.loss_of,
             number=step if self._alone else None,
         )
@@ -326,7 +326,7 @@ class TrainStep:
         grads: Tree,
         state: Tree,
         checks: Mapping[str, Any],
-        kept: frozenset[str],
+        constants: frozenset[str],
         by_rows: RowStep | None,
         rows: Mapping[str, Touched],
         loss_of: LossOf | None = None,
@@ -339,7 +339,7 @@ class TrainStep:
           grads: of the parameters, rows for those in ``rows``.
           state: the model's new state.
           checks: from ``check``.
-          kept: from ``TrainStep.kept``.
+          constants: from ``TrainStep.kept``.
           by_rows: from ``row_step``.
           rows: the rows of each table that has them, by name.
           loss_of: the loss of the batch, where there is one.
@@ -358,7 +358,7 @@ class TrainStep:
         if checks:
             ok = all_well(checks)
             ok = ok if number is None else ok & (old["global_step"] == number)
-        self._update(old, grads, given, state, ok, rows, kept)
+        self._update(old, grads, given, state, ok, rows, constants)
 
     def _update(
         self,
@@ -368,7 +368,7 @@ class TrainStep:
         state: Tree,
         ok: Any,
         rows: Mapping[str, Touched],
-        kept: frozenset[str],
+        constants: frozenset[str],
     ) -> None:
         updates, opt = self._tx.update(grads, old["opt"], old["params"], **given)
         new = {
@@ -380,7 +380,7 @@ class TrainStep:
         if ok is not None:
             keep = lambda n, o: jnp.where(ok, n, o)
             new = jax.tree.map(keep, new, {k: old[k] for k in new})
-        self._write(new, rows, kept)
+        self._write(new, rows, constants)
 
     def _whole_updates(
         self, by_rows: RowStep, rows: Mapping[str, Touched], grads: Tree
@@ -410,13 +410,13 @@ class TrainStep:
         return self.unflatten(leaves)
 
     def _write(
-        self, new: Tree, rows: Mapping[str, Touched], kept: frozenset[str]
+        self, new: Tree, rows: Mapping[str, Touched], constants: frozenset[str]
     ) -> None:
         leaves = jax.tree.leaves(new)
         for variable, group, value in zip(
             self.variables, self._groups, leaves, strict=True
         ):
-            if variable.name in kept:
+            if variable.name in constants:
                 continue
             same = value.dtype == variable.dtype
             where = rows[group].unique if group in rows else ...

@@ -82,7 +82,7 @@ class LocalRunner:
             # Ahead of time: errors, and JAX's settings, are those of the caller's
             # thread, whichever thread runs the steps.
             jitted = jax.jit(step, donate_argnums=0)
-            lowered = jitted.lower(self.state.held, *(f.aval for f in graph.feeds))
+            lowered = jitted.lower(self.state.arrays, *(f.aval for f in graph.feeds))
             checks = checks_of(self._step, graph, batch)
             self._compiled[key] = _Compiled(graph, names, lowered.compile(), checks)
         self._last = self._compiled[key]
@@ -184,8 +184,8 @@ class LocalRunner:
     def _one(self, compiled: _Compiled, batch: Batch, number: int) -> list[Any]:
         feeds = jax.tree.leaves(batch)
         with self.state.lock:
-            out, self.state.held = compiled.step(
-                self.state.held, *feeds, np.int32(number), np.int32(0)
+            out, self.state.arrays = compiled.step(
+                self.state.arrays, *feeds, np.int32(number), np.int32(0)
             )
         return out
 

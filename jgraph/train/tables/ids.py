@@ -95,7 +95,7 @@ class Ids:
 
     def __init__(self, jaxpr: Any, first_feed: int) -> None:
         self._jaxpr = jaxpr
-        self._made = {v: e for e in jaxpr.eqns for v in e.outvars}
+        self._makers = {v: e for e in jaxpr.eqns for v in e.outvars}
         self._inputs = {v: i for i, v in enumerate(jaxpr.invars)}
         self._first_feed = first_feed
 
@@ -117,7 +117,7 @@ class Ids:
         return equation.invars[1] if equation is not None and is_hashed else None
 
     def _maker(self, atom: Atom) -> Equation | None:
-        return self._made.get(atom) if isinstance(atom, Var) else None
+        return self._makers.get(atom) if isinstance(atom, Var) else None
 
     def _before_reshape(self, atom: Atom) -> Atom:
         equation = self._maker(atom)

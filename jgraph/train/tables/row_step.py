@@ -98,12 +98,12 @@ class RowStep:
         ]
 
 
-def _rows(table: RowTable, given: Sequence[jax.Array]) -> Rows:
+def _rows(table: RowTable, lookup_ids: Sequence[jax.Array]) -> Rows:
     parts = [
         keys_or_ids.reshape(-1, 2)
         if table.hashed
         else usable_ids(keys_or_ids, table.rows, lookup.mode, of_bags=lookup.of_bags)
-        for keys_or_ids, lookup in zip(given, table.lookups, strict=True)
+        for keys_or_ids, lookup in zip(lookup_ids, table.lookups, strict=True)
     ]
     ids = jnp.concatenate(parts)
     unique, positions = unique_rows(
@@ -142,8 +142,8 @@ def decide(
         try:
             update = probe(tx, params, numbers, owners)
         except Exception as error:  # noqa: BLE001  # of the user's optimizer
-            told = shorten(str(error), 100, placeholder=" …")
-            why = f"the optimizer fails on rows of it: {told}"
+            reason = shorten(str(error), 100, placeholder=" …")
+            why = f"the optimizer fails on rows of it: {reason}"
             tables = tables.without({t.name: why for t in tables.tables})
             numbers = frozenset()
     for table in given.tables:
@@ -157,7 +157,7 @@ def decide(
     costs = {t.name: _cost(t, leaves[t.number], slots) for t in tables.tables}
     if sparse == "auto":
         large = [
-            cost.told(name)
+            cost.text(name)
             for name, cost in costs.items()
             if cost.whole >= _LARGE_UPDATE_BYTES and cost.number in whole
         ]
@@ -210,7 +210,7 @@ class _Cost:
     lazy: int
     whole: int
 
-    def told(self, name: str) -> str:
+    def text(self, name: str) -> str:
         """Returns what lazy updates would save."""
         most, rows = (f"{n:,}" for n in self.rows)
         return (
@@ -229,10 +229,10 @@ def _cost(
     return _Cost(table.number, (most, table.rows), of_row * most, of_row * table.rows)
 
 
-def _warn_large(told: Sequence[str]) -> None:
-    if told:
+def _warn_large(tables: Sequence[str]) -> None:
+    if tables:
         warnings.warn(
-            f"{'; '.join(told)}, because this optimizer changes rows without a "
+            f"{'; '.join(tables)}, because this optimizer changes rows without a "
             "gradient too (momentum, weight decay); sparse='lazy' updates looked-up "
             "rows only, which is faster and gives other numbers; sparse='exact' does "
             "as now, without this warning",

@@ -240,12 +240,12 @@ class _Is:
     Attributes:
       zero: all of it is zero.
       same: it has the numbers of this operand of the function; -1: nobody knows.
-      known: its value, if it is a small constant.
+      value: its value, if it is a small constant.
     """
 
     zero: bool = False
     same: int = -1
-    known: Any = None
+    value: Any = None
 
 
 _ANYTHING = _Is()
@@ -349,7 +349,7 @@ def _constant(value: Any) -> _Is:
     array = np.asarray(value) if is_array or hasattr(value, "__array__") else None
     if array is None or array.size > _MOST_KNOWN or array.dtype == object:
         return _ANYTHING
-    return _Is(zero=not array.any(), known=array)
+    return _Is(zero=not array.any(), value=array)
 
 
 def _folded(equation: Equation, values: list[_Is]) -> list[_Is] | None:
@@ -358,12 +358,12 @@ def _folded(equation: Equation, values: list[_Is]) -> list[_Is] | None:
     if (
         equation.effects
         or not values
-        or any(v.known is None for v in values)
+        or any(v.value is None for v in values)
         or max(sizes, default=0) > _MOST_KNOWN
         or any(_compat.inner_jaxprs(equation))
     ):
         return None
-    results = _compat.run_equation(equation, [v.known for v in values])
+    results = _compat.run_equation(equation, [v.value for v in values])
     return [_constant(np.asarray(result)) for result in results]
 
 
@@ -375,7 +375,7 @@ def _is_zero(name: str, values: list[_Is], equation: Equation) -> bool:
         return zeros[0] and equation.params["y"] > 0
     if name in {"max", "min"} and any(zeros):
         # Clipping to a range that has zero in it.
-        other = values[1 - zeros.index(True)].known
+        other = values[1 - zeros.index(True)].value
         if other is not None:
             return bool((other <= 0).all() if name == "max" else (other >= 0).all())
     return bool(

@@ -52,7 +52,7 @@ def fit(trainer: Trainer, steps: int = STEPS, **options: Any) -> Any:
 
 def slow_down(trainer: Trainer, replica: int, seconds: float) -> None:
     """Makes the steps of a worker take that much longer, without computing."""
-    runner = trainer._made()[1]
+    runner = trainer._build()[1]
     assert isinstance(runner, SyncRunner)
     runner.compute_wait_s = {replica: seconds}
 
