@@ -119,8 +119,8 @@ def _place() -> Show | None:
         return None
     shell = sys.modules.get("IPython")
     if shell is not None and hasattr(shell.get_ipython(), "kernel"):
-        return _Cell()
-    return _Terminal() if sys.stderr.isatty() else _line
+        return _Cell().show
+    return _Terminal().show if sys.stderr.isatty() else _line
 
 
 def _line(text: str) -> None:
@@ -135,7 +135,8 @@ class _Cell:
     def __init__(self) -> None:
         self._handle: Any = None
 
-    def __call__(self, text: str) -> None:
+    def show(self, text: str) -> None:
+        """See ``Show``."""
         from IPython.display import HTML, DisplayHandle
 
         line: Any = HTML(f"<i>{escape(text)}</i>" if text else "")  # type: ignore[no-untyped-call]
@@ -153,7 +154,8 @@ class _Terminal:
     def __init__(self) -> None:
         self._status: Any = None
 
-    def __call__(self, text: str) -> None:
+    def show(self, text: str) -> None:
+        """See ``Show``."""
         from rich.console import Console
         from rich.status import Status
 

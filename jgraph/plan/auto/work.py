@@ -191,16 +191,17 @@ def _xla_flops(equation: Equation) -> float:
 
 @final
 class _Call:
-    """An equation as a function; equal ones are one key of the cache."""
+    """A call of an equation; equal ones are one key of the cache."""
 
     def __init__(self, equation: Equation) -> None:
         self.equation = equation
         self._key = equation.primitive, str(sorted(equation.params.items(), key=str))
 
-    def __call__(self, *args: Any) -> list[Any]:
-        given = iter(args)
+    def run(self, *args: Any) -> list[Any]:
+        """Returns the results, of these operands that are no literals."""
+        values = iter(args)
         operands = [
-            v.val if isinstance(v, Literal) else next(given)
+            v.val if isinstance(v, Literal) else next(values)
             for v in self.equation.invars
         ]
         return _compat.run_equation(self.equation, operands)
@@ -215,7 +216,7 @@ class _Call:
 @functools.lru_cache(maxsize=1024)
 def _counted(call: _Call, types: tuple[tuple[tuple[int, ...], Any], ...]) -> float:
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-    found: Any = jax.jit(call).lower(*structs).cost_analysis()
+    found: Any = jax.jit(call.run).lower(*structs).cost_analysis()
     counted = float((found or {}).get("flops", 0.0))
     return max(counted, flops_of(call.equation))
 
