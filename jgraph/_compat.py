@@ -13,15 +13,17 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.export
-from jax._src import lib as jax_lib
+from jax._src import core as jax_core, lib as jax_lib, source_info_util
 from jax._src.config import (
     default_prng_impl,
     trace_context,
     traceback_in_locations_limit,
 )
+from jax._src.core import Literal, Primitive, Var
 from jax._src.export import _export
-from jax.extend import core as jex_core, source_info_util
-from jax.extend.core import Literal, Var
+
+# jax.extend.core has the same names, but with jax.extend comes Pallas, which a server
+# would load at each start: a twentieth of what all its imports cost.
 
 Atom: TypeAlias = "Var | Literal"
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -33,6 +35,7 @@ __all__ = [
     "Equation",
     "Jaxpr",
     "Literal",
+    "Primitive",
     "Var",
     "array_type",
     "build_jaxpr",
@@ -115,7 +118,7 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 
     JAX 0.10 has ClosedJaxpr beside Jaxpr; 0.11 made them one class.
     """
-    if isinstance(jaxpr, jex_core.ClosedJaxpr):
+    if isinstance(jaxpr, jax_core.ClosedJaxpr):
         return getattr(jaxpr, "jaxpr", jaxpr)
     return jaxpr
 
@@ -165,7 +168,7 @@ def inner_jaxprs(equation: Equation) -> Iterator[tuple[str, Any]]:
     Found by the type of the parameter: names differ between versions
     (``pjit`` became ``jit``, ``remat2`` becomes ``remat3``).
     """
-    kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
+    kinds = (jax_core.Jaxpr, jax_core.ClosedJaxpr)
     for name, value in equation.params.items():
         if isinstance(value, kinds):
             yield name, value
@@ -211,7 +214,7 @@ def new_var(aval: Any) -> Var:
 
 def is_dropped(var: Any) -> bool:
     """Whether an equation's result is never read."""
-    return isinstance(var, jex_core.DropVar)
+    return isinstance(var, jax_core.DropVar)
 
 
 def rebuild_equation(
@@ -298,7 +301,7 @@ def build_jaxpr(
     }
     # The constructor wants debug information; an empty jaxpr brings its own.
     empty = open_jaxpr(jax.make_jaxpr(lambda: ())())
-    if isinstance(empty, jex_core.ClosedJaxpr):  # one class with Jaxpr from 0.11 on
+    if isinstance(empty, jax_core.ClosedJaxpr):  # one class with Jaxpr from 0.11 on
         fields["consts"] = list(consts)
     return empty.replace(**fields)
 
@@ -342,8 +345,8 @@ def type_error(equations: Sequence[Equation]) -> str | None:
     used = dict.fromkeys(v for e in equations for v in e.invars if isinstance(v, Var))
     free = [v for v in used if v not in made]
     try:
-        jex_core.check_jaxpr(build_jaxpr(invars=free, outvars=[], equations=equations))
-    except jex_core.JaxprTypeError as error:
+        jax_core.check_jaxpr(build_jaxpr(invars=free, outvars=[], equations=equations))
+    except jax_core.JaxprTypeError as error:
         return str(error)
     return None
 

@@ -13,7 +13,7 @@ import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import numpy as np
 
@@ -31,9 +31,11 @@ from jgraph.plan.program.nodes import (
     outputs_of,
 )
 from jgraph.plan.program.program import Partition, Program
-from jgraph.view.bars import Bar, Lane, draw_bars
-from jgraph.view.svg import Picture
 from jgraph.view.units import bytes_text
+
+if TYPE_CHECKING:  # what draws is loaded by who draws: a server never does
+    from jgraph.view.bars import Bar
+    from jgraph.view.svg import Picture
 
 READY: Final = 0
 START: Final = 1
@@ -158,7 +160,7 @@ class RunMetadata:
                 "another path"
             ) from error
 
-    def show(self, path: str | pathlib.Path | None = None) -> Picture:
+    def show(self, path: str | pathlib.Path | None = None) -> "Picture":
         """Returns a picture of the step in time: a lane for each task.
 
         Args:
@@ -374,12 +376,14 @@ def timeline(metadata: "RunMetadata") -> dict[str, Any]:
     }
 
 
-def timeline_picture(metadata: "RunMetadata") -> Picture:
+def timeline_picture(metadata: "RunMetadata") -> "Picture":
     """Returns the same as a picture: a lane for each task, times in milliseconds.
 
     Args:
       metadata: of the step.
     """
+    from jgraph.view.bars import Lane, draw_bars
+
     spans = [span for node in metadata.nodes for span in _spans(node)]
     lanes = []
     for task in metadata.tasks:
@@ -407,7 +411,9 @@ class _Span:
     arrow: str = field(default="")
     """``s`` or ``f`` where an arrow begins or ends in it."""
 
-    def bar(self) -> Bar:
+    def bar(self) -> "Bar":
+        from jgraph.view.bars import Bar
+
         node, took = self.node, 1e3 * max(0.0, self.end_s - self.start_s)
         size = f", {bytes_text(node.nbytes)}" if node.nbytes else ""
         return Bar(

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jgraph._compat import Primitive
 from jgraph.errors import GraphError
 from jgraph.graph.rows.hash_spec import TableOptions
 

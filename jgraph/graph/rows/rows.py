@@ -21,9 +21,9 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jgraph._compat import Primitive
 from jgraph.errors import GraphError
 from jgraph.graph.rows.hash_keys import NO_KEY
 
