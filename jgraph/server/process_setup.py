@@ -3,7 +3,7 @@
 import ctypes
 import logging
 import os
-from contextlib import suppress
+import threading
 from typing import Final
 
 import jax
@@ -22,6 +22,9 @@ _TRIM_THRESHOLD: Final = -1
 _MMAP_MAX: Final = -4
 _ARENA_MAX: Final = -8
 _NEVER: Final = 2**31 - 1
+
+_KEPT: Final = threading.Event()
+"""Set once this process keeps what it frees."""
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +47,10 @@ def keep_memory() -> bool:
         _logger.debug("this C library has no mallopt; freed memory is not kept")
         return False
     options = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_ARENA_MAX, 1))
-    return all(mallopt(option, value) == 1 for option, value in options)
+    if not all(mallopt(option, value) == 1 for option, value in options):
+        return False
+    _KEPT.set()
+    return True
 
 
 def give_back_memory() -> None:
@@ -52,8 +58,10 @@ def give_back_memory() -> None:
 
     For when work is over that comes once: the values with which a variable began, in a
     block of their size, would be kept for ever where nothing of that size follows.
+    Where memory is not kept no such block is: a program with a server of its own would
+    have all of its memory looked through for nothing.
     """
-    with suppress(AttributeError, OSError):  # another C library
+    if _KEPT.is_set():
         ctypes.CDLL(None).malloc_trim(0)
 
 
