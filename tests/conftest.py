@@ -41,6 +41,7 @@ import jax
 import pytest
 from hypothesis import settings
 
+from tests.support.covering import covering
 from tests.support.leaks import Leaks
 from tests.support.left import nothing_left
 
@@ -134,15 +135,37 @@ def _select_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = kept
 
 
-@pytest.hookimpl(trylast=True)
+def _leave_combinations_to_the_night(items: list[pytest.Item]) -> None:
+    """Marks variants of tests that are ``combined`` as nightly, most of them.
+
+    Those that stay have each value of each parameter at least once.
+    """
+    variants: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
+        is_one = "combined" in markers and markers.isdisjoint({"nightly", "chaos"})
+        if is_one and isinstance(item, pytest.Function):
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one in variants.values():
+        # Each variant has the same objects: a value need not be hashable.
+        by_day = covering(
+            [{(k, id(v)) for k, v in item.callspec.params.items()} for item in of_one]
+        )
+        for place in set(range(len(of_one))) - by_day:
+            of_one[place].add_marker("nightly")
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
-) -> None:
+) -> Generator[None]:
     """Puts what takes long first, so that no worker has it left at the end.
 
     Tests with processes of their own are then one worker's, which waits much, while the
     other computes; two of them at once would slow each other down.
     """
+    _leave_combinations_to_the_night(items)  # before markers are chosen by
+    yield
     _select_rows(config, items)
     first = ("procs", "slow")
     items.sort(key=lambda item: [not item.get_closest_marker(name) for name in first])
@@ -177,6 +200,17 @@ def pytest_runtest_makereport(
 def rewrite(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written instead of compared."""
     return bool(request.config.getoption("--rewrite"))
+
+
+@pytest.fixture(scope="module")
+def little_garbage() -> None:
+    """For a file whose tests collect garbage: of what was there before, none is theirs.
+
+    JAX has hundreds of thousands of objects by then, at which each collection would
+    look: a second, after all the tests of before.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

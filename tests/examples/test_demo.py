@@ -26,13 +26,15 @@ def test_split_is_decided_by_the_seed_and_loses_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.procs
 @pytest.mark.parametrize(
-    ("steps", "least"), [(150, 0.8), pytest.param(600, 0.97, marks=pytest.mark.nightly)]
+    ("ps", "steps", "least"),
+    [(1, 120, 0.8), pytest.param(2, 600, 0.97, marks=pytest.mark.nightly)],
 )
 def test_demonstration_learns_the_digits_and_leaves_its_files(
-    steps: int, least: float, tmp_path: Path
+    ps: int, steps: int, least: float, tmp_path: Path
 ) -> None:
     out = io.StringIO()
-    accuracy = main(steps=steps, output=tmp_path, console=Console(file=out, width=120))
+    console = Console(file=out, width=120)
+    accuracy = main(ps=ps, workers=ps, steps=steps, output=tmp_path, console=console)
     assert accuracy >= least
     text = out.getvalue()
     assert re.fullmatch(r"test accuracy: 0\.\d{4}", text.splitlines()[-1])

@@ -88,6 +88,7 @@ def test_a_tied_embedding_travels_whole_and_the_plan_says_why(
     assert reason in "\n".join(said)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_shakespeare_is_told_better_than_by_word_frequencies() -> None:
     figures = lm.run(real("tinyshakespeare"), None, Options(steps=100))

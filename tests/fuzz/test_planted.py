@@ -44,7 +44,11 @@ def the_first_of_two_writes_stays(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
-    [reads_miss_writes, reads_and_writes_have_no_order, the_first_of_two_writes_stays],
+    [
+        reads_and_writes_have_no_order,
+        pytest.param(reads_miss_writes, marks=pytest.mark.nightly),
+        pytest.param(the_first_of_two_writes_stays, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     @settings(

@@ -167,7 +167,6 @@ def logged_until(running: "subprocess.Popen[str]", end: str) -> str:
     return pytest.fail("".join(lines))
 
 
-@pytest.mark.nightly
 @pytest.mark.procs
 def test_tasks_on_hosts_end_when_their_command_is_killed(
     ssh: str, tmp_path: Path
@@ -175,6 +174,7 @@ def test_tasks_on_hosts_end_when_their_command_is_killed(
     with up(tmp_path, ssh, "--ps", "1", "--workers", "1", "--json") as running:
         facts = started(running)
         with connect(facts["target"], tls=facts["tls"], timeout_s=30) as cluster:
+            assert cluster.session().run(lambda x: x + 1, 1.0) == 2.0
             servers = [psutil.Process(task.pid) for task in cluster.status().tasks]
         running.kill()
     _, alive = psutil.wait_procs(servers, timeout=30)

@@ -123,6 +123,7 @@ def test_task_that_nobody_holds_does_not_wait() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.combined
 @pytest.mark.row(29)
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ def test_master_that_is_told_to_end_with_the_last_step_waits_until_the_run_is_re
     check_exact(there, run)
 
 
+@pytest.mark.combined
 @pytest.mark.row(29)
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 @pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])

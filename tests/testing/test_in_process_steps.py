@@ -25,6 +25,9 @@ from tests.support.programs import EXAMPLES
 from tests.support.run_async import run_async
 from tests.support.scattered import scattered, traced
 
+BY_DAY = {"mlp_adamw_schedule", "embedding_adam", "cnn_adam", "resnet_block_clip_nnx"}
+"""Of the models; tests/plan/test_plan.py has each of them, without transports."""
+
 
 async def one_step(
     planned: Plan, tasks: Sequence[TaskName], values: Values, args: Any
@@ -57,7 +60,7 @@ def assert_close(got: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.nightly if "transformer" in name else ())
+        pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly)
         for name in EXAMPLES
     ],
 )

@@ -29,7 +29,10 @@ from jgraph.runtime.files.manifest import FILE, Manifest, read_manifest
 from jgraph.runtime.files.step_files import TEMPORARY
 from jgraph.train.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = [
+    pytest.mark.usefixtures("little_garbage"),
+    pytest.mark.usefixtures("nothing_is_left"),
+]
 MANIFEST_KEYS = ["format", "crc32", "leaves", "step", "position", "shape", "dtype"]
 POSITION = {"epoch": 2, "again": 0}
 

@@ -57,6 +57,7 @@ def train(cluster: Cluster, strategy: Strategy, where: Checkpoints, **how: Any) 
     return run
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("detached", [False, True], ids=["fit", "detached"])
 @pytest.mark.parametrize("backups", [0, 1])
 def test_a_synchronous_checkpoint_is_of_one_update_on_all_ps_and_in_the_data(

@@ -192,6 +192,8 @@ def test_run_goes_on_from_its_newest_checkpoint_by_itself(
     trainer.close()
 
 
+# Smaller: tests/server/runs/test_rollback.py.
+@pytest.mark.nightly
 @pytest.mark.row(27)
 @pytest.mark.procs
 def test_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(

@@ -183,20 +183,6 @@ def test_slow_worker_gets_less() -> None:
     assert 3 < crew.done["w0"] / crew.done["w1"] < 5
 
 
-def test_last_batches_of_a_run_are_those_that_came_back() -> None:
-    dispatch = Dispatch(plan(40), budget=16, workers=1)
-    ask(dispatch, "a", batches=8)
-    held = ask(dispatch, "b", batches=8)
-    dispatch.handle(WorkerLost("a"), 0.0)
-    while more := ask(dispatch, "b", batches=8):
-        held += more
-    crew = Crew(dispatch, 0)
-    crew.held["b"], crew.done["b"] = batches_of(held), 0
-    crew.finish()
-    assert dispatch.done == 16
-    assert dispatch.state()["unfinished"] == []
-
-
 @given(skip=st.integers(0, 60))
 def test_skipping_is_as_if_the_batches_had_been_dealt(skip: int) -> None:
     done = Dispatch(plan(13, 3), budget=skip, workers=1)

@@ -75,6 +75,7 @@ def test_blocks_are_the_rows_of_the_whole(name: str) -> None:
     np.testing.assert_array_equal(value.view("uint8"), want.view("uint8"))
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("kind", ["div", "mod"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_shards_are_the_rows_of_the_whole(kind: str, axis: int) -> None:

@@ -60,6 +60,7 @@ OPERATIONS: list[Callable[[Any], Any]] = [
 ]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("counts", [[4, 1], [1, 3]], ids=str)
 @pytest.mark.parametrize("strategy", ["div", "mod"])
 def test_each_operation_means_the_same(counts: list[int], strategy: str) -> None:

@@ -23,6 +23,7 @@ async def health() -> int:
     return await HealthServer().start("127.0.0.1:0")
 
 
+@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("start", [transport, health])
 def test_server_of_a_program_that_failed_stops_with_its_loop(
     start: Callable[[], Awaitable[int]],

@@ -24,6 +24,7 @@ from jgraph.rpc.shared_memory.shared_memory import (
     available_memory,
 )
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 N = 100_000
 NONCE = bytes(range(NONCE_BYTES))
 

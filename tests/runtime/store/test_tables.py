@@ -40,6 +40,7 @@ def _wide(name: str) -> AbstractContextManager[Any]:
     return jax.enable_x64(True) if name in WIDE else nullcontext()
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("width", [(), (3,)])
 def test_rows_are_looked_up_and_updated_in_every_dtype(

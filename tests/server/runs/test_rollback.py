@@ -88,6 +88,7 @@ def fit(there: Any, losing: Losing, **options: Any) -> Run:
         losing.join()
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["async", "int8", "sync"])
 @pytest.mark.parametrize("task", PS)
 @pytest.mark.row(12)
@@ -244,6 +245,7 @@ KEPT: list[Strategy] = [
 _TORN = 2 * 2 * 2
 
 
+@pytest.mark.combined
 @pytest.mark.row(13, 14)
 @pytest.mark.parametrize("is_planned", [False, True], ids=["", "told"])
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_parameters_of_synchronous_training_travel_as_what_they_are_cast_to() ->
     assert len(contributed.variables) == 2
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 2), ("int8", 3.5)])
 def test_contributions_take_fewer_bytes_and_are_summed_as_float32(
@@ -306,9 +307,12 @@ def test_tables_that_go_by_rows_leave_nothing_over(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        AsyncPS(gradient_dtype="bfloat16", max_staleness=1),
+        pytest.param(
+            AsyncPS(gradient_dtype="bfloat16", max_staleness=1),
+            marks=pytest.mark.nightly,
+        ),
         AsyncPS(gradient_dtype="int8", max_staleness=1),
-        SyncPS(gradient_dtype="int8"),
+        pytest.param(SyncPS(gradient_dtype="int8"), marks=pytest.mark.nightly),
     ],
     ids=["bfloat16", "int8", "int8 in step"],
 )
