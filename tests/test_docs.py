@@ -63,6 +63,7 @@ def test_the_examples_of_a_guide_run_one_after_the_other(
     assert lines_of("\n".join(examples), tmp_path)
 
 
+@pytest.mark.nightly  # smaller: the first example of the README
 @pytest.mark.slow
 @pytest.mark.procs
 def test_the_example_for_those_who_come_from_tensorflow_runs(tmp_path: Path) -> None:

@@ -239,15 +239,8 @@ OFTEN = (
 )
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(
-            how, marks=() if how == "asynchronous, cut" else pytest.mark.nightly
-        )
-        for how in STRATEGIES
-    ],
-)
+@pytest.mark.nightly  # smaller: tests/plan/test_shard_optax.py
+@pytest.mark.parametrize("how", STRATEGIES)
 def test_a_dozen_optimizers_each_of_a_part_are_what_they_are_alone(
     how: str, cluster: Cluster
 ) -> None:

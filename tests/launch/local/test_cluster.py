@@ -18,7 +18,6 @@ import pytest
 
 from jgraph.client.cluster import connect
 from jgraph.clock import SystemClock
-from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.errors import ConfigError, JGError, StartError, TaskLostError
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
@@ -123,7 +122,7 @@ def test_killed_worker_is_named_by_the_loop_that_it_ran() -> None:
 
 
 def test_closing_leaves_no_process_and_says_so_afterwards() -> None:
-    cluster = LocalCluster(ps=1, workers=1)
+    cluster = LocalCluster(ps=0, workers=1)
     processes = [psutil.Process(cluster.pid(task)) for task in cluster.tasks()]
     cluster.close()
     _, alive = psutil.wait_procs(processes, timeout=5)
@@ -157,19 +156,22 @@ def test_sigterm_drains_a_task_and_it_exits_cleanly() -> None:
     cluster.close()
 
 
-@pytest.mark.parametrize(
-    ("transport", "shared"),
-    [("auto", True), pytest.param("grpc", False, marks=pytest.mark.nightly)],
-)
-def test_large_tensors_go_through_shared_memory_unless_told_otherwise(
-    transport: TransportChoice, shared: bool
-) -> None:
-    v = Variable("v", jnp.ones(2**20), device="/job:ps/task:0")
-    with LocalCluster(ps=1, workers=1, transport=transport) as cluster:
-        cluster.session().run(lambda: v[...] + 1)
-        ps = psutil.Process(cluster.pid("/job:ps/task:0"))
-        maps = [row.path for row in ps.memory_maps(grouped=False)]
-        assert any("memfd:jgraph" in path for path in maps) == shared
+def has_shared_memory(cluster: LocalCluster) -> bool:
+    """Whether a large tensor went through shared memory."""
+    v = Variable("large", jnp.ones(2**20), device="/job:ps/task:0")
+    cluster.session().run(lambda: v[...] + 1)
+    maps = psutil.Process(cluster.pid("/job:ps/task:0")).memory_maps(grouped=False)
+    return any("memfd:jgraph" in row.path for row in maps)
+
+
+def test_large_tensors_go_through_shared_memory(cluster: LocalCluster) -> None:
+    assert has_shared_memory(cluster)
+
+
+@pytest.mark.nightly
+def test_nothing_goes_through_shared_memory_where_grpc_is_asked_for() -> None:
+    with LocalCluster(ps=1, workers=1, transport="grpc") as cluster:
+        assert not has_shared_memory(cluster)
 
 
 def test_unknown_transport_is_refused_before_anything_starts() -> None:
