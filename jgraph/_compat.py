@@ -79,6 +79,9 @@ stable_custom_calls: frozenset[str] = frozenset(
     _export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE  # noqa: SLF001
 )
 
+# One class with Jaxpr from 0.11 on.
+_ClosedJaxpr: Any = getattr(jax_core, "ClosedJaxpr", jax_core.Jaxpr)
+
 # jaxlib keeps what numpy arrays lent it until this is called.
 _jaxlib: Any = jax_lib
 _collect_garbage: Callable[[], None] = _jaxlib.xla_client._xla.collect_garbage  # noqa: SLF001
@@ -118,7 +121,7 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 
     JAX 0.10 has ClosedJaxpr beside Jaxpr; 0.11 made them one class.
     """
-    if isinstance(jaxpr, jax_core.ClosedJaxpr):
+    if isinstance(jaxpr, _ClosedJaxpr):
         return getattr(jaxpr, "jaxpr", jaxpr)
     return jaxpr
 
@@ -168,7 +171,7 @@ def inner_jaxprs(equation: Equation) -> Iterator[tuple[str, Any]]:
     Found by the type of the parameter: names differ between versions
     (``pjit`` became ``jit``, ``remat2`` becomes ``remat3``).
     """
-    kinds = (jax_core.Jaxpr, jax_core.ClosedJaxpr)
+    kinds = (jax_core.Jaxpr, _ClosedJaxpr)
     for name, value in equation.params.items():
         if isinstance(value, kinds):
             yield name, value
@@ -301,7 +304,7 @@ def build_jaxpr(
     }
     # The constructor wants debug information; an empty jaxpr brings its own.
     empty = open_jaxpr(jax.make_jaxpr(lambda: ())())
-    if isinstance(empty, jax_core.ClosedJaxpr):  # one class with Jaxpr from 0.11 on
+    if isinstance(empty, _ClosedJaxpr):  # one class with Jaxpr from 0.11 on
         fields["consts"] = list(consts)
     return empty.replace(**fields)
 
