@@ -172,7 +172,19 @@ class Dataset:
         """What is weaker than with arrays; empty: nothing."""
         if self.fed is None:
             return ""
-        return _ENDLESS if isinstance(self.fed, Stream) else _DEALT
+        if not isinstance(self.fed, Stream):
+            return _DEALT
+        together = self.put_together(self.fed.size)
+        return f"{_ENDLESS}; {together}" if together else _ENDLESS
+
+    def put_together(self, batch_size: int) -> str:
+        """Returns what is told of elements that are examples; empty: they are not."""
+        if self.fed is None or self.fed.element.size:
+            return ""
+        return (
+            f"an element of the data is taken as one example, and {batch_size} of them "
+            "make a batch"
+        )
 
     def noted(self, graph: Graph) -> Graph:
         """Returns the graph of a step with what its plan says of the data."""
@@ -245,7 +257,7 @@ class Dataset:
             count = min(len(array), max(_SAMPLED, _SAMPLED_BYTES // each))
             rows = np.linspace(0, len(array) - 1, count).astype(np.int64)
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-            digest.update(array[rows].view(np.uint8).data)
+            digest.update(np.ascontiguousarray(array[rows]).view(np.uint8).data)
         return digest.hexdigest()[:16]
 
     def batches(self, batch_size: int) -> Iterator[tuple[int, Batch]]:
@@ -304,7 +316,7 @@ def as_dataset(
         fields[field] = as_array(value, field, finite=finite)
     check_lengths({field: len(array) for field, array in fields.items()})
     top = f"{name}[{next(iter(data))!r}]" if isinstance(data, Mapping) else name
-    first = next(field for field in fields if field.startswith(top))
+    first = next((field for field in fields if field.startswith(top)), "")
     return Dataset(fields, tree, written_first=first)
 
 
@@ -394,11 +406,19 @@ def naming_data(dataset: Dataset, batch_size: int) -> Iterator[None]:
             raise asked from error
         first = str(error).partition("\n")[0]
         line = users_line(error.__traceback__)
+        instead = _instead(dataset, batch_size)
         raise DataError(
             f"the loss failed on a batch of {dataset.describe(batch_size)}"
             f"{line and f', at {line}'}: {type(error).__name__}: {first}; check the "
-            "data against what the model and the loss take"
+            f"data against what the model and the loss take{instead}"
         ) from error
+
+
+def _instead(dataset: Dataset, batch_size: int) -> str:
+    """Returns what else the user may have meant; empty: nothing."""
+    if not (together := dataset.put_together(batch_size)):
+        return ""
+    return f". Here {together}; of one that is a batch all fields need one length"
 
 
 def _example(array: Array) -> str:

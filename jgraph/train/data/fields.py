@@ -26,17 +26,9 @@ def as_array(
       DataError: no array, of an object or string dtype, with integers too large for
         JAX's type, or with NaN where it is forbidden.
     """
-    try:
-        array = np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise DataError(
-            f"{field} is not an array: {error}; pad it to one shape", field=field
-        ) from error
+    array = _array_of(value, field)
     if array.ndim == 0 and not single:
-        raise DataError(
-            f"{field} is a single value, not an array; examples lie along axis 0",
-            field=field,
-        )
+        raise DataError(_not_an_array(value, field, array), field=field)
     if not _is_numeric(array.dtype):
         raise DataError(
             f"{field} has dtype {array.dtype}, which XLA does not know; give numbers "
@@ -54,8 +46,44 @@ def as_array(
     return _as_jax_dtype(array, field)
 
 
+def _array_of(value: Any, field: str) -> Array:
+    is_keys = jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+    if is_keys:
+        raise DataError(
+            f"{field} is an array of random keys; give jax.random.key_data(keys), and "
+            "make keys of it in the loss with jax.random.wrap_key_data",
+            field=field,
+        )
+    if isinstance(value, np.ma.MaskedArray) and (masked := int(value.mask.sum())):
+        raise DataError(
+            f"{field} has {masked} masked values; say what they are, as in "
+            "array.filled(0), and give the mask as a field of its own if it is needed",
+            field=field,
+        )
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(
+            f"{field} is not an array: {error}; pad it to one shape", field=field
+        ) from error
+
+
+def _not_an_array(value: Any, field: str, array: Array) -> str:
+    if value is None:
+        return f"{field} is None; leave it out"
+    if array.dtype.kind == "O":
+        name = type(value).__name__
+        return f"{field} is a {name}, not an array; give an array of numbers"
+    return (
+        f"{field} is a single value, {value!r:.20}; examples lie along axis 0: repeat "
+        f"it for each of them, as in np.full(len(x), {value!r:.20}), or use it in the "
+        "loss as a constant"
+    )
+
+
 def _is_numeric(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in "biufc" or (dtype.kind == "V" and dtype.names is None)
+    known = jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_
+    return bool(known) and dtype.char not in "gG"  # wider than 64 bits
 
 
 def _first_bad(array: Array) -> int:
@@ -64,7 +92,7 @@ def _first_bad(array: Array) -> int:
 
 
 def _as_jax_dtype(array: Array, field: str) -> Array:
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     if dtype == array.dtype:
         return array
     if array.dtype.kind in "iu" and array.size:

@@ -43,10 +43,23 @@ def test_fields_go_by_the_users_names(data: Any, names: list[str]) -> None:
         ("train.csv", r"data is the text 'train\.csv'; .* jg\.Source\.npz"),
         (3, r"data is a int; give arrays, .* jg\.Source .* __getitem__.* iterable"),
         (iter([]), "data is a list_iterator without an element"),
-        ({"x": X, "y": 3.0}, r"data\['y'\] is a single value"),
+        ({"x": X, "y": 3.0}, r"data\['y'\] is a single value, 3\.0; .* np\.full"),
+        ((X, None), r"data\[1\] is None; leave it out"),
+        ((X, {1, 2}), r"data\[1\] is a set, not an array; give"),
+        (({}, {}), "no field"),
         ({"x": np.array(["a", "b"])}, r"data\['x'\] has dtype <U1"),
         ({"x": np.array([None, 1])}, r"data\['x'\] has dtype object"),
         (([[1, 2], [3]],), r"data\[0\] is not an array"),
+        (
+            (np.zeros(6, np.longdouble),),
+            r"data\[0\] has dtype (float128|longdouble|float96)",
+        ),
+        ((np.zeros(6, "V4"),), r"data\[0\] has dtype \|V4, which XLA does not know"),
+        ((np.ma.masked_less(Y, 3),), r"data\[0\] has 3 masked values; .*\.filled"),
+        (
+            (jax.random.split(jax.random.key(0), 6),),
+            r"data\[0\] .* jax\.random\.key_data",
+        ),
         ((X, np.array([2**40] * 6)), r"data\[1\] has values .* too large for JAX's"),
     ],
 )
@@ -89,3 +102,35 @@ def test_batches_for_evaluation_cover_the_data_in_order() -> None:
     found = list(as_dataset((np.arange(5),)).batches(2))
     assert [count for count, _ in found] == [2, 2, 1]
     assert np.concatenate([x for _, (x,) in found]).tolist() == [0, 1, 2, 3, 4]
+
+
+GIVEN = np.arange(36, dtype=np.float32).reshape(6, 2, 3)
+LAID_OUT = {
+    "in Fortran's order": np.asfortranarray(GIVEN),
+    "with its axes in another order": np.moveaxis(
+        np.moveaxis(GIVEN, 1, 0).copy(), 0, 1
+    ),
+    "every second row": np.repeat(GIVEN, 2, axis=0)[::2],
+    "from its end": GIVEN[::-1].copy()[::-1],
+    "of the other byte order": GIVEN.astype(GIVEN.dtype.newbyteorder()),
+    "without a masked value": np.ma.masked_array(GIVEN),
+    "read-only": np.broadcast_to(GIVEN, GIVEN.shape),
+    "of a file": np.frombuffer(GIVEN.tobytes(), np.float32).reshape(GIVEN.shape),
+}
+
+
+@pytest.mark.parametrize("how", LAID_OUT)
+def test_an_array_is_the_same_data_however_it_lies_in_memory(how: str) -> None:
+    data, plain = as_dataset((LAID_OUT[how], Y)), as_dataset((GIVEN, Y))
+    assert data.digest() == plain.digest()
+    assert data.plan(2, seed=0).to_dict() == plain.plan(2, seed=0).to_dict()
+    rows = np.array([4, 1])
+    given = data.reader().read(0, rows)["data[0]"]
+    assert given.dtype == np.float32
+    assert given.tolist() == GIVEN[rows].tolist()
+
+
+def test_a_part_of_the_data_may_have_no_field() -> None:
+    data = as_dataset({"none": {}, "x": X})
+    assert data.first == "data['x']"
+    assert data.avals(2)["none"] == {}

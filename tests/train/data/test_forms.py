@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 from jgraph.errors import DataError
 from jgraph.train.data.data import Dataset, as_dataset
 from jgraph.train.data.forms import Stream, whole_batches
 from jgraph.train.data.source import as_source_or_dataset
+from jgraph.train.trainer import Trainer
 from tests.support.data_forms import Examples, Loader, batch, batches
 
 grain = pytest.importorskip("grain", reason="needs jgraph[data]")
@@ -346,3 +350,19 @@ def test_a_last_partial_batch_of_a_loader_is_not_counted() -> None:
     assert found == [2, 2, 2, 3, 1]
     assert whole_batches([1, 2, 3]) == 3
     assert whole_batches(iter(())) is None
+
+
+def test_a_batch_with_a_single_value_is_told_to_be_taken_as_an_example() -> None:
+    def scaled() -> Iterator[Any]:
+        return ((x, y, 0.5) for x, y in batches())
+
+    def loss(model: Any, batch: Any) -> Any:
+        x, y, scale = batch
+        return jnp.mean(scale * (model(x)[:, 0] - y) ** 2)
+
+    trainer = Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), loss, optax.sgd(0.1))
+    told = "an element of the data is taken as one example, and 3 of them make a batch"
+    with pytest.raises(DataError, match=f"{told}; .* all fields need one length"):
+        trainer.fit(scaled, steps=1, batch_size=3)
+    assert told in as_dataset(scaled, batch_size=3).note
+    assert "one example" not in as_dataset(batches).note
