@@ -47,8 +47,9 @@ def as_array(
 
 
 def _array_of(value: Any, field: str) -> Array:
-    is_keys = jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
-    if is_keys:
+    if isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    ):
         raise DataError(
             f"{field} is an array of random keys; give jax.random.key_data(keys), and "
             "make keys of it in the loss with jax.random.wrap_key_data",
@@ -82,7 +83,7 @@ def _not_an_array(value: Any, field: str, array: Array) -> str:
 
 
 def _is_numeric(dtype: np.dtype[Any]) -> bool:
-    known = jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_
+    known = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
     return bool(known) and dtype.char not in "gG"  # wider than 64 bits
 
 
