@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -21,6 +22,24 @@ WAIT_S: Final = 5.0
 
 Came: TypeAlias = Callable[[dict[str, Array] | BaseException | None], None]
 """Called with the fields of the wanted rows, an error, or None: there are no more."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A batch that a worker requests.
+
+    Attributes:
+      number: of the request; 0: nothing is wanted.
+      part: of the data in which the batch lies.
+      rows: of that part.
+      batch: number of the batch in the order of the run.
+    """
+
+    number: int
+    part: int
+    rows: Rows
+    batch: int
 
 
 @final
@@ -43,7 +62,7 @@ class FedReader:
         self.parts = parts
         self.shuffle: Shuffle = shuffle
         self._number = 0
-        self._requests: dict[int, tuple[int, Rows, Came]] = {}
+        self._requests: dict[int, tuple[Wanted, Came]] = {}
         self._changed = asyncio.Event()
 
     @classmethod
@@ -59,10 +78,10 @@ class FedReader:
             plain["shuffle"],
         )
 
-    def want(self, part: int, rows: Rows, then: Came) -> None:
-        """Wants these rows; calls ``then`` once they have come."""
+    def want(self, part: int, rows: Rows, batch: int, then: Came) -> None:
+        """Wants the rows of this batch; calls ``then`` once they have come."""
         self._number += 1
-        self._requests[self._number] = part, rows, then
+        self._requests[self._number] = Wanted(self._number, part, rows, batch), then
         self._changed.set()
 
     def withdraw(self) -> None:
@@ -78,7 +97,7 @@ class FedReader:
         if order.number not in self._requests:
             return
         if order.over or order.HasField("error"):
-            _, _, then = self._requests.pop(order.number)
+            _, then = self._requests.pop(order.number)
             then(None if order.over else from_status(order.error))
             return
         sent = [Field(t.dtype, t.shape[1:]) for t in tensors]
@@ -87,7 +106,7 @@ class FedReader:
                 f"the client sent {', '.join(map(str, sent))} for a data set of "
                 f"{', '.join(map(str, self.fields.values()))}"
             )
-        _, _, then = self._requests.pop(order.number)
+        _, then = self._requests.pop(order.number)
         then(dict(zip(self.fields, tensors, strict=True)))
 
     async def next_request(self) -> Frame:
@@ -96,9 +115,11 @@ class FedReader:
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), WAIT_S)
-        for number, (part, rows, _) in self._requests.items():
-            data = pb.WantedData(number=number, part=part)
-            return frame(wanted_data=data, tensors=[np.asarray(rows, np.int64)])
+        for request, _ in self._requests.values():
+            data = pb.WantedData(
+                number=request.number, part=request.part, batch=request.batch
+            )
+            return frame(wanted_data=data, tensors=[np.asarray(request.rows, np.int64)])
         return frame(wanted_data=pb.WantedData())
 
 
@@ -114,8 +135,8 @@ def about(
     return json.dumps(plain)
 
 
-def wanted_in(reply: Frame) -> tuple[int, int, Rows]:
-    """Returns (number, part, rows) of an answer; number 0: nothing is wanted."""
+def wanted_in(reply: Frame) -> Wanted:
+    """Returns what an answer says is wanted."""
     body = body_of(reply)
     rows = reply.tensors[0] if body.number else np.empty(0, np.int64)
-    return body.number, body.part, rows
+    return Wanted(body.number, body.part, rows, body.batch)

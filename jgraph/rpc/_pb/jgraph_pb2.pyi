@@ -3122,18 +3122,22 @@ class WantedData(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """0: nothing for now"""
     part: _builtins.int
+    batch: _builtins.int
+    """its number in the order of the run"""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         part: _builtins.int = ...,
+        batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "number", b"number", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

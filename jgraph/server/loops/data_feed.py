@@ -126,7 +126,8 @@ class BatchReader:
                 then(self._numbered(lease, index, fields))
 
         (piece,) = found  # what only the client can read is one part
-        fed.want(piece.part, piece.rows, came)
+        batch = self._plan.number(lease.epoch, lease.slot, index)
+        fed.want(piece.part, piece.rows, batch, came)
 
 
 @final

@@ -9,8 +9,7 @@ from typing import Final, final
 from jgraph.client.cluster import Cluster
 from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import CONTROL_S, bulk_timeout_s
-from jgraph.cluster.fed_data import WAIT_S, about, wanted_in
-from jgraph.coordination.data.slots import Rows
+from jgraph.cluster.fed_data import WAIT_S, Wanted, about, wanted_in
 from jgraph.errors import (
     ClusterBusyError,
     ClusterUnreachableError,
@@ -24,7 +23,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.data.batches import Field, Reader
+from jgraph.runtime.data.batches import Array, Field, Reader
+from jgraph.train.data.shares import Shares
 
 _AGAIN_S: Final = 0.5
 _POLL_S: Final = 0.2
@@ -49,14 +49,22 @@ class Feeding:
       name: of the data set there.
       reader: of this process.
       feeds: names of the fields there, in the order of those of the reader.
+      shares: of an iterable: gives workers in step their batches in its order; else a
+        batch goes to the worker that asks first.
     """
 
     def __init__(
-        self, cluster: Cluster, name: str, reader: Reader, feeds: Sequence[str]
+        self,
+        cluster: Cluster,
+        name: str,
+        reader: Reader,
+        feeds: Sequence[str],
+        shares: Shares | None = None,
     ) -> None:
         self._cluster = cluster
         self._name = name
         self._reader = reader
+        self._shares = shares
         self._fields: dict[str, Field] = dict(
             zip(feeds, reader.fields.values(), strict=True)
         )
@@ -123,8 +131,7 @@ class Feeding:
                 continue
             except (JGError, concurrent.futures.CancelledError):
                 return  # closed, or the worker was started again
-            number, part, rows = wanted_in(reply)
-            answer = self._answer(number, part, rows)
+            answer = self._answer(wanted_in(reply))
 
     def _ask(
         self, address: str, answer: Frame, limit_s: float, turn: threading.Event
@@ -143,12 +150,12 @@ class Feeding:
             with self._lock:
                 self._asking.discard(future)
 
-    def _answer(self, number: int, part: int, rows: Rows) -> Frame:
-        order = pb.FeedData(name=self._name, number=number)
-        if not number:
+    def _answer(self, wanted: Wanted) -> Frame:
+        order = pb.FeedData(name=self._name, number=wanted.number)
+        if not wanted.number:
             return frame(feed_data=order)
         try:
-            fields = self._reader.read(part, rows)
+            fields = self._read(wanted)
         except EOFError:
             self.is_over = order.over = True
         except Exception as error:  # noqa: BLE001  # ends the run, and is told there
@@ -158,3 +165,8 @@ class Feeding:
         else:
             return frame(feed_data=order, tensors=list(fields.values()))
         return frame(feed_data=order)
+
+    def _read(self, wanted: Wanted) -> dict[str, Array]:
+        if self._shares is not None:
+            return self._shares.read(wanted.batch)
+        return self._reader.read(wanted.part, wanted.rows)

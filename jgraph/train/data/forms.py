@@ -333,7 +333,11 @@ class Stream:
         return self._end is not None and not self._ready
 
     def read(self, part: int, rows: Rows) -> dict[str, Array]:
-        """Returns the next batch, whatever rows are asked for.
+        """See ``Reader.read``; the next batch, whatever rows are asked for."""
+        return self.take()
+
+    def take(self) -> dict[str, Array]:
+        """Returns the next batch.
 
         Raises:
           EOFError: there is none any more.

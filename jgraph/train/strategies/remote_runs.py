@@ -7,6 +7,7 @@ from typing import Any, final
 
 from jgraph.client.runs.follower import RunFollower
 from jgraph.client.runs.holds import DrainHolds
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.errors import JGError
 from jgraph.train.data.data import Dataset
 from jgraph.train.state.remote_state import RemoteState
@@ -47,8 +48,15 @@ class RemoteRuns:
         self.last = self._prepared[key]
         return self.last
 
-    def begin(self, order: Order) -> Prepared:
-        """Makes ready all that a run needs: variables, programs, copies and data."""
+    def begin(
+        self, order: Order, book: Callable[[], BatchBook] | None = None
+    ) -> Prepared:
+        """Makes ready all that a run needs: variables, programs, copies and data.
+
+        Args:
+          order: what to train.
+          book: where the run begins, if its workers train in step.
+        """
         prepared = self.prepare(order.dataset, order.batch_size)
         state, workers = self._state, self.workers.tasks
         with state.lock:
@@ -65,7 +73,7 @@ class RemoteRuns:
                 state.copies.admit(0, prepared.handles[: len(workers)])
                 for number, handle in enumerate(prepared.handles[len(workers) :], 1):
                     state.copies.admit(number, [handle])
-            self.workers.upload(prepared.graph, order)
+            self.workers.upload(prepared.graph, order, book)
         return prepared
 
     def _keep_copies(self, prepared: Prepared) -> None:

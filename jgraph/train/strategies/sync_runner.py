@@ -23,13 +23,14 @@ from jgraph.client.runs.holds import DrainHolds
 from jgraph.client.runs.loops import LoopHandle
 from jgraph.clock import SystemClock
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest, SyncRequest
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.train.data.data import Dataset
 from jgraph.train.model.metrics import CONTRIBUTIONS
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
-from jgraph.train.state.runner import Chunk, Order, Position, Staleness, position_in
+from jgraph.train.state.runner import Chunk, Order, Position, Staleness
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.messages import about_run
@@ -86,7 +87,9 @@ class SyncRunner:
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
-        prepared = self._runs.begin(order)
+        prepared = self._runs.begin(
+            order, lambda: self._book(order, self.state.global_step())
+        )
         self._present, self._back = set(range(self._replicas)), set()
         if order.detached:
             yield from self._runs.followed(self._submit(prepared, order), prepared)
@@ -222,6 +225,11 @@ class SyncRunner:
             halt_s=self.state.halt_s,
         )
 
+    def _book(self, order: Order, version: int) -> BatchBook:
+        """Returns the book of a run that begins where the state is."""
+        plan = order.dataset.plan(order.batch_size, order.seed)
+        return BatchBook(plan, self.state.position, skip=version * self._wanted)
+
     def _begin(self, prepared: Prepared, order: Order, sync: SyncRequest) -> LoopHandle:
         """Sets the loops of those workers going that are present."""
         requests = self._open_round(prepared, order, sync)
@@ -260,7 +268,7 @@ class SyncRunner:
             for one in requests
             if one.replica in self._present
         ]
-        position = position_in(sync.plan, self.state.position, version * self._wanted)
+        position = self._book(order, version).position()
         sync = replace(
             sync,
             version=version,

@@ -12,11 +12,14 @@ from jgraph.client.runs.loops import LoopHandle
 from jgraph.client.state.sources import open_source_on
 from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest
+from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.run.cuts import tell_every
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.train.data.data import Dataset
 from jgraph.train.data.feeding import Feeding
+from jgraph.train.data.forms import Stream
+from jgraph.train.data.shares import Shares
 from jgraph.train.model.metrics import CONTRIBUTIONS, metrics_by_name
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order
@@ -41,15 +44,29 @@ class Workers:
         # Which data the workers hold: the same data of a later fit is not sent again.
         self._uploaded: dict[TaskName, str] = {}
 
-    def upload(self, graph: Graph, order: Order) -> None:
-        """Gives every worker the data, unless it has it; also who takes them back."""
+    def upload(
+        self,
+        graph: Graph,
+        order: Order,
+        book: Callable[[], BatchBook] | None = None,
+    ) -> None:
+        """Gives every worker the data, unless it has it; also who takes them back.
+
+        Args:
+          graph: of the step.
+          order: what to train.
+          book: where the run begins, if its workers train in step.
+        """
         dataset = order.dataset
         if dataset.source:  # the workers have opened it
             return
         if dataset.fed is not None:
             fields = _fields(graph, dataset)
-            reader = dataset.reader()
-            self.feeding = Feeding(self._cluster, self._data, reader, fields)
+            reader, shares = dataset.reader(), None
+            if book is not None and isinstance(reader, Stream):
+                begins = book()
+                shares = Shares(reader.take, begins.given_back, begins.end)
+            self.feeding = Feeding(self._cluster, self._data, reader, fields, shares)
             self._uploaded.clear()
             for task in dict.fromkeys(self.tasks):
                 self.feeding.begin(task)

@@ -75,14 +75,27 @@ def test_batches_of_a_generator_come_once_and_the_run_ends_with_them(
 
 def test_workers_in_step_share_an_iterable_and_end_with_it(cluster: Cluster) -> None:
     given = trainer(cluster, SyncPS())
+    # Two passes over three batches: each of them counts twice.
     run = given.fit(lambda: batches(3), steps=3, progress=False)
-    # A worker may have read ahead what it does not come to.
-    assert (run.state, sum(seen(run, times=2))) == ("done", 24)
-    # The workers may not have got equally many; what has no other one is left out.
+    assert (run.state, seen(run, times=2)) == ("done", [2] * 12)
+    # Seven updates of two batches; the last of the fifteen has no other one.
     some = (pair for n in range(15) for pair in [batch(n % 3)])
     run = given.fit(some, steps=99, progress=False)
-    assert run.state == "stopped"
-    assert 3 + 5 <= run.steps <= 3 + 7
+    assert (run.state, run.steps) == ("stopped", 3 + 7)
+    assert seen(run, times=2) == [5] * 8 + [4] * 4
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 17])
+def test_an_update_of_workers_in_step_is_of_neighbours_in_an_iterable(
+    cluster: Cluster, count: int
+) -> None:
+    # The seen examples of each update are those of the next two batches.
+    some = (pair for n in range(count) for pair in [batch(n % 3)])
+    run = trainer(cluster, SyncPS()).fit(some, steps=99, progress=False)
+    found = 2 * run.metrics("seen")["value"]
+    due = np.repeat(np.eye(3)[np.arange(count) % 3], 4, axis=1)
+    updates = count // 2
+    assert found.tolist() == (due[: 2 * updates : 2] + due[1::2][:updates]).tolist()
 
 
 def failing() -> Iterator[Any]:
@@ -122,7 +135,10 @@ def test_run_that_waits_for_data_can_be_stopped(
         more.set()
 
 
-def test_batches_that_a_lost_worker_held_are_replaced_by_others() -> None:
+@pytest.mark.parametrize("strategy", [None, SyncPS()], ids=["async", "sync"])
+def test_batches_that_a_lost_worker_held_are_replaced_by_others(
+    strategy: Strategy | None,
+) -> None:
     begun = threading.Event()
 
     def endless() -> Iterator[Any]:
@@ -136,7 +152,7 @@ def test_batches_that_a_lost_worker_held_are_replaced_by_others() -> None:
     servers = Servers(ps=1, worker=2)
     try:
         with connect(servers.servers[0].target, timeout_s=20) as cluster:
-            given = trainer(cluster)
+            given = trainer(cluster, strategy)
             run = given.fit(endless(), steps=300, progress=False, block=False)
             begun.wait()
             servers.lose("/job:worker/task:1")
