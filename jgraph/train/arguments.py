@@ -81,8 +81,3 @@ def check_model(model: Model, loss: Loss) -> None:
             f"loss takes {len(names)} arguments; it is called as loss({first}, batch) "
             f"or loss({first}, batch, {rng})"
         )
-
-
-def is_count(value: object, least: int) -> bool:
-    """Whether an option is a whole number, and not less than that."""
-    return isinstance(value, int | np.integer) and bool(value >= least)

@@ -145,7 +145,7 @@ class Trainer:
             strategy=choose_strategy(strategy, cluster),
             metrics=functions,
             observed=observed,
-            seed=seed,
+            seed=int(seed),
             variables=variables,
             sparse=sparse,
             check_finite=check_finite,

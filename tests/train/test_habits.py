@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jgraph.train.model.optimizer import unwrapped
 from jgraph.train.run.hooks import as_callbacks
 from jgraph.train.strategies.strategies import batches_per_update
 from tests.support.data_forms import Loader, batches
+from tests.support.servers import connected
 from tests.support.straight_line import X, Y, loss
 
 
@@ -145,6 +147,39 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "no callback": (lambda: CALLBACKS([3]), "a callback is 3; give functions"),
     "a text": (lambda: CALLBACKS("nan"), "callbacks is 'nan'; give functions"),
 }
+
+
+N: Any = np.int64
+STRATEGIES = [
+    jg.AsyncPS(
+        max_staleness=N(8), variable_partitioner=jg.fixed_size_partitioner(N(1))
+    ),
+    jg.SyncPS(backup_workers=N(0), replicas_to_aggregate=N(1)),
+    None,
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["async", "sync", "local"])
+def test_numpys_integers_are_whole_numbers_wherever_one_is_taken(
+    strategy: Any, tmp_path: Path
+) -> None:
+    with connected(ps=1, worker=1) as cluster:
+        there = cluster if strategy is not None else None
+        given = trainer(seed=N(3), cluster=there, strategy=strategy)
+        run = given.fit(
+            (X, Y),
+            steps=N(4),
+            batch_size=N(8),
+            eval_data=(X, Y),
+            eval_every=N(2),
+            checkpoint=jg.Checkpoints(tmp_path, every=N(2), keep=N(1)),
+            progress=False,
+        )
+        assert run.steps == 4
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["4"]
+        again = trainer(cluster=there, strategy=strategy)
+        again.restore(tmp_path)
+        assert again.fit((X, Y), steps=1, batch_size=N(8)).steps == 5
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

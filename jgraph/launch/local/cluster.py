@@ -101,6 +101,7 @@ class LocalCluster(Cluster):
         if evaluators:
             counts["evaluator"] = evaluators
         check_counts(counts)
+        counts = {job: int(count) for job, count in counts.items()}
         check_restarts(restarts)
         check_frozen_s(frozen_s)
         clock = clock or SystemClock()

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, final
 
+import numpy as np
 import psutil
 
 from jgraph.clock import Clock, SystemClock
@@ -373,7 +374,8 @@ def check_counts(counts: Mapping[str, object]) -> None:
       ConfigError: shows what was given.
     """
     told = ", ".join(f"{count!r} {job}" for job, count in counts.items())
-    if not all(isinstance(count, int) and count >= 0 for count in counts.values()):
+    kinds = int | np.integer
+    if not all(isinstance(n, kinds) and n >= 0 for n in counts.values()):
         raise ConfigError(
             f"counts of tasks are whole numbers, not {told}; write for example "
             "jg.LocalCluster(ps=2, workers=2)"

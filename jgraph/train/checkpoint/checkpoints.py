@@ -40,6 +40,7 @@ from jgraph.runtime.files.step_files import (
 )
 from jgraph.runtime.files.writer_lease import WriterLease
 from jgraph.train.checkpoint import checkpoint
+from jgraph.train.counts import as_ints
 from jgraph.train.model.trees import Tree
 from jgraph.train.state.runner import Position
 from jgraph.view import markup
@@ -119,6 +120,7 @@ class Checkpoints:
                 )
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        as_ints(self, "every", "keep")
         if self.best is not None and not str(self.best).startswith("eval_"):
             raise ConfigError(
                 f"best is {self.best!r:.60}; give a metric of eval_data, such as "

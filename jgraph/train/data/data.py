@@ -30,6 +30,7 @@ from jgraph.train.data.forms import (
     Stream,
     first_by_number,
     first_element,
+    length_of,
     may_be_batches,
     whole_batches,
 )
@@ -149,7 +150,7 @@ class Dataset:
                 f"batch_size is {wanted}, and the data comes in batches of {size} "
                 "examples; leave batch_size out"
             )
-        return size or wanted or BATCH_SIZE
+        return int(size or wanted or BATCH_SIZE)
 
     def batches_per_epoch(self, batch_size: int) -> int:
         """Returns the batches of one pass over the data.
@@ -344,6 +345,8 @@ def _fed(data: Any, name: str, batch_size: int | None, *, finite: bool) -> Datas
         reader = Indexed(data, like)
     elif hasattr(data, "__iter__") or callable(data):
         reader = Stream(data, name, batch_size, finite=finite)
+    elif hasattr(data, "__getitem__") and length_of(data) == 0:
+        raise DataError(f"{name}, a {type(data).__name__}, has no examples")
     else:
         raise DataError(
             f"{name} is a {type(data).__name__}; give arrays, (x, y) or "

@@ -27,7 +27,7 @@ def as_array(
         JAX's type, or with NaN where it is forbidden.
     """
     array = _array_of(value, field)
-    if array.ndim == 0 and not single:
+    if array.ndim == 0 and (not single or array.dtype.kind == "O"):
         raise DataError(_not_an_array(value, field, array), field=field)
     if not _is_numeric(array.dtype):
         raise DataError(
@@ -64,9 +64,10 @@ def _array_of(value: Any, field: str) -> Array:
     try:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DataError(
-            f"{field} is not an array: {error}; pad it to one shape", field=field
-        ) from error
+        ragged = "; pad it to one shape" if "inhomogeneous" in str(error) else ""
+        raise DataError(f"{field} is not an array: {error}{ragged}", field=field) from (
+            error
+        )
 
 
 def _not_an_array(value: Any, field: str, array: Array) -> str:

@@ -6,7 +6,7 @@ from typing import TypeAlias, final
 from jgraph.errors import ConfigError
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
-from jgraph.train.arguments import is_count
+from jgraph.train.counts import as_ints, is_count
 from jgraph.train.state.durability import Durability, check_durability
 from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
 from jgraph.view import markup
@@ -69,6 +69,7 @@ class AsyncPS:
                 f"max_staleness is {bound!r}; give a whole number, 0 or more, or None "
                 "for no bound"
             )
+        as_ints(self, "max_staleness")
 
     def _repr_html_(self) -> str:
         return markup.data(self)
@@ -141,6 +142,7 @@ class SyncPS:
             raise ConfigError(
                 f"backup_workers is {backups!r}; give a whole number, 0 or more"
             )
+        as_ints(self, "replicas_to_aggregate", "backup_workers")
 
     def contributions(self, workers: int) -> int:
         """Returns how many contributions a step of so many workers takes.

@@ -191,6 +191,9 @@ def test_counts_that_are_no_whole_numbers_are_refused() -> None:
         LocalCluster(ps="2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not -1 ps, 1 worker"):
         LocalCluster(ps=-1, workers=1)
+    whole: Any = np.int64
+    with LocalCluster(ps=whole(1), workers=whole(0)) as cluster:
+        assert cluster.tasks() == ["/job:ps/task:0"]
 
 
 # For the children: none takes the cluster's description until the test closes its door.

@@ -15,6 +15,14 @@ X = np.zeros((6, 2), np.float32)
 Y = np.arange(6, dtype=np.int32)
 
 
+class NoExamples:
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, row: int) -> Any:
+        raise IndexError(row)
+
+
 @pytest.mark.parametrize(
     ("data", "names"),
     [
@@ -42,6 +50,9 @@ def test_fields_go_by_the_users_names(data: Any, names: list[str]) -> None:
         ({}, "no field"),
         ("train.csv", r"data is the text 'train\.csv'; .* jg\.Source\.npz"),
         (3, r"data is a int; give arrays, .* jg\.Source .* __getitem__.* iterable"),
+        (NoExamples(), "data, a NoExamples, has no examples"),
+        (iter([None]), "data is None; leave it out"),
+        (iter([(X, {1})]), r"data\[1\] is a set, not an array"),
         (iter([]), "data is a list_iterator without an element"),
         ({"x": X, "y": 3.0}, r"data\['y'\] is a single value, 3\.0; .* np\.full"),
         ((X, None), r"data\[1\] is None; leave it out"),

@@ -1,0 +1,18 @@
+"""Whole numbers among a user's options."""
+
+import numpy as np
+
+
+def is_count(value: object, least: int) -> bool:
+    """Whether an option is a whole number, and not less than that."""
+    return isinstance(value, int | np.integer) and bool(value >= least)
+
+
+def as_ints(options: object, *names: str) -> None:
+    """Makes Python's of the NumPy integers among frozen options.
+
+    Messages and files are JSON, which knows no others.
+    """
+    for name in names:
+        if isinstance(value := getattr(options, name), np.integer):
+            object.__setattr__(options, name, int(value))
