@@ -211,7 +211,8 @@ def _hint(array: Array, aval: Any) -> str:
     hints = []
     if array.dtype != aval.dtype:
         hints.append(f".astype(np.{np.dtype(aval.dtype).name})")
-    if array.size == num_elements(aval) and not symbols_of(aval.shape):
+    is_of_size = not symbols_of(aval.shape) and array.size == num_elements(aval)
+    if is_of_size and not _same_shape(array.shape, aval.shape):
         hints.append(f".reshape{tuple(aval.shape)}")
     return f". Perhaps you forgot {' and '.join(hints)}" if hints else ""
 

@@ -68,6 +68,30 @@ def test_arrays_are_fed_in_their_own_dtype_only(name: str) -> None:
             _fed(dtype, given, (2,))
 
 
+@pytest.mark.parametrize(
+    ("value", "shape", "hint"),
+    [
+        (
+            np.array([1, 2], np.float32),
+            (2,),
+            r"Perhaps you forgot \.astype\(np\.int32\)$",
+        ),
+        (np.array([[1, 2]], np.int32), (2,), r"Perhaps you forgot \.reshape\(2,\)$"),
+        (
+            np.array([[1, 2]], np.float32),
+            (2,),
+            r"\.astype\(np\.int32\) and \.reshape\(2,\)$",
+        ),
+        (np.array([1, 2, 3], np.int32), (2,), r"wants int32\[2\]$"),
+    ],
+)
+def test_what_was_forgotten_is_named_and_nothing_else(
+    value: Any, shape: tuple[int, ...], hint: str
+) -> None:
+    with pytest.raises(FeedError, match=hint):
+        _fed(np.dtype(np.int32), value, shape)
+
+
 def test_64_bit_arrays_are_fed_where_they_fit() -> None:
     assert _fed(np.int32, np.arange(3), (3,)).tolist() == [0, 1, 2]
     assert _fed(np.float32, np.array([0.5, 1]), (2,)).tolist() == [0.5, 1]

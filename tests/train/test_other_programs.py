@@ -280,6 +280,7 @@ def test_nothing_renames_or_deletes_steps_of_another_program(
         code, text = run(*args, others)
         assert code == 0
         assert ("of another program" in text) == (args != ["prune", "--keep", 1])
+    assert not [*others.glob("jgraph_*")]
     with CheckpointWriter(others, keep=1):
         pass
     with pytest.raises(CheckpointForeignError, match="has step 4 of another program"):

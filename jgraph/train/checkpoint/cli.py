@@ -114,6 +114,7 @@ def prune(
     Reads the steps that are kept. Steps of other programs stay, and so do damaged ones
     that are newer than those.
     """
+    from jgraph.runtime.files.step_files import our_steps
     from jgraph.train.checkpoint.checkpoint import absolute
     from jgraph.train.checkpoint.checkpoints import (
         CheckpointWriter,
@@ -125,7 +126,7 @@ def prune(
     directory = absolute(path)
     if is_checkpoint(directory):
         raise ConfigError(f"{directory} is not a directory of steps; name one")
-    if dry_run:
+    if dry_run or not our_steps(directory):
         steps = to_prune(directory, keep, is_good)
     else:
         with CheckpointWriter(directory, keep) as writer:
