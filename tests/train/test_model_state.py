@@ -85,7 +85,8 @@ def test_only_what_wrt_selects_is_trained() -> None:
 def test_frozen_variables_send_nothing_back() -> None:
     step = make_step(Adapted(rngs=nnx.Rngs(0)), optax.adam(0.1), nnx.LoRAParam)
     assert sent(planned(step), WORKER, PS) == nbytes(step.adapter.params)
-    assert step.kept(BATCH) == {"state/base/bias", "state/base/kernel", "state/scale"}
+    constants = {"state/base/bias", "state/base/kernel", "state/scale"}
+    assert step.constants(BATCH) == constants
     update = plan(
         SyncStep(step, BATCH, contributions=2).apply_graph(),
         tasks=[PS, WORKER],

@@ -64,7 +64,7 @@ def write_arrays(directory: Path, arrays: Mapping[str, Any]) -> dict[str, Leaf]:
             if shard in told:
                 sums[name].append(told[shard])
             else:  # one at a time: there may be more of them than memory here
-                value = arrays[name].held.read_shard(shard)
+                value = arrays[name].snapshot.read_shard(shard)
                 sums[name].append(write_slice(fd, shard.rows, value))
     return {name: _leaf(slices[name], sums[name]) for name in arrays}
 

@@ -67,7 +67,7 @@ def residuals(flat: Flat, num_outputs: int, num_params: int) -> Residuals:
       ...     return y, w.T, x, y, 1 - y
       >>> jaxpr, consts, _ = _compat.make_jaxpr(forward, jnp.ones(3), jnp.ones(3))
       >>> found = residuals(inline_calls(jaxpr, consts), 1, 1)
-      >>> len(found.forward.outvars), found.kept, len(found.again.outvars)
+      >>> len(found.forward.outvars), found.indices, len(found.again.outvars)
       (1, (0,), 4)
     """
     jaxpr = flat.jaxpr

@@ -339,7 +339,7 @@ class TrainStep:
           grads: of the parameters, rows for those in ``rows``.
           state: the model's new state.
           checks: from ``check``.
-          constants: from ``TrainStep.kept``.
+          constants: from ``TrainStep.constants``.
           by_rows: from ``row_step``.
           rows: the rows of each table that has them, by name.
           loss_of: the loss of the batch, where there is one.
