@@ -14,7 +14,7 @@ from jgraph.client.state.snapshots import Snapshots
 from jgraph.client.values import VariableValues, checked_values
 from jgraph.client.variables import VariableDirectory, as_variables
 from jgraph.cluster.deadlines import bulk_timeout_s
-from jgraph.cluster.loop_messages import DealtData, LoopRequest
+from jgraph.cluster.loop_messages import LoopRequest
 from jgraph.cluster.options import check_options, check_platforms
 from jgraph.coordination.step.run_metadata import RunMetadata
 from jgraph.errors import ConfigError
@@ -330,17 +330,10 @@ class Session:
             to=self._cluster.spec.address(task),
         )
 
-    def run_loops(
-        self, requests: Sequence[LoopRequest], data: DealtData | None = None
-    ) -> LoopHandle:
-        """Sets replica loops going on their workers; iterate over it for reports.
-
-        Args:
-          requests: a loop each.
-          data: what the master deals out to them; None: each has data of its own.
-        """
+    def run_loops(self, requests: Sequence[LoopRequest]) -> LoopHandle:
+        """Sets replica loops going on their tasks; iterate over it for reports."""
         self._check_open()
-        return LoopHandle(self._cluster, requests, data)
+        return LoopHandle(self._cluster, requests)
 
     def variable_tasks(
         self, variables: Sequence[Variable]

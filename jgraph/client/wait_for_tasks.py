@@ -9,7 +9,6 @@ import jax
 
 from jgraph.client.connection import Connection
 from jgraph.clock import SystemClock
-from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import CONTROL_S
 from jgraph.cluster.options import check_seconds
 from jgraph.cluster.spec import ClusterSpec
@@ -83,22 +82,6 @@ async def view_of(cluster: Connection, address: Address) -> pb.ClusterStatus | N
         status: pb.ClusterStatus = body_of(reply)
         return status
     return None
-
-
-async def ready_tasks(cluster: Connection) -> Mapping[TaskName, str]:
-    """Returns which start answers of each task that takes new work."""
-    view = await view_of(cluster, cluster.address)
-    return {
-        TaskName(status.task): f"{status.incarnation:x}"
-        for status in (view.tasks if view else ())
-        if status.state == "ready"
-    }
-
-
-def reaches_every_ps(cluster: Connection, worker: TaskName) -> bool:
-    """Whether a worker's links to the ps are whole; so they are if it cannot say."""
-    view = event_loop.run(view_of(cluster, cluster.spec.address(worker)))
-    return view is None or not set(cluster.tasks("ps")) & set(view.missing)
 
 
 def _all_answer(cluster: Connection, timeout_s: float) -> bool:

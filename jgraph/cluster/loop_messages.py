@@ -1,8 +1,7 @@
 """Messages of replica loops: requests and reports, as plain data and as protos."""
 
 import json
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -24,8 +23,8 @@ from jgraph.runtime.data.batches import Reader
 
 @final
 @dataclass(frozen=True, slots=True)
-class Detached:
-    """What makes the master look after a run also when its client is gone.
+class RunRequest:
+    """What the master must know of a run that it looks after.
 
     Attributes:
       about: what whoever attaches to the run must know.
@@ -33,8 +32,8 @@ class Detached:
       source: JSON of what workers open; empty: they were given arrays.
       copies: what is kept of the ps; None: nothing.
       programs: of workers and ps, and what is run before; see ``Master.KeepProgram``.
-      gate: of asynchronous training.
       wait_s: how long it waits for tasks that it cannot go on without.
+      client: that it ends with; None: it is detached.
     """
 
     about: Mapping[str, Any]
@@ -42,13 +41,8 @@ class Detached:
     source: str = ""
     copies: pb.RunCopies | None = None
     programs: Sequence[Frame] = ()
-    gate: pb.OpenGate | None = None
     wait_s: float = WAIT_S
-
-    @property
-    def is_restored(self) -> bool:
-        """Whether the master gives a ps again what its process before held."""
-        return self.saves is not None or self.copies is not None
+    client: pb.RunClient | None = None
 
 
 @final
@@ -62,14 +56,6 @@ class DealtData:
       workers: how many loops there are.
       position: where to begin; see ``Dispatch``.
       lease_s: a worker that holds data and is silent for so long is lost.
-      updates: says how many updates are applied to the model; set: the run goes on
-        without a master that was lost.
-      wait_s: where all workers are lost, how long to wait until one takes part again.
-      stop: set from another thread: wait no longer.
-      first: updates before the run.
-      halt_every: halt all loops when a multiple of one of these, in updates, is passed,
-        and let them go on with ``LoopHandle.go_on``.
-      halt_s: or after so long.
     """
 
     plan: SlotPlan
@@ -77,12 +63,6 @@ class DealtData:
     workers: int
     position: Mapping[str, Any] | None = None
     lease_s: float = LEASE_S
-    updates: Callable[[], int] | None = None
-    wait_s: float = 0.0
-    stop: threading.Event = field(default_factory=threading.Event)
-    first: int = 0
-    halt_every: Sequence[int] = ()
-    halt_s: float = 0.0
 
 
 @final
@@ -98,8 +78,6 @@ class SyncRequest:
       shards: the tasks with gates; the first one decides.
       plan: slots of the data that it deals out to the replicas.
       position: where in the data to begin; see ``Dispatch``.
-      run: which run it is part of, and under which term of a master; empty: its own.
-      term: likewise.
       halt_every: stand still at the multiples of each of these, in updates, until told
         to go on.
       halt_s: or until so long.
@@ -112,8 +90,6 @@ class SyncRequest:
     shards: Sequence[TaskName]
     plan: SlotPlan
     position: Mapping[str, Any] | None = None
-    run: str = ""
-    term: int = 1
     halt_every: Sequence[int] = ()
     halt_s: float = 0.0
 
@@ -273,16 +249,10 @@ def recovery_of(body: pb.LoopReport) -> Recovery | None:
         return None
     told = body.restored
     lost = tuple(TaskName(task) for task in told.lost)
-    return Recovery(lost, step=told.step, back_to=told.back_to)
+    return Recovery(lost, told.step, told.back_to, told.seconds, told.told)
 
 
-def lost_report(request: LoopRequest, error: JGError) -> LoopReport:
-    """Returns what to tell of a worker that is lost."""
-    none = np.empty(0)
-    return LoopReport(request.replica, request.task, "lost", none, none, (), {}, error)
-
-
-def order_of(request: LoopRequest) -> pb.RunLoop:
+def loop_order(request: LoopRequest) -> pb.RunLoop:
     """Returns a request as it travels, without what its run says of it."""
     return pb.RunLoop(
         handle=request.handle,
@@ -313,8 +283,6 @@ def order_in_run(
     loop: str,
     *,
     run: str,
-    term: int,
-    name: str,
     plan: str,
     arbiter: LoopRequest | None,
 ) -> pb.RunLoop:
@@ -323,17 +291,15 @@ def order_in_run(
     Args:
       request: of a loop.
       loop: its name.
-      run: which it is part of.
-      term: of the master.
-      name: of the loops of the run, and of what is dealt out; empty: nothing is.
+      run: which it is part of; its data is dealt out under this name.
       plan: JSON of the slots of that.
       arbiter: decides, and deals the data out; None: training is asynchronous.
     """
-    order = order_of(request)
-    order.loop, order.run, order.term = loop, run, term
-    order.data_run = name
+    order = loop_order(request)
+    order.loop, order.run, order.term = loop, run, 1
+    order.data_run = run
     if arbiter is not None:
-        order.data_run, order.dealer = f"{name}-{arbiter.replica}", arbiter.task
+        order.data_run, order.dealer = f"{run}-{arbiter.replica}", arbiter.task
     order.data_plan = order.data_plan or plan
     return order
 
@@ -363,27 +329,6 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         halt_every=request.halt_every,
         halt_s=request.halt_s,
     )
-
-
-def halted_report(request: LoopRequest, in_flight: int) -> LoopReport:
-    """Returns what to tell when all loops of a run stand still."""
-    none = np.empty(0)
-    return LoopReport(
-        *(request.replica, request.task, "halted", none, none, (), {}),
-        in_flight=in_flight,
-    )
-
-
-def silent_report(request: LoopRequest) -> LoopReport:
-    """Returns what to tell while a loop is waited for that may be there still."""
-    none = np.empty(0)
-    return LoopReport(request.replica, request.task, "silent", none, none, (), {})
-
-
-def ended_report(request: LoopRequest) -> LoopReport:
-    """Returns what to tell of a loop that has done nothing, and will not."""
-    none = np.empty(0)
-    return LoopReport(request.replica, request.task, "stopped", none, none, (), {})
 
 
 def source_info(reader: Reader) -> pb.SourceInfo:

@@ -52,6 +52,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "MoveVariables": Method(_TASK, "move_variables"),
     "Runs": Method(_TASK, "empty"),
     "InheritRun": Method(_TASK, "open_run"),
+    "SucceedRun": Method(_TASK, "run_query"),
     # What the standby of a run asks of its master.
     "RunJournal": Method(_TASK, "run_query"),
     "SendData": Method(_TASK, "send_data"),
@@ -87,7 +88,10 @@ METHODS: Final[Mapping[str, Method]] = {
     "Master.KeepProgram": Method(_CLIENT, "register_program"),
     "Master.Runs": Method(_CLIENT, "empty"),
     "Master.Attach": Method(_CLIENT, "run_query"),
+    "Master.BeginRun": Method(_CLIENT, "run_query"),
+    "Master.AnswerRun": Method(_CLIENT, "run_answer"),
     "Master.StopRun": Method(_CLIENT, "run_query"),
+    "Master.SucceedRun": Method(_CLIENT, "run_query"),
     "Master.RunSaved": Method(_CLIENT, "run_query"),
     "Master.OpenDataRun": Method(_CLIENT, "open_data_run"),
     "Master.DataPosition": Method(_CLIENT, "data_run"),

@@ -21,7 +21,7 @@ from jgraph.cluster.deadlines import (
     loop_timeout_s,
 )
 from jgraph.cluster.events import RunsSeen
-from jgraph.cluster.methods import Answer, reading
+from jgraph.cluster.methods import Answer
 from jgraph.coordination.liveness.join import (
     AskAgain,
     Complete,
@@ -47,7 +47,6 @@ from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import decode_program, encode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.runs.calls import Runs
-from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import Peers, of_task
 from jgraph.server.task_service import TaskService
 
@@ -68,8 +67,7 @@ class Master:
         self._transport = context.transport
         self.dealers = service.dealers
         self._runs_seen = RunsSeen(service.events)
-        where = lambda run: self._position_in(run.data_run, run)
-        self.runs = Runs(self, context.clock, where)
+        self.runs = Runs(self, context.clock)
         methods: Mapping[str, Answer] = {
             "Master.Connect": self._connect,
             "Master.Status": self._status,
@@ -245,7 +243,7 @@ class Master:
         order = body_of(request)
         supervisor = self.runs.find(order.run)
         if supervisor is not None:  # its reports are those of the run
-            supervisor.begin(order)
+            supervisor.order(order)
             yield frame(empty=pb.Empty())
             return
         async for report in self.loop(order):
@@ -306,15 +304,9 @@ class Master:
     async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
         name = body_of(request).run
         supervisor = self.runs.find(name)
-        yield _position(self._position_in(name, supervisor and supervisor.record))
-
-    def _position_in(self, name: str, run: Journal | None) -> Mapping[str, Any]:
-        """Returns where in its data a run is, dealt under this name."""
-        if run is not None and run.position is not None:
-            with reading("the position of a run"):
-                told: Mapping[str, Any] = dict(json.loads(run.position))
-            return told
-        return self.dealers.position(name)
+        yield _position(
+            self.dealers.position(name) if supervisor is None else supervisor.position()
+        )
 
     async def _close_data_run(self, request: Frame) -> AsyncIterator[Frame]:
         yield _position(self.dealers.close(body_of(request).run))

@@ -152,6 +152,7 @@ class TaskServer:
         await self._health.set_serving(serving=False)
         if self.service.replaced is not None:
             await asyncio.sleep(_LAST_WORDS_S)  # whoever asks meanwhile hears of that
+        self.master.runs.hand_over()
         await self.service.drain(grace_s)
         self.master.runs.leave()
         gone = TaskLostError(f"{self.task} was stopped")

@@ -140,7 +140,9 @@ class AttachedRun:
         follower = RunFollower(self.cluster, info, self.stop)
         try:
             together = info.synchronous
-            for chunk in chunks_of(follower, info.metrics, together=together):
+            for _, chunk in chunks_of(follower, info.metrics, together=together):
+                if chunk is None:
+                    continue
                 if chunk.restored is None:
                     self.run.report(watch.take(chunk))
                 else:

@@ -1,11 +1,9 @@
-"""Attempts of a run: its steps until tasks are lost; the next attempt is remade."""
+"""Request of a run, and what does it: the runner, its order, evaluations, snapshots."""
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -29,7 +27,7 @@ from jgraph.train.data.source import Source, as_source_or_dataset
 from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
 from jgraph.train.evaluation.evaluator_task import as_evaluated, make_evaluations
 from jgraph.train.model.trees import Tree
-from jgraph.train.parts import Built, Rebuilt, TrainerBuild, TrainerConfig
+from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
 from jgraph.train.state.remote_arrays import RunSnapshot
 from jgraph.train.state.runner import Order, Position, Runner
 from jgraph.train.strategies.strategies import batches_per_update
@@ -78,7 +76,7 @@ class FitRequest:
 @final
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Steps of a run, as far as they go before tasks are lost.
+    """What does the steps of a run.
 
     Attributes:
       runner: performs the steps.
@@ -86,6 +84,7 @@ class Attempt:
       first: updates applied before.
       evaluations: evaluate the model; None: never.
       take: takes a snapshot of the state.
+      restore: gives the state the values of the newest good checkpoint of a directory.
     """
 
     runner: Runner
@@ -93,6 +92,7 @@ class Attempt:
     first: int
     evaluations: Evaluations | None
     take: Take
+    restore: Callable[[Path], object]
 
 
 _LOG = logging.getLogger("jgraph.checkpoint")
@@ -101,7 +101,7 @@ _Opened: TypeAlias = tuple[Dataset, Dataset | None]
 
 @final
 class Attempts:
-    """Makes the attempts of one run.
+    """Makes what does one run.
 
     Args:
       parts: of the Trainer.
@@ -151,49 +151,6 @@ class Attempts:
         each = batches_per_update(self._given.cluster, self._given.strategy)
         return max(1, wanted.epochs * batches // each)
 
-    def remake(self) -> Rebuilt:
-        """Makes the parts of another attempt, without asking any task."""
-        return self._parts.remake(self._opened[0], self._batch_size)
-
-    def again(self, directory: Path, remade: Future[Rebuilt]) -> Attempt:
-        """Returns what does the steps that are missing in the newest good checkpoint.
-
-        All variables are made anew from there.
-
-        Args:
-          directory: of the checkpoints.
-          remade: what ``remake`` returned, or will.
-
-        Raises:
-          CheckpointError: no step there is good.
-        """
-        dataset, evaluated = self._reopen()
-        fill = partial(fill_from, path=directory, check_first=False)
-        made = self._parts.renew(fill, dataset, self._batch_size, remade)
-        return self._attempt(made, dataset, evaluated)
-
-    def keep_on(self, remade: Future[Rebuilt]) -> Attempt:
-        """Returns what does the steps that are missing in what is kept of a lost ps.
-
-        All variables are made anew from there, and from what the others hold.
-
-        Args:
-          remade: what ``remake`` returned, or will.
-
-        Raises:
-          CopyLostError: it is not kept.
-        """
-        dataset, evaluated = self._reopen()
-        _, old, _ = self._parts.made()
-        made = self._parts.renew(
-            lambda new: new[1].inherit(old),
-            dataset,
-            self._batch_size,
-            remade,
-            from_old=True,
-        )
-        return self._attempt(made, dataset, evaluated)
-
     @property
     def _halts_here(self) -> bool:
         """Whether this process halts loops; a detached run's master does otherwise."""
@@ -209,10 +166,6 @@ class Attempts:
             known=self._parts.trained_on,
         )
         return dataset, as_evaluated(wanted.eval_data, given.cluster, dataset)
-
-    def _reopen(self) -> _Opened:
-        """Opens sources once more: a worker may have been started anew."""
-        return self._open() if self._opened[0].fed is None else self._opened
 
     def _attempt(
         self, made: Built, dataset: Dataset, evaluated: Dataset | None
@@ -246,6 +199,7 @@ class Attempts:
                 evaluates_halted=wanted.whole and self._halts_here,
                 stop=wanted.stop,
                 detached=wanted.detached,
+                directory=self._directory,
                 wait_s=wanted.wait_s,
                 saves=wanted.checkpoint if wanted.detached else None,
             ),
@@ -256,7 +210,15 @@ class Attempts:
                 whole=wanted.whole,
             ),
             take=take,
+            restore=lambda path: fill_from(made, path, check_first=False),
         )
+
+    @property
+    def _directory(self) -> str:
+        """Where this process saves; the master of a detached run does otherwise."""
+        given = self._wanted.checkpoint
+        here = given is not None and not self._wanted.detached
+        return str(checkpoint.absolute(given.directory)) if given and here else ""
 
 
 def fill_from(made: Built, path: Path, *, check_first: bool = True) -> Imported | None:

@@ -14,6 +14,7 @@ import numpy as np
 from jgraph._compat import same_types
 from jgraph.client.cluster import Cluster
 from jgraph.client.runs.failover import ask_with_failover
+from jgraph.client.runs.questions import Question
 from jgraph.clock import Clock
 from jgraph.coordination.run.loop_outcome import BATCH_ERRORS
 from jgraph.coordination.run.recovery import Recovery
@@ -23,12 +24,11 @@ from jgraph.errors import (
     ConfigError,
     DataSlotError,
     JGError,
-    TaskLeavingError,
 )
+from jgraph.train.answers import LOSS_ERRORS, Asked
 from jgraph.train.attempt import Attempt
 from jgraph.train.checkpoint.remote_saver import RemoteSaver
 from jgraph.train.checkpoint.saver import Saver
-from jgraph.train.recovery import Recover
 from jgraph.train.run.history import History
 from jgraph.train.run.hooks import Callback, hook
 from jgraph.train.run.progress import Display
@@ -37,7 +37,7 @@ from jgraph.train.run.run import Run
 from jgraph.train.run.standings import Standings
 from jgraph.train.run.watch import Watch
 from jgraph.train.state.remote_arrays import KEPT_BYTES
-from jgraph.train.state.runner import Position, Runner
+from jgraph.train.state.runner import Chunk, Position, Runner
 
 _BATCH_ERRORS: Final = (DataSlotError, *BATCH_ERRORS)
 """Errors of one batch: all updates before it are applied, and good."""
@@ -59,7 +59,6 @@ class Fit:
       run: the user's handle.
       history: where measurements go.
       saving: saves checkpoints; None: never.
-      recover: makes the next attempt after tasks were lost; None: that ends the run.
       callbacks: called with each report.
       display: shows reports; entered, and left by whoever made it.
       workers: names of the replicas; empty if nobody looks at them.
@@ -71,7 +70,6 @@ class Fit:
     run: Run
     history: History
     saving: Saver | RemoteSaver | None
-    recover: Recover | None
     callbacks: Sequence[Callback]
     display: Display
     workers: Sequence[str]
@@ -108,8 +106,7 @@ class Fit:
             for callback in self.callbacks:
                 hook(callback, "begin", self.run)
             with self.saving or contextlib.nullcontext():
-                while (failure := self._failure(attempt, total, began)) is not None:
-                    attempt = self._next(failure, began)
+                self._train_and_finish(total, began)
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
         runner, told = attempt.runner, self.history.steps
@@ -161,39 +158,28 @@ class Fit:
         self.history.events = runner.state.events()
         return values, runner.position()
 
-    def _failure(self, attempt: Attempt, total: int, began: float) -> JGError | None:
-        """Trains; returns what ended the attempt early, if that may be mended."""
+    def _train_and_finish(self, total: int, began: float) -> None:
+        """Trains, to the end.
+
+        Raises:
+          JGError: what ended the run early.
+        """
         try:
-            self._follow(attempt, total, began)
+            self._follow(total, began)
         except JGError as error:
             if isinstance(error, _BATCH_ERRORS) and isinstance(self.saving, Saver):
                 # To go on from once that batch is taken out; what is told is the batch.
                 with contextlib.suppress(CheckpointWriterError):
                     self.saving.save()
-            attempt.runner.state.let_go()
-            if self.recover is not None:
-                return error
-            if isinstance(error, TaskLeavingError):
-                why = "and the run has nothing to go on from; give fit(checkpoint=…)"
-                raise TaskLeavingError(
-                    f"{error.message}, {why}", **error.details
-                ) from error
             gone = {} if self.cluster is None else self.cluster.gone()
             if not isinstance(error, ClusterError) or not gone:
                 raise
-            why = "; ".join([error.message.rstrip("."), *gone.values()])
+            told = [why for why in gone.values() if why not in error.message]
+            why = "; ".join([error.message.rstrip("."), *told])
             raise type(error)(why, **error.details) from error
-        return None
 
-    def _next(self, failure: JGError, began: float) -> Attempt:
-        assert self.recover is not None  # _failure asks for it
-        self.display.say(f"waiting for all tasks to be back: {failure}")
-        attempt, recovery = self.recover.next_attempt(failure)
-        self.history.go_back(recovery.back_to, self.clock.now() - began)
-        self.run.recovered(recovery)
-        return attempt
-
-    def _follow(self, attempt: Attempt, total: int, began: float) -> None:
+    def _follow(self, total: int, began: float) -> None:
+        attempt = self.attempt
         if attempt.evaluations is not None and attempt.evaluations.are_here:
             attempt.runner.state.check_model()  # rather than after the training
         ask = attempt.runner.staleness if self.workers else None
@@ -208,41 +194,71 @@ class Fit:
             standings=Standings(self.workers, ask),
             began=began,
         )
-        if attempt.order.steps:
-            self._train(attempt, watch)
-        if attempt.evaluations is not None:
+        is_finished = attempt.order.steps > 0 and self._train(watch)
+        if not is_finished:
+            self._finish(watch)
+
+    def _finish(self, watch: Watch) -> None:
+        """Evaluates and saves what came out."""
+        if self.attempt.evaluations is not None:
             self.display.say("evaluating")
-        report = watch.finish(attempt.runner.state.global_step)
-        if report is not None:
+        for report in watch.finish(self.attempt.runner.state.global_step):
             self._tell(report)
         if self.saving is not None:
             self.display.say("saving the last checkpoint")
             self.saving.finish()
 
-    def _train(self, attempt: Attempt, watch: Watch) -> None:
+    def _train(self, watch: Watch) -> bool:
+        """Trains; returns whether the end was evaluated and saved, too."""
+        attempt = self.attempt
         self.display.say("compiling on the tasks" if self.workers else "compiling")
         # Closed here, whatever happens: nothing trains on behind an error.
         dataset = attempt.order.dataset
         if dataset.note:
             _LOG.info("%s", dataset.note)
         running = contextlib.closing(attempt.runner.run(attempt.order))
-        halted = attempt.first
+        asked = Asked(attempt, self.saving, self.display)
+        is_finished = False
         with dataset.reading(), running as chunks:
             for chunk in chunks:
-                if chunk.at_rest:
-                    self._save_at_rest()
-                    continue
-                if chunk.go_on is not None:
-                    halted = self._at_halt(attempt, chunk.go_on, halted)
-                    continue
-                if chunk.restored is not None:
-                    self._recovered(chunk.restored)
+                question = chunk.question
+                if question is not None and question.kind == "finish":
+                    is_finished = self._finish_if_there(question, watch)
+                elif question is not None:
+                    asked.answer(question)
+                elif chunk.restored is not None:
+                    self._recovered(chunk.restored, watch)
                 else:
-                    self._tell(watch.take(chunk))
-                if self.saving is not None:
+                    self._take(chunk, watch)
+                if self.saving is not None and question is None:
                     self.saving.note(self.history.steps)
-        total = attempt.first + attempt.order.steps
-        if dataset.has_ended and self.history.steps < total:
+        self._warn_of_end(dataset.has_ended)
+        return is_finished
+
+    def _take(self, chunk: Chunk, watch: Watch) -> None:
+        try:
+            report = watch.take(chunk)
+        except LOSS_ERRORS as error:
+            if self.cluster is None:
+                raise
+            # The run finds out by itself what was lost.
+            _LOG.info("not evaluated now: %s", error)
+        else:
+            self._tell(report)
+
+    def _finish_if_there(self, question: Question, watch: Watch) -> bool:
+        """Evaluates and saves what came out, unless that is lost; returns whether."""
+        try:
+            self._finish(watch)
+        except LOSS_ERRORS as error:
+            question.answer(error=error)
+            return False
+        question.answer()
+        return True
+
+    def _warn_of_end(self, has_ended: bool) -> None:
+        total = self.attempt.first + self.attempt.order.steps
+        if has_ended and self.history.steps < total:
             _LOG.warning(
                 "the data ended: the run stops at step %d of %d; give more of it, or "
                 "an iterable that can begin anew, such as the function that makes the "
@@ -250,51 +266,10 @@ class Fit:
                 *(self.history.steps, total),
             )
 
-    def _at_halt(self, attempt: Attempt, go_on: Callable[[], bool], last: int) -> int:
-        """Evaluates, and saves, while loops stand still, if that is due.
-
-        Returns:
-          After how many updates; ``last`` is that of the halt before.
-        """
-        order, saving = attempt.order, self.saving
-        if not order.evaluates_halted:
-            if saving is not None:
-                saving.save_halted(go_on)
-            return last
-        try:
-            step = attempt.runner.state.global_step()
-        except ClusterError:
-            return last  # the run finds out by itself what was lost
-
-        def is_due(every: int | None) -> bool:
-            return every is not None and step // every != last // every
-
-        def save_and_go_on() -> bool:
-            stood: list[bool] = []
-
-            def told() -> bool:
-                stood.append(go_on())
-                return stood[-1]
-
-            if saving is not None and is_due(order.save_every):
-                saving.save_halted(told)
-            return all(stood) if stood else go_on()
-
-        if attempt.evaluations is not None and is_due(order.eval_every):
-            attempt.evaluations.begin_halted(save_and_go_on)
-        else:
-            save_and_go_on()
-        return step
-
-    def _recovered(self, recovery: Recovery) -> None:
+    def _recovered(self, recovery: Recovery, watch: Watch) -> None:
         """Takes note that the master of the run has taken it back."""
-        self.history.go_back(recovery.back_to, 0.0)
+        self.history.go_back(recovery.back_to, watch.seconds)
         self.run.recovered(recovery)
-
-    def _save_at_rest(self) -> None:
-        if self.saving is not None:
-            self.display.say("saving, as tasks are about to end")
-            self.saving.save()
 
     def _tell(self, report: Report) -> None:
         if report.copy is not None and isinstance(self.saving, Saver):

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -178,54 +177,23 @@ class TrainerBuild:
             ) from error
         self.renew(lambda made: made[1].state.load(values, position))
 
-    def remake(self, dataset: Dataset, batch_size: int) -> Rebuilt:
-        """Makes all anew for ``renew``, traced and planned; asks no task."""
-        made, evaluator_task = self._make(dataset)
-        with naming_data(dataset, batch_size):
-            made[1].prepare(dataset, batch_size)
-        return made, evaluator_task
+    def renew(self, fill: Callable[[Built], object]) -> Built:
+        """Makes all anew, after tasks were started again: in a container of its own.
 
-    def renew(
-        self,
-        fill: Callable[[Built], object],
-        dataset: Dataset | None = None,
-        batch_size: int = 0,
-        remade: Future[Rebuilt] | None = None,
-        *,
-        from_old: bool = False,
-    ) -> Built:
-        """Makes all anew, after tasks were lost: in a container of its own.
-
-        Steps of before that are still under way somewhere thus change nothing. Nobody
-        sees the new parts before they are filled: there are no initial values to see.
+        Nobody sees the new parts before they are filled: there are no initial values to
+        see.
 
         Args:
           fill: gives the variables their values.
-          dataset: to train on; the next ``prepare`` tells if unset.
-          batch_size: examples per step.
-          remade: what ``remake`` returned, or will.
-          from_old: the old parts are needed to fill the new ones.
         """
-        old = self._made, self.evaluator_task
-        if not from_old:
-            self._drop(*old)
-        made, evaluator_task = (
-            self._make(dataset or self.trained_on)
-            if remade is None
-            else remade.result()
-        )
+        self._drop(self._made, self.evaluator_task)
+        made, evaluator_task = self._make(self.trained_on)
         try:
-            if dataset is not None:
-                with naming_data(dataset, batch_size):
-                    made[1].prepare(dataset, batch_size)
             fill(made)
         except BaseException:
             self._drop(made, evaluator_task)
             raise
         self._take(made, evaluator_task)
-        if from_old:
-            self._drop(*old)
-        self.trained_on = dataset or self.trained_on
         return made
 
     def adopt(self, container: str, fill: Callable[[RemoteState], None]) -> RemoteState:

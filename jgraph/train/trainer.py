@@ -38,7 +38,6 @@ from jgraph.train.model.optimizer import Optimizer, unwrapped
 from jgraph.train.model.stateful_metrics import Metrics, split_metrics
 from jgraph.train.model.trees import Tree
 from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
-from jgraph.train.recovery import make_recover
 from jgraph.train.run.history import History
 from jgraph.train.run.hooks import Callback, as_callbacks
 from jgraph.train.run.progress import display_of
@@ -250,7 +249,6 @@ class Trainer:
             attempt = attempts.first()
             history = History(attempt.first)
             saving = make_saving(request, attempt, config.cluster)
-            recover = make_recover(config, request, saving, history, attempts)
             at_end = stack.pop_all()
         self._is_detached = detached
         if detached:
@@ -261,7 +259,6 @@ class Trainer:
             run=run,
             history=history,
             saving=saving,
-            recover=recover,
             callbacks=called,
             display=display,
             workers=replica_names(config.cluster, config.strategy) if progress else (),

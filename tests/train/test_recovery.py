@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -202,21 +201,20 @@ def test_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trainer, wait = trainer_on(cluster, AsyncPS()), cluster.wait_for_tasks
+    trainer = trainer_on(cluster, AsyncPS())
     saved: list[int] = []
 
     def stop_at_last(run: Run, report: Report) -> None:
         if run.recoveries() and report.step >= saved[-1] + 100:
             run.stop()
 
-    def damage_and_wait(*args: Any, **options: Any) -> bool:
-        """No save is under way by then."""
+    def damage_once() -> None:
+        """Asked while the run waits for the ps: no save is under way by then."""
         if not saved:
             saved.extend(steps_in(tmp_path)[-2:])
             damage(tmp_path / str(saved[-1]))
-        return wait(*args, **options)
 
-    monkeypatch.setattr(cluster, "wait_for_tasks", damage_and_wait)
+    monkeypatch.setattr(cluster, "check_startable", damage_once)
     run = trainer.fit(
         data(),
         steps=10**6,
@@ -273,7 +271,7 @@ def test_run_that_was_to_end_as_it_lost_a_ps_ends_with_what_it_goes_back_to(
 def test_run_that_is_stopped_while_it_waits_for_a_ps_ends_and_says_where_to_go_on(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, wait = trainer_on(cluster, AsyncPS()), cluster.wait_for_tasks
+    trainer = trainer_on(cluster, AsyncPS())
     run = trainer.fit(
         data(),
         steps=10**6,
@@ -284,12 +282,9 @@ def test_run_that_is_stopped_while_it_waits_for_a_ps_ends_and_says_where_to_go_o
         block=False,
     )
 
-    def stop_and_wait(*args: Any, **options: Any) -> bool:
-        run.stop()
-        return wait(*args, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(cluster, "wait_for_tasks", stop_and_wait)
+        # Asked while the run waits for the ps.
+        patch.setattr(cluster, "check_startable", run.stop)
         with pytest.raises(ClusterError, match="stopped while it waited") as caught:
             run.wait(60)
     assert run.state == "failed"

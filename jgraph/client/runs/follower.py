@@ -1,38 +1,34 @@
 """Follower of a run at its master: submits it, and yields its reports to the end."""
 
-import json
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Final, final
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, final
 
-from jgraph.client.connection import Connection, unique
-from jgraph.client.runs.failover import lost_master, open_data, take_over
+from jgraph.client.connection import Connection
+from jgraph.client.runs.failover import lost_master, take_over
+from jgraph.client.runs.holds import DrainHolds
+from jgraph.client.runs.questions import Question, question_in
 from jgraph.client.runs.runs import (
     RunInfo,
-    info_of,
     position_of,
     reports_of,
     runs_of,
     stop_run,
+    succeed_run,
 )
 from jgraph.client.runs.seen_reports import ReportDeduplicator
 from jgraph.cluster import event_loop
-from jgraph.cluster.deadlines import COMPILE_S
 from jgraph.cluster.loop_messages import (
-    DealtData,
-    Detached,
     LoopReport,
-    LoopRequest,
-    order_in_run,
-    plain,
     report_in,
 )
 from jgraph.cluster.polling import Polling
 from jgraph.coordination.liveness.master_lease import END_S
-from jgraph.coordination.run.succession import standby_of
+from jgraph.coordination.run.succession import standbys_of
 from jgraph.errors import (
     ClusterUnreachableError,
     FencedError,
@@ -40,52 +36,129 @@ from jgraph.errors import (
     TaskLeavingError,
     TaskLostError,
 )
+from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.frames import body_of
 from jgraph.rpc.transport import Frame
 
 _LOG = logging.getLogger("jgraph.loops")
+_RECOVER_LOG = logging.getLogger("jgraph.recover")
 _POLL_S: Final = 0.2
 """Between two looks: that a run has another master shows only by asking for it."""
+_SUCCEED_S: Final = 1.0
+"""After so long without another master the client names the one that it misses."""
+
+Item: TypeAlias = LoopReport | Question
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What the client that a run ends with does for it.
+
+    Attributes:
+      give_data: gives a task the data that only the client has.
+      holds: on the tasks that are read when the run is over.
+    """
+
+    give_data: Callable[[TaskName], None]
+    holds: DrainHolds
+
+
+@final
+class _Inbox:
+    """What came of a run and was not taken; from any thread."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._news = threading.Condition()
+        self._error: BaseException | None = None
+        self._is_over = False
+
+    def put(self, item: Item) -> None:
+        """Adds an item; loops that stand still for one do not wait for the others."""
+        with self._news:
+            if isinstance(item, Question) and item.kind == "halted":
+                self._items.appendleft(item)
+            else:
+                self._items.append(item)
+            self._news.notify()
+
+    def end(self, error: BaseException | None) -> None:
+        """Nothing more comes."""
+        with self._news:
+            self._error, self._is_over = error, True
+            self._news.notify()
+
+    def __iter__(self) -> Iterator[Item]:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._items or self._is_over)
+                if not self._items:
+                    break
+                item = self._items.popleft()
+            yield item
+        if self._error is not None:
+            raise self._error
 
 
 @final
 class RunFollower:
-    """Reports of a run that its master looks after, from one master to the next.
+    """Reports of a run, from one master to the next, and what the master asks.
 
     Args:
       cluster: the client.
       info: which run; at its newest master.
       stop: set from another thread: asks the run to stop. Set when the run is over.
+      owner: answers for the client that began the run; None: another one did, or none
+        is needed.
 
     Attributes:
       info: the same; of the master that it has now.
     """
 
     def __init__(
-        self, cluster: Connection, info: RunInfo, stop: threading.Event
+        self,
+        cluster: Connection,
+        info: RunInfo,
+        stop: threading.Event,
+        owner: Owner | None = None,
     ) -> None:
         self.info = info
         self._cluster = cluster
         self._stop = stop
-        self._is_over = False
+        self._owner = owner
+        self._is_over = threading.Event()
         self._position: dict[str, Any] | None = None
         self._tasks: dict[int, TaskName] = {}
-        self._reports = self._followed()
-        stopping = threading.Thread(
-            target=self._stop_when_asked, name="jgraph-stop-run", daemon=True
+        self._lost = set[int]()  # replicas
+        self._asked = set[int]()
+        self._waits = threading.Event()  # set: what was waited for is there
+        self._inbox = _Inbox()
+        self._items = iter(self._inbox)
+        self._thread = threading.Thread(
+            target=self._follow, name="jgraph-follow", daemon=True
         )
-        stopping.start()
+        self._thread.start()
+        threading.Thread(
+            target=self._stop_when_asked, name="jgraph-stop-run", daemon=True
+        ).start()
 
-    def __iter__(self) -> Iterator[LoopReport]:
-        """Yields the reports that have not been yielded.
+    def __iter__(self) -> Iterator[Item]:
+        """Yields the reports, and the questions, that have not been yielded.
+
+        A question that is not answered when the next item is asked for is declined.
 
         Raises:
           JGError: the run failed, or is lost.
         """
-        for message in self._reports:
-            yield self._told(message)
+        for item in self._items:
+            try:
+                yield item
+            finally:  # also if who iterates has failed
+                if isinstance(item, Question):
+                    self._over(item)
 
     def stop(self) -> None:
         """Asks the run to end after the steps in flight; returns at once."""
@@ -93,7 +166,8 @@ class RunFollower:
 
     def close(self) -> None:
         """Follows the run no longer; it goes on."""
-        self._is_over = True
+        self._is_over.set()
+        self._waits.set()
         self._stop.set()
 
     def position(self) -> dict[str, Any]:
@@ -102,50 +176,135 @@ class RunFollower:
         Raises:
           JGError: no master ever did.
         """
-        try:  # the data may be dealt out under another name by now
-            self._position = position_of(self._cluster, self._newest() or self.info)
+        try:
+            self._position = position_of(self._cluster, self.info)
         except JGError:
             if self._position is None:
                 raise
         return self._position
 
-    def _newest(self) -> RunInfo | None:
-        """Returns how the run stands at its newest master; None: nobody knows it."""
-        name = self.info.name
-        return next((run for run in runs_of(self._cluster) if run.name == name), None)
+    # ------------------------------------------------------------ questions
+
+    def _over(self, question: Question) -> None:
+        """Answers what nobody has answered: nothing is done."""
+        if question.kind == "rest" and self._owner is not None:
+            self._owner.holds.let_go(question.tasks)
+        error = None
+        if question.kind in {"newest", "state"}:
+            why = "the client of the run has ended it"
+            error = TaskLostError(why, run=question.run)
+        question.answer(error=error)
+
+    def _take(self, question: Question) -> None:
+        """Takes a question: answers it, or lets who follows the run do so."""
+        if question.number in self._asked or self._owner is None:
+            return
+        self._asked.add(question.number)
+        owner = self._owner
+        match question.kind:
+            case "data":
+                self._beside(lambda: self._give_data(owner, question))
+            case "waits":
+                ps = any(map(is_ps, question.tasks))  # the end of it is told, too
+                level = logging.INFO if ps else logging.WARNING
+                _RECOVER_LOG.log(level, "%s", question.what)
+                self._waits.set()
+                self._waits = waits = threading.Event()
+                self._beside(lambda: self._look_for_starters(question, waits))
+            case _:
+                self._inbox.put(question)
+
+    def _beside(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name="jgraph-answer", daemon=True).start()
+
+    def _give_data(self, owner: Owner, question: Question) -> None:
+        error: JGError | None = None
+        try:
+            for task in question.tasks:
+                owner.give_data(task)
+        except JGError as caught:
+            error = caught
+        question.answer(error=error)
+
+    def _look_for_starters(self, question: Question, waits: threading.Event) -> None:
+        """Answers if nobody starts a task that the run waits for."""
+        while True:
+            try:
+                self._cluster.check_startable()
+            except JGError as error:
+                question.answer(error=error)
+                return
+            if waits.wait(_POLL_S):
+                return
+
+    # ------------------------------------------------------------ reports
 
     def _told(self, message: Frame) -> LoopReport:
         body: pb.LoopReport = body_of(message)
         if body.task:
             again = body.replica in self._tasks and body.state == "running"
             self._tasks[body.replica] = TaskName(body.task)
-            if again:
+            if again and body.replica in self._lost:
+                told = "%s answers again and takes part in the run"
+                _RECOVER_LOG.warning(told, body.task)
+            elif again:
                 _LOG.info("%s goes on with another loop", body.task)
+            self._lost.discard(body.replica)
         report = report_in(self._tasks, message)
+        if report.state in {"lost", "left"}:
+            self._lost.add(report.replica)
         if report.state == "lost":
             _LOG.warning("%s was lost; the other workers go on", report.task)
+        if report.restored is not None:
+            level = logging.INFO if report.restored.told else logging.WARNING
+            _RECOVER_LOG.log(level, "%s", report.restored)
         return report
 
-    def _followed(self) -> Iterator[Frame]:
-        """Yields what the loops tell, at one master after the other."""
-        seen: defaultdict[int, ReportDeduplicator] = defaultdict(ReportDeduplicator)
+    def _follow(self) -> None:
+        error: BaseException | None = None
         try:
-            while True:
-                try:
-                    if self._stop.is_set():  # a master before may not have heard it
-                        stop_run(self._cluster, self.info)
-                    for reply in reports_of(self._cluster, self.info):
-                        new = seen[body_of(reply).replica].unseen(reply)
-                        if new is not None:
-                            yield new
-                except (ClusterUnreachableError, TaskLostError, FencedError) as error:
-                    if not self._is_of_master(error):
-                        raise
-                    self.info = self._next(error)
-                else:
-                    return
-        finally:
-            self.close()
+            self._follow_masters()
+        except BaseException as caught:  # noqa: BLE001  # who iterates raises it
+            error = caught
+        self.close()
+        self._inbox.end(error)
+
+    def _follow_masters(self) -> None:
+        """Takes what the loops tell, at one master after the other."""
+        seen: defaultdict[int, ReportDeduplicator] = defaultdict(ReportDeduplicator)
+        owner = self._owner is not None
+        while True:
+            try:
+                if self._stop.is_set():  # a master before may not have heard it
+                    stop_run(self._cluster, self.info)
+                address = self._cluster.spec.address(self.info.master)
+                for reply in reports_of(self._cluster, self.info, owner=owner):
+                    body = body_of(reply)
+                    if body.HasField("question"):
+                        name = self.info.name
+                        self._take(question_in(self._cluster, address, name, body))
+                    elif (new := seen[body.replica].unseen(reply)) is not None:
+                        self._pass_on(new)
+            except (ClusterUnreachableError, TaskLostError, FencedError) as error:
+                if not self._is_of_master(error):
+                    raise
+                self._move_to(self._next(error))
+            else:
+                return
+
+    def _move_to(self, info: RunInfo) -> None:
+        old, self.info = self.info.master, info
+        if self._owner is not None:
+            if old not in self._cluster.tasks("ps"):
+                self._owner.holds.let_go([old])
+            self._owner.holds.hold_needed()
+
+    def _pass_on(self, message: Frame) -> None:
+        self._waits.set()
+        report = self._told(message)
+        if report.restored is not None and self._owner is not None:
+            self._owner.holds.hold_needed()
+        self._inbox.put(report)
 
     def _is_of_master(self, error: JGError) -> bool:
         """Whether it is the master that is lost, replaced or told to end."""
@@ -175,11 +334,18 @@ class RunFollower:
                 raise lost
         if self._cluster.master == self.info.master:
             take_over(self._cluster, lost)
-        return wait_for_new_master(self._cluster, self.info, lost)
+        gone = not isinstance(lost, TaskLeavingError | FencedError)
+        names_it = gone and self._owner is not None
+        return wait_for_new_master(self._cluster, self.info, lost, names_it=names_it)
+
+    def _newest(self) -> RunInfo | None:
+        """Returns how the run stands at its newest master; None: nobody knows it."""
+        name = self.info.name
+        return next((run for run in runs_of(self._cluster) if run.name == name), None)
 
     def _stop_when_asked(self) -> None:
         self._stop.wait()  # it is also set when the run is over
-        if self._is_over:
+        if self._is_over.is_set():
             return
         try:
             stop_run(self._cluster, self.info)
@@ -187,92 +353,32 @@ class RunFollower:
             _LOG.warning("run '%s' could not be stopped: %s", self.info.name, error)
 
 
-def wait_for_new_master(cluster: Connection, old: RunInfo, lost: JGError) -> RunInfo:
+def wait_for_new_master(
+    cluster: Connection, old: RunInfo, lost: JGError, *, names_it: bool = False
+) -> RunInfo:
     """Waits until a run has another master, which the client has from then on.
 
     Args:
       cluster: the client; it has another master already.
       old: the run at the master that was lost.
       lost: why that is thought to be lost.
+      names_it: tell the standby that it is to take over: the run ends with this client.
 
     Raises:
       JGError: there is none.
     """
     # The standby waits for a silent master, too.
-    polling = Polling(_POLL_S, 2 * END_S)
-    while standby_of(cluster.tasks(), old.master) is not None:
+    polling, named = Polling(_POLL_S, 2 * END_S), Polling(0.0, _SUCCEED_S)
+    while standbys_of(cluster.tasks(), old.master):
         for found in runs_of(cluster):
             if found.name == old.name and found.term > old.term:
                 cluster.move_to(found.master)
                 return found
-            if found.name == old.name and found.state == "failed":
+            if found.name == old.name and found.state in {"failed", "done", "stopped"}:
                 raise lost
+        if names_it and not event_loop.run(named.again()):
+            succeed_run(cluster, old)
+            names_it = False
         if not event_loop.run(polling.again()):
             break
     raise lost_master(lost, old.master)
-
-
-def submit_run(
-    cluster: Connection,
-    requests: Sequence[LoopRequest],
-    detached: Detached,
-    data: DealtData | None,
-    stop: threading.Event,
-) -> RunFollower:
-    """Makes the master begin a run that it looks after, and follows it.
-
-    Args:
-      cluster: the client.
-      requests: a loop each.
-      detached: what the master must know of the run.
-      data: what is dealt out; None: training is synchronous, and a loop decides.
-      stop: see ``RunFollower``.
-
-    Raises:
-      JGError: it does not begin.
-    """
-    name = unique("loop")
-    arbiter = next((one for one in requests if one.sync is not None), None)
-    sync = None if arbiter is None else arbiter.sync
-    run, term = (name, 1) if sync is None else (sync.run, sync.term)
-    dealt = sync or data
-    assert dealt is not None  # which a master deals out
-    _open_run(cluster, run, detached)
-    if data is not None:
-        open_data(cluster, name, data)
-    for request in requests:
-        order = order_in_run(
-            *(request, f"{name}-{request.replica}"),
-            run=run,
-            term=term,
-            name=name,
-            plan=plain(dealt.plan),
-            arbiter=arbiter,
-        )
-        cluster.call("Master.RunLoop", frame(run_loop=order))
-    row = pb.RunRow(
-        run=run,
-        task=cluster.master,
-        state="running",
-        info=json.dumps(detached.about),
-        data_run=name,
-        term=term,
-    )
-    return RunFollower(cluster, info_of(row), stop)
-
-
-def _open_run(cluster: Connection, run: str, detached: Detached) -> None:
-    """Makes the master of a client look after a run also when the client is gone."""
-    order = pb.OpenRun(
-        run=run,
-        info=json.dumps(detached.about),
-        saves=detached.saves,
-        source=detached.source,
-        copies=detached.copies,
-        gate=detached.gate,
-        wait_s=detached.wait_s,
-    )
-    cluster.call("Master.OpenRun", frame(open_run=order))
-    for program in detached.programs:
-        body_of(program).run = run
-        cluster.call("Master.KeepProgram", program, timeout_s=COMPILE_S)

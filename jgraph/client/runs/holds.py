@@ -28,7 +28,7 @@ class DrainHolds:
         self._calls: dict[TaskName, Future[None]] = {}
         self._told: set[TaskName] = set()
         self._tell: Callable[[TaskName], None] = lambda task: None
-        self.hold(self._needed())
+        self.hold_needed()
 
     def hold(self, tasks: Iterable[TaskName]) -> None:
         """Holds these too; returns when they know, or do not answer."""
@@ -41,6 +41,10 @@ class DrainHolds:
                 )
                 begun.append(held)
         wait(begun, timeout=CONTROL_S)
+
+    def hold_needed(self) -> None:
+        """Holds what the run has now, and is not held."""
+        self.hold(self._needed())
 
     def listen(self, tell: Callable[[TaskName], None]) -> None:
         """Calls ``tell`` for each task that ends, from the event loop's thread.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.frames import frame
 
 if TYPE_CHECKING:
     from jgraph.client.cluster import Cluster
@@ -81,50 +81,3 @@ def keep_records(
         timeout_s=bulk_timeout_s(nbytes),
         to=cluster.spec.address(src),
     )
-
-
-def end_records(
-    cluster: "Cluster", stream: str, dst: TaskName, version: int | None = None
-) -> range:
-    """Makes a copy final; returns the versions that it can have.
-
-    Args:
-      cluster: of it.
-      stream: see ``take_records``.
-      dst: who has it.
-      version: that it is to have from now on; None: that is not known yet.
-
-    Raises:
-      CopyLostError: there is none, it is not what its records say, or of none of
-        these versions.
-    """
-    return _end(cluster, dst, pb.EndRecords(stream=stream, version=version))
-
-
-def hold_records(
-    cluster: "Cluster", stream: str, src: TaskName, version: int | None = None
-) -> range:
-    """Lets no update change what a task holds; returns the versions that it can have.
-
-    Args:
-      cluster: of it.
-      stream: see ``take_records``.
-      src: who records.
-      version: that it is to have; None: that is not known yet.
-
-    Raises:
-      CopyLostError: it cannot have this one.
-    """
-    order = pb.EndRecords(stream=stream, source=True, version=version)
-    return _end(cluster, src, order)
-
-
-def _end(cluster: "Cluster", task: TaskName, order: pb.EndRecords) -> range:
-    reply = cluster.call(
-        "EndRecords",
-        frame(end_records=order),
-        timeout_s=bulk_timeout_s(0),
-        to=cluster.spec.address(task),
-    )
-    body = body_of(reply)
-    return range(body.first, body.end)

@@ -90,8 +90,15 @@ def runs_of(cluster: Connection) -> list[RunInfo]:
     return run_infos(cluster.call("Master.Runs", frame(empty=pb.Empty())))
 
 
-def reports_of(cluster: Connection, run: RunInfo) -> Iterator[Frame]:
+def reports_of(
+    cluster: Connection, run: RunInfo, *, owner: bool = False
+) -> Iterator[Frame]:
     """Yields the frames of all reports of a run so far, and those to come.
+
+    Args:
+      cluster: its client.
+      run: which.
+      owner: this client began it, and answers questions.
 
     Raises:
       ConfigError: its master knows it no more.
@@ -101,7 +108,7 @@ def reports_of(cluster: Connection, run: RunInfo) -> Iterator[Frame]:
     replies = cluster.transport.call(
         cluster.spec.address(run.master),
         "Master.Attach",
-        frame(run_query=pb.RunQuery(run=run.name)),
+        frame(run_query=pb.RunQuery(run=run.name, owner=owner)),
         timeout_s=_A_WEEK_S,
     )
 
@@ -114,8 +121,7 @@ def reports_of(cluster: Connection, run: RunInfo) -> Iterator[Frame]:
 
 def position_of(cluster: Connection, run: RunInfo) -> dict[str, Any]:
     """Returns where in its data a run is, as its master knows."""
-    name = run.name if run.synchronous else run.data_run
-    query = frame(data_run=pb.DataRun(run=name))
+    query = frame(data_run=pb.DataRun(run=run.name))
     address = cluster.spec.address(run.master)
     reply = cluster.call("Master.DataPosition", query, to=address)
     position: dict[str, Any] = json.loads(body_of(reply).position)
@@ -142,3 +148,9 @@ def stop_run(cluster: Connection, run: RunInfo) -> None:
     query = frame(run_query=pb.RunQuery(run=run.name))
     address = cluster.spec.address(run.master)
     cluster.call("Master.StopRun", query, to=address)
+
+
+def succeed_run(cluster: Connection, run: RunInfo) -> None:
+    """Makes the standby of a run its master, as this client does not reach its own."""
+    query = frame(run_query=pb.RunQuery(run=run.name, master=run.master))
+    cluster.call("Master.SucceedRun", query)

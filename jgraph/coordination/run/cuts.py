@@ -60,12 +60,6 @@ class LoopOver:
 
 @final
 @dataclass(frozen=True, slots=True)
-class AllOver:
-    """All loops have ended, as their master was lost; others will begin."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Saved:
     """What is to be saved while loops halt by order ``number`` is kept, or that failed.
 
@@ -75,7 +69,7 @@ class Saved:
     number: int
 
 
-Event: TypeAlias = LoopBegan | Told | LoopHalted | LoopOver | AllOver | Saved
+Event: TypeAlias = LoopBegan | Told | LoopHalted | LoopOver | Saved
 
 
 @final
@@ -111,7 +105,7 @@ Instruction: TypeAlias = Halt | Save | GoOn
 
 @final
 class Cuts:
-    """State machine of the saves of one run, at its master or its client.
+    """State machine of the saves of one run.
 
     Args:
       every: save at the first moment after each multiple of so many updates.
@@ -166,9 +160,6 @@ class Cuts:
                 self._running.pop(loop, None)
                 if loop in self._asked:
                     self._halted.setdefault(loop, _MOST)
-            case AllOver():
-                self._running.clear()
-                return self._go_on()
             case Saved(number):  # else they went on, and halt anew
                 return self._go_on() if number == self._number else []
         return self._save_if_halted()

@@ -19,11 +19,29 @@ class Recovery:
       lost: the tasks; they have been started again.
       step: updates that were known to be applied then.
       back_to: updates of the state that it goes on from.
+      seconds: it took until all ps answered and had that state.
+      told: the tasks were told to end.
+
+    Example:
+      >>> print(Recovery((TaskName("/job:ps/task:0"),), 730, 500, seconds=2.0))
+      /job:ps/task:0 was lost at step 730; after 2.0 s all ps answer, and the run goes \
+      on from step 500: 230 steps are done again.
     """
 
     lost: tuple[TaskName, ...]
     step: int
     back_to: int
+    seconds: float = 0.0
+    told: bool = False
+
+    def __str__(self) -> str:
+        were = "was" if len(self.lost) == 1 else "were"
+        how = "told to end" if self.told else "lost"
+        return (
+            f"{', '.join(self.lost)} {were} {how} at step {self.step}; after "
+            f"{self.seconds:.1f} s all ps answer, and the run goes on from step "
+            f"{self.back_to}: {self.again} steps are done again."
+        )
 
     @property
     def again(self) -> int:

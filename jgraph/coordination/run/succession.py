@@ -23,26 +23,41 @@ from jgraph.errors import FencedError, JGError
 from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 
+_STANDBYS: Final = 2
 Accounts: TypeAlias = Mapping[int, str | JGError]
 
 
-def standby_of(tasks: Iterable[TaskName], master: TaskName) -> TaskName | None:
-    """Returns who goes on with the runs of a master; None: no other task is there.
+def standbys_of(
+    tasks: Iterable[TaskName], master: TaskName, kept: Iterable[TaskName] = ()
+) -> list[TaskName]:
+    """Returns the standbys of a master, the first of which goes on with its runs.
 
-    The first ps that is not the master, as a run needs all of them anyway, else the
-    first worker.
+    The first is a ps, as a run needs all of them anyway. The second one does if that is
+    lost as well; it is of another job if one is there, as two tasks of one job are lost
+    together rather than two of two.
 
     Args:
-      tasks: of the cluster.
+      tasks: that are ready.
       master: of a run.
+      kept: who is one already, and stays one.
 
     Example:
-      >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
-      >>> standby_of([worker, ps], worker), standby_of([worker, ps], ps)
-      ('/job:ps/task:0', '/job:worker/task:0')
+      >>> ps = [TaskName(f"/job:ps/task:{n}") for n in range(2)]
+      >>> workers = [TaskName(f"/job:worker/task:{n}") for n in range(2)]
+      >>> standbys_of([*ps, *workers], workers[0])
+      ['/job:ps/task:0', '/job:worker/task:1']
+      >>> standbys_of([*ps, *workers], ps[0], kept=[workers[1]])
+      ['/job:ps/task:1', '/job:worker/task:1']
+      >>> standbys_of([*ps, workers[0]], workers[0])
+      ['/job:ps/task:0', '/job:ps/task:1']
     """
-    others = (task for task in tasks if task != master)
-    return min(others, key=lambda task: (not is_ps(task), task), default=None)
+    chosen = list(kept)
+    others = {task for task in tasks if task != master} - set(chosen)
+    while others and len(chosen) < _STANDBYS:
+        jobs = {is_ps(task) for task in chosen}
+        chosen.append(min(others, key=lambda t: (is_ps(t) in jobs, not is_ps(t), t)))
+        others.remove(chosen[-1])
+    return sorted(chosen, key=lambda task: (not is_ps(task), task))
 
 
 def resume_events(

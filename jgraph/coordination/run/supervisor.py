@@ -143,10 +143,11 @@ class RestartAsked:
 class Restarted:
     """All ps are there, and hold what they held, or what the run went back to.
 
-    Again: one of them was told to end since.
+    Again: one of them was told to end since. Done: no step is left.
     """
 
     again: bool = False
+    done: bool = False
 
 
 @final
@@ -155,6 +156,32 @@ class Failed:
     """Something happened after which the run cannot go on."""
 
     error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The client has done what it needs the ps for."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FinishFailed:
+    """It could not: a ps is gone, and what it held."""
+
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NobodyComes:
+    """Nobody starts the missing workers again."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MasterLeaves:
+    """This master is told to end: its standby goes on from what is begun."""
 
 
 @final
@@ -179,6 +206,10 @@ Event: TypeAlias = (
     | RestartAsked
     | Restarted
     | Failed
+    | Finished
+    | FinishFailed
+    | NobodyComes
+    | MasterLeaves
     | TimePassed
 )
 
@@ -235,6 +266,12 @@ class GoBack:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Finish:
+    """All steps are done: let the client do what it needs the ps for."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Over:
     """The run is over: "done", "stopped" or "failed"."""
 
@@ -243,7 +280,7 @@ class Over:
 
 
 Instruction: TypeAlias = (
-    Prepare | Begin | Pause | EndLoops | LeaveOut | Rest | GoBack | Over
+    Prepare | Begin | Pause | EndLoops | LeaveOut | Rest | GoBack | Finish | Over
 )
 
 
@@ -254,6 +291,7 @@ class Supervisor:
     Args:
       together: training is synchronous.
       wait_s: how long a run without workers waits for one.
+      attended: a client has something to do before the run is over.
 
     Example:
       >>> supervisor = Supervisor(together=False)
@@ -271,8 +309,12 @@ class Supervisor:
       [Over(state='done', error=None)]
     """
 
-    def __init__(self, *, together: bool, wait_s: float = WAIT_S) -> None:
+    def __init__(
+        self, *, together: bool, wait_s: float = WAIT_S, attended: bool = False
+    ) -> None:
         self._together = together
+        self._attended = attended
+        self._finishing = False
         self._wait_s = wait_s
         # running | idle (it ended in order) | lost | preparing | ready
         self._standing: dict[int, str] = {}
@@ -283,14 +325,20 @@ class Supervisor:
         self._unwell: JGError | None = None  # of a batch
         self._stopping = False
         self._end = ""
-        self._over = False
+        self._over = self._leaves = False
         self._alone_since: float | None = None
         self._lost: JGError = TaskLostError("no worker ever began")
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the run waits for a worker, as it has none."""
+        waits = self._alone_since is not None
+        return waits and not (self._over or self._leaves)
+
+    @property
     def missing(self) -> list[int]:
         """Replicas whose workers are to be looked for."""
-        if self._over or self._end or self._resting:
+        if self._over or self._leaves or self._end or self._resting:
             return []
         # Beside a row that goes on, one that ended in order was told to leave.
         absent = ["lost", "idle"] if self._row == "running" else ["lost"]
@@ -298,9 +346,12 @@ class Supervisor:
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Takes an event at time ``now`` (seconds); returns what to do."""
-        if self._over:
+        if self._over or (self._leaves and not isinstance(event, Failed)):
             return []
         match event:
+            case MasterLeaves():
+                self._leaves = True
+                return []
             case LoopLost() | LoopEnded() | RoundEnded():
                 said = self._loop_over(event)
             case LoopFailed() | BatchFailed() | StateLost():
@@ -370,6 +421,20 @@ class Supervisor:
                     self._end = self._end or "stopped"
             case RestartAsked() | Restarted():
                 return self._restarts(event)
+            case _:
+                return self._answered(event)
+        return []
+
+    def _answered(self, event: Event) -> list[Instruction]:
+        """Takes what the client says."""
+        match event:
+            case Finished() if self._finishing:
+                return self._finish(self._end)
+            case FinishFailed(error) if self._finishing:
+                self._finishing = False
+                return self._lose_state(error)
+            case NobodyComes() if self.is_alone:
+                return self._finish("failed", self._lost)
         return []
 
     def _restarts(self, event: RestartAsked | Restarted) -> list[Instruction]:
@@ -381,11 +446,11 @@ class Supervisor:
                 if goes_on and not self._pausing:
                     self._pausing = self._together
                     return [Pause()]
-            case Restarted(again):
+            case Restarted(again, done):
                 self._resting = "asked" if again else ""
                 self._state_lost = None
-                if self._stopping:
-                    self._end = self._end or "stopped"
+                if self._stopping or done:
+                    self._end = self._end or ("done" if done else "stopped")
         return []
 
     def _lose_state(self, error: JGError) -> list[Instruction]:
@@ -434,9 +499,8 @@ class Supervisor:
             yield from self._rest(running)
             return
         if self._end:
-            if not running:
-                state = self._end if self._unwell is None else "failed"
-                yield from self._finish(state, self._unwell)
+            if not running and not self._finishing:
+                yield from self._end_run()
             return
         if self._resting:
             yield from self._rest(running)
@@ -451,6 +515,14 @@ class Supervisor:
             self._alone_since = None
         else:
             yield from self._wait(now)
+
+    def _end_run(self) -> Iterator[Instruction]:
+        if self._attended and self._unwell is None:
+            self._finishing = True
+            yield Finish()
+        else:
+            state = self._end if self._unwell is None else "failed"
+            yield from self._finish(state, self._unwell)
 
     def _rest(self, running: list[int]) -> Iterator[Instruction]:
         if self._resting == "asked" and not (running or self._of("preparing")):

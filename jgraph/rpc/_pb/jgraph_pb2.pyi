@@ -183,6 +183,7 @@ class Frame(_message.Message):
     SEND_DATA_FIELD_NUMBER: _builtins.int
     FEED_DATA_FIELD_NUMBER: _builtins.int
     WANTED_DATA_FIELD_NUMBER: _builtins.int
+    RUN_ANSWER_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
@@ -305,6 +306,8 @@ class Frame(_message.Message):
     def feed_data(self) -> Global___FeedData: ...
     @_builtins.property
     def wanted_data(self) -> Global___WantedData: ...
+    @_builtins.property
+    def run_answer(self) -> Global___RunAnswer: ...
     def __init__(
         self,
         *,
@@ -367,12 +370,13 @@ class Frame(_message.Message):
         send_data: Global___SendData | None = ...,
         feed_data: Global___FeedData | None = ...,
         wanted_data: Global___WantedData | None = ...,
+        run_answer: Global___RunAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1505,6 +1509,7 @@ class LoopReport(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
     after its tasks also "lost" and "restored".
@@ -1552,6 +1557,10 @@ class LoopReport(_message.Message):
     def restored(self) -> Global___RunRestored:
         """"restored": all reports before are of a state that is lost"""
 
+    @_builtins.property
+    def question(self) -> Global___RunQuestion:
+        """"asks": to the client that began the run"""
+
     def __init__(
         self,
         *,
@@ -1572,14 +1581,101 @@ class LoopReport(_message.Message):
         in_flight: _builtins.int = ...,
         restored: Global___RunRestored | None = ...,
         task: _builtins.str = ...,
+        question: Global___RunQuestion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "restored", b"restored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "question", b"question", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "replica", b"replica", "restored", b"restored", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "question", b"question", "replica", b"replica", "restored", b"restored", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoopReport: _TypeAlias = LoopReport  # noqa: Y015
+
+@_typing.final
+class RunQuestion(_message.Message):
+    """What the master of a run asks its client, which is told of it among the reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    kind: _builtins.str
+    """"halted": all loops stand still until the answer. "rest": no loop runs, and tasks are
+    to end. "newest": which checkpoint is. "state": give all ps the values of that.
+    "data": give a task its data. "waits": the run waits for tasks; answer only if nobody
+    starts them again. "finish": all steps are done; do what needs the ps.
+    """
+    position: _builtins.str
+    """where in the data the run is, as JSON"""
+    what: _builtins.str
+    """it waits for, in words"""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that it is about"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        position: _builtins.str = ...,
+        tasks: _abc.Iterable[_builtins.str] | None = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "number", b"number", "position", b"position", "tasks", b"tasks", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunQuestion: _TypeAlias = RunQuestion  # noqa: Y015
+
+@_typing.final
+class RunAnswer(_message.Message):
+    """"Master.AnswerRun" (client -> the master of a run): the answer to a question. The reply
+    is one, too: of loops that stood still, whether they did until now.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    STOOD_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    number: _builtins.int
+    step: _builtins.int
+    """of the checkpoint"""
+    position: _builtins.str
+    """of the checkpoint, as JSON"""
+    stood: _builtins.bool
+    @_builtins.property
+    def error(self) -> Global___Status: ...
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        number: _builtins.int = ...,
+        step: _builtins.int | None = ...,
+        position: _builtins.str = ...,
+        error: Global___Status | None = ...,
+        stood: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "error", b"error", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "error", b"error", "number", b"number", "position", b"position", "run", b"run", "step", b"step", "stood", b"stood"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+
+Global___RunAnswer: _TypeAlias = RunAnswer  # noqa: Y015
 
 @_typing.final
 class RunRestored(_message.Message):
@@ -1593,6 +1689,8 @@ class RunRestored(_message.Message):
     BACK_TO_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, … of the run"""
     step: _builtins.int
@@ -1601,6 +1699,10 @@ class RunRestored(_message.Message):
     """updates of the model now"""
     version: _builtins.int
     """of `global_step` now"""
+    seconds: _builtins.float
+    """it took"""
+    told: _builtins.bool
+    """the tasks were told to end"""
     @_builtins.property
     def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """tasks"""
@@ -1618,10 +1720,12 @@ class RunRestored(_message.Message):
         back_to: _builtins.int = ...,
         data: Global___OpenDataRun | None = ...,
         version: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        told: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["back_to", b"back_to", "data", b"data", "lost", b"lost", "number", b"number", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back_to", b"back_to", "data", b"data", "lost", b"lost", "number", b"number", "seconds", b"seconds", "step", b"step", "told", b"told", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2547,6 +2651,26 @@ class OpenRun(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class AheadEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
@@ -2559,6 +2683,8 @@ class OpenRun(_message.Message):
     AGE_S_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -2588,6 +2714,16 @@ class OpenRun(_message.Message):
     def gate(self) -> Global___OpenGate:
         """asynchronous training: for a ps that is started again"""
 
+    @_builtins.property
+    def client(self) -> Global___RunClient:
+        """that it ends with; unset: it is detached"""
+
+    @_builtins.property
+    def ahead(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """"InheritRun": who takes the place of the master rather than the task that is asked,
+        as long as that process is there: its incarnation, by task.
+        """
+
     def __init__(
         self,
         *,
@@ -2603,14 +2739,52 @@ class OpenRun(_message.Message):
         age_s: _builtins.float = ...,
         frames: _builtins.int = ...,
         wait_s: _builtins.float = ...,
+        client: Global___RunClient | None = ...,
+        ahead: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "gate", b"gate", "saves", b"saves"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "copies", b"copies", "frames", b"frames", "gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "ahead", b"ahead", "client", b"client", "copies", b"copies", "frames", b"frames", "gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenRun: _TypeAlias = OpenRun  # noqa: Y015
+
+@_typing.final
+class RunClient(_message.Message):
+    """The client that a run ends with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    HALT_EVERY_FIELD_NUMBER: _builtins.int
+    HALT_S_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    lease_s: _builtins.float
+    """it may be gone for so long"""
+    halt_s: _builtins.float
+    """loops stand still so long at most"""
+    directory: _builtins.str
+    """of its checkpoints; empty: there are none"""
+    @_builtins.property
+    def halt_every(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """it is asked at multiples of each of these, in updates"""
+
+    def __init__(
+        self,
+        *,
+        lease_s: _builtins.float = ...,
+        halt_every: _abc.Iterable[_builtins.int] | None = ...,
+        halt_s: _builtins.float = ...,
+        directory: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "halt_every", b"halt_every", "halt_s", b"halt_s", "lease_s", b"lease_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunClient: _TypeAlias = RunClient  # noqa: Y015
 
 @_typing.final
 class RunCopies(_message.Message):
@@ -2762,30 +2936,44 @@ Global___TaskShards: _TypeAlias = TaskShards  # noqa: Y015
 
 @_typing.final
 class RunQuery(_message.Message):
-    """"Master.Attach" (client -> the master of a run): all LoopReports so far, and those to
+    """"Master.BeginRun" (client -> the master of a run): begin the loops that were ordered. The
+    reply comes when they begin, and the standby has read all orders.
+
+    "Master.Attach" (client -> the master of a run): all LoopReports so far, and those to
     come. "Master.StopRun": ask its loops to stop. "Master.RunSaved": answers when the run is
     over and its master saves no more of it.
 
     "RunJournal" (standby -> master of a run): the frames that made it, and what its loops told,
     one by one to its end; the last one says how it stands then.
+
+    "Master.SucceedRun" (client -> any task), "SucceedRun" (master -> task): the standby of the
+    run is to take the place of a master that the client does not reach.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    MASTER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     after: _builtins.int
     """RunJournal: so many frames are known"""
+    owner: _builtins.bool
+    """Attach: the client that began the run, and is asked"""
+    master: _builtins.str
+    """SucceedRun: which master the client does not reach"""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         after: _builtins.int = ...,
+        owner: _builtins.bool = ...,
+        master: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "master", b"master", "owner", b"owner", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

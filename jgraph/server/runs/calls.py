@@ -1,20 +1,22 @@
-"""Master methods about detached runs: open, list, attach, stop, take over, save."""
+"""Master methods about runs: open, begin, list, attach, answer, stop, succeed, save."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
+from jgraph.cluster.deadlines import COMPILE_S
 from jgraph.cluster.methods import Answer
-from jgraph.coordination.run.succession import standby_of
+from jgraph.coordination.run.succession import standbys_of
 from jgraph.errors import ConfigError, FencedError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.dial import is_refused
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
 from jgraph.server.runs.checkpointer import RunCheckpointer
-from jgraph.server.runs.journal import Journal
+from jgraph.server.runs.peers import ready_tasks
 from jgraph.server.runs.ps_setup import version_if_known
 from jgraph.server.runs.standby import Standby, StandbyPeers
 from jgraph.server.runs.supervisor import RunSupervisor
@@ -22,6 +24,8 @@ from jgraph.server.runs.supervisor import RunSupervisor
 _LOG = logging.getLogger("jgraph.recover")
 _INVITE_S: Final = 2.0
 """Between two invitations: a standby that was started again has forgotten the last."""
+_HAND_OVER_S: Final = 0.1
+"""Between two looks: that a standby has a run shows as it refuses an invitation."""
 _KEPT: Final = 16
 """Runs that are over and can still be looked at."""
 
@@ -33,7 +37,6 @@ class Runs:
     Args:
       peers: to the tasks.
       clock: dates what happens.
-      position: says where in its data a run is.
 
     Attributes:
       methods: the calls, by name.
@@ -43,30 +46,47 @@ class Runs:
         self,
         peers: StandbyPeers,
         clock: Clock,
-        position: Callable[[Journal], Mapping[str, Any]],
     ) -> None:
         self._peers = peers
         self._clock = clock
-        self._position = position
         self._supervisors: dict[str, RunSupervisor] = {}
         self._savers: dict[str, RunCheckpointer] = {}
         self._standbys: dict[str, Standby] = {}
+        self._appointed: dict[str, dict[TaskName, str]] = {}
+        """Standbys of the runs of this master: task and process."""
         self._working: set[asyncio.Task[None]] = set()
         self.methods: Mapping[str, Answer] = {
             "Runs": self._own,
             "InheritRun": self._inherit,
+            "SucceedRun": self._succeed_now,
             "RunJournal": self._journal,
             "Master.Runs": self._all,
             "Master.OpenRun": self._open,
             "Master.KeepProgram": self._keep,
+            "Master.BeginRun": self._begin,
             "Master.Attach": self._attach,
+            "Master.AnswerRun": self._answer,
+            "Master.SucceedRun": self._succeed_lost,
             "Master.StopRun": self._stop,
             "Master.RunSaved": self._saved,
         }
 
     def find(self, run: str) -> RunSupervisor | None:
-        """Returns who looks after a run; None: it ends with its client."""
+        """Returns who looks after a run; None: these are loops of no run."""
         return self._supervisors.get(run)
+
+    def hand_over(self) -> None:
+        """Lets standbys take the runs of this task, which is told to end."""
+        for supervisor in self._supervisors.values():
+            if self._appointed.get(supervisor.name) and not supervisor.record.is_over:
+                supervisor.hand_over()
+                self._do(self._wait_taken(supervisor))
+
+    async def _wait_taken(self, supervisor: RunSupervisor) -> None:
+        """Asks standbys until one of them has the run, which ends here then."""
+        while not supervisor.record.is_over:
+            await self._invite(supervisor)
+            await asyncio.sleep(_HAND_OVER_S)
 
     def leave(self) -> None:
         """Tells those who watch a run that this task ends."""
@@ -87,14 +107,11 @@ class Runs:
         if order.run not in self._supervisors:
             supervisor = RunSupervisor(order, self._peers, self._clock)
             self._save(order, supervisor)
+            order.version = await version_if_known(self._peers, order)
             self._supervisors[order.run] = supervisor
-            standby = standby_of(self._peers.tasks(), self._peers.task)
-            if standby is not None:
-                order.master = self._peers.task
-                order.incarnation = self._peers.incarnation
-                order.version = await version_if_known(self._peers, order)
-                await self._invite(standby, order, supervisor)
-                self._do(self._keep_standby(standby, order, supervisor))
+            if supervisor.client is not None:
+                supervisor.client.begin(COMPILE_S)  # it has more to say
+            await self._appoint(order, supervisor)
         over = [
             name
             for name, supervisor in self._supervisors.items()
@@ -105,35 +122,78 @@ class Runs:
             self._savers.pop(name, None)
         yield frame(empty=pb.Empty())
 
+    async def _begin(self, request: Frame) -> AsyncIterator[Frame]:
+        supervisor = self._get(body_of(request).run)
+        supervisor.record.note(request)
+        await self._invite(supervisor)  # so that it goes on, whatever becomes of this
+        supervisor.begin_all()
+        yield frame(empty=pb.Empty())
+
     # ------------------------------------------------------------ standbys
 
-    async def _keep_standby(
-        self, standby: TaskName, order: pb.OpenRun, supervisor: RunSupervisor
-    ) -> None:
-        """Sees to it that a run has one to its end, also if that is started again."""
+    async def _appoint(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
+        """Chooses standbys for a run of this master, and sees that it has some."""
+        order.master = self._peers.task
+        order.incarnation = self._peers.incarnation
+        await self._choose(supervisor)
+        self._do(self._keep_standby(supervisor))
+
+    async def _choose(self, supervisor: RunSupervisor) -> None:
+        ready = await ready_tasks(self._peers)
+        before = self._appointed.get(supervisor.name, {})
+        kept = {
+            task: process
+            for task, process in before.items()
+            if await self._may_be_there(task, process, ready)
+        }
+        chosen = standbys_of(ready, self._peers.task, kept)
+        self._appointed[supervisor.name] = {
+            task: kept.get(task) or ready[task] for task in chosen
+        }
+        await self._invite(supervisor)
+
+    async def _may_be_there(
+        self, task: TaskName, process: str, ready: Mapping[TaskName, str]
+    ) -> bool:
+        """Whether a standby may still be one; a process that is gone is none."""
+        if task in ready:
+            return ready[task] == process
+        return not await is_refused(self._peers.address(task))
+
+    async def _keep_standby(self, supervisor: RunSupervisor) -> None:
+        """Sees to it that a run has some to its end, also if they are started again."""
         while True:
             await asyncio.sleep(_INVITE_S)
             if supervisor.record.is_over:  # which its standby has read
                 return
             if not supervisor.record.is_whole:
                 _LOG.warning(
-                    "run '%s' is too long for another standby to read: if %s is "
+                    "run '%s' is too long for another standby to read: if its own is "
                     "started again, it ends with its master, %s",
-                    *(order.run, standby, order.master),
+                    *(supervisor.name, self._peers.task),
                 )
                 return
-            await self._invite(standby, order, supervisor)
+            await self._choose(supervisor)
 
-    async def _invite(
-        self, standby: TaskName, order: pb.OpenRun, supervisor: RunSupervisor
+    async def _invite(self, supervisor: RunSupervisor) -> None:
+        standbys = self._appointed.get(supervisor.name, {})
+        ahead: dict[str, str] = {}
+        asks = list[Awaitable[None]]()
+        for task, process in standbys.items():
+            asks.append(self._invite_one(task, ahead, supervisor))
+            ahead = {**ahead, task: process}
+        await asyncio.gather(*asks)
+
+    async def _invite_one(
+        self, task: TaskName, ahead: Mapping[str, str], supervisor: RunSupervisor
     ) -> None:
-        order.age_s, order.frames = supervisor.record.seconds, supervisor.record.frames
+        order = supervisor.as_known(ahead)
         try:
-            await self._peers.call(standby, "InheritRun", frame(open_run=order))
+            await self._peers.call(task, "InheritRun", frame(open_run=order))
         except FencedError as error:
             supervisor.fail(error)
         except JGError as error:
-            _LOG.info("run '%s' has no standby now: %s", order.run, error.message)
+            _LOG.info("%s is no standby of '%s': %s", task, order.run, error.message)
 
     async def _inherit(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
@@ -143,22 +203,46 @@ class Runs:
                 f"{order.master}, which was thought to be lost",
                 run=order.run,
             )
-        if order.run not in self._standbys:
+        standby = self._standbys.get(order.run)
+        if standby is None or standby.is_of_another(order):
+            if standby is not None:
+                standby.close()
             standby = Standby(
                 *(order, self._peers, self._clock), self._succeed, self._save_on
             )
             self._standbys[order.run] = standby
             self._do(self._follow(order.run, standby))
+        standby.ahead = dict(order.ahead)
+        await standby.wait_read(order.frames)
+        yield frame(empty=pb.Empty())
+
+    async def _succeed_lost(self, request: Frame) -> AsyncIterator[Frame]:
+        calls = (
+            self._peers.call(task, "SucceedRun", request)
+            for task in self._peers.tasks()
+            if task != body_of(request).master
+        )
+        await asyncio.gather(*calls, return_exceptions=True)
+        yield frame(empty=pb.Empty())
+
+    async def _succeed_now(self, request: Frame) -> AsyncIterator[Frame]:
+        query = body_of(request)
+        standby = self._standbys.get(query.run)
+        if standby is not None and standby.master == query.master:
+            standby.succeed()
         yield frame(empty=pb.Empty())
 
     async def _follow(self, run: str, standby: Standby) -> None:
         try:
             await standby.work()
         finally:
-            del self._standbys[run]
+            if self._standbys.get(run) is standby:
+                del self._standbys[run]
 
-    def _succeed(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
+    async def _succeed(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
         self._supervisors[order.run] = supervisor
+        # Before any loop begins: who comes after this one is to know them all.
+        await self._appoint(order, supervisor)
 
     def _save_on(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
         try:
@@ -172,7 +256,7 @@ class Runs:
             yield made
 
     def note(self, request: Frame) -> None:
-        """Keeps what made a run, if it is one that outlives its client."""
+        """Keeps what made a run, if there is one."""
         if (supervisor := self.find(body_of(request).run)) is None:
             return
         supervisor.record.note(request)
@@ -194,9 +278,8 @@ class Runs:
     def _save(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
         if not order.HasField("saves"):
             return
-        record = supervisor.record
-        where = lambda: self._position(record)
-        peers = self._peers
+        record, peers = supervisor.record, self._peers
+        where = supervisor.position
         saver = RunCheckpointer(peers.task, order.saves, record, peers.call, where)
         saver.start()
         self._savers[order.run] = saver
@@ -223,8 +306,21 @@ class Runs:
 
     async def _attach(self, request: Frame) -> AsyncIterator[Frame]:
         query = body_of(request)
-        async for report in self._get(query.run).record.reports():
-            yield report
+        supervisor = self._get(query.run)
+        client = supervisor.client if query.owner else None
+        if client is None:
+            async for report in supervisor.record.reports():
+                yield report
+            return
+        with client.watching():
+            async for report in supervisor.record.reports(client.waits):
+                yield report
+
+    async def _answer(self, request: Frame) -> AsyncIterator[Frame]:
+        told = body_of(request)
+        client = self._get(told.run).client
+        answer = pb.RunAnswer() if client is None else await client.answer(told)
+        yield frame(run_answer=answer)
 
     async def _stop(self, request: Frame) -> AsyncIterator[Frame]:
         self._get(body_of(request).run).stop()

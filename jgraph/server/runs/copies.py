@@ -8,12 +8,13 @@ anew.
 
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import final
 
 from jgraph.cluster.deadlines import COMPILE_S, bulk_timeout_s
 from jgraph.coordination.run.same_version import Ask, Differ, meet
-from jgraph.errors import CopyLostError
+from jgraph.errors import CopyLostError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.plan.program.replay import changing, replayed
@@ -212,6 +213,14 @@ class RunCopies:
         self.began = step
         for task in {TaskName(one.task) for one in streams}:
             await self._reset(task, old)
+
+    async def close(self) -> None:
+        """Drops the streams that began after a loss; the others are the client's."""
+        for one in self.order.copies.streams:
+            if "-back." in one.stream:
+                for task in filter(None, (one.task, one.backup)):
+                    with suppress(JGError):  # of a task that is gone nothing is left
+                        await self._reset(TaskName(task), [one.stream])
 
     async def _follow(self, one: pb.RunCopy, onto: TaskName, limit_s: float) -> None:
         """Makes a task apply what a ps records, or has in its log."""

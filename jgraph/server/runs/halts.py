@@ -1,8 +1,8 @@
-"""Halts of replica loops while their master saves the run."""
+"""Halts of replica loops while their run is saved, or evaluated."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -19,9 +19,22 @@ from jgraph.coordination.run.cuts import (
     Told,
 )
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.server.runs.checkpointer import RunCheckpointer
 
 _Do: TypeAlias = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HaltOrder:
+    """Loops halt at multiples of each of ``every``, in updates, for ``limit_s``."""
+
+    every: tuple[int, ...]
+    limit_s: float
+
+
+SaveHalted: TypeAlias = Callable[[int, Callable[[], Awaitable[bool]]], Awaitable[None]]
+"""Given how many batches may be in the state and not in the position, and what lets the
+loops go on: that returns whether they stood still until then."""
 
 
 @final
@@ -29,25 +42,27 @@ class RunHalts:
     """Acts for the ``Cuts`` of one run; in synchronous training for the arbiter.
 
     Args:
-      order: what the client says of the run.
-      saver: saves it.
-      ask: tells a loop something; returns which halt it has ended.
+      wanted: when, and how long at most.
+      first: updates now.
+      end: updates at which the run ends.
+      save: called while loops stand still.
+      ask: tells a loop something; returns which halt it has ended, None: not told.
       do: does something meanwhile.
     """
 
     def __init__(
         self,
-        order: pb.OpenRun,
-        saver: RunCheckpointer,
-        ask: Callable[[str, pb.StopLoop], Awaitable[int]],
+        wanted: HaltOrder,
+        first: int,
+        end: int,
+        save: SaveHalted,
+        ask: Callable[[str, pb.StopLoop], Awaitable[int | None]],
         do: _Do,
     ) -> None:
-        info, record = json.loads(order.info), saver.record
-        first = info["first_step"] + record.row().steps
-        every, end = order.saves.every, info["steps"]
-        self._cuts = Cuts(every=every, first=first, end=end)
-        self._limit_s = order.saves.halt_s
-        self._saver = saver
+        every, *also = wanted.every
+        self._cuts = Cuts(every=every, first=first, end=end, also=also)
+        self._limit_s = wanted.limit_s
+        self._save = save
         self._ask = ask
         self._do = do
 
@@ -62,7 +77,7 @@ class RunHalts:
         if order.HasField("sync"):
             if told.halted:
                 order_to = GoOn(told.halted, (loop,))
-                self._do(self._saver.save_halted(0, lambda: self._let_go(order_to)))
+                self._do(self._saved(0, lambda: self._let_go(order_to)))
         elif not _together(order):
             self._handle(Told(loop, told.data_done))
             if told.halted:
@@ -78,16 +93,22 @@ class RunHalts:
             match told:
                 case Halt(number, loops):
                     for loop in loops:
-                        halt = pb.StopLoop(halt=number, timeout_s=self._limit_s)
-                        self._do(self._tell(loop, halt))
+                        self._do(self._halt(loop, number))
                 case Save(number, _, in_flight):
                     go_on = partial(self._go_on, number)
-                    self._do(self._saver.save_halted(in_flight, go_on))
+                    self._do(self._saved(in_flight, go_on))
                 case GoOn():
                     self._do(self._end(told))
 
-    async def _tell(self, loop: str, told: pb.StopLoop) -> None:
-        await self._ask(loop, told)
+    async def _halt(self, loop: str, number: int) -> None:
+        halt = pb.StopLoop(halt=number, timeout_s=self._limit_s)
+        if await self._ask(loop, halt) is None:  # it does not know: the others go on
+            self._handle(Saved(number))
+
+    async def _saved(
+        self, in_flight: int, go_on: Callable[[], Awaitable[bool]]
+    ) -> None:
+        await self._save(in_flight, go_on)
 
     async def _end(self, told: GoOn) -> None:
         await self._let_go(told)

@@ -51,11 +51,14 @@ class PsHolds:
         self._leaving.difference_update(tasks)
         self.hold()
 
-    def release(self) -> list[TaskName]:
-        """Lets the ps end that were told to, and returns them."""
-        leaving = sorted(self._leaving)
-        self.let_go(leaving)
-        return leaving
+    @property
+    def leaving(self) -> list[TaskName]:
+        """The ps that are held, and were told to end."""
+        return sorted(self._leaving)
+
+    def release(self) -> None:
+        """Lets the ps end that were told to."""
+        self.let_go(self.leaving)
 
     @property
     def is_asked(self) -> bool:

@@ -6,7 +6,7 @@ frame after the other. The standby of the master keeps a record of its own from 
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -106,8 +106,13 @@ class Journal:
         """Keeps a frame that made the run what it is; nobody who watches sees it."""
         self._append(made)
 
-    def begins(self, order: pb.RunLoop) -> None:
-        """Takes note of a loop of it, and tells of it."""
+    def begins(self, order: pb.RunLoop, began_s: float | None = None) -> None:
+        """Takes note of a loop of it, and tells of it.
+
+        Args:
+          order: of the loop.
+          began_s: when that was, in seconds since the run began; None: now.
+        """
         if order.HasField("sync"):
             self.position = order.sync.data_position
         elif order.batch_feed:
@@ -115,7 +120,7 @@ class Journal:
         self.data_run, self.term = order.data_run, max(self.term, order.term)
         self._dropped[order.replica] += self._late.pop(order.replica, Counter())
         begun = frame(run_loop=order)
-        body_of(begun).began_s = self.seconds
+        body_of(begun).began_s = self.seconds if began_s is None else began_s
         self._append(begun)
 
     def keep(self, order: pb.RunLoop, report: Frame, began_s: float) -> None:
@@ -135,9 +140,17 @@ class Journal:
             body.dropped[task] += count
         self._take(body, [steps, seconds + began_s, *fetches])
 
+    def ask(self, question: pb.RunQuestion) -> None:
+        """Keeps what the client of the run is asked, in its place among the reports."""
+        body = pb.LoopReport(state="asks", question=question)
+        self._append(frame(loop_report=body, tensors=_NOTHING))
+
     def again(self, report: Frame) -> None:
         """Keeps a report as another record kept it."""
         body: pb.LoopReport = body_of(report)
+        if body.HasField("question"):
+            self._append(report)
+            return
         if body.dropped:
             before = self._dropped[body.replica]
             self._late[body.replica] = Counter(body.dropped) - before
@@ -195,8 +208,13 @@ class Journal:
         news, self._news = self._news, asyncio.get_running_loop().create_future()
         news.set_result(None)
 
-    async def reports(self) -> AsyncIterator[Frame]:
+    async def reports(
+        self, asks: Callable[[int], bool] = lambda number: False
+    ) -> AsyncIterator[Frame]:
         """Yields what is kept of all reports, and those to come, to the end.
+
+        Args:
+          asks: whether a question of this number waits for who is told.
 
         Raises:
           TaskLeavingError: this task is told to end, and the run goes on elsewhere.
@@ -205,7 +223,9 @@ class Journal:
         async for _, kept in self._each(0):
             match kind_of(kept):
                 case "loop_report":
-                    yield kept
+                    body = body_of(kept)
+                    if not body.HasField("question") or asks(body.question.number):
+                        yield kept
                 case "run_loop":
                     yield frame(loop_report=_begun(body_of(kept)), tensors=_NOTHING)
         if self.error is not None:

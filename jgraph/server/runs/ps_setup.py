@@ -60,7 +60,8 @@ class PsSetup:
         Raises:
           JGError: nobody has the data.
         """
-        if task == self.tasks[0] and not self.order.source:
+        keeps = not (self.order.source or self.order.HasField("client"))
+        if keeps and task == self.tasks[0]:
             for name in sorted({loop.data for loop in loops if loop.data}):
                 await self.workers.give_data(task, name)
 

@@ -12,17 +12,15 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.polling import Polling
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import SlotPlan
-from jgraph.coordination.run.recovery import GiveUp, Recoveries, hopeless
+from jgraph.coordination.run.recovery import GiveUp, Recoveries, Recovery, hopeless
 from jgraph.errors import (
     CheckpointCorruptError,
-    CheckpointError,
     ClusterUnreachableError,
     CopyLostError,
     JGError,
@@ -31,14 +29,13 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.runtime.files.manifest import Manifest, read_manifest
-from jgraph.runtime.files.shard_files import check_read
-from jgraph.runtime.files.step_files import our_steps, put_aside
-from jgraph.server.runs.checkpointer import RunCheckpointer, Saved
+from jgraph.server.runs.checkpointer import Saved
 from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import Peers, check_master, ready_tasks
 from jgraph.server.runs.ps_setup import PsSetup, first_step_of, version_of
+from jgraph.server.runs.run_client import Restarters, RunClient
+from jgraph.server.runs.state_source import SavedState, StateSource
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -55,19 +52,15 @@ class RolledBack:
     """A run went back to a checkpoint, or goes on from copies.
 
     Attributes:
-      lost: tasks.
-      step: updates that were told of.
-      back_to: updates of the model.
-      manifest: of the checkpoint; None: of copies, and no batch is to be done again
-        but those that nobody told of.
+      recovery: what was lost, and what it goes on from.
+      saved: the checkpoint; None: of copies, and no batch is to be done again but
+        those that nobody told of.
       version: of what counts the updates.
       left_out: tasks that have no program of the run now.
     """
 
-    lost: tuple[TaskName, ...]
-    step: int
-    back_to: int
-    manifest: Manifest | None
+    recovery: Recovery
+    saved: SavedState | None
     version: int
     left_out: frozenset[TaskName]
 
@@ -84,7 +77,8 @@ class Rollback:
       ps: gives a ps what it needs.
       copies: what is kept of the ps.
       record: how the run stands.
-      saver: saves the run; None: nobody does, and there is nothing to go back to.
+      source: has checkpoints; None: nobody has, and there is nothing to go back to.
+      client: that the run ends with; None: it is detached.
       clock: limits how long a ps is waited for.
       is_stopped: says whether the run was told to stop: then nothing is waited for.
     """
@@ -95,15 +89,19 @@ class Rollback:
     ps: PsSetup
     copies: RunCopies
     record: Journal
-    saver: RunCheckpointer | None
+    source: StateSource | None
+    client: RunClient | None
     clock: Clock
     is_stopped: Callable[[], bool]
     _recoveries: Recoveries = field(init=False)
+    _restarters: Restarters = field(init=False)
     _copies_lost: bool = field(init=False, default=False)
+    _stops: bool = field(init=False, default=False)
     _saved: Saved | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._recoveries = Recoveries(first_step_of(self.order))
+        self._restarters = Restarters(self.client)
 
     async def go_back(
         self,
@@ -129,6 +127,7 @@ class Rollback:
         await self._check_master()
         step, began, before = self._step, self.clock.now(), dict(known)
         self._copies_lost, self._saved = False, saved
+        self._stops = self.is_stopped()  # before anybody hears that the run waits
         newest = step if self._loses_nothing else await self._newest()
         told = isinstance(error, TaskLeavingError)
         decision = self._recoveries.lost(newest, told=told)
@@ -141,28 +140,29 @@ class Rollback:
         # What to do about it is what the run does.
         why = "" if told else f": {error.message.partition(';')[0]}"
         level = logging.INFO if told else logging.WARNING
-        _LOG.log(
-            level,
-            "%s %s at step %d%s. The run waits up to %g s until all ps answer, and "
-            "then %s",
-            *(_were(lost), "told to end" if told else "lost", step, why),
-            *(self.order.wait_s, then),
+        how = "told to end" if told else "lost"
+        what = (
+            f"{_were(lost)} {how} at step {step}{why}. The run waits up to "
+            f"{self.order.wait_s:g} s until all ps answer, and then {then}"
         )
-        async with self.saver.paused() if self.saver else nullcontext():
+        _LOG.log(level, "%s", what)
+        self._restarters.learned(lost, what)
+        async with self.source.paused() if self.source else nullcontext():
             drops = (self.workers.drop(one.handle, settle=True) for one in loops)
             await asyncio.gather(*drops)
-            back_to, manifest, left_out = await self._restore(error, known, loops, name)
+            try:
+                back_to, found, left_out = await self._restore(
+                    error, known, loops, name
+                )
+            finally:
+                self._restarters.close()
         now = await version_of(self.peers, self.order)
         changed = [task for task in self.ps.tasks if known[task] != before.get(task)]
         lost = tuple(changed) or lost
-        _LOG.log(
-            level,
-            "%s %s at step %d; after %.1f s all ps answer, and the run goes on from "
-            "step %d: %d steps are done again.",
-            *(_were(lost), "told to end" if told else "lost", step),
-            *(self.clock.now() - began, back_to, max(0, step - back_to)),
-        )
-        return RolledBack(lost, step, back_to, manifest, now, left_out)
+        took_s = self.clock.now() - began
+        recovery = Recovery(lost, step, back_to, took_s, told)
+        _LOG.log(level, "%s", recovery)
+        return RolledBack(recovery, found, now, left_out)
 
     @property
     def _step(self) -> int:
@@ -178,13 +178,10 @@ class Rollback:
 
     @property
     def _directory(self) -> str:
-        return self.order.saves.directory
+        return "" if self.source is None else self.source.directory
 
     async def _newest(self) -> int | None:
-        if self.saver is None:
-            return None
-        steps = await asyncio.to_thread(our_steps, Path(self._directory))
-        return steps[-1] if steps else None
+        return None if self.source is None else await self.source.newest()
 
     async def _lost(self, error: JGError, known: Known) -> tuple[TaskName, ...]:
         ready = await ready_tasks(self.peers)
@@ -194,32 +191,33 @@ class Rollback:
 
     async def _restore(
         self, error: JGError, known: Known, loops: Sequence[pb.RunLoop], name: str
-    ) -> tuple[int, Manifest | None, frozenset[TaskName]]:
+    ) -> tuple[int, SavedState | None, frozenset[TaskName]]:
         step = self._step
-        stops = self.is_stopped()
         polling = Polling(_POLL_S, self.order.wait_s, self.clock)
         number = 0
         while True:
+            if self.record.is_over or (self.is_stopped() and not self._stops):
+                why = "it was stopped while it waited for that"
+                raise self._hopeless(error, why, await self._newest())
             ready = await ready_tasks(self.peers)
             lost = [task for task in self.ps.tasks if task not in ready]
             number += 1
+            if lost and (missing := self._restarters.learned(lost)) is not None:
+                raise self._hopeless(missing, "", await self._newest()) from error
             try:
                 if not lost:
                     await self._check_master()
                     once = f"{name}.{number}"
                     left_out = await self._programs(ready, loops, once)
                     new = [t for t in self.ps.tasks if ready[t] != known.get(t)]
-                    step, manifest = await self._state(error, new, step)
-                    zeros = new if manifest is None else list(ready)
+                    step, found = await self._state(error, new, step)
+                    zeros = new if found is None else list(ready)
                     await self._prepare(new, zeros, loops, once)
                     await self._record(loops, left_out, once, step)
                     known.update({task: ready[task] for task in self.ps.tasks})
-                    return step, manifest, left_out
+                    return step, found, left_out
             except (ClusterUnreachableError, TaskLostError) as again:
                 _LOG.info("a task was lost meanwhile: %s", again.message)
-            if self.record.is_over or (self.is_stopped() and not stops):
-                why = "it was stopped while it waited for that"
-                raise self._hopeless(error, why, await self._newest())
             if not await polling.again():
                 who = " and ".join(lost)
                 why = f"{who} did not come back in {self.order.wait_s:g} s"
@@ -239,14 +237,14 @@ class Rollback:
                 loop.handle = await self.workers.renew(loop.handle, name)
             else:
                 left_out.add(TaskName(loop.task))
-        if self.saver is not None:
+        if self.order.HasField("saves"):
             saves = self.order.saves
             saves.snapshot = await self.workers.renew(saves.snapshot, name)
         return frozenset(left_out)
 
     async def _state(
         self, error: JGError, new: Sequence[TaskName], step: int
-    ) -> tuple[int, Manifest | None]:
+    ) -> tuple[int, SavedState | None]:
         """Gives all ps one state; returns its updates, and the checkpoint if it is one.
 
         Args:
@@ -262,13 +260,16 @@ class Rollback:
                 counted = await self.copies.restore(new)
             except CopyLostError as lost:
                 self._copies_lost = True
-                if await self._newest() is None:
+                if (newest := await self._newest()) is None:
                     raise self._hopeless(lost, "", None) from error
-                _LOG.warning("%s; the run goes back to a checkpoint", lost.message)
+                told = "%s; the run goes back to step %d in %s"
+                _LOG.warning(told, lost.message, newest, self._directory)
             else:
                 return (step if counted is None else counted), None
-        manifest = await self._load(error)
-        return manifest.step, manifest
+        if self.source is None:
+            raise self._hopeless(error, "", None)
+        found = await self.source.load(error, self._recoveries.first)
+        return found.step, found
 
     async def _read_again(self, task: TaskName, saved: Saved) -> None:
         """Gives a ps what its process before wrote."""
@@ -309,43 +310,21 @@ class Rollback:
         for task in zeros:
             await self.workers.begin(task, f"{name}.{task}")
 
-    async def _load(self, error: JGError) -> Manifest:
-        """Gives all ps their variables from the newest checkpoint that is good."""
-        while True:
-            newest = await self._newest()
-            if newest is None or newest < self._recoveries.first:
-                why = "the checkpoints of this run are damaged"
-                raise self._hopeless(error, why, newest)
-            path = Path(self._directory, str(newest))
-            try:
-                manifest = await asyncio.to_thread(read_manifest, path)
-                parts = await asyncio.gather(
-                    *(self.ps.load(task, path) for task in self.ps.tasks)
-                )
-                check_read(path, manifest.leaves, [p for each in parts for p in each])
-            except CheckpointError as damaged:
-                if not isinstance(damaged, CheckpointCorruptError):
-                    raise
-                now = await asyncio.to_thread(put_aside, path)
-                _LOG.error("%s. It is now %s; the step before is used", damaged, now)
-            else:
-                return manifest
-
     def _hopeless(self, error: JGError, why: str, newest: int | None) -> JGError:
         return hopeless(error, why, self._directory, newest)
 
 
-def position_of(plan: str, manifest: Manifest, batches: int) -> dict[str, Any]:
+def position_of(plan: str, saved: SavedState, batches: int) -> dict[str, Any]:
     """Returns where in the data a run is that went back.
 
     Args:
       plan: JSON of its slots.
-      manifest: of the checkpoint.
+      saved: the checkpoint.
       batches: of an update.
     """
     slots = SlotPlan.from_dict(json.loads(plan))
-    skip = manifest.step * batches
-    return BatchBook(slots, manifest.position, skip=skip).position()
+    skip = saved.step * batches
+    return BatchBook(slots, saved.position, skip=skip).position()
 
 
 def _were(tasks: Sequence[TaskName]) -> str:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final, Protocol, final
 
 from jgraph.clock import Clock
@@ -28,12 +29,16 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.runs.journal import note_report
 from jgraph.server.runs.links import wait_reconnected
-from jgraph.server.runs.peers import LoopPeers, check_master
+from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks
 from jgraph.server.runs.ps_setup import version_if_known
 from jgraph.server.runs.supervisor import RunSupervisor
 
 _LOG = logging.getLogger("jgraph.recover")
 _LOST_REPLY_S: Final = 1.0
+_POLL_S: Final = 0.5
+"""Between two looks: that who comes first is gone shows only by asking it."""
+_READ_S: Final = 2.0
+"""For what a journal has; who invites asks again."""
 
 
 class StandbyPeers(LoopPeers, Protocol):
@@ -57,6 +62,8 @@ class Standby:
 
     Attributes:
       master: whose standby this is.
+      ahead: take its place rather than this one, as long as they are there: processes
+        by task.
     """
 
     def __init__(
@@ -64,10 +71,12 @@ class Standby:
         order: pb.OpenRun,
         peers: StandbyPeers,
         clock: Clock,
-        begins: Callable[[pb.OpenRun, RunSupervisor], None],
+        begins: Callable[[pb.OpenRun, RunSupervisor], Awaitable[None]],
         saves: Callable[[pb.OpenRun, RunSupervisor], None],
     ) -> None:
         self.master = TaskName(order.master)
+        self._incarnation = order.incarnation
+        self.ahead: Mapping[str, str] = dict(order.ahead)
         # It said so itself: one that is busy may not answer who asks.
         self._known = {self.master: f"{order.incarnation:x}"}
         self._order = order
@@ -86,38 +95,111 @@ class Standby:
         """Number of the last report of a loop."""
         self._data: pb.OpenDataRun | None = None
         self._book: BatchBook | None = None
-        self._is_over = False
+        self._has_begun = self._is_over = False
+        self._named = asyncio.Event()  # the client does not reach the master
+        self._read = asyncio.Event()  # another frame
+        self._closed = asyncio.Event()
+
+    async def wait_read(self, frames: int) -> None:
+        """Waits a while until so much of the journal is read."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_READ_S):
+                while self._frames < frames:
+                    self._read.clear()
+                    await self._read.wait()
+
+    def succeed(self) -> None:
+        """Takes the place of a master that a client does not reach, if it is there."""
+        self._named.set()
+
+    def is_of_another(self, order: pb.OpenRun) -> bool:
+        """Whether an invitation is of another master."""
+        return (order.master, order.incarnation) != (self.master, self._incarnation)
+
+    def close(self) -> None:
+        """Follows the master no more: the run has another one."""
+        self._closed.set()
 
     async def work(self) -> None:
         """Follows the master to the end of the run, or takes its place."""
+        working = asyncio.ensure_future(self._work())
+        closed = asyncio.ensure_future(self._closed.wait())
+        try:
+            either: set[asyncio.Future[Any]] = {working, closed}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            working.cancel()
+            closed.cancel()
+
+    async def _work(self) -> None:
         held, leaves = self._hold()
         self._supervisor.learn_anew()
         try:
             while (lost := await self._lost_or(leaves)) is not None:
                 if self._is_over:
                     return
-                if not await self._is_there(lost):
-                    await self._take_over(lost)
-                    return
+                if await self._is_there(lost):
+                    continue
+                match await self._ahead():
+                    case "waits":
+                        await asyncio.sleep(_POLL_S)
+                    case "has it":
+                        return
+                    case _:
+                        await self._take_over(lost)
+                        return
         finally:
             held.cancel()  # lets the master go
 
+    async def _ahead(self) -> str:
+        """Says of those that come first: one "has it", one "waits", or "nobody"."""
+        if not self.ahead:
+            return "nobody"
+        ready = await ready_tasks(self._peers)
+        there = [
+            task for task, one in self.ahead.items() if ready.get(TaskName(task)) == one
+        ]
+        for task in there:
+            with suppress(JGError):
+                nothing = frame(empty=pb.Empty())
+                reply = await self._peers.call(TaskName(task), "Runs", nothing)
+                if any(row.run == self._order.run for row in body_of(reply).runs):
+                    return "has it"
+        return "waits" if there else "nobody"
+
     async def _is_there(self, lost: JGError) -> bool:
         """Whether the master still is one; a link that is silent is waited for."""
-        if isinstance(lost, TaskLeavingError):
+        if isinstance(lost, TaskLeavingError) or self._named.is_set():
             return False
         world = self._peers, self._known, self._clock
-        return await wait_reconnected(self.master, lost, *world)
+        waiting = asyncio.ensure_future(wait_reconnected(self.master, lost, *world))
+        named = asyncio.ensure_future(self._named.wait())
+        either: set[asyncio.Future[Any]] = {waiting, named}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.done() and waiting.result()
+        finally:
+            waiting.cancel()
+            named.cancel()
 
     async def _lost_or(self, leaves: asyncio.Future[JGError]) -> JGError | None:
         """Follows the master; returns why it is to be replaced, None at the end."""
         following = asyncio.ensure_future(self._follow())
-        either: set[asyncio.Future[Any]] = {following, leaves}
+        named = asyncio.ensure_future(self._named.wait())
+        either: set[asyncio.Future[Any]] = {following, leaves, named}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             following.cancel()
-        return leaves.result() if leaves.done() else await following
+            named.cancel()
+        if leaves.done():
+            return leaves.result()
+        if self._named.is_set() and not following.done():
+            what = f"the client does not reach {self.master}"
+            return TaskLostError(what, task=self.master)
+        return await following
 
     def _hold(self) -> tuple[asyncio.Task[None], asyncio.Future[JGError]]:
         """Holds the master until the task is cancelled; tells when it is to end."""
@@ -141,6 +223,7 @@ class Standby:
             async for made in self._peers.stream(self.master, "RunJournal", query):
                 self._take(made)
                 self._frames += 1
+                self._read.set()
                 if self._frames >= self._needed:
                     self._has_read.set()
         except (ClusterUnreachableError, FencedError, TaskLostError) as error:
@@ -154,14 +237,6 @@ class Standby:
     def _take(self, made: Frame) -> None:
         body, record = body_of(made), self._supervisor.record
         match kind_of(made):
-            case "register_program":
-                self._supervisor.ready.keep(made)
-            case "open_run":
-                self._rested(body)
-            case "open_data_run":
-                self._open_book(body, self._order.version)
-            case "stop_loop":
-                self._supervisor.stopping = True
             case "run_loop":
                 order = pb.RunLoop()
                 order.CopyFrom(body)  # it changes with what is told
@@ -170,12 +245,29 @@ class Standby:
                 else:
                     self._orders[order.replica] = order
                 self._began_s[order.loop] = order.began_s
-                record.begins(order)
+                record.begins(order, order.began_s)
             case "loop_report" if body.HasField("restored"):
                 self._go_back(body)
             case "loop_report":
                 self._note(made)
                 record.again(made)
+            case kind:
+                record.note(made)  # its own standby reads it here
+                self._note_made(kind, made)
+
+    def _note_made(self, kind: str, made: Frame) -> None:
+        body = body_of(made)
+        match kind:
+            case "register_program":
+                self._supervisor.ready.keep(made)
+            case "open_run":
+                self._rested(body)
+            case "open_data_run":
+                self._open_book(body, self._order.version)
+            case "stop_loop":
+                self._supervisor.stopping = True
+            case "run_query":
+                self._has_begun = True
             case "run_table":
                 self._is_over = True
 
@@ -222,9 +314,10 @@ class Standby:
 
     async def _take_over(self, error: JGError) -> None:
         run, record = self._order.run, self._supervisor.record
-        term, loops = record.term + 1, self._newest()
+        # Those before it may have been masters, each for a while.
+        term, loops = record.term + 1 + len(self.ahead), self._newest()
         has_read = self._has_read.is_set()
-        if not loops and has_read:
+        if has_read and not (loops and self._has_begun):
             _LOG.warning("run '%s' ended with its master before it began", run)
             return
         why, here = error.message.rstrip("."), self._peers.task
@@ -235,7 +328,7 @@ class Standby:
             _LOG.info("%s. %s is the master of run '%s' now", why, here, run)
         if self._book is not None and has_read:  # until it is dealt out here
             record.position = json.dumps(self._book.position(self._order.version))
-        self._begins(self._order, self._supervisor)
+        await self._begins(self._order, self._supervisor)
         try:
             await check_master(self._peers, run, term)
             await self._go_on(loops, term, error)
@@ -319,6 +412,7 @@ class Standby:
         left.budget = self._book.left
         left.position = json.dumps(self._book.position(updates))
         self._peers.dealers.open(left)
+        self._supervisor.record.note(frame(open_data_run=left))
         self._supervisor.data = left
         self._supervisor.record.data_run, self._supervisor.record.position = (
             left.run,

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.deadlines import DRAIN_S
 from jgraph.cluster.drain import told_to_end
+from jgraph.cluster.methods import reading
 from jgraph.coordination.run.loop_outcome import LoopOutcome, is_link_loss, judge
 from jgraph.coordination.run.supervisor import (
     BatchFailed,
@@ -17,6 +18,9 @@ from jgraph.coordination.run.supervisor import (
     EndLoops,
     Event,
     Failed,
+    Finish,
+    Finished,
+    FinishFailed,
     GoBack,
     Instruction,
     LeaveOut,
@@ -24,6 +28,8 @@ from jgraph.coordination.run.supervisor import (
     LoopEnded,
     LoopFailed,
     LoopLost,
+    MasterLeaves,
+    NobodyComes,
     Over,
     Pause,
     Prepare,
@@ -47,6 +53,7 @@ from jgraph.errors import (
     FencedError,
     InvalidProgramError,
     JGError,
+    TaskLeavingError,
     TaskLostError,
     UninitializedError,
 )
@@ -58,7 +65,7 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.runs.checkpointer import RunCheckpointer, Saved
 from jgraph.server.runs.copies import RunCopies
-from jgraph.server.runs.halts import RunHalts
+from jgraph.server.runs.halts import HaltOrder, RunHalts
 from jgraph.server.runs.holds import PsHolds
 from jgraph.server.runs.journal import Journal, note_report
 from jgraph.server.runs.links import final_report_of
@@ -71,6 +78,8 @@ from jgraph.server.runs.peers import (
 )
 from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
+from jgraph.server.runs.run_client import Restarters, RunClient
+from jgraph.server.runs.state_source import ClientSaves, MasterSaves, StateSource
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -94,6 +103,7 @@ class RunSupervisor:
       copies: what is kept of its ps.
       data: what is dealt out in asynchronous training, once that is known.
       restores: how often the run went on from a checkpoint.
+      client: that the run ends with; None: it is detached.
     """
 
     def __init__(self, order: pb.OpenRun, peers: LoopPeers, clock: Clock) -> None:
@@ -115,18 +125,58 @@ class RunSupervisor:
         self._number = 0
         told = lambda: self._handle(RestartAsked())
         self._holds = PsHolds(peers, self._ps, self.record, told)
-        self._rollback = self._make_rollback(None)
+        self.client: RunClient | None = None
+        self._source: StateSource | None = None
+        if order.HasField("client"):
+            self.client = RunClient(order, self.record, self._client_gone)
+            if self.client.directory:
+                self._source = ClientSaves(self.client)
+        self.ready.client = self.client
+        self._restarters = Restarters(self.client)
+        self._rollback = self._make_rollback()
         self.restores = 0
         self._halts: RunHalts | None = None
         self._saver: RunCheckpointer | None = None
-        self.stopping = False
+        self._ordered: list[pb.RunLoop] = []
+        self.stopping = self._leaves = False
         self._looking = False
         self._working: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ from outside
 
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self._order.run
+
+    def as_known(self, ahead: Mapping[str, str]) -> pb.OpenRun:
+        """Returns what a standby is told of the run; ``ahead`` are those before it."""
+        order = pb.OpenRun()
+        order.CopyFrom(self._order)
+        order.age_s, order.frames = self.record.seconds, self.record.frames
+        order.ahead.update(ahead)
+        return order
+
+    def order(self, order: pb.RunLoop) -> None:
+        """Takes note of a loop that begins with the run."""
+        self._ordered.append(order)
+        self.record.begins(order)
+
+    def begin_all(self) -> None:
+        """Begins the run: all loops that were ordered."""
+        ordered, self._ordered = self._ordered, []
+        self.prepare_halts()
+        if self.client is not None:
+            self.client.begin()
+        for order in ordered:
+            self._begin_ordered(order)
+
     def begin(self, order: pb.RunLoop) -> None:
-        """Begins a loop as a client asks."""
+        """Begins a loop at once."""
+        self.record.begins(order)
+        self._begin_ordered(order)
+
+    def _begin_ordered(self, order: pb.RunLoop) -> None:
         together = order.HasField("sync") or bool(order.batch_feed)
         if self._supervisor is None:
             self._supervisor = self._make_supervisor(together=together)
@@ -137,19 +187,85 @@ class RunSupervisor:
             )
 
     def _make_supervisor(self, *, together: bool) -> Supervisor:
-        return Supervisor(together=together, wait_s=self._order.wait_s)
+        return Supervisor(
+            together=together,
+            wait_s=self._order.wait_s,
+            attended=self.client is not None,
+        )
 
     def be_saved(self, saver: RunCheckpointer) -> None:
         """Lets ``saver`` save the run now and then, and before a ps ends."""
-        self._halts = RunHalts(self._order, saver, self._ask, self._do)
-        self._saver, self._rollback = saver, self._make_rollback(saver)
+        self._saver, self._source = saver, MasterSaves(saver, self._ps)
+        self.prepare_halts()
+        self._rollback = self._make_rollback()
 
-    def _make_rollback(self, saver: RunCheckpointer | None) -> Rollback:
+    def prepare_halts(self) -> None:
+        """Halts loops from now on, where the run is to be saved."""
+        order = self._order
+        if self._saver is not None:
+            wanted = HaltOrder((order.saves.every,), order.saves.halt_s)
+            save = self._saver.save_halted
+        elif self.client is not None and order.client.halt_every:
+            wanted = HaltOrder(tuple(order.client.halt_every), order.client.halt_s)
+            save = self._ask_halted
+        else:
+            return
+        info = json.loads(order.info)
+        first = info["first_step"] + self.record.row().steps
+        self._halts = RunHalts(wanted, first, info["steps"], save, self._ask, self._do)
+
+    async def _ask_halted(
+        self, in_flight: int, go_on: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """Lets the client save, or evaluate, a run whose loops stand still."""
+        assert self.client is not None  # it is asked
+        went_on = False
+
+        async def let_go() -> bool:
+            nonlocal went_on
+            went_on = True
+            return await go_on()
+
+        position = self.position()
+        position["again"] += in_flight
+        try:
+            await self.client.ask("halted", position=json.dumps(position), act=let_go)
+        except JGError as error:
+            _LOG.info("the run is not saved now: %s", error.message)
+        finally:
+            if not went_on:
+                await go_on()
+
+    def position(self) -> dict[str, Any]:
+        """Returns where in its data the run is.
+
+        Raises:
+          ConfigError: nobody deals that out here.
+        """
+        if self.record.position is not None:
+            with reading("the position of a run"):
+                return dict(json.loads(self.record.position))
+        return self._peers.dealers.position(self.record.data_run)
+
+    def _make_rollback(self) -> Rollback:
         return Rollback(
             *(self._order, self._peers, self.ready, self._ps, self.copies),
-            *(self.record, saver, self._clock),
+            *(self.record, self._source, self.client, self._clock),
             is_stopped=lambda: self.stopping,
         )
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether a ps that is told to end waits for the run."""
+        kept = self._source is not None or self.copies.is_kept
+        return kept or self.client is not None
+
+    def _client_gone(self) -> None:
+        _LOG.warning(
+            "the client of run '%s' is gone for %g s; the run ends",
+            *(self._order.run, self._order.client.lease_s),
+        )
+        self.stop()
 
     def stop(self) -> None:
         """Asks all loops to end after their steps in flight."""
@@ -157,6 +273,8 @@ class RunSupervisor:
         self.record.note(frame(stop_loop=pb.StopLoop()))
         self._end_loops()
         self._handle(StopAsked())
+        if self._supervisor is None:  # it never began
+            self._end("stopped", None)
 
     def resume(
         self,
@@ -172,6 +290,9 @@ class RunSupervisor:
           events: what became of them.
         """
         self._orders, self._arbiter = dict(orders), arbiter
+        self.prepare_halts()
+        if self.client is not None:
+            self.client.begin()
         self._supervisor = self._make_supervisor(together=arbiter is not None)
         for event in events:
             self._handle(event)
@@ -182,11 +303,19 @@ class RunSupervisor:
             self._end("failed", error)
         self._handle(Failed(error))
 
+    def hand_over(self) -> None:
+        """Begins nothing more: the standby is to know all that was begun."""
+        self._leaves = True
+        self._handle(MasterLeaves())
+
     def close(self) -> None:
         """Looks after nobody any more."""
         for work in self._working:
             work.cancel()
         self._holds.close()
+        self._restarters.close()
+        if self.client is not None:
+            self.client.close()
 
     # ------------------------------------------------------------ loops
 
@@ -198,7 +327,6 @@ class RunSupervisor:
         self._under_way[order.loop] = order
         if self._halts is not None:
             self._halts.began(order)
-        self.record.begins(order)
         self._do(self._follow(order, self.record.seconds))
 
     async def _follow(self, order: pb.RunLoop, began_s: float) -> None:
@@ -206,7 +334,7 @@ class RunSupervisor:
         asked.CopyFrom(order)  # the master adds to it
         try:
             await self._learn()
-            if self._saver is not None or self.copies.is_kept:
+            if self._is_held:
                 self._holds.hold()
             async for report in self._peers.loop(asked):
                 body = body_of(report)
@@ -312,8 +440,11 @@ class RunSupervisor:
         told.run, told.term = order.run, order.term
         self._do(self._tell_loop(told))
 
-    async def _ask(self, loop: str, told: pb.StopLoop) -> int:
-        """Tells a loop something once; returns the halt that it has ended, if any."""
+    async def _ask(self, loop: str, told: pb.StopLoop) -> int | None:
+        """Tells a loop something once; returns the halt that it has ended, if any.
+
+        None: it was not told.
+        """
         order = self._under_way.get(loop)
         if order is None:
             return 0
@@ -324,7 +455,7 @@ class RunSupervisor:
             reply = await self._peers.call(TaskName(told.task), "StopLoop", request)
         except JGError as error:
             _LOG.info("loop %s is not reached: %s", told.loop, error.message)
-            return 0
+            return None
         return int(body_of(reply).halted) if told.go_on else 0
 
     async def _tell_loop(self, told: pb.StopLoop) -> None:
@@ -369,6 +500,8 @@ class RunSupervisor:
                 self._do(self._go_back(error))
             case LeaveOut(replica) if arbiter is not None:
                 self._tell(arbiter, pb.StopLoop(lost=self._orders[replica].task))
+            case Finish():
+                self._do(self._finish())
             case Over(state, error):
                 self._end(state, error)
 
@@ -380,7 +513,9 @@ class RunSupervisor:
             self._do(self._begin_round(again, replicas))
             return
         for replica in replicas:
-            self._start(self._again(self._orders[replica]))
+            again = self._again(self._orders[replica])
+            self.record.begins(again)
+            self._start(again)
 
     def _pause(self) -> None:
         if self._arbiter is not None:
@@ -400,24 +535,68 @@ class RunSupervisor:
             for loop in self._under_way.values():
                 self._tell(loop, pb.StopLoop())
         self.record.end(state, error)
-        self._do(self._let_go())
+        if self.client is not None:
+            self.client.close()
+        self._restarters.close()
+        self._do(self._let_go(dropped=not isinstance(error, FencedError)))
 
     async def _restart_ps(self) -> None:
         """Lets the ps end that were told to, once what they hold is kept elsewhere."""
-        saved = None
-        if not self.copies.is_kept:
-            assert self._saver is not None  # or no ps is held
-            saved = await self._saver.save_at_rest()
-        await self._go_back(told_to_end(*self._holds.release()), saved)
+        saved, told = None, told_to_end(*self._holds.leaving)
+        if self._source is None and not self.copies.is_kept:
+            why = "and the run has nothing to go on from; give fit(checkpoint=…)"
+            self._handle(
+                Failed(TaskLeavingError(f"{told.message}, {why}", **told.details))
+            )
+            return
+        if self._source is not None and (
+            self.client is not None or not self.copies.is_kept
+        ):
+            place = json.dumps(self.position())
+            saved = await self._source.save_at_rest(self._holds.leaving, place)
+        elif self.client is not None:
+            with suppress(JGError):  # it is gone, and holds nothing
+                await self.client.ask("rest", tasks=self._holds.leaving)
+        self._holds.release()
+        await self._go_back(told, saved)
 
-    async def _let_go(self) -> None:
-        """Lets all ps go, as soon as a run that is over is saved."""
+    async def _finish(self) -> None:
+        """Lets the client do what it needs the ps for."""
+        assert self.client is not None  # it is asked
+        try:
+            place = json.dumps(self.position())
+            await self.client.ask("finish", position=place)
+        except JGError as error:
+            if not self.client.is_gone:
+                lost = await self._is_lost(error)
+                self._handle(FinishFailed(error) if lost else Failed(error))
+                return
+        self._handle(Finished())
+
+    async def _is_lost(self, error: JGError) -> bool:
+        """Whether an error of the client is of a task that is lost."""
+        if isinstance(error, TaskLostError | ClusterUnreachableError):
+            return True
+        ready = await ready_tasks(self._peers)
+        return any(ready.get(t) != one for t, one in self._known.items() if is_ps(t))
+
+    async def _let_go(self, *, dropped: bool) -> None:
+        """Lets all ps go, as soon as a run that is over is saved.
+
+        Args:
+          dropped: forget what was made for tasks that came back.
+        """
         if self._saver is not None:
             await self._saver.rest()
         if self.data is not None:
             with suppress(ConfigError):  # it never began
                 self._peers.dealers.close(self.data.run)
         self._holds.close()
+        if dropped:
+            await self.copies.close()
+            for loop in self._newest:
+                if "~" in loop.handle:
+                    await self.ready.drop(loop.handle)
 
     def _note_order(self) -> None:
         """Keeps what is known of the run now, for the standby of this master."""
@@ -444,50 +623,51 @@ class RunSupervisor:
             return
         if self.record.is_over:
             return
-        info, step = json.loads(self._order.info), back.back_to
+        info, recovery = json.loads(self._order.info), back.recovery
+        step = recovery.back_to
         self.restores += 1
         told = pb.RunRestored(
             number=self.restores,
-            lost=back.lost,
-            step=back.step,
+            lost=recovery.lost,
+            step=recovery.step,
             back_to=step,
             version=back.version,
+            seconds=recovery.seconds,
+            told=recovery.told,
         )
-        place = self._place(back)
+        place, left = self._place(back), max(0, info["steps"] - step)
         if self._arbiter is not None:
-            self._arbiter.steps = info["steps"] - step
+            self._arbiter.steps = left
             self._arbiter.sync.version = step
             self._arbiter.sync.data_position = json.dumps(place)
         elif self.data is not None:
-            left = info["steps"] - step
-            if back.manifest is None:
+            if back.saved is None:
                 left = _end_of(self.data) - place["done"]
             self._deal_again(left, place)
             told.data.CopyFrom(self.data)
         self.record.go_back(told, step - info["first_step"], json.dumps(place))
         self._order.version = back.version
         self._note_order()
-        if self._saver is not None:
-            self._halts = RunHalts(self._order, self._saver, self._ask, self._do)
+        self.prepare_halts()
         for order in self._orders.values():
             if order.task in back.left_out:
                 self._handle(LoopLost(order.replica, error))
-        if self._saver is not None or self.copies.is_kept:
-            self._holds.hold_again(back.lost)
-        self._handle(Restarted(again=self._holds.is_asked))
+        if self._is_held:
+            self._holds.hold_again(recovery.lost)
+        self._handle(Restarted(again=self._holds.is_asked, done=not left))
 
     def _place(self, back: RolledBack) -> dict[str, Any]:
         """Returns where in its data a run is that went back."""
         arbiter, data = self._arbiter, self.data
-        if back.manifest is not None and arbiter is not None:
-            return position_of(arbiter.data_plan, back.manifest, arbiter.sync.wanted)
+        if back.saved is not None and arbiter is not None:
+            return position_of(arbiter.data_plan, back.saved, arbiter.sync.wanted)
         if arbiter is not None:
             told = self.record.position or arbiter.sync.data_position
             return dict(json.loads(told))
         if data is None:
             raise AssertionError("a run whose data nobody deals out")
-        if back.manifest is not None:
-            return position_of(data.plan, back.manifest, 1)
+        if back.saved is not None:
+            return position_of(data.plan, back.saved, 1)
         return self._peers.dealers.position(data.run)
 
     def _deal_again(self, batches: int, place: Mapping[str, Any]) -> None:
@@ -511,6 +691,7 @@ class RunSupervisor:
             while self._supervisor.missing:
                 await asyncio.sleep(_POLL_S)
                 self._handle(TimePassed())
+                await self._ask_restarters()
                 ready = await ready_tasks(self._peers)
                 for replica in self._supervisor.missing:
                     task = TaskName(self._orders[replica].task)
@@ -519,6 +700,27 @@ class RunSupervisor:
                         self._handle(WorkerAnswered(replica))
         finally:
             self._looking = False
+
+    async def _ask_restarters(self) -> None:
+        """Asks whether somebody starts a worker, if the run has none."""
+        assert self._supervisor is not None
+        if not self._supervisor.is_alone:
+            self._restarters.close()
+            return
+        if not self._restarters.is_asked:
+            try:  # another master may have the run, and the workers
+                await check_master(self._peers, self._order.run, self.record.term)
+            except FencedError as error:
+                self._handle(Failed(error))
+                return
+        what = (
+            f"no worker is left; the run waits up to {self._order.wait_s:g} s for one"
+        )
+        if not self._restarters.is_asked:
+            _LOG.warning(what)
+        workers = [order.task for order in self._orders.values()]
+        if self._restarters.learned(workers, what) is not None:
+            self._handle(NobodyComes())
 
     async def _prepare(self, replica: int) -> None:
         order = self._orders[replica]
@@ -553,7 +755,8 @@ class RunSupervisor:
                 self._handle(LoopEnded(order.replica, "stopped"))
             self._handle(lost)
             return
-        for order in (arbiter, *orders):
+        for order in () if self._leaves else (arbiter, *orders):
+            self.record.begins(order)
             self._start(order)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:

@@ -15,6 +15,7 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import decode_program
 from jgraph.server.runs.peers import Peers
+from jgraph.server.runs.run_client import RunClient
 
 _LOG = logging.getLogger("jgraph.recover")
 _DATA_S: Final = 3600.0
@@ -29,10 +30,14 @@ class WorkerSetup:
     Args:
       order: what the client said of the run.
       peers: to the tasks.
+
+    Attributes:
+      client: has the data; None: another task has.
     """
 
     order: pb.OpenRun
     peers: Peers
+    client: RunClient | None = field(init=False, default=None)
     _programs: dict[str, Frame] = field(default_factory=dict)
     _before: defaultdict[TaskName, list[Frame]] = field(
         default_factory=lambda: defaultdict(list)
@@ -135,12 +140,16 @@ class WorkerSetup:
 
         Raises:
           DataError: nobody has it.
+          JGError: the client, which has it, cannot give it.
         """
         if self.order.source:
             source = pb.OpenSource(name=name, source=self.order.source)
             await self.peers.call(
                 task, "OpenSource", frame(open_source=source), timeout_s=COMPILE_S
             )
+            return
+        if self.client is not None:
+            await self.client.ask("data", tasks=[task])
             return
         send = pb.SendData(name=name, task=task)
         others = [other for other in self.peers.tasks() if other != task]

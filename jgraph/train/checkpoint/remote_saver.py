@@ -83,8 +83,8 @@ class RemoteSaver:
         """Waits until the master has saved a run whose loops have ended."""
         self.finish()
 
-    def go_back(self, take: Take, step: int) -> None:
-        """Goes on from ``step``; the master is told with the next order."""
+    def go_back(self, step: int) -> None:
+        """Goes on from ``step``."""
         self._due = step
 
     def finish(self) -> None:

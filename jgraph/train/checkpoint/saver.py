@@ -187,9 +187,9 @@ class Saver:
         if self._under_way is not None:
             self._settle(self._under_way)
 
-    def go_back(self, take: Take, step: int) -> None:
-        """Goes on after tasks were lost: from ``step``, with another state."""
-        self._take, self._last = take, step
+    def go_back(self, step: int) -> None:
+        """Goes on after tasks were lost: from ``step``."""
+        self._last = step
         self._failed.forget()
 
     def save(self) -> None:

@@ -1,6 +1,6 @@
 """Conversion of replicas' chunks to reports: rates, means, evaluations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import final
 
@@ -57,6 +57,7 @@ class Watch:
         self._asked = clock.now()
         self._began = self._asked if began is None else began
         self._rates = Rates()
+        self._untold: list[Evaluation] = []
 
     @property
     def seconds(self) -> float:
@@ -89,31 +90,33 @@ class Watch:
         # The last evaluation is that of finish: of what comes out in the end.
         if due and steps < self._total:
             self._evaluations.begin()
-        return self._evaluated(self._last, self._evaluations.take())
+        # One with each report: each copy may be the best.
+        self._untold += self._evaluations.take()
+        told, self._untold = self._untold[:1], self._untold[1:]
+        return self._evaluated(self._last, told[0]) if told else self._last
 
-    def finish(self, applied: Callable[[], int]) -> Report | None:
-        """Evaluates what came out; None if there is nothing to say.
+    def finish(self, applied: Callable[[], int]) -> list[Report]:
+        """Evaluates what came out; returns a report for each evaluation.
 
         Args:
           applied: asks how many updates are applied.
         """
         self._note_events()
         if self._evaluations is None or self._last is None:
-            return None
-        evaluated = self._evaluations.finish(applied())
-        return self._evaluated(self._last, evaluated) if evaluated else None
+            return []
+        evaluated = [*self._untold, *self._evaluations.finish(applied())]
+        self._untold = []
+        return [self._evaluated(self._last, each) for each in evaluated]
 
-    def _evaluated(self, report: Report, evaluations: Sequence[Evaluation]) -> Report:
-        for each in evaluations:
-            self._history.add_evaluation(each.step, self.seconds, each.values)
-            report = replace(
-                report,
-                seconds=self.seconds,
-                evaluation=each.values,
-                evaluation_step=each.step,
-                copy=each.copy,
-            )
-        return report
+    def _evaluated(self, report: Report, one: Evaluation) -> Report:
+        self._history.add_evaluation(one.step, self.seconds, one.values)
+        return replace(
+            report,
+            seconds=self.seconds,
+            evaluation=one.values,
+            evaluation_step=one.step,
+            copy=one.copy,
+        )
 
     def _note_events(self) -> None:
         self._asked = self._clock.now()

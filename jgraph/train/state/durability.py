@@ -6,21 +6,15 @@ from typing import Final, Literal, TypeAlias, final, get_args
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.runs.replication import (
-    end_records,
-    hold_records,
     keep_records,
     take_records,
 )
 from jgraph.client.session import Session
-from jgraph.client.state.table_calls import load_shard, state_of_shard
-from jgraph.client.variables import shards_of
 from jgraph.client.wait_for_tasks import incarnations_of
-from jgraph.coordination.run.same_version import Ask, Differ, meet
-from jgraph.errors import ClusterError, ConfigError, CopyLostError
+from jgraph.errors import ClusterError, ConfigError
 from jgraph.graph.ir import TaskName
-from jgraph.graph.variable import Variable
 from jgraph.plan.program.program import Program
-from jgraph.plan.program.replay import changing, replayed
+from jgraph.plan.program.replay import replayed
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.state.remote_arrays import total_nbytes
 from jgraph.train.step.train_step import TrainStep
@@ -164,92 +158,6 @@ class Copies:
             self._cluster.reset(*self.streams)
         self._handles, self._programs = [], []
 
-    def homes(self) -> dict[TaskName, Home]:
-        """Returns where all is that the ps held; copies that take part are final.
-
-        Of synchronous training all is of one version.
-
-        Raises:
-          CopyLostError: it is nowhere, or in different versions.
-        """
-        now, counted = incarnations_of(self._cluster), self._counted()
-        lost = {
-            s for s in self._ps if s not in now or now[s] != self._incarnations.get(s)
-        }
-        for src in lost - counted:
-            self._copy_versions(src)
-        held = {
-            s: range(0) if s in lost else self._end_versions(s) for s in sorted(counted)
-        }
-        kept: dict[TaskName, range] = {}
-        while isinstance(met := meet(held, kept), Ask):
-            kept |= {src: self._copy_versions(src) for src in met.tasks}
-        if isinstance(met, Differ):
-            each = [f"{t} has {list(v)}" for t, v in sorted(met.versions.items())]
-            raise CopyLostError(
-                "what the ps hold, and what is kept of it, is of different synchronous "
-                f"updates: {', '.join(each)}"
-            )
-        for src in held:
-            stream = self._stream(src)
-            if src in met.again:
-                dst = dict(self._pairs())[src]
-                end_records(self._cluster, stream, dst, met.version)
-            else:
-                hold_records(self._cluster, stream, src, met.version)
-        return {
-            src: (dst, self._stream(src))
-            if src in met.again | (lost - counted)
-            else (src, self._step.container)
-            for src, dst in self._pairs()
-        }
-
-    def _counted(self) -> set[TaskName]:
-        """Returns the ps whose synchronous updates are counted: who makes some."""
-        if self._updates is None:
-            return set()
-        partitions = self._programs[self._updates].partitions
-        return {p.task for p in partitions if p.task in self._ps and changing(p)}
-
-    def _end_versions(self, src: TaskName) -> range:
-        return hold_records(self._cluster, self._stream(src), src)
-
-    def _copy_versions(self, src: TaskName) -> range:
-        dst = dict(self._pairs())[src]
-        if src == dst:
-            self._take(src, dst)  # it has its log
-        return end_records(self._cluster, self._stream(src), dst)
-
-    def move(self, step: TrainStep) -> None:
-        """Gives the variables of a step anew the values that its model has last.
-
-        Raises:
-          CopyLostError: see ``homes``.
-        """
-        homes = self.homes()
-        pairs = zip(shards_of(self._step.plain), shards_of(step.plain), strict=True)
-        there, copied = list[_Pair](), list[_Pair]()
-        for old, new in pairs:
-            task, container = homes[_task_of(old)]
-            source = Variable(
-                old.name,
-                (old.shape, old.dtype, None),
-                device=task,
-                container=container,
-            )
-            of = there if container == self._step.container else copied
-            of.append((source, new))
-        # What a task holds itself may still change: it is of one moment.
-        self._session.snapshots.copy(there, at_once=True)
-        self._session.snapshots.copy(copied)
-        for table, again in zip(self._step.tables, step.tables, strict=True):
-            for (owner, spec), (successor, same) in zip(
-                table.shards, again.shards, strict=True
-            ):
-                task, container = homes[owner]
-                state = state_of_shard(self._cluster, task, container, spec)
-                load_shard(self._cluster, successor, again.container, same, state)
-
     def _pairs(self) -> list[tuple[TaskName, TaskName]]:
         """Returns each ps and the one with its copy: itself if that is a log."""
         other = self._ps if self._in_logs else [*self._ps[1:], self._ps[0]]
@@ -296,10 +204,3 @@ class Copies:
         shards = [spec for table in self._step.tables for _, spec in table.shards]
         tables = sum(spec.capacity_bytes for spec in shards)
         return total_nbytes(self._step.plain) + tables
-
-
-_Pair: TypeAlias = tuple[Variable, Variable]
-
-
-def _task_of(shard: Variable) -> TaskName:
-    return TaskName(str(shard.device))

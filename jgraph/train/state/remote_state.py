@@ -179,17 +179,6 @@ class RemoteState:
         with self.lock:
             self._go_on(position)
 
-    def inherit(self, old: "RemoteState", position: Position) -> None:
-        """Takes over what the state of another runner was last, there or in copies.
-
-        Raises:
-          CopyLostError: not all of it is there any more.
-        """
-        assert old.copies is not None  # of the same strategy
-        with self.lock:
-            old.copies.move(self.step)
-            self._go_on(position)
-
     def _go_on(self, position: Position, steps: int | None = None) -> None:
         """Takes note that the variables have values: those after so many updates."""
         self._initialized, self.position = True, position

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 
+from jgraph.client.runs.questions import Question
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.recovery import Recovery
@@ -42,6 +43,8 @@ class Order:
     """The run goes on when its client is gone."""
     saves: Any = None
     """``Checkpoints`` that the master of a detached run takes; None: none."""
+    directory: str = ""
+    """Where this process saves checkpoints; empty: nowhere."""
     save_every: int | None = None
     evaluates_halted: bool = False
     """Loops stand still for what is to be evaluated: it is kept if it is the best."""
@@ -73,12 +76,10 @@ class Chunk:
     that stands for all; ``of_workers`` has what each did meanwhile, without metrics.
     ``batches`` says how many batches the steps were of; None: of one each. ``began`` is
     how much later than others the loop began, in seconds, as far as is known.
-    ``dropped`` counts gradients that came too late so far, by worker. With ``at_rest``
-    nothing was done, and nothing is under way: a task with a part of the state ends
-    when the next chunk is asked for. With ``go_on`` nothing was done either: all loops
-    stand still so that the run can be saved, until that is called, or the next chunk is
-    asked for. It returns whether they did until then. With ``restored`` the run went
-    back to a checkpoint: all steps after that are done again.
+    ``dropped`` counts gradients that came too late so far, by worker. With ``question``
+    nothing was done: the run asks something, and an answer is wanted before the next
+    chunk is. With ``restored`` the run went back to a checkpoint, or goes on with
+    copies: all steps after that are done again.
     """
 
     replica: int
@@ -88,10 +89,9 @@ class Chunk:
     times: Mapping[str, float] = field(default_factory=dict)
     dropped: Mapping[TaskName, int] = field(default_factory=dict)
     of_workers: Sequence["Chunk"] = ()
-    at_rest: bool = False
     batches: int | None = None
     began: float = 0.0
-    go_on: Callable[[], bool] | None = None
+    question: Question | None = None
     restored: Recovery | None = None
 
     def __len__(self) -> int:
@@ -121,7 +121,13 @@ def position_in(plan: SlotPlan, position: Position, steps: int) -> dict[str, Any
 
 
 class RunState(Protocol):
-    """The variables of a training run, wherever they are."""
+    """The variables of a training run, wherever they are.
+
+    Attributes:
+      position: where in the data the run was when that was told last.
+    """
+
+    position: Position
 
     def global_step(self) -> int:
         """Returns the number of updates applied so far."""
@@ -193,13 +199,6 @@ class Runner(Protocol):
 
     def position(self) -> Position:
         """Returns where in the data the training is."""
-
-    def inherit(self, old: Any) -> None:
-        """Takes over what a runner of the same kind, model and strategy has last.
-
-        Raises:
-          CopyLostError: not all of it is there any more.
-        """
 
     def staleness(self) -> Staleness:
         """Returns how old the gradients of the last run were."""

@@ -194,10 +194,6 @@ class LocalRunner:
         dispatch = self._dispatch
         return self.state.position if dispatch is None else dispatch.state()
 
-    def inherit(self, old: "LocalRunner") -> None:
-        """See ``Runner.inherit``."""
-        self.state.load(old.state.values(), old.position())
-
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values

@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.values import assign_initial, in_pieces
-from jgraph.cluster.loop_messages import DealtData, Detached
+from jgraph.cluster.loop_messages import DealtData, RunRequest
 from jgraph.graph.ir import TaskName
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
@@ -20,6 +21,9 @@ from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Order, position_in
 from jgraph.train.strategies.prepared import Prepared
+
+LEASE_S: Final = 10.0
+"""A run that is not detached ends when its client is gone for so long."""
 
 
 def dealt_data(state: RemoteState, order: Order) -> DealtData:
@@ -35,28 +39,30 @@ def dealt_data(state: RemoteState, order: Order) -> DealtData:
         order.steps,
         len(state.done),
         position_in(plan, state.position, sum(state.done)),
-        updates=state.global_step,
-        wait_s=order.wait_s,
-        stop=order.stop,
-        first=state.global_step(),
-        halt_every=order.halts,
-        halt_s=state.halt_s,
     )
 
 
 def about_run(
-    state: RemoteState, order: Order, prepared: Prepared, gate: pb.OpenGate | None
-) -> Detached:
-    """Returns what the master is told of a run that it looks after.
+    state: RemoteState, order: Order, prepared: Prepared, *, synchronous: bool
+) -> RunRequest:
+    """Returns what the master is told of a run.
 
     Args:
       state: what is trained.
       order: what to train.
       prepared: the step, registered.
-      gate: of asynchronous training; None: it is synchronous.
+      synchronous: whether each step is one of all workers.
     """
-    cluster, saves = state.cluster, None
-    cluster.let_go(state.session)
+    cluster, saves, client = state.cluster, None, None
+    if order.detached:
+        cluster.let_go(state.session)
+    else:
+        client = pb.RunClient(
+            lease_s=LEASE_S,
+            halt_every=order.halts,
+            halt_s=state.halt_s,
+            directory=order.directory,
+        )
     each = prepared.programs(cluster.tasks("worker"))
     programs = dict(zip(prepared.handles, each, strict=True))
     if order.saves is not None:
@@ -69,20 +75,20 @@ def about_run(
         "batch_size": order.batch_size,
         "metrics": list(prepared.names),
         "container": state.step.container,
-        "synchronous": gate is None,
-        "checkpoints": "" if saves is None else saves.directory,
+        "synchronous": synchronous,
+        "checkpoints": order.directory if saves is None else saves.directory,
     }
     zeros = defaultdict[TaskName, list[Variable]](list)
     for variable in state.residuals(prepared.graph):
         zeros[TaskName(str(variable.device))].append(variable)
-    return Detached(
+    return RunRequest(
         about,
         saves,
         order.dataset.source,
         state.copies and state.copies.about(prepared.recorded),
         [*_restart_programs(cluster, programs, zeros)],
-        gate,
         wait_s=order.wait_s,
+        client=client,
     )
 
 

@@ -1,25 +1,28 @@
 """Runs on a cluster: what asynchronous and synchronous training have alike."""
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
-from jgraph.client.runs.follower import RunFollower
-from jgraph.client.runs.holds import DrainHolds
+from jgraph.client.runs.follower import Owner, RunFollower
+from jgraph.client.runs.submission import MakeLoops, submit_run
+from jgraph.cluster.loop_messages import DealtData, LoopReport
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
 from jgraph.train.data.data import Dataset
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position
+from jgraph.train.strategies.messages import about_run
 from jgraph.train.strategies.prepared import Prepared
-from jgraph.train.strategies.rejoin import Rejoin
-from jgraph.train.strategies.workers import Workers, chunks_of, end_loops
+from jgraph.train.strategies.workers import Workers, chunks_of, end_run
 
 
 @final
 class RemoteRuns:
-    """Prepares runs on a cluster, and looks after their workers.
+    """Prepares runs on a cluster, submits them to their master, and follows them.
 
     Args:
       state: what they change.
@@ -33,9 +36,11 @@ class RemoteRuns:
         self._prepared: dict[str, Prepared] = {}
         self.last: Prepared | None = None
         """What was prepared last."""
-        self.has_replaced = False
-        """Workers, or their programs, since these were registered."""
+        self._has_replaced = False  # programs, since they were registered
         self._follower: RunFollower | None = None
+        self._has_gone_back = False
+        self._asked: Position = None
+        """Where the run is that asks something."""
 
     def prepare(self, dataset: Dataset, batch_size: int) -> Prepared:
         """Returns the step for such batches, made once per shape."""
@@ -62,12 +67,12 @@ class RemoteRuns:
         with state.lock:
             state.initialize()
             if order.save_every and not order.detached:
-                state.prepare_to_keep(anew=self.has_replaced)
-            if not prepared.handles or self.has_replaced:
+                state.prepare_to_keep(anew=self._has_replaced)
+            if not prepared.handles or self._has_replaced:
                 programs = prepared.programs(workers)
                 prepared.handles = state.session.register_all(programs)
                 prepared.workers = dict(zip(prepared.handles, workers, strict=False))
-                self.has_replaced = False
+                self._has_replaced = False
             self._keep_copies(prepared)
             if state.copies is not None:
                 state.copies.admit(0, prepared.handles[: len(workers)])
@@ -84,69 +89,90 @@ class RemoteRuns:
             updates = len(prepared.on_ps) or None
             self._state.copies.open(programs, updates=updates)
 
-    def inherit(self, old: RemoteState, position: Position) -> None:
-        """See ``Runner.inherit``; ``position`` is that of the old one."""
-        self._state.inherit(old, position)
-        if self.last is not None:
-            self._keep_copies(self.last)  # before the old ones go
-
-    @contextmanager
-    def under_way(
-        self, admit: Callable[[int], None]
-    ) -> Iterator[tuple[Rejoin, DrainHolds]]:
-        """Looks after the tasks of a run while its loops go.
+    def run(
+        self,
+        prepared: Prepared,
+        order: Order,
+        make: MakeLoops,
+        data: DealtData | None,
+    ) -> Generator[Chunk, None, None]:
+        """Yields what a run does, to its end; unread, it ends.
 
         Args:
-          admit: lets the worker of a replica take part again; see ``Rejoin``.
+          prepared: its step.
+          order: what to train.
+          make: see ``submit_run``.
+          data: what is dealt out; None: training is synchronous, and a loop decides.
         """
-        rejoin = Rejoin(self._state.cluster, admit)
-        self._state.is_training = True
+        state, owner = self._state, None
+        if not order.detached:
+            give = partial(self._give_data, prepared, order.dataset)
+            owner = Owner(give, state.hold())
         try:
-            yield rejoin, self._state.hold()
+            with state.lock:
+                together = data is None
+                about = about_run(state, order, prepared, synchronous=together)
+                run = submit_run(state.cluster, make, about, data, order.stop, owner)
+                self._follower, state.is_training = run, True
+            try:
+                yield from self._follow(run, prepared, order)
+            except GeneratorExit:
+                end_run(run)
+                raise
+            finally:
+                with suppress(JGError):  # gone, and the run with it
+                    self._ended(run.position())
+                self._follower = None
         except JGError:
             self.workers.forget_data()
             raise
         finally:
-            rejoin.close()
             self.workers.end_feeding()
-            self._state.is_training = False
+            state.is_training = False
 
-    def followed(
-        self, run: RunFollower, prepared: Prepared
-    ) -> Generator[Chunk, None, None]:
-        """Yields what a run does that its master looks after; unread, it ends.
+    def _follow(
+        self, run: RunFollower, prepared: Prepared, order: Order
+    ) -> Iterator[Chunk]:
+        state = self._state
+        self._has_gone_back = order.detached
+        for report, chunk in chunks_of(
+            run, prepared.names, together=run.info.synchronous
+        ):
+            if report is not None:
+                self._note(report, order, together=run.info.synchronous)
+            question = None if chunk is None else chunk.question
+            if question is not None:
+                self._asked = question.position
+                state.is_training = question.kind != "finish"
+            if chunk is not None:
+                yield chunk
+            self._asked = None
+        self._has_replaced |= order.detached  # its programs have other names by now
 
-        Args:
-          run: of this client.
-          prepared: its step.
-        """
-        state, together = self._state, run.info.synchronous
-        self._follower, state.is_training = run, True
-        try:
-            yield from chunks_of(run, prepared.names, together=together)
-        except GeneratorExit:
-            end_loops(run)
-            raise
-        finally:
-            self._follower, state.is_training = None, False
-            self.has_replaced = True  # its programs have other names by now
-            with suppress(JGError):  # gone, and the run with it
-                state.adopt(run.position())
+    def _note(self, report: LoopReport, order: Order, *, together: bool) -> None:
+        state, gone_back = self._state, report.restored is not None
+        state.is_training |= gone_back
+        self._has_gone_back |= gone_back
+        replaced = report.state in {"lost", "left"} or "~" in report.handle
+        self._has_replaced |= gone_back or replaced
+        if report.replica < len(self.workers.tasks) and not gone_back:
+            self.workers.note(report)
+            if together and self.workers.ran_out(report):
+                order.stop.set()  # the others would wait for that one
+
+    def _ended(self, position: Position) -> None:
+        """Takes note of where in the data a run has come to."""
+        if self._has_gone_back:
+            self._state.adopt(position)
+        else:
+            self._state.position = position
+
+    def _give_data(self, prepared: Prepared, dataset: Dataset, task: TaskName) -> None:
+        self.workers.renew(task, prepared.graph, dataset)
 
     def position(self) -> Position:
-        """Returns where in its data a run is that no loop of this client trains."""
+        """Returns where in its data a run is."""
+        if self._asked is not None:
+            return self._asked
         follower = self._follower
         return self._state.position if follower is None else follower.position()
-
-    def admit(self, prepared: Prepared, order: Order, replica: int) -> None:
-        """Gives the worker of a replica what it needs to take part again."""
-        state, worker = self._state, self.workers.tasks[replica]
-        program = prepared.programs(self.workers.tasks)[replica]
-        (handle,) = state.session.register_all([program])
-        if state.copies is not None:
-            state.copies.admit(0, [handle])
-        self.workers.renew(replica, prepared.graph, order.dataset)
-        state.clear_residuals(prepared.graph, [replica])
-        with state.lock:
-            prepared.handles[replica] = handle
-            prepared.workers[handle] = worker

@@ -8,21 +8,14 @@ Source: Chen et al., "Revisiting Distributed Synchronous SGD", 2016 (backup work
 tensorflow/python/training/sync_replicas_optimizer.py.
 """
 
-from collections import Counter
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
 from jgraph.client.cluster import Cluster
-from jgraph.client.connection import unique
-from jgraph.client.runs.failover import begin_with_failover
-from jgraph.client.runs.follower import RunFollower, submit_run
 from jgraph.client.runs.gates import open_gate
-from jgraph.client.runs.holds import DrainHolds
-from jgraph.client.runs.loops import LoopHandle
-from jgraph.clock import SystemClock
-from jgraph.cluster.loop_messages import LoopReport, LoopRequest, SyncRequest
+from jgraph.cluster.loop_messages import LoopRequest, SyncRequest
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.accumulate import MEAN, averaging, contributing, shards_of
@@ -33,17 +26,9 @@ from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
-from jgraph.train.strategies.messages import about_run
 from jgraph.train.strategies.options import SyncPS
 from jgraph.train.strategies.prepared import Prepared
-from jgraph.train.strategies.rejoin import Rejoin, is_one_back
 from jgraph.train.strategies.remote_runs import RemoteRuns
-from jgraph.train.strategies.workers import (
-    chunk_of,
-    end_loops,
-    halted_chunk,
-    rest,
-)
 
 __all__ = ["SyncPS", "SyncRunner"]
 
@@ -74,10 +59,6 @@ class SyncRunner:
         self._workers = self._runs.workers
         self._replicas = len(self._workers.tasks)
         self._wanted = strategy.contributions(self._replicas)
-        self._loops: LoopHandle | None = None
-        self._present: set[int] = set()
-        self._back: set[int] = set()
-        """Replicas that will take part from the next loops on."""
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
 
@@ -87,103 +68,13 @@ class SyncRunner:
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
-        prepared = self._runs.begin(
-            order, lambda: self._book(order, self.state.global_step())
-        )
-        self._present, self._back = set(range(self._replicas)), set()
-        if order.detached:
-            yield from self._runs.followed(self._submit(prepared, order), prepared)
-            return
-        admit = partial(self._admit, prepared, order)
-        with self._runs.under_way(admit) as (rejoin, drain_holds):
-            try:
-                yield from self._follow(prepared, order, rejoin, drain_holds)
-            except GeneratorExit:
-                if self._loops is not None:
-                    end_loops(self._loops)
-                raise
-            finally:
-                self._loops = None
-
-    def _follow(
-        self, prepared: Prepared, order: Order, rejoin: Rejoin, drain_holds: DrainHolds
-    ) -> Generator[Chunk, None, None]:
-        clock, left = SystemClock(), order.steps
-        began, sync = 0.0, self._sync(prepared, order)
-        dropped: Counter[TaskName] = Counter()
-        beside: list[Chunk] = []
-        while left and not order.stop.is_set():
-            if not self._present:
-                workers = self._workers.tasks
-                if not is_one_back(
-                    self._cluster, workers, self._back, order.stop, order.wait_s
-                ):
-                    return
-            with self.state.lock:
-                self._present, self._back = self._present | self._back, set()
-                begin = partial(self._begin, prepared, replace(order, steps=left))
-                loops, sync = begin_with_failover(self._cluster, sync, begin)
-                loops.take_leave(drain_holds)
-                self._workers.stop_with(order, loops.stop)
-                self._loops = loops
-            now, late = clock.now(), Counter[TaskName]()
-            began = began or now
-            for report in loops:
-                self._stop_if_due(order, report, loops)
-                if report.state == "halted":
-                    self.state.position = report.position
-                    yield halted_chunk(loops)
-                    continue
-                if report.replica < self._replicas:
-                    beside += self._of_a_worker(prepared, report, rejoin)
-                    continue
-                if report.position is not None:
-                    self.state.position, late = report.position, Counter(report.dropped)
-                if len(report.steps):
-                    left -= len(report.steps)
-                    seconds = report.seconds + now - began
-                    told = replace(report, seconds=seconds, dropped=dropped + late)
-                    yield replace(
-                        chunk_of(told, prepared.names, replica=0, together=True),
-                        of_workers=tuple(beside),
-                    )
-                    beside.clear()
-            yield from rest(loops)
-            dropped += late
-            sync = replace(sync, term=loops.term)
-
-    def _stop_if_due(self, order: Order, report: LoopReport, loops: LoopHandle) -> None:
-        if self._workers.ran_out(report):
-            order.stop.set()  # the others would wait for that one
-        if order.stop.is_set():
-            loops.stop()
-
-    def _of_a_worker(
-        self, prepared: Prepared, report: LoopReport, rejoin: Rejoin
-    ) -> list[Chunk]:
-        self._workers.note(report)
-        if report.state in {"lost", "left"}:
-            self._runs.has_replaced = True
-            self._present.discard(report.replica)
-            rejoin.lost(report.replica, report.task)
-        return [chunk_of(report, (), report.replica)] if len(report.steps) else []
-
-    def _admit(self, prepared: Prepared, order: Order, replica: int) -> None:
-        """Lets the worker of a replica take part again, from the next update on."""
-        self._runs.admit(prepared, order, replica)
-        with self.state.lock:
-            self._back.add(replica)
-            loops = self._loops
-        if loops is not None:
-            loops.pause()
+        prepared = self._runs.begin(order, partial(self._book, order))
+        make = partial(self._open_round, prepared, order)
+        yield from self._runs.run(prepared, order, make, None)
 
     def position(self) -> Position:
         """See ``Runner.position``."""
         return self._runs.position()
-
-    def inherit(self, old: "SyncRunner") -> None:
-        """See ``Runner.inherit``."""
-        self._runs.inherit(old.state, old.position())
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
@@ -211,53 +102,27 @@ class SyncRunner:
         on_ps = (averaging(applied, gate, shards),)
         return Prepared(graph, planned, names, shards, finite, on_ps)
 
-    def _sync(self, prepared: Prepared, order: Order) -> SyncRequest:
-        """Returns what all loops of a run that decide are told alike."""
-        return SyncRequest(
-            gate=self._step.container,
-            version=self.state.global_step(),
-            wanted=self._wanted,
-            replicas={},
-            shards=prepared.shards,
-            plan=order.dataset.plan(order.batch_size, order.seed),
-            run=unique("run"),
-            halt_every=order.halts,
-            halt_s=self.state.halt_s,
-        )
-
-    def _book(self, order: Order, version: int) -> BatchBook:
+    def _book(self, order: Order) -> BatchBook:
         """Returns the book of a run that begins where the state is."""
         plan = order.dataset.plan(order.batch_size, order.seed)
-        return BatchBook(plan, self.state.position, skip=version * self._wanted)
-
-    def _begin(self, prepared: Prepared, order: Order, sync: SyncRequest) -> LoopHandle:
-        """Sets the loops of those workers going that are present."""
-        requests = self._open_round(prepared, order, sync)
-        return self.state.session.run_loops(requests)
-
-    def _submit(self, prepared: Prepared, order: Order) -> RunFollower:
-        """Makes the master begin a run that it looks after."""
-
-        def begin(sync: SyncRequest) -> RunFollower:
-            requests = self._open_round(prepared, order, sync)
-            return submit_run(self._cluster, requests, about, None, order.stop)
-
-        with self.state.lock:
-            about = about_run(self.state, order, prepared, gate=None)
-            sync = self._sync(prepared, order)
-            return begin_with_failover(self._cluster, sync, begin)[0]
+        skip = self.state.global_step() * self._wanted
+        return BatchBook(plan, self.state.position, skip=skip)
 
     def _open_round(
-        self, prepared: Prepared, order: Order, sync: SyncRequest
-    ) -> list[LoopRequest]:
+        self, prepared: Prepared, order: Order, run: str
+    ) -> tuple[list[LoopRequest], None]:
         """Opens the gates; returns a request for each loop that is to begin."""
         version, shards = self.state.global_step(), prepared.shards
+        gate, plan = (
+            self._step.container,
+            order.dataset.plan(order.batch_size, order.seed),
+        )
         open_gate(
-            *(self._cluster, sync.gate, shards),
+            *(self._cluster, gate, shards),
             synchronous=True,
             version=version,
-            run=sync.run,
-            term=sync.term,
+            run=run,
+            term=1,
         )
         limit = self._strategy.step_timeout_s
         # The ps see better who is missing, and say so first.
@@ -266,14 +131,17 @@ class SyncRunner:
         workers = [
             replace(one, compute_wait_s=self.compute_wait_s.get(one.replica, 0.0))
             for one in requests
-            if one.replica in self._present
         ]
-        position = self._book(order, version).position()
-        sync = replace(
-            sync,
+        sync = SyncRequest(
+            gate=gate,
             version=version,
+            wanted=self._wanted,
             replicas={one.handle: one.task for one in workers},
-            position=position,
+            shards=shards,
+            plan=plan,
+            position=self._book(order).position(),
+            halt_every=order.halts,
+            halt_s=self.state.halt_s,
         )
         arbiter = LoopRequest(
             task=shards[0],
@@ -287,4 +155,4 @@ class SyncRunner:
             sync=sync,
             finite=prepared.finite,
         )
-        return [arbiter, *workers]
+        return [arbiter, *workers], None

@@ -8,9 +8,8 @@ from typing import final
 import numpy as np
 
 from jgraph.client.runs.follower import RunFollower
-from jgraph.client.runs.loops import LoopHandle
+from jgraph.client.runs.questions import Question
 from jgraph.client.state.sources import open_source_on
-from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.run.cuts import tell_every
@@ -79,9 +78,8 @@ class Workers:
                 self._put(task, graph, dataset)
             self._uploaded[task] = digest
 
-    def renew(self, replica: int, graph: Graph, dataset: Dataset) -> None:
+    def renew(self, worker: TaskName, graph: Graph, dataset: Dataset) -> None:
         """Gives the data to a worker that was started again."""
-        worker = self.tasks[replica]
         if dataset.source:
             open_source_on(self._cluster, worker, dataset.source)
         elif self.feeding is not None:
@@ -102,11 +100,6 @@ class Workers:
         self._uploaded.clear()
         if self.feeding is not None and self.feeding.error is not None:
             raise self.feeding.error
-
-    def stop_with(self, order: Order, stop: Callable[[], None]) -> None:
-        """Stops loops when that is asked for, also while they wait for data."""
-        if self.feeding is not None:
-            self.feeding.stop_with(order.stop, stop)
 
     def ran_out(self, report: LoopReport) -> bool:
         """Whether a loop is over as there is no more data."""
@@ -190,16 +183,10 @@ def _fields(graph: Graph, dataset: Dataset) -> tuple[str, ...]:
     return tuple(feed.name for feed in graph.feeds[: len(dataset.fields)])
 
 
-def halted_chunk(loops: LoopHandle) -> Chunk:
-    """Returns what says that the loops stand still."""
-    none = np.empty(0)
-    return Chunk(0, none, none, {}, go_on=loops.go_on)
-
-
 def chunks_of(
     run: RunFollower, names: Sequence[str], *, together: bool
-) -> Iterator[Chunk]:
-    """Yields what a run does that its master looks after.
+) -> Iterator[tuple[LoopReport | None, Chunk | None]]:
+    """Yields each report of a run, or None, and what there is to tell then, if any.
 
     Args:
       run: the run.
@@ -207,35 +194,28 @@ def chunks_of(
       together: training is synchronous.
     """
     beside: list[Chunk] = []
+    none = np.empty(0)
     for report in run:
-        if report.restored is not None:
+        if isinstance(report, Question):
+            yield None, Chunk(0, none, none, {}, question=report)
+        elif report.restored is not None:
             beside.clear()
-            none = np.empty(0)
-            yield Chunk(0, none, none, {}, restored=report.restored)
+            yield report, Chunk(0, none, none, {}, restored=report.restored)
         elif together and len(report.steps) and report.position is None:
             beside.append(chunk_of(report, (), report.replica))  # another loop decides
+            yield report, None
         elif len(report.steps):
             replica = 0 if together else report.replica
             chunk = chunk_of(report, names, replica, together=together)
-            yield replace(chunk, of_workers=tuple(beside))
+            yield report, replace(chunk, of_workers=tuple(beside))
             beside.clear()
+        else:
+            yield report, None
 
 
-def rest(loops: LoopHandle) -> Iterator[Chunk]:
-    """Lets the state be saved after all loops, if tasks with a part of it are to end.
-
-    Raises:
-      TaskLeavingError: they are, and the run has to wait for them.
-    """
-    if loops.leaving:
-        none = np.empty(0)
-        yield Chunk(0, none, none, {}, at_rest=True)
-        raise told_to_end(*loops.leaving)
-
-
-def end_loops(loops: LoopHandle | RunFollower) -> None:
-    """Stops loops and waits for their end: no step of them comes later."""
-    loops.stop()
+def end_run(run: RunFollower) -> None:
+    """Stops a run and waits for its end: no step of it comes later."""
+    run.stop()
     with contextlib.suppress(Exception):
-        for _ in loops:
+        for _ in run:
             continue

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgraph.client.cluster import Cluster
-from jgraph.client.runs import following
+from jgraph.client.runs import loops as loop_handle
 from jgraph.client.session import Session
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest, report_of
 from jgraph.errors import ClusterBusyError, DataError, DeadlineError, FeedError, JGError
@@ -150,7 +150,7 @@ def test_loops_that_report_nothing_for_too_long_are_named(
     slow, _ = requests(session, cluster, steps=2)
     slow = replace(slow, compute_wait_s=2.0)
     longest_s = slow.step_timeout_s + slow.report_every_s
-    monkeypatch.setattr(following, "_SILENCE_S", 1.0 - longest_s)
+    monkeypatch.setattr(loop_handle, "_SILENCE_S", 1.0 - longest_s)
     with pytest.raises(DeadlineError, match=f"not ended: {slow.task}; look") as raised:
         list(session.run_loops([slow]))
     assert raised.value.code == "JG-133"

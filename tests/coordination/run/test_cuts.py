@@ -3,7 +3,6 @@
 from hypothesis import given, strategies as st
 
 from jgraph.coordination.run.cuts import (
-    AllOver,
     Cuts,
     GoOn,
     Halt,
@@ -21,7 +20,6 @@ EVENTS = st.one_of(
     st.builds(Told, LOOPS, st.integers(0, 60)),
     st.builds(LoopHalted, LOOPS, st.integers(1, 4), st.integers(0, 2)),
     st.builds(LoopOver, LOOPS),
-    st.builds(AllOver),
     st.builds(Saved, st.integers(1, 4)),
 )
 
@@ -29,13 +27,11 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, max_size=60))
 def test_whoever_halts_is_told_to_go_on(events: list[object]) -> None:
     machine, asked = Cuts(every=10, first=0, end=1000), set[tuple[int, str]]()
-    for event in [LoopBegan("a"), *events, AllOver()]:
+    for event in [LoopBegan("a"), *events, *map(LoopOver, "abc")]:
         saving = False
         match event:
             case LoopOver(over):
                 asked = {(n, loop) for n, loop in asked if loop != over}
-            case AllOver():
-                asked = set()
         for told in machine.handle(event):  # type: ignore[arg-type]  # of EVENTS
             each = {(told.number, loop) for loop in told.loops}
             match told:

@@ -6,7 +6,7 @@ from jgraph.coordination.run.succession import (
     Accounts,
     MasterTerms,
     resume_events,
-    standby_of,
+    standbys_of,
 )
 from jgraph.coordination.run.supervisor import (
     Begin,
@@ -36,10 +36,12 @@ def begun(
 def test_standby_is_the_first_other_ps_or_else_the_first_worker() -> None:
     tasks = [TaskName(f"/job:{task}") for task in ("worker/task:0", "ps/task:0")]
     more = [TaskName("/job:ps/task:1"), *tasks]
-    assert standby_of(more, tasks[0]) == standby_of(more[::-1], tasks[0]) == tasks[1]
-    assert standby_of(more, tasks[1]) == more[0]
-    assert standby_of(tasks, tasks[1]) == tasks[0]
-    assert standby_of(tasks[:1], tasks[0]) is None
+    both = standbys_of(more, tasks[0])
+    assert both == standbys_of(more[::-1], tasks[0])
+    assert both[0] == tasks[1]
+    assert standbys_of(more, tasks[1])[0] == more[0]
+    assert standbys_of(tasks, tasks[1])[0] == tasks[0]
+    assert standbys_of(tasks[:1], tasks[0]) == []
 
 
 def test_each_worker_that_answers_goes_on_alone_and_others_are_looked_for() -> None:

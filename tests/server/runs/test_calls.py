@@ -35,6 +35,9 @@ class Inviting:
         """Answers as a task does."""
         if method == "Variables":
             return frame(variable_table=pb.VariableTable())
+        if method == "TaskStatus":
+            status = pb.TaskStatus(task=task, state="ready", incarnation=7)
+            return frame(task_status=status)
         invited = pb.OpenRun()
         invited.CopyFrom(body_of(request))
         self.invited.put_nowait(invited)
@@ -46,7 +49,7 @@ REPORT = frame(loop_report=pb.LoopReport(), tensors=[np.arange(9), np.ones(9)])
 
 async def opened(door: Inviting) -> tuple[Runs, RunSupervisor]:
     """Returns a master's runs, one of which is open, once its standby is invited."""
-    runs = Runs(cast("StandbyPeers", door), door.clock, lambda _: {})
+    runs = Runs(cast("StandbyPeers", door), door.clock)
     order = pb.OpenRun(run="r", info='{"container": ""}')
     async for _ in runs.methods["Master.OpenRun"](frame(open_run=order)):
         invited = await door.invited.get()

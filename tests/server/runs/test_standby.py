@@ -224,11 +224,15 @@ def standby(
     order = pb.OpenRun(
         run="r", info='{"container": ""}', master=MASTER, incarnation=1, **invited
     )
-    begins = lambda _, supervisor: began.append(supervisor)
+
+    async def begins(_: pb.OpenRun, supervisor: RunSupervisor) -> None:
+        began.append(supervisor)
+
     return Standby(order, cast("StandbyPeers", door), SetClock(), begins, saves)
 
 
 LOOP = frame(run_loop=pb.RunLoop(loop="w", task=PS, run="r", term=1))
+BEGUN = frame(run_query=pb.RunQuery(run="r"))
 
 
 def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() -> None:
@@ -236,7 +240,7 @@ def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() 
 
     async def main() -> None:
         fenced = FencedError("it was started again", task=TaskName(MASTER))
-        door, began = Behind([LOOP], fenced), list[RunSupervisor]()
+        door, began = Behind([LOOP, BEGUN], fenced), list[RunSupervisor]()
         await standby(door, began).work()
         assert (await door.began.get()).term == 2
         (supervisor,) = began
@@ -266,7 +270,7 @@ def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers(
 
     async def main() -> None:
         door, began = (
-            Behind([LOOP], TaskLostError("lost"), then=1),
+            Behind([LOOP, BEGUN], TaskLostError("lost"), then=1),
             list[RunSupervisor](),
         )
         await standby(door, began).work()
@@ -278,13 +282,16 @@ def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers(
 def test_heir_that_was_invited_late_tells_when_steps_were_since_the_run_began() -> None:
     async def main() -> None:
         loop = frame(run_loop=pb.RunLoop(loop="w", task=PS, began_s=90.0))
-        door, began = Behind([loop], TaskLostError("lost")), list[RunSupervisor]()
+        door, began = (
+            Behind([loop, BEGUN], TaskLostError("lost")),
+            list[RunSupervisor](),
+        )
         await standby(door, began, age_s=100.0).work()
         await door.began.get()
         (supervisor,) = began
         assert supervisor.record.seconds == 100.0
         told = supervisor.record.journal(0)
-        _, account, again = [await anext(told) for _ in range(3)]
+        *_, account, again = [await anext(told) for _ in range(4)]
         assert account.tensors[1] == [95.0]
         assert body_of(again).began_s == 100.0
         supervisor.close()
@@ -299,7 +306,10 @@ def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
         raise RuntimeError("it cannot be saved")
 
     async def main() -> None:
-        door, began = Behind([LOOP], TaskLostError("lost")), list[RunSupervisor]()
+        door, began = (
+            Behind([LOOP, BEGUN], TaskLostError("lost")),
+            list[RunSupervisor](),
+        )
         await standby(door, began, saves=refuse).work()
         row = began[0].record.row()
         assert (row.state, row.term) == ("failed", 2)  # where who watches looks
@@ -331,10 +341,13 @@ def test_master_that_is_told_to_end_goes_when_its_heir_has_asked_for_all_it_did(
     None
 ):
     async def main() -> None:
-        door, began = Behind([LOOP], TaskLostError("lost")), list[RunSupervisor]()
+        door, began = (
+            Behind([LOOP, BEGUN], TaskLostError("lost")),
+            list[RunSupervisor](),
+        )
         door.may_tell.clear()
         door.told_to_end.set()
-        work = asyncio.ensure_future(standby(door, began, frames=1).work())
+        work = asyncio.ensure_future(standby(door, began, frames=2).work())
         assert not (await asyncio.wait({work}, timeout=0.1))[0]
         door.may_tell.set()
         await work

@@ -77,7 +77,7 @@ def test_hash_tables_are_asked_once_a_second_and_at_the_end() -> None:
     for now in (100.5, 101.0, 101.5):
         clock.time = now
         watch.take(chunk(0, [now - 100]))
-    assert watch.finish(lambda: 3) is None
+    assert watch.finish(lambda: 3) == []
     found = history.metrics("table_rows")
     assert found["step"].tolist() == [2, 3]
     assert found["seconds"].tolist() == [1.0, 1.5]
@@ -96,10 +96,10 @@ def test_evaluation_happens_at_multiples_and_once_at_the_end() -> None:
     watch = Watch(history, 8, 1, CLOCK, evaluations=Evaluations(evaluate), every=3)
     reports = [watch.take(chunk(0, [i + 1.0] * 2)) for i in range(4)]
     assert [r.evaluation is not None for r in reports] == [False, True, True, False]
-    last = watch.finish(lambda: 8)
+    (last,) = watch.finish(lambda: 8)
     assert last is not None
     assert last.evaluation_step == 8
-    assert watch.finish(lambda: 8) is None  # what came out was evaluated
+    assert watch.finish(lambda: 8) == []  # what came out was evaluated
     assert last.evaluation == {"accuracy": 0.5}
     assert made == [4, 6, 8]
     assert history.metrics("eval_accuracy")["step"].tolist() == [4, 6, 8]

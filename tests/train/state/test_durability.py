@@ -13,7 +13,6 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.client.cluster import Cluster
-from jgraph.client.runs.replication import end_records
 from jgraph.client.state.table_calls import state_of_shard
 from jgraph.clock import SystemClock
 from jgraph.errors import ConfigError, CopyLostError
@@ -37,6 +36,16 @@ from tests.support.models import NnxMLP, data, nnx_loss
 from tests.support.servers import connected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+def end_records(
+    cluster: Cluster, stream: str, task: TaskName, version: int | None = None
+) -> range:
+    """Makes a copy final, as the master of a run does; returns its versions."""
+    order = pb.EndRecords(stream=stream, version=version)
+    address = cluster.spec.address(task)
+    reply = cluster.call("EndRecords", frame(end_records=order), to=address)
+    return range(body_of(reply).first, body_of(reply).end)
 
 
 @pytest.fixture(scope="module")

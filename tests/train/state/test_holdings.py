@@ -109,7 +109,7 @@ def test_detached_run_keeps_what_it_needs(servers: Servers) -> None:
         run.wait(_WAIT_S)
     assert held(servers)
     with connect(servers.servers[0].target, timeout_s=20) as cluster:
-        assert trainer(cluster).attach(cluster.runs()[0].name).wait(_WAIT_S).steps == 3
+        assert trainer(cluster).attach(cluster.runs()[-1].name).wait(_WAIT_S).steps == 3
     assert held(servers)
     with connect(servers.servers[0].target, timeout_s=20) as cluster:
         cluster.reset()

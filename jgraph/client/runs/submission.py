@@ -1,0 +1,120 @@
+"""Submission of a run: its client tells the master all of it, and then begins it."""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+from jgraph.client.connection import Connection, unique
+from jgraph.client.runs.failover import open_data, take_over
+from jgraph.client.runs.follower import Owner, RunFollower
+from jgraph.client.runs.runs import info_of
+from jgraph.cluster.deadlines import COMPILE_S, SILENCE_S
+from jgraph.cluster.loop_messages import (
+    DealtData,
+    LoopRequest,
+    RunRequest,
+    order_in_run,
+    plain,
+)
+from jgraph.errors import ClusterUnreachableError, TaskLostError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+
+MakeLoops: TypeAlias = Callable[[str], tuple[Sequence[LoopRequest], pb.OpenGate | None]]
+"""Given the name of a run, opens its gates; returns a request for each loop, and the
+gate of asynchronous training."""
+
+
+def submit_run(
+    cluster: Connection,
+    make: MakeLoops,
+    about: RunRequest,
+    data: DealtData | None,
+    stop: threading.Event,
+    owner: Owner | None,
+) -> RunFollower:
+    """Makes the master begin a run that it looks after, and follows it.
+
+    A master that is lost before the run has begun is replaced here.
+
+    Args:
+      cluster: the client.
+      make: makes its loops.
+      about: what the master must know of the run.
+      data: what is dealt out; None: training is synchronous, and a loop decides.
+      stop: see ``RunFollower``.
+      owner: see ``RunFollower``.
+
+    Raises:
+      JGError: it does not begin.
+    """
+    left = len(cluster.tasks())
+    while True:
+        master, run = cluster.master, unique("run")
+        try:
+            row = _order_run(cluster, run, make, about, data)
+        except (ClusterUnreachableError, TaskLostError) as error:
+            left -= 1
+            if not left or error.details.get("task", master) != master:
+                raise
+            take_over(cluster, error)
+            continue
+        query = frame(run_query=pb.RunQuery(run=run))
+        with suppress(ClusterUnreachableError, TaskLostError):  # who follows sees that
+            cluster.call("Master.BeginRun", query)
+        return RunFollower(cluster, info_of(row), stop, owner)
+
+
+def _order_run(
+    cluster: Connection,
+    run: str,
+    make: MakeLoops,
+    about: RunRequest,
+    data: DealtData | None,
+) -> pb.RunRow:
+    """Tells the master all of a run; returns how it stands then."""
+    requests, gate = make(run)
+    arbiter = next((one for one in requests if one.sync is not None), None)
+    dealt = data if arbiter is None else arbiter.sync
+    assert dealt is not None  # which a master deals out
+    _open_run(cluster, run, about, gate)
+    if data is not None:
+        open_data(cluster, run, data)
+    for request in requests:
+        order = order_in_run(
+            *(request, f"{run}-{request.replica}"),
+            run=run,
+            plan=plain(dealt.plan),
+            arbiter=arbiter,
+        )
+        cluster.call("Master.RunLoop", frame(run_loop=order))
+    return pb.RunRow(
+        run=run,
+        task=cluster.master,
+        state="running",
+        info=json.dumps(about.about),
+        data_run=run,
+        term=1,
+    )
+
+
+def _open_run(
+    cluster: Connection, run: str, about: RunRequest, gate: pb.OpenGate | None
+) -> None:
+    """Makes the master of a client look after a run."""
+    order = pb.OpenRun(
+        run=run,
+        info=json.dumps(about.about),
+        saves=about.saves,
+        source=about.source,
+        copies=about.copies,
+        gate=gate,
+        wait_s=about.wait_s,
+        client=about.client,
+    )
+    cluster.call("Master.OpenRun", frame(open_run=order), timeout_s=SILENCE_S)
+    for program in about.programs:
+        body_of(program).run = run
+        cluster.call("Master.KeepProgram", program, timeout_s=COMPILE_S)

@@ -1,0 +1,175 @@
+"""State sources of a run: who saves it, and gives its parameter servers what was saved.
+
+The master saves a detached run, with files that the ps write and read. Another run is
+saved by its client, which may have a directory that no task sees.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from jgraph.cluster.methods import reading
+from jgraph.coordination.run.recovery import hopeless
+from jgraph.errors import CheckpointCorruptError, CheckpointError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.runtime.files.manifest import read_manifest
+from jgraph.runtime.files.shard_files import check_read
+from jgraph.runtime.files.step_files import our_steps, put_aside
+from jgraph.server.runs.checkpointer import RunCheckpointer, Saved
+from jgraph.server.runs.ps_setup import PsSetup
+from jgraph.server.runs.run_client import RunClient
+
+_LOG = logging.getLogger("jgraph.recover")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What all ps were given.
+
+    Attributes:
+      step: updates of the model.
+      position: where in the data that is; None: as the number of updates says.
+    """
+
+    step: int
+    position: Mapping[str, Any] | None
+
+
+class StateSource(Protocol):
+    """Has checkpoints of a run."""
+
+    @property
+    def directory(self) -> str:
+        """Where they are, for people."""
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """Saves nothing meanwhile; what comes after is another state."""
+
+    async def save_at_rest(
+        self, tasks: Collection[TaskName], position: str
+    ) -> Saved | None:
+        """Saves what a run came to whose loops have all ended.
+
+        Args:
+          tasks: are told to end.
+          position: where in the data the run is, as JSON.
+
+        Returns:
+          What each ps can read again; None: the newest checkpoint is what there is.
+        """
+
+    async def newest(self) -> int | None:
+        """Returns the updates in the newest checkpoint; None: there is none."""
+
+    async def load(self, error: JGError, first: int) -> SavedState:
+        """Gives all ps their variables from the newest checkpoint that is good.
+
+        Args:
+          error: how the loss of some showed.
+          first: updates before the run; older checkpoints are none of it.
+        """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MasterSaves:
+    """Checkpoints of a detached run; a ``StateSource``.
+
+    Args:
+      saver: saves it.
+      ps: gives a ps what it needs.
+    """
+
+    saver: RunCheckpointer
+    ps: PsSetup
+
+    @property
+    def directory(self) -> str:
+        """See ``StateSource.directory``."""
+        return self.saver.order.directory
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """See ``StateSource.paused``."""
+        return self.saver.paused()
+
+    async def save_at_rest(
+        self, tasks: Collection[TaskName], position: str
+    ) -> Saved | None:
+        """See ``StateSource.save_at_rest``."""
+        return await self.saver.save_at_rest()
+
+    async def newest(self) -> int | None:
+        """See ``StateSource.newest``."""
+        steps = await asyncio.to_thread(our_steps, Path(self.directory))
+        return steps[-1] if steps else None
+
+    async def load(self, error: JGError, first: int) -> SavedState:
+        """See ``StateSource.load``."""
+        while True:
+            newest = await self.newest()
+            if newest is None or newest < first:
+                why = "the checkpoints of this run are damaged"
+                raise hopeless(error, why, self.directory, newest)
+            path = Path(self.directory, str(newest))
+            try:
+                manifest = await asyncio.to_thread(read_manifest, path)
+                parts = await asyncio.gather(
+                    *(self.ps.load(task, path) for task in self.ps.tasks)
+                )
+                check_read(path, manifest.leaves, [p for each in parts for p in each])
+            except CheckpointError as damaged:
+                if not isinstance(damaged, CheckpointCorruptError):
+                    raise
+                now = await asyncio.to_thread(put_aside, path)
+                _LOG.error("%s. It is now %s; the step before is used", damaged, now)
+            else:
+                return SavedState(manifest.step, manifest.position)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ClientSaves:
+    """Checkpoints that the client of a run has; a ``StateSource``.
+
+    Args:
+      client: of the run.
+    """
+
+    client: RunClient
+
+    @property
+    def directory(self) -> str:
+        """See ``StateSource.directory``."""
+        return self.client.directory
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """See ``StateSource.paused``: the client saves when it is asked."""
+        return nullcontext()
+
+    async def save_at_rest(
+        self, tasks: Collection[TaskName], position: str
+    ) -> Saved | None:
+        """See ``StateSource.save_at_rest``."""
+        await self.client.ask("rest", tasks=tasks, position=position)
+        return None
+
+    async def newest(self) -> int | None:
+        """See ``StateSource.newest``."""
+        answer = await self.client.ask("newest")
+        return answer.step if answer.HasField("step") else None
+
+    async def load(self, error: JGError, first: int) -> SavedState:
+        """See ``StateSource.load``."""
+        answer = await self.client.ask("state")
+        if answer.step < first:
+            why = "the checkpoints of this run are damaged"
+            raise hopeless(error, why, self.directory, answer.step)
+        with reading("the position of a checkpoint"):
+            position = json.loads(answer.position) if answer.position else None
+        return SavedState(answer.step, position)

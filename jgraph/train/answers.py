@@ -1,0 +1,116 @@
+"""Answers of a client to the master of its run: saves, evaluations, saved states."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from jgraph.client.runs.questions import Question
+from jgraph.errors import (
+    ClusterError,
+    InternalError,
+    JGError,
+    ProtocolError,
+    UninitializedError,
+)
+from jgraph.runtime.files.step_files import our_steps
+from jgraph.train.attempt import Attempt
+from jgraph.train.checkpoint.remote_saver import RemoteSaver
+from jgraph.train.checkpoint.saver import Saver
+from jgraph.train.run.progress import Display
+
+LOSS_ERRORS: Final = (ClusterError, ProtocolError, InternalError, UninitializedError)
+"""What may fail so where a task is gone, or was started again meanwhile.
+
+None of these alone is a loss: the master goes back only if a task is another process
+by now, or a connection ended. ``InternalError`` is among them because what a survivor
+was doing with a lost task may end in any exception (see ``failed.as_error``); its
+message is in the log, and ``Recoveries`` bounds how often.
+"""
+
+
+@final
+@dataclass(slots=True)
+class Asked:
+    """Does what the master of a run asks of its client.
+
+    Attributes:
+      attempt: the run.
+      saving: saves checkpoints; None: never.
+      display: says what goes on.
+    """
+
+    attempt: Attempt
+    saving: Saver | RemoteSaver | None
+    display: Display
+    _halted_at: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._halted_at = self.attempt.first
+
+    def answer(self, question: Question) -> None:
+        """Does it, and answers; what is asked else is left to who asks."""
+        match question.kind:
+            case "halted":
+                self._at_halt(question.answer)
+            case "rest" if self.saving is not None:
+                self.display.say("saving, as tasks are about to end")
+                self.saving.save()
+            case "newest":
+                question.answer(step=self._newest())
+            case "state":
+                self._give_state(question)
+
+    def _newest(self) -> int | None:
+        if self.saving is None:
+            return None
+        self.display.say("waiting for all tasks to be back")
+        self.saving.wait()
+        steps = our_steps(self.saving.directory)
+        return steps[-1] if steps else None
+
+    def _give_state(self, question: Question) -> None:
+        """Gives all ps the values of the newest good checkpoint."""
+        assert self.saving is not None  # it has one
+        try:
+            self.attempt.restore(self.saving.directory)
+        except JGError as error:
+            question.answer(error=error)
+            return
+        state = self.attempt.runner.state
+        step = state.global_step()
+        self.saving.go_back(step)
+        self._halted_at = step
+        question.answer(step=step, position=state.position)
+
+    def _at_halt(self, go_on: Callable[[], bool]) -> None:
+        """Evaluates, and saves, while loops stand still, if that is due."""
+        attempt, saving, last = self.attempt, self.saving, self._halted_at
+        order = attempt.order
+        if not order.evaluates_halted:
+            if saving is not None:
+                saving.save_halted(go_on)
+            return
+        try:
+            step = attempt.runner.state.global_step()
+        except ClusterError:
+            return  # the run finds out by itself what was lost
+
+        def is_due(every: int | None) -> bool:
+            return every is not None and step // every != last // every
+
+        def save_and_go_on() -> bool:
+            stood: list[bool] = []
+
+            def told() -> bool:
+                stood.append(go_on())
+                return stood[-1]
+
+            if saving is not None and is_due(order.save_every):
+                saving.save_halted(told)
+            return all(stood) if stood else go_on()
+
+        if attempt.evaluations is not None and is_due(order.eval_every):
+            attempt.evaluations.begin_halted(save_and_go_on)
+        else:
+            save_and_go_on()
+        self._halted_at = step
