@@ -2,9 +2,9 @@
 
 Run: ``python -m benchmarks.transport``. Prints one JSON line per way and size: the time
 of one round trip (median, least, greatest, in ms); the throughput with four requests
-under way; the CPU seconds per GB of both processes together. Ways: ``post`` (the stream
-between tasks), ``shm`` (the same through shared memory), ``call`` (one call each), and
-as limits to compare with ``tcp``, a bare socket that reads into memory which it keeps,
+under way; the CPU seconds per GB of both processes together. Ways: ``post`` (frames
+between tasks of two hosts), ``stream`` (the same over gRPC, as where the data port is out
+of reach), ``shm`` (through shared memory), ``call`` (one call each), and as limits to compare with ``tcp``, a bare socket that reads into memory which it keeps,
 and ``memcpy`` into warm memory. Both processes have the event loop of one that serves a
 task, and keep freed memory as it does. ``--tls`` adds ``tls`` and ``call_tls``, the
 stream and the call encrypted, beside the same without. They take turns in one run.
@@ -41,12 +41,12 @@ SIZES = {64: 200, 10**6: 60, 16 * 10**6: 20, 100 * 10**6: 8}
 REQUEST = struct.Struct("<q")
 WARM_UP = 3
 BURST = 4
-WAYS = ("post", "shm", "call", "tcp", "memcpy")
-TLS_WAYS = ("post", "tls", "call", "call_tls", "tcp", "memcpy")
-How = Literal["off", "auto", "tls"]
-HOW: tuple[How, ...] = ("off", "auto")
-TLS_HOW: tuple[How, ...] = ("off", "tls")
-PLAIN = {"tls": "post", "call_tls": "call"}
+WAYS = ("post", "stream", "shm", "call", "tcp", "memcpy")
+TLS_WAYS = ("post", "tls", "stream_tls", "call", "call_tls", "tcp", "memcpy")
+How = Literal["off", "stream", "auto", "tls", "stream_tls"]
+HOW: tuple[How, ...] = ("off", "stream", "auto")
+TLS_HOW: tuple[How, ...] = ("off", "tls", "stream_tls")
+PLAIN = {"tls": "post", "stream_tls": "post", "call_tls": "call"}
 """What an encrypted way is to be compared with."""
 Way = Callable[[int, int], Awaitable[int]]
 
@@ -57,7 +57,8 @@ def make_transports(task: TaskName, certificates: str) -> dict[How, GrpcTranspor
         how: GrpcTransport(
             task,
             same_machine="auto" if how == "auto" else "off",
-            tls=TLS.of(certificates, task) if how == "tls" else None,
+            data_port=None if how.startswith("stream") else 0,
+            tls=TLS.of(certificates, task) if how.endswith("tls") else None,
         )
         for how in (TLS_HOW if certificates else HOW)
     }
@@ -159,6 +160,12 @@ class Asking:
             for _ in range(n):
                 got += (await self.tasks[how].answers.get()).tensors[0].nbytes
         return got
+
+    async def stream(self, nbytes: int, n: int) -> int:
+        return await self.post(nbytes, n, "stream")
+
+    async def stream_tls(self, nbytes: int, n: int) -> int:
+        return await self.post(nbytes, n, "stream_tls")
 
     async def shm(self, nbytes: int, n: int) -> int:
         return await self.post(nbytes, n, "auto")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.rpc.shared_memory.local_socket import PREFIX
+from jgraph.rpc.sockets.listener import PREFIX
 from tests.support import left
 from tests.support.left import nothing_left
 from tests.support.spawned import spawned

@@ -2,11 +2,48 @@
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, final
 
 WINDOW_FRAMES: Final = 4096
 WINDOW_BYTES: Final = 256 << 20
+ACK_FRAMES: Final = 64
+ACK_BYTES: Final = 64 << 10
+"""After so many frames or bytes the other side is told that they arrived."""
 _Item = TypeVar("_Item")
+
+
+@final
+@dataclass(slots=True)
+class AckCount:
+    """What arrived since the other side was told.
+
+    Attributes:
+      told: how many frames it was told of.
+      nbytes: what arrived since.
+
+    Example:
+      >>> count = AckCount()
+      >>> count.is_due(1, 1000), count.is_due(1, ACK_BYTES), count.is_due(1, ACK_BYTES)
+      (False, True, False)
+    """
+
+    told: int = 0
+    nbytes: int = 0
+
+    def is_due(self, received: int, nbytes: int) -> bool:
+        """Whether to tell it now; if so, that counts as done.
+
+        Args:
+          received: how many frames arrived in all.
+          nbytes: that arrived just now.
+        """
+        self.nbytes += nbytes
+        new = received - self.told
+        if new >= ACK_FRAMES or (new and self.nbytes >= ACK_BYTES):
+            self.told, self.nbytes = received, 0
+            return True
+        return False
 
 
 @final

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import final
 
@@ -14,7 +14,9 @@ from jgraph.graph.ir import TaskName
 class PeerStatistics:
     """Frames and bytes posted to and received from one task.
 
-    ``bytes_…`` went through the stream, ``shared_bytes_…`` through shared memory.
+    ``bytes_…`` went through the stream or a socket beside it, ``shared_bytes_…``
+    through shared memory. ``way`` is how frames leave now: over the ``"stream"``, a
+    ``"data socket"``, or a ``"local socket"``; empty before the first connection.
     """
 
     frames_sent: int = 0
@@ -23,6 +25,7 @@ class PeerStatistics:
     bytes_received: int = 0
     shared_bytes_sent: int = 0
     shared_bytes_received: int = 0
+    way: str = field(default="", kw_only=True)
 
 
 @final
@@ -53,6 +56,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._peers: defaultdict[TaskName, list[int]] = defaultdict(lambda: [0] * 6)
+        self._ways: dict[TaskName, str] = {}
         self.calls_made = 0
         self.calls_served = 0
 
@@ -64,6 +68,10 @@ class Counters:
         row[0] += frames
         row[1] += nbytes
         row[4] += shared
+
+    def leads(self, peer: TaskName, way: str) -> None:
+        """Notes how frames leave for ``peer`` from now on."""
+        self._ways[peer] = way
 
     def received(
         self, peer: TaskName, *, frames: int = 0, nbytes: int = 0, shared: int = 0
@@ -78,7 +86,10 @@ class Counters:
         self, repeats_dropped: int = 0, reserved_bytes: int = 0
     ) -> TransportStatistics:
         """Returns the counts of this moment."""
-        peers = {peer: PeerStatistics(*row) for peer, row in self._peers.items()}
+        peers = {
+            peer: PeerStatistics(*row, way=self._ways.get(peer, ""))
+            for peer, row in self._peers.items()
+        }
         return TransportStatistics(
             MappingProxyType(peers),
             self.calls_made,

@@ -1,14 +1,23 @@
 """TCP proxy on loopback with faults: disconnected, silent, slow or corrupting."""
 
 import asyncio
+import re
+import struct
+from functools import partial
 from typing import Self, final
 
 _CHUNK = 1 << 16
+_PORT = struct.Struct("<I")
+_DATA_SOCKET = re.compile(rb"\x0d(..\0\0)\x12\x20.{32}\x1a\x20.{32}", re.DOTALL)
+"""The message of that name, as gRPC sends it without TLS."""
 
 
 @final
 class TcpProxy:
     """Passes bytes between whoever connects and a target, until told otherwise.
+
+    A data socket that the target offers on the way leads through the proxy too, unless
+    the offer is encrypted: its port is replaced.
 
     All methods belong to the event loop that ``open`` runs on.
 
@@ -18,6 +27,7 @@ class TcpProxy:
     Attributes:
       address: where it listens.
       passed_bytes: of all connections, towards the target.
+      data_bytes: of those to data ports, towards the target.
       cut_after_bytes: once this many have passed towards the target, all connections
         are reset, and the number is forgotten.
       delay_s: what arrives is passed on so much later.
@@ -34,11 +44,12 @@ class TcpProxy:
 
     def __init__(self, target: str) -> None:
         self._target = target
-        self._server: asyncio.Server | None = None
+        self._servers: dict[int, asyncio.Server] = {}
         self._sinks: set[asyncio.StreamWriter] = set()
         self._pumps: set[asyncio.Task[None]] = set()
         self.address = ""
         self.passed_bytes = 0
+        self.data_bytes = 0
         self.cut_after_bytes: int | None = None
         self.delay_s = 0.0
         self.flips = 0
@@ -47,13 +58,12 @@ class TcpProxy:
         self._passes.set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.address = f"127.0.0.1:{await self._listen(0)}"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers.values():
+            server.close()
         self.cut()
         for pump in tuple(self._pumps):
             pump.cancel()
@@ -77,23 +87,40 @@ class TcpProxy:
         """Passes bytes on again, also those that came meanwhile."""
         self._passes.set()
 
+    async def _listen(self, data_port: int) -> int:
+        """Returns the port that leads to a data port (0: to the target itself)."""
+        if data_port not in self._servers:
+            self._servers[data_port] = await asyncio.start_server(
+                partial(self._serve, data_port), "127.0.0.1", 0
+            )
+        port: int = self._servers[data_port].sockets[0].getsockname()[1]
+        return port
+
     async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        data_port: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         host, _, port = self._target.rpartition(":")
         try:
-            back, there = await asyncio.open_connection(host, int(port))
+            back, there = await asyncio.open_connection(host, data_port or int(port))
         except OSError:
             writer.transport.abort()
             return
-        for source, sink, counts in ((reader, there, True), (back, writer, False)):
+        is_data = bool(data_port)
+        for source, sink, is_back in ((reader, there, False), (back, writer, True)):
             self._sinks.add(sink)
-            pump = asyncio.create_task(self._pump(source, sink, counts))
+            pump = asyncio.create_task(self._pump(source, sink, is_back, is_data))
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
 
     async def _pump(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, counts: bool
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        is_back: bool,
+        is_data: bool,
     ) -> None:
         try:
             while chunk := await source.read(_CHUNK):
@@ -102,15 +129,27 @@ class TcpProxy:
                 if not self._passes.is_set():
                     self.held.set()
                     await self._passes.wait()
-                sink.write(self._flipped(chunk))
+                passing = chunk[: None if is_back else self._left()]
+                if is_back and not is_data:
+                    passing = await self._led_here(chunk)
+                sink.write(self._flipped(passing))
                 await sink.drain()
-                if counts:
-                    self._count(len(chunk))
+                if not is_back:
+                    self.data_bytes += is_data * len(passing)
+                    self._count(len(passing))
         except OSError:
             pass
         finally:
             self._sinks.discard(sink)
             sink.close()
+
+    async def _led_here(self, chunk: bytes) -> bytes:
+        """Returns what the target said, with our ports in place of its data ports."""
+        found = _DATA_SOCKET.search(chunk)
+        if found is None:
+            return chunk
+        port = await self._listen(_PORT.unpack(found[1])[0])
+        return chunk[: found.start(1)] + _PORT.pack(port) + chunk[found.end(1) :]
 
     def _flipped(self, chunk: bytes) -> bytes:
         if not self.flips:
@@ -121,6 +160,11 @@ class TcpProxy:
         wrong = bytearray(chunk)
         wrong[bit // 8] ^= 1 << bit % 8
         return bytes(wrong)
+
+    def _left(self) -> int | None:
+        """Returns how many bytes may pass before all is cut."""
+        limit = self.cut_after_bytes
+        return None if limit is None else max(limit - self.passed_bytes, 1)
 
     def _count(self, nbytes: int) -> None:
         self.passed_bytes += nbytes

@@ -15,7 +15,7 @@ from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
-from jgraph.rpc.shared_memory.local_socket import connect
+from jgraph.rpc.sockets.connecting import connect_local
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import encode, pack, prepare
 from jgraph.rpc.wire.decoder import Decoder
@@ -118,10 +118,10 @@ def test_server_reads_no_calls_of_one_who_takes_no_replies(
         chunk = await stream.read()
         assert isinstance(chunk, bytes)
         (welcome,) = Decoder().feed(chunk)
-        socket = await connect(body_of(welcome).local_socket, lambda data: None)
+        socket = await connect_local(body_of(welcome).local_socket, lambda data: None)
         assert socket is not None
         socket.pause_reading()
-        sent = await calls_taken(socket.write)
+        sent = await calls_taken(lambda chunk: socket.write((chunk,)))
         socket.close()
         await socket.ended
         return sent

@@ -29,6 +29,7 @@ def make(
     bind: Address = "127.0.0.1:0",
     max_queued_bytes: int | None = None,
     same_machine: Literal["auto", "off"] = "off",
+    data_port: int | None = 0,
     certificates: Path | None = None,
 ) -> Transport:
     return GrpcTransport(
@@ -36,6 +37,7 @@ def make(
         bind=bind,
         max_queued_bytes=max_queued_bytes,
         same_machine=same_machine,
+        data_port=data_port,
         tls=None if certificates is None else TLS.of(certificates, task),
     )
 
@@ -50,6 +52,14 @@ def test_inprocess_transport_conforms(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_grpc_transport_conforms_with_streams_alone(name: str) -> None:
+    async def main() -> None:
+        await CHECKS[name](partial(make, data_port=None))
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grpc_transport_conforms_with_data_sockets(name: str) -> None:
     async def main() -> None:
         await CHECKS[name](make)
 
@@ -72,8 +82,12 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_grpc_transport_conforms_over_tls(name: str, certificates: Path) -> None:
+@pytest.mark.parametrize("data_port", [0, None])
+def test_grpc_transport_conforms_over_tls(
+    name: str, data_port: int | None, certificates: Path
+) -> None:
     async def main() -> None:
-        await CHECKS[name](partial(make, certificates=certificates))
+        secret = partial(make, data_port=data_port, certificates=certificates)
+        await CHECKS[name](secret)
 
     run_async(main())

@@ -172,7 +172,7 @@ def test_sender_stops_when_nothing_is_acknowledged_and_goes_on_when_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(in_flight, "WINDOW_FRAMES", 8)
-    monkeypatch.setattr(receiver, "ACK_FRAMES", 4)
+    monkeypatch.setattr(in_flight, "ACK_FRAMES", 4)
 
     async def main() -> None:
         async with paired() as pair:

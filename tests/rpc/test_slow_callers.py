@@ -16,7 +16,8 @@ from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, kind_of
 from jgraph.rpc.grpc import transport
 from jgraph.rpc.grpc.transport import GrpcTransport
-from jgraph.rpc.shared_memory.local_socket import LocalSocket, connect
+from jgraph.rpc.sockets.connecting import connect_local
+from jgraph.rpc.sockets.frame_socket import FrameSocket
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import pack
 from jgraph.rpc.wire.decoder import Decoder
@@ -63,8 +64,8 @@ def test_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
 ) -> None:
     monkeypatch.setattr(answering, "LOOK_EVERY_S", 0.1)
 
-    async def socket_of(welcome: Frame) -> LocalSocket:
-        socket = await connect(body_of(welcome).local_socket, lambda data: None)
+    async def socket_of(welcome: Frame) -> FrameSocket:
+        socket = await connect_local(body_of(welcome).local_socket, lambda data: None)
         assert socket is not None
         return socket
 
@@ -73,7 +74,12 @@ def test_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
         address = await server.start(Recorder())
         async with opened(address) as (stream, welcome):
             socket = await socket_of(welcome) if near else None
-            write = socket.write if socket is not None else stream.write
+
+            async def write(chunk: bytes) -> None:
+                await (
+                    stream.write(chunk) if socket is None else socket.write((chunk,))
+                )
+
             sending = asyncio.create_task(drip(write))
             error = error_in(await rest_of(stream))
             assert isinstance(error, DeadlineError)

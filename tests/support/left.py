@@ -11,7 +11,7 @@ from typing import Final
 import psutil
 import pytest
 
-from jgraph.rpc.shared_memory.local_socket import PREFIX
+from jgraph.rpc.sockets.listener import PREFIX
 
 KEPT: Final = {"jgraph-loop": "the event loop that all clients of a process share"}
 """Threads that stay as long as their process, and what for."""

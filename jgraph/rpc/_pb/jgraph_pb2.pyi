@@ -414,6 +414,7 @@ class Hello(_message.Message):
     RESUMES_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
     LINE_FIELD_NUMBER: _builtins.int
+    DATA_SOCKET_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     task: _builtins.str
     """"/job:ps/task:0"; empty for a client"""
@@ -444,6 +445,12 @@ class Hello(_message.Message):
         this stream.
         """
 
+    @_builtins.property
+    def data_socket(self) -> Global___DataSocket:
+        """From the accepting side of an Exchange or Asks, for callers of other machines: where
+        frames may go instead of this stream.
+        """
+
     def __init__(
         self,
         *,
@@ -458,10 +465,11 @@ class Hello(_message.Message):
         resumes: _builtins.bool = ...,
         received: _builtins.int = ...,
         line: _builtins.int = ...,
+        data_socket: Global___DataSocket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["local_socket", b"local_socket", "shared_memory", b"shared_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_socket", b"data_socket", "local_socket", b"local_socket", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "line", b"line", "local_socket", b"local_socket", "protocol", b"protocol", "received", b"received", "resumes", b"resumes", "shared_memory", b"shared_memory", "shares_memory", b"shares_memory", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_socket", b"data_socket", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "line", b"line", "local_socket", b"local_socket", "protocol", b"protocol", "received", b"received", "resumes", b"resumes", "shared_memory", b"shared_memory", "shares_memory", b"shares_memory", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -521,6 +529,38 @@ class LocalSocket(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocalSocket: _TypeAlias = LocalSocket  # noqa: Y015
+
+@_typing.final
+class DataSocket(_message.Message):
+    """A TCP port of the accepting side, on the host that the caller has dialed; with TLS if the
+    stream has it. As with a LocalSocket, a caller sends `ticket`, 32 bytes, gets `welcome`,
+    32 bytes, and then the bytes of frames go there. A ticket opens once, for seconds, and for
+    the caller that it was sent to alone. Frames are acknowledged there: on an Exchange by
+    numbers of 8 bytes (little endian) from the accepting side, as in `Ack.received`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    WELCOME_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    ticket: _builtins.bytes
+    welcome: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        port: _builtins.int = ...,
+        ticket: _builtins.bytes = ...,
+        welcome: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "ticket", b"ticket", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataSocket: _TypeAlias = DataSocket  # noqa: Y015
 
 @_typing.final
 class SharedMemory(_message.Message):

@@ -26,8 +26,9 @@ from jgraph.rpc.calls.outbox import Outbox
 from jgraph.rpc.calls.stream import StreamState
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.serving import ROOM_METHOD, answer, only_reply
-from jgraph.rpc.shared_memory.local_listener import LocalListener, LocalOffer
-from jgraph.rpc.shared_memory.local_socket import LAST_WORDS_S, LocalSocket
+from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket
+from jgraph.rpc.sockets.listener import Caller
+from jgraph.rpc.sockets.offer import Doors, SocketEnded, SocketOffer
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame, Handler
@@ -80,7 +81,7 @@ class Answers:
         self._check: Callable[[str], None] | None = None
         self._given_up: NotTakingError | DeadlineError | None = None
         self._intake: CallAdmission | None = None
-        self._socket: LocalSocket | None = None
+        self._socket: FrameSocket | None = None
         self._beside: set[asyncio.Task[None]] = set()
 
     async def serve(
@@ -89,7 +90,7 @@ class Answers:
         intake: CallAdmission,
         first: list[Frame],
         check: Callable[[str], None],
-        door: LocalListener | None,
+        doors: Doors,
     ) -> None:
         """Answers until the stream ends; takes over from one that is still there.
 
@@ -98,7 +99,7 @@ class Answers:
           intake: lets calls in.
           first: the Hello of the caller, and what came with it.
           check: refuses methods that the caller may not call.
-          door: where callers of this machine may connect; None: nowhere.
+          doors: where callers may connect beside their streams.
 
         Raises:
           MalformedMessageError: the stream is not one of calls.
@@ -112,20 +113,28 @@ class Answers:
         def feed(chunk: Buffer) -> None:
             self._feed(intake.feed(chunk), len(chunk))
 
-        offer = LocalOffer(door, feed, self._move) if door and self.turn == 1 else None
+        offer = SocketOffer(
+            Caller.of_stream(context),
+            intake.decoder.room,
+            lambda _, data: feed(data),
+            self._move,
+        )
         streamed = self._talk.outbox
         try:
-            await self._greet(context, offer)
+            await self._greet(context, offer, doors)
             self._do(streamed.run(context.write, body_of(hello).received))
             self._do(self._watch(intake))
             for asked in early:
                 self._take(asked)
             reading = self._read(context, feed)
-            await (reading if offer is None else offer.beside(reading))
+            await offer.beside(reading, lambda: self._is_over)
             self.may_return = self._resumable(body_of(hello), offer)
             if not self.may_return:
                 intake.decoder.finish()
                 await _flush(streamed)
+        except SocketEnded:
+            self.may_return = self._resumable(body_of(hello), offer)
+            raise
         except asyncio.CancelledError:  # so gRPC tells of a connection that broke
             if self._given_up is not None:
                 raise self._given_up from None
@@ -135,12 +144,11 @@ class Answers:
             await _flush(streamed)
             raise
         finally:
+            offer.close()
             await _end(self._beside)
 
-    def _resumable(self, hello: pb.Hello, offer: LocalOffer | None) -> bool:
-        return (
-            bool(hello.line) and not self._is_over and not (offer and offer.was_taken)
-        )
+    def _resumable(self, hello: pb.Hello, offer: SocketOffer) -> bool:
+        return bool(hello.line) and not self._is_over and not offer.is_local
 
     async def _take_over(self) -> None:
         before, self._serving = self._serving, asyncio.current_task()
@@ -175,11 +183,11 @@ class Answers:
             self._given_up = error
             self._serving.cancel()
 
-    async def _greet(self, context: Any, offer: LocalOffer | None) -> None:
+    async def _greet(self, context: Any, offer: SocketOffer, doors: Doors) -> None:
         reply = pb.Hello(received=self._talk.received)
         reply.MergeFrom(self._hello)
-        if offer is not None:
-            reply.local_socket.CopyFrom(offer.message)
+        if self.turn == 1:
+            offer.put_into(reply, Doors(doors.local), is_near=True)
         for chunk in pack(encode(frame(hello=reply)).pieces):
             await context.write(chunk)
 
@@ -211,11 +219,11 @@ class Answers:
             self._socket.pause_reading()
             self._do(self._read_again(self._socket))
 
-    async def _read_again(self, socket: LocalSocket) -> None:
+    async def _read_again(self, socket: FrameSocket) -> None:
         await self._talk.outbox.room()
         socket.resume_reading()
 
-    def _move(self, socket: LocalSocket) -> None:
+    def _move(self, socket: FrameSocket) -> None:
         """Sends replies over a socket from now on."""
         self._talk.outbox, self._socket = Outbox(), socket
         self._do(self._talk.outbox.run_over(socket))

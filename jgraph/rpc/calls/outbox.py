@@ -9,7 +9,7 @@ from jgraph.errors import NotTakingError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.in_flight import InFlightWindow
-from jgraph.rpc.shared_memory.local_socket import AT_ONCE_BYTES, LocalSocket
+from jgraph.rpc.sockets.frame_socket import AT_ONCE_BYTES, FrameSocket
 from jgraph.rpc.wire.codec import Encoded, Packer, encode, pack
 
 FULL_BYTES: Final = 64 << 20
@@ -46,7 +46,7 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._idle_socket: LocalSocket | None = None
+        self._idle_socket: FrameSocket | None = None
         self._frames: deque[Encoded] = deque()
         self._nbytes = 0
         self._kept = InFlightWindow[Encoded]()
@@ -119,10 +119,10 @@ class Outbox:
             await self._empty(write, keep=True)
             await self._wake.wait()
 
-    async def run_over(self, socket: LocalSocket) -> None:
+    async def run_over(self, socket: FrameSocket) -> None:
         """Sends over a socket until it is cancelled."""
         while True:
-            await self._empty(socket.write, keep=False)
+            await self._empty(lambda chunk: socket.write((chunk,)), keep=False)
             if not self._frames:  # or it would overtake what came during the last write
                 self._idle_socket = socket
             await self._wake.wait()

@@ -12,7 +12,7 @@ from jgraph.rpc.exchange.receiver import RETURN_S
 from jgraph.rpc.exchange.stream import check_protocol
 from jgraph.rpc.frames import body_of, kind_of
 from jgraph.rpc.security.tls import may_be_task
-from jgraph.rpc.shared_memory.local_listener import LocalListener
+from jgraph.rpc.sockets.offer import Doors
 from jgraph.rpc.transport import Frame
 
 _Key: TypeAlias = tuple[frozenset[bytes], int, int]
@@ -46,7 +46,7 @@ class CallSessions:
         first: list[Frame],
         check: Callable[[str], None],
         names: Iterable[bytes] | None,
-        door: LocalListener | None,
+        doors: Doors,
     ) -> None:
         """Answers one stream to its end; see ``Answers.serve``.
 
@@ -56,7 +56,7 @@ class CallSessions:
           first: the first frames of it.
           check: refuses methods that the caller may not call.
           names: of the caller, in its certificate; None: nobody checks those.
-          door: where callers of this machine may connect; None: nowhere.
+          doors: where callers may connect beside their streams.
 
         Raises:
           MalformedMessageError: it is not a stream of calls.
@@ -68,7 +68,7 @@ class CallSessions:
         key = frozenset(names or ()), hello.incarnation, hello.line
         answers = self._find(key, hello)
         try:
-            await answers.serve(context, intake, first, check, door)
+            await answers.serve(context, intake, first, check, doors)
         finally:
             is_known = self._lines.get(key) is answers
             if is_known and answers.may_return:

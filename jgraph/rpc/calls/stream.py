@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, final
+from typing import TypeAlias, final
 
 import grpc
 
@@ -13,20 +13,14 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.outbox import Outbox
 from jgraph.rpc.dial import SHUTTING_DOWN, is_cancelled, lost_its_end, unanswered
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.shared_memory.local_socket import (
-    LAST_WORDS_S,
-    LocalSocket,
-    connect,
-    end_late,
-)
+from jgraph.rpc.in_flight import AckCount
+from jgraph.rpc.sockets.connecting import connect_local, end_late
+from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import Buffer, encode, pack
 from jgraph.rpc.wire.decoder import Decoder
 
-ACK_FRAMES: Final = 64
-ACK_BYTES: Final = 64 << 10
-"""After so many frames or bytes the other side is told that they arrived."""
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
@@ -38,21 +32,16 @@ class StreamState:
     Attributes:
       outbox: frames for the other side.
       received: how many frames of it arrived.
-      told: how many of them it was told of.
-      nbytes: what arrived since.
+      acks: what it was told of them.
     """
 
     outbox: Outbox = field(default_factory=Outbox)
     received: int = 0
-    told: int = 0
-    nbytes: int = 0
+    acks: AckCount = field(default_factory=AckCount)
 
     def took(self, nbytes: int) -> None:
         """Tells the other side now and then that a chunk of frames arrived."""
-        self.nbytes += nbytes
-        new = self.received - self.told
-        if new >= ACK_FRAMES or (new and self.nbytes >= ACK_BYTES):
-            self.told, self.nbytes = self.received, 0
+        if self.acks.is_due(self.received, nbytes):
             self.outbox.tell(self.received)
 
 
@@ -117,7 +106,7 @@ class CallStream:
         self._welcome: asyncio.Future[pb.Hello] = (
             asyncio.get_running_loop().create_future()
         )
-        self._socket: LocalSocket | None = None
+        self._socket: FrameSocket | None = None
         self._refused: BaseException | None = None
 
     @property
@@ -183,7 +172,7 @@ class CallStream:
             await self._stream.write(chunk)
         theirs = await self._welcome
         if self._near and theirs.HasField("local_socket"):
-            self._socket = await connect(theirs.local_socket, self._feed)
+            self._socket = await connect_local(theirs.local_socket, self._feed)
         if self._socket is None:
             await self._talk.outbox.run(self._stream.write, theirs.received)
             return

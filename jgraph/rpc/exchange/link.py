@@ -12,8 +12,9 @@ from jgraph.rpc.exchange.stream import ExchangeStream, Interrupted, Outgoing
 from jgraph.rpc.resuming import RESUME_S, may_redial
 from jgraph.rpc.security.tls import Identity
 from jgraph.rpc.security.token import Token
-from jgraph.rpc.shared_memory.local_socket import AT_ONCE_BYTES
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
+from jgraph.rpc.sockets.connecting import DataDialer
+from jgraph.rpc.sockets.frame_socket import AT_ONCE_BYTES
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.transport import Address
 from jgraph.rpc.wire.codec import Prepared
@@ -39,6 +40,7 @@ class ExchangeLink:
       max_queued_bytes: more than this does not wait for the peer.
       identity: certificates; None speaks plain text.
       token: what the peer asks for; None: nothing.
+      data: connects to its data port; None: nothing does.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class ExchangeLink:
         max_queued_bytes: int,
         identity: Identity | None = None,
         token: Token | None = None,
+        data: DataDialer | None = None,
     ) -> None:
         self.peer = peer
         self.address = address
         self._make_memory = make_memory
         self._identity = identity
         self._token = token
+        self._data = data
         backlog = Backlog[Prepared](hello.task, peer, address, max_queued_bytes)
         self._out = Outgoing(peer, address, hello, backlog, counters, number)
 
@@ -69,8 +73,16 @@ class ExchangeLink:
         """
         out = self._out
         socket = out.idle_socket
-        if socket is not None and socket.is_free and item.nbytes <= AT_ONCE_BYTES:
-            data = b"".join(item.encoded(sequence=out.number()).pieces)
+        if (
+            socket is not None
+            and socket.is_free
+            and item.nbytes <= AT_ONCE_BYTES
+            and not out.kept.is_full
+        ):
+            number = out.number()
+            if socket.keeps:
+                out.kept.add(number, item, item.nbytes)
+            data = b"".join(item.encoded(sequence=number).pieces)
             socket.write_now(data)
             out.counters.sent(self.peer, frames=1, nbytes=len(data))
             return
@@ -130,6 +142,8 @@ class ExchangeLink:
             stream = channel.stream_stream(EXCHANGE_METHOD, None, None)(
                 None, metadata=self._token.metadata if self._token else None
             )
-            await ExchangeStream(self._out, stream, self._make_memory()).run()
+            await ExchangeStream(
+                self._out, stream, self._make_memory(), self._data
+            ).run()
         finally:
             await channel.close(None)

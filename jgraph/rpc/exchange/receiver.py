@@ -16,17 +16,17 @@ from jgraph.rpc.dial import ended_stream, is_refused
 from jgraph.rpc.exchange.inbound import Inbound, InboundStream
 from jgraph.rpc.exchange.stream import HELLO_TIMEOUT_S, check_protocol
 from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.in_flight import AckCount
 from jgraph.rpc.serving import HELLO_METHOD
-from jgraph.rpc.shared_memory.local_listener import LocalListener, LocalOffer
 from jgraph.rpc.shared_memory.shared_memory import ReceiveMemory
+from jgraph.rpc.sockets.frame_socket import FrameSocket
+from jgraph.rpc.sockets.listener import Caller
+from jgraph.rpc.sockets.offer import Doors, SocketEnded, SocketOffer
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.transport import Address, Frame, Handler
 from jgraph.rpc.wire.codec import Buffer, encode, pack
 from jgraph.rpc.wire.decoder import Decoder
 
-ACK_FRAMES: Final = 64
-ACK_BYTES: Final = 64 << 10
-"""After so many frames or bytes the sender is told that they arrived."""
 RETURN_S: Final = 4.0
 """How long a sender whose connection broke may take to resume it."""
 LOOK_EVERY_S: Final = 0.25
@@ -47,7 +47,7 @@ class Receiver:
       counters: where received frames are counted.
       make_decoder: gives what turns the chunks of a stream into frames.
       shares_memory: take tensors in shared memory from senders that offer it.
-      door: where senders of this machine may connect; None: nowhere.
+      doors: where senders may connect beside their streams.
       is_gone: whether nothing can come any more from an incarnation of a task.
     """
 
@@ -59,7 +59,7 @@ class Receiver:
         make_decoder: Callable[[], Decoder],
         *,
         shares_memory: bool,
-        door: LocalListener | None,
+        doors: Doors,
         is_gone: IsGone,
     ) -> None:
         self._handler = handler
@@ -67,7 +67,7 @@ class Receiver:
         self._counters = counters
         self._make_decoder = make_decoder
         self._shares_memory = shares_memory
-        self._door = door
+        self._doors = doors
         self._is_gone = is_gone
         self._without_memory: set[TaskName] = set()
         # By sender whose connection broke: set when it is back.
@@ -101,42 +101,55 @@ class Receiver:
         except (JGError, TimeoutError):
             await write_frame(context, frame(hello=reply))
             raise
-        offer: LocalOffer | None = None
         broke = False
+        acks = AckCount(self.inbound.received(stream))
+        take = partial(self._read_socket, stream, decoder, acks)
+        offer = SocketOffer(Caller.of_stream(context), decoder.room, take)
         try:
             decoder.shared = self._memory_of(stream.task, body_of(first))
             reply.shares_memory = decoder.shared is not None
-            reply.received = self.inbound.received(stream)
-            take = partial(self._feed, stream, decoder)
-            if self._door is not None and decoder.shared is not None:
-                offer = LocalOffer(self._door, take)
-                reply.local_socket.CopyFrom(offer.message)
+            reply.received = acks.told
+            offer.put_into(reply, self._doors, is_near=decoder.shared is not None)
             await write_frame(context, frame(hello=reply))
             self._deliver(stream, early)
-            reading = self._read(context, stream, take)
-            await (reading if offer is None else offer.beside(reading))
+            reading = self._read(context, stream, decoder, acks)
+            await offer.beside(reading, lambda: stream.is_over)
             broke = not stream.is_over
             decoder.finish()
-        except asyncio.CancelledError:  # so gRPC tells of a connection that broke
+        except (asyncio.CancelledError, SocketEnded):
+            # The first is how gRPC tells of a connection that broke.
             broke = not stream.is_over
             raise
         finally:
-            # Frames over a socket are not kept: only the end of their task ends it.
-            self._over(stream, broke=broke and not (offer and offer.was_taken))
+            offer.close()
+            # What left over a Unix socket is not kept: only a task's end ends it.
+            self._over(stream, broke=broke and not offer.is_local)
 
     async def _read(
-        self, context: Any, stream: InboundStream, take: Callable[[bytes], None]
+        self, context: Any, stream: InboundStream, decoder: Decoder, acks: AckCount
     ) -> None:
-        told = self.inbound.received(stream)
-        nbytes = 0
         while (chunk := await context.read()) is not END:
-            take(chunk)
-            nbytes += len(chunk)
+            self._feed(stream, decoder, chunk)
             received = self.inbound.received(stream)
-            new = received - told
-            if new >= ACK_FRAMES or (new and nbytes >= ACK_BYTES):
+            if acks.is_due(received, len(chunk)):
                 await write_frame(context, frame(ack=pb.Ack(received=received)))
-                told, nbytes = received, 0
+
+    def _read_socket(
+        self,
+        stream: InboundStream,
+        decoder: Decoder,
+        acks: AckCount,
+        socket: FrameSocket,
+        data: memoryview,
+    ) -> None:
+        """Takes what came over the socket beside a stream."""
+        self._feed(stream, decoder, data)
+        if stream.is_over:
+            socket.close()
+        elif socket.keeps:
+            received = self.inbound.received(stream)
+            if acks.is_due(received, len(data)):
+                socket.acknowledge(received)
 
     def _feed(self, stream: InboundStream, decoder: Decoder, chunk: Buffer) -> None:
         before = decoder.shared_bytes

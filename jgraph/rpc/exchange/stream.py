@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeAlias, final
+from typing import Final, Protocol, TypeAlias, final
 
 import grpc
 
@@ -28,12 +28,20 @@ from jgraph.rpc.exchange.backlog import Backlog
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.in_flight import InFlightWindow
 from jgraph.rpc.shared_memory.lending import SHARED_FRAME_BYTES, lend
-from jgraph.rpc.shared_memory.local_socket import LocalSocket, connect, end_late
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
+from jgraph.rpc.sockets.connecting import DataDialer, connect_local, end_late
+from jgraph.rpc.sockets.frame_socket import ACK, LAST_WORDS_S, FrameSocket
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
-from jgraph.rpc.wire.codec import Encoded, Packer, Prepared, encode, pack
+from jgraph.rpc.wire.codec import (
+    CHUNK_BYTES,
+    Buffer,
+    Encoded,
+    Prepared,
+    encode,
+    pack,
+)
 from jgraph.rpc.wire.decoder import Decoder
 
 HELLO_TIMEOUT_S: Final = 10.0
@@ -41,7 +49,6 @@ HELLO_TIMEOUT_S: Final = 10.0
 
 _logger = logging.getLogger(__name__)
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
-_Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 
 def check_protocol(ours: pb.Hello, theirs: pb.Hello, who: str) -> None:
@@ -84,7 +91,7 @@ class Outgoing:
 
     Attributes:
       backlog: frames that have not begun to leave.
-      kept: frames that left over gRPC, and may have to be sent again.
+      kept: frames that left for another host, and may have to be sent again.
       number: gives the sequence number of the next frame.
       wake: set when there is something to do.
       acknowledged: set when frames were.
@@ -105,10 +112,40 @@ class Outgoing:
     acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
     is_finishing: bool = False
     incarnation: int = 0
-    idle_socket: LocalSocket | None = None
+    idle_socket: FrameSocket | None = None
     now: Callable[[], float] = field(
         default_factory=lambda: asyncio.get_running_loop().time
     )
+
+
+class _Pipe(Protocol):
+    """What frames leave through: the stream, or a socket beside it."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it may break while both ends live."""
+
+    async def write(
+        self, pieces: Iterable[Buffer], moved: Callable[[int], None]
+    ) -> None:
+        """Writes pieces when there is room, and tells ``moved`` of them."""
+
+
+@final
+class _StreamPipe:
+    """The stream itself."""
+
+    keeps: Final = True
+
+    def __init__(self, stream: _Call) -> None:
+        self._stream = stream
+
+    async def write(
+        self, pieces: Iterable[Buffer], moved: Callable[[int], None]
+    ) -> None:
+        for chunk in pack(pieces):
+            moved(len(chunk))
+            await self._stream.write(chunk)
 
 
 @final
@@ -123,17 +160,25 @@ class ExchangeStream:
       stream: of the method Exchange, just opened.
       memory: to share with a task of the same machine; None: nothing goes around the
         stream.
+      data: connects to the peer's data port; None: nothing does.
     """
 
-    def __init__(self, out: Outgoing, stream: _Call, memory: SendMemory | None) -> None:
+    def __init__(
+        self,
+        out: Outgoing,
+        stream: _Call,
+        memory: SendMemory | None,
+        data: DataDialer | None,
+    ) -> None:
         self._out = out
         self._stream = stream
         self._memory = memory
+        self._data = data
         self._resumes = out.incarnation != 0
         self._theirs: asyncio.Future[pb.Hello] = (
             asyncio.get_running_loop().create_future()
         )
-        self._may_resume = False
+        self._may_resume = self._resumes
 
     async def run(self) -> None:
         """Sends; returns when all is sent and the other side has it.
@@ -177,15 +222,15 @@ class ExchangeStream:
         await self._write_small(frame(hello=first))
         theirs = await self._theirs
         socket = await self._connect(theirs)
+        self._out.counters.leads(self._out.peer, _way_of(socket))
         if socket is None:
-            self._may_resume = True
-            await self._send_again(theirs.received)
-            await self._send_over(self._stream.write, None)
-            await self._write_small(frame(goodbye=pb.Empty()))
+            await self._send_over(_StreamPipe(self._stream), theirs.received)
         else:
             socket.ended.add_done_callback(partial(end_late, self._stream))
             try:
-                await self._send_over(socket.write, socket)
+                await self._send_over(socket, theirs.received)
+                # Closing it now would take back what the other side has not read yet.
+                await asyncio.wait({socket.ended}, timeout=LAST_WORDS_S)
             finally:
                 self._out.idle_socket = None
                 socket.close()
@@ -195,54 +240,69 @@ class ExchangeStream:
         for chunk in pack(encode(message).pieces):
             await self._stream.write(chunk)
 
-    async def _connect(self, theirs: pb.Hello) -> LocalSocket | None:
-        """Returns the socket that goes with the stream, if the peer is near."""
-        if self._memory is None or not theirs.HasField("local_socket"):
-            return None
-        socket = await connect(theirs.local_socket, _refuse)
-        if socket is None:
-            _logger.info(
-                "Frames for %s go through a gRPC stream, not through a socket of this "
-                "machine: that is out of reach from here.",
-                self._out.peer,
-            )
-        return socket
-
-    async def _send_again(self, received: int) -> None:
-        self._out.kept.acknowledge(received)
-        for number, item in list(self._out.kept):
-            for chunk in pack((await self._encoded(item, number)).pieces):
-                await self._write(self._stream.write, chunk)
-
-    async def _send_over(self, write: _Write, socket: LocalSocket | None) -> None:
+    async def _connect(self, theirs: pb.Hello) -> FrameSocket | None:
+        """Returns the socket that goes with the stream, if one is within reach."""
         out = self._out
+        if self._memory is not None and theirs.HasField("local_socket"):
+            socket = await connect_local(theirs.local_socket, _refuse)
+            if socket is not None:
+                return socket
+            _logger.info(
+                "Frames for %s do not go through a socket of this machine: that is out "
+                "of reach from here.",
+                out.peer,
+            )
+        if self._data is None or not theirs.HasField("data_socket"):
+            return None
+        return await self._data.connect(
+            out.address, theirs.data_socket, out.peer, _acknowledging(out)
+        )
+
+    async def _send_over(self, pipe: _Pipe, received: int) -> None:
+        """Sends what the other side has not got, and then what is queued."""
+        out = self._out
+        self._may_resume = pipe.keeps
+        await self._send_again(pipe, received)
         while True:
-            await self._drain(write, keep=socket is None)
+            await self._drain(pipe)
             if not out.backlog:  # or what came during the last write would wait
                 out.backlog.left()
                 if out.is_finishing:
-                    return
-                out.idle_socket = socket
+                    break
+                if isinstance(pipe, FrameSocket):
+                    out.idle_socket = pipe
             await out.wake.wait()
+        await self._write(pipe, encode(frame(goodbye=pb.Empty())).pieces)
 
-    async def _drain(self, write: _Write, *, keep: bool) -> None:
-        """Writes all that is queued, also what is queued while a chunk is written."""
-        out, packer = self._out, Packer()
+    async def _send_again(self, pipe: _Pipe, received: int) -> None:
+        self._out.kept.acknowledge(received)
+        for number, item in list(self._out.kept):
+            await self._write(pipe, (await self._encoded(item, number)).pieces)
+        if not pipe.keeps:
+            self._out.kept.clear()
+
+    async def _drain(self, pipe: _Pipe) -> None:
+        """Writes all that is queued, also what is queued meanwhile."""
+        out = self._out
         out.wake.clear()
         while out.backlog:
             if out.kept.is_full:
-                if rest := packer.rest():
-                    await self._write(write, rest)
                 await self._room()
+            await self._write(pipe, await self._next(keep=pipe.keeps))
+
+    async def _next(self, *, keep: bool) -> list[Buffer]:
+        """Returns the pieces of the next frames: one, or several small ones."""
+        out = self._out
+        pieces: list[Buffer] = []
+        nbytes = 0
+        while out.backlog and nbytes < CHUNK_BYTES and not out.kept.is_full:
             item, number = out.backlog.take(now=out.now()), out.number()
             if keep:
                 out.kept.add(number, item, item.nbytes)
             encoded = await self._encoded(item, number)
-            for piece in encoded.pieces:
-                for chunk in packer.add(piece):
-                    await self._write(write, chunk)
-        if rest := packer.rest():
-            await self._write(write, rest)
+            pieces += encoded.pieces
+            nbytes += encoded.nbytes
+        return pieces
 
     async def _room(self) -> None:
         """Waits until the other side has told what it has."""
@@ -260,9 +320,11 @@ class ExchangeStream:
         self._out.counters.sent(self._out.peer, frames=1, shared=shared)
         return encoded
 
-    async def _write(self, write: _Write, chunk: bytes) -> None:
-        self._out.counters.sent(self._out.peer, nbytes=len(chunk))
-        await write(chunk)
+    async def _write(self, pipe: _Pipe, pieces: Iterable[Buffer]) -> None:
+        await pipe.write(pieces, self._moved)
+
+    def _moved(self, nbytes: int) -> None:
+        self._out.counters.sent(self._out.peer, nbytes=nbytes)
         self._out.backlog.moved(now=self._out.now())
 
     async def _read(self) -> None:
@@ -324,11 +386,33 @@ class ExchangeStream:
         if is_new and not lost_its_end(code, details):
             return unanswered(code, out.address, out.peer) or error
         # Nothing leaves before the other side has said who it is.
-        if not (self._may_resume or self._resumes or is_new):
+        if not (self._may_resume or is_new):
             return error
         if details == SHUTTING_DOWN:
             return error
         return Interrupted(error, was_accepted=was_accepted)
+
+
+def _way_of(socket: FrameSocket | None) -> str:
+    if socket is None:
+        return "stream"
+    return "data socket" if socket.keeps else "local socket"
+
+
+def _acknowledging(out: Outgoing) -> Callable[[memoryview], None]:
+    """Returns what takes the acknowledgements that come back over a data socket."""
+    have = bytearray()
+
+    def take(data: memoryview) -> None:
+        have.extend(data)
+        whole = len(have) // ACK.size * ACK.size
+        if whole:
+            (received,) = ACK.unpack_from(have, whole - ACK.size)
+            del have[:whole]
+            out.kept.acknowledge(received)
+            out.acknowledged.set()
+
+    return take
 
 
 def _refuse(data: memoryview) -> None:

@@ -21,7 +21,7 @@ from jgraph.rpc.frames import frame
 from jgraph.rpc.security.auth import Roles, check_role
 from jgraph.rpc.security.tls import check_caller
 from jgraph.rpc.serving import HELLO_METHOD
-from jgraph.rpc.shared_memory.local_listener import LocalListener
+from jgraph.rpc.sockets.offer import Doors, SocketEnded
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Handler
@@ -44,7 +44,7 @@ class Service:
       checks_certificates: callers must have the certificate of who they say to be.
       roles: which role may call which method; None: every one all.
       shares_memory: take tensors in shared memory from senders that offer it.
-      door: where callers of this machine may connect; None: nowhere.
+      doors: where callers may connect beside their streams.
       is_gone: whether nothing can come any more from an incarnation of a task.
     """
 
@@ -59,7 +59,7 @@ class Service:
         *,
         shares_memory: bool,
         is_gone: IsGone,
-        door: LocalListener | None = None,
+        doors: Doors,
         checks_certificates: bool = False,
         roles: Roles | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Service:
         self._max_frame_bytes = max_frame_bytes
         self._buffers = buffers
         self._room = room
-        self._door = door
+        self._doors = doors
         self._checks_certificates = checks_certificates
         self._roles = roles
         self._closing = False
@@ -81,7 +81,7 @@ class Service:
             counters,
             self._decoder,
             shares_memory=shares_memory,
-            door=door,
+            doors=doors,
             is_gone=is_gone,
         )
 
@@ -135,6 +135,9 @@ class Service:
         except TimeoutError:
             late = MalformedMessageError("the first frames did not arrive in time")
             await write_frame(context, frame(status=to_status(late)))
+        except SocketEnded:
+            # The caller notices that late, if its packets are dropped.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the data socket ended")
         except grpc.aio.InternalError:
             raise  # it is over, and gRPC says so
         except Exception as error:
@@ -177,7 +180,7 @@ class Service:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await first_frames(context, intake.decoder)
-            await self._callers.serve(context, intake, first, check, names, self._door)
+            await self._callers.serve(context, intake, first, check, names, self._doors)
         finally:
             intake.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -36,10 +37,16 @@ from jgraph.rpc.security.auth import Roles, TokenGate
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import Token
 from jgraph.rpc.serving import HELLO_METHOD
-from jgraph.rpc.shared_memory.local_listener import LocalListener
 from jgraph.rpc.shared_memory.memory_blocks import Budget
 from jgraph.rpc.shared_memory.memory_files import is_supported
 from jgraph.rpc.shared_memory.shared_memory import SendMemory, default_limit
+from jgraph.rpc.sockets.connecting import DataDialer
+from jgraph.rpc.sockets.listener import (
+    SocketListener,
+    new_data_socket,
+    new_local_socket,
+)
+from jgraph.rpc.sockets.offer import Doors
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.transport import Address, Frame, Handler
 from jgraph.rpc.wire.buffer_pool import BufferPool
@@ -68,6 +75,9 @@ class GrpcTransport:
       same_machine: ``"auto"`` passes frames to and from processes of the same machine
         and user over a Unix socket, and their large tensors through shared memory;
         ``"off"`` never does.
+      data_port: where frames from other machines arrive, over a TCP connection beside
+        the gRPC stream; 0 takes a free port. None: they stay in the stream, in both
+        directions.
       max_shared_bytes: the most shared memory to keep for sending; what does not fit
         goes through the stream. 8 GiB unless given, or half of the memory that is
         available if that is less.
@@ -115,6 +125,7 @@ class GrpcTransport:
         bind: Address = "127.0.0.1:0",
         max_frame_bytes: int = MAX_FRAME_BYTES,
         same_machine: Literal["auto", "off"] = "auto",
+        data_port: int | None = 0,
         max_shared_bytes: int | None = None,
         max_queued_bytes: int | None = None,
         max_request_bytes: int | None = None,
@@ -131,8 +142,10 @@ class GrpcTransport:
                 same_machine=same_machine,
             )
         self.task = task
+        self.data_port = 0
         self.incarnation = incarnation or secrets.randbits(64) or 1
         self._bind = bind
+        self._data_port = data_port
         self._max_frame_bytes = max_frame_bytes
         self._hello = hello(task, self.incarnation, protocol)
         self._is_near = same_machine == "auto" and is_supported()
@@ -147,7 +160,9 @@ class GrpcTransport:
         self._roles = roles
         self._buffers = BufferPool()
         self._counters = Counters()
-        self._door = LocalListener() if self._is_near else None
+        self._data: DataDialer | None = None
+        if data_port is not None:
+            self._data = DataDialer(self._tls_context(accepts=False))
         self._service: Service | None = None
         self._listening: asyncio.Task[None] | None = None
         self._sequences: dict[TaskName, int] = {}
@@ -170,6 +185,7 @@ class GrpcTransport:
             return ""
         self._links.start(handler)
         split_address(self._bind)
+        doors = self._open_doors()
         service = Service(
             handler,
             self._hello,
@@ -179,7 +195,7 @@ class GrpcTransport:
             self._room,
             shares_memory=self._is_near,
             is_gone=partial(is_gone, self.ask, self._links.address_of),
-            door=self._door,
+            doors=doors,
             checks_certificates=self._identity is not None,
             roles=self._roles,
         )
@@ -196,14 +212,39 @@ class GrpcTransport:
                 secret = self._identity.server_credentials()
                 port = server.add_secure_port(self._bind, secret)
         except RuntimeError as error:
+            doors.close()
             await server.stop(None)
             raise bind_error(self._bind) from error
-        if self._door is not None:
-            await self._door.open()
-        close = self._door.close if self._door is not None else None
-        self._listening = await listen(server, grace_s=STOP_GRACE_S, then=close)
+        self._listening = await listen(server, grace_s=STOP_GRACE_S, then=doors.close)
         self._service = service
         return f"{self._bind.rpartition(':')[0]}:{port}"
+
+    def _open_doors(self) -> Doors:
+        """Listens where callers connect beside their streams.
+
+        Raises:
+          PortInUseError: another process listens at the data port.
+        """
+        local = data = None
+        if self._data_port is not None:
+            host = split_address(self._bind)[0]
+            try:
+                listening = new_data_socket(host, self._data_port)
+            except OSError as error:
+                where = f"{self._bind.rpartition(':')[0]}:{self._data_port}"
+                raise bind_error(where) from error
+            data = SocketListener(self._tls_context(accepts=True))
+            data.open(listening)
+            self.data_port = data.port
+        if self._is_near:
+            local = SocketListener()
+            local.open(*new_local_socket())
+        return Doors(local, data)
+
+    def _tls_context(self, *, accepts: bool) -> ssl.SSLContext | None:
+        if self._identity is None:
+            return None
+        return self._identity.data_context(accepts=accepts)
 
     def set_peers(self, peers: dict[TaskName, Address]) -> None:
         """Tells where other tasks are; connections are made on first use.
@@ -252,6 +293,7 @@ class GrpcTransport:
             self._max_queued_bytes,
             self._identity,
             self._token,
+            self._data,
         )
 
     def _make_memory(self) -> SendMemory | None:

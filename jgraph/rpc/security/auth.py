@@ -1,6 +1,5 @@
 """Authentication and authorization: the token and role of a stream, checked first."""
 
-import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -9,6 +8,7 @@ from typing import Any, Final, TypeAlias, final
 import grpc
 
 from jgraph.errors import NotAllowedError, TokenError, UnknownMethodError
+from jgraph.rpc.security.refusals import RefusalLog
 from jgraph.rpc.security.tls import ANY_TASK, CLIENT
 from jgraph.rpc.security.token import METADATA_KEY, TOKEN_FILE, Token
 from jgraph.rpc.transport import Address
@@ -18,7 +18,6 @@ Roles: TypeAlias = Mapping[str, frozenset[str]]
 
 _KNOCK: Final = "/jgraph.v1.Task/Knock"
 _REFUSED: Final = grpc.StatusCode.UNAUTHENTICATED
-_SAY_EVERY_S: Final = 60.0
 _logger = logging.getLogger(__name__)
 _Continue: TypeAlias = Callable[
     [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any]"]
@@ -41,8 +40,10 @@ class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._expected = value.encode()
         self._refuse = grpc.stream_stream_rpc_method_handler(self._abort)
         self._welcome = grpc.unary_unary_rpc_method_handler(_say_yes)
-        self._refused = 0
-        self._said_s = -_SAY_EVERY_S
+        self._refusals = RefusalLog(
+            _logger,
+            "Refused a call from %s without the token of this cluster; %d so far.",
+        )
 
     async def intercept_service(
         self, continuation: _Continue, details: grpc.HandlerCallDetails
@@ -58,15 +59,7 @@ class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return self._refuse
 
     async def _abort(self, requests: object, context: Any) -> None:
-        self._refused += 1
-        now = asyncio.get_running_loop().time()
-        if now - self._said_s >= _SAY_EVERY_S:
-            self._said_s = now
-            _logger.warning(
-                "Refused a call from %s without the token of this cluster; %d so far.",
-                context.peer(),
-                self._refused,
-            )
+        self._refusals.add(context.peer())
         await context.abort(_REFUSED, TokenError.code)
 
 

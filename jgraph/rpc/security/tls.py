@@ -8,6 +8,7 @@ well, which is what a caller checks who knows an address and no task.
 
 import logging
 import os
+import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -159,6 +160,20 @@ class Identity:
         """Returns what a server shows, and demands of those that dial it."""
         pair = [(self.key, self.cert)]
         return grpc.ssl_server_credentials(pair, self.ca, require_client_auth=True)
+
+    def data_context(self, *, accepts: bool) -> ssl.SSLContext:
+        """Returns what is shown and demanded at a data port.
+
+        Names are checked by whoever connects: what is expected depends on the stream.
+        """
+        side = ssl.PROTOCOL_TLS_SERVER if accepts else ssl.PROTOCOL_TLS_CLIENT
+        context = ssl.SSLContext(side)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_verify_locations(cadata=self.ca.decode())
+        context.load_cert_chain(self.files.cert, self.files.key)
+        return context
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Returns what a caller shows and demands; the name is checked besides."""

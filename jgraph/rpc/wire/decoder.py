@@ -84,6 +84,16 @@ class Decoder:
             self._failure, self._body, self._head = error, None, bytearray()
             raise
 
+    def room(self, least: int) -> memoryview | None:
+        """Returns memory for the rest of a tensor, if that has so many bytes or more.
+
+        Bytes may be put there from its beginning on; ``feed`` then gets that part.
+        """
+        body = self._body
+        if type(body) is _Body and len(body.room) >= least:
+            return body.room
+        return None
+
     def finish(self) -> None:
         """Says that no bytes follow.
 
@@ -176,7 +186,7 @@ _Slot: TypeAlias = tuple[np.dtype[Any], int, tuple[int, ...], Bytes | None]
 class _Body:
     """A frame whose header is known and whose tensors are being filled."""
 
-    __slots__ = ("_header", "_room", "_slots", "_take", "_tensors", "is_complete")
+    __slots__ = ("_header", "_slots", "_take", "_tensors", "is_complete", "room")
 
     def __init__(
         self, header: pb.Frame, slots: list[_Slot], take: Callable[[int], Bytes]
@@ -185,7 +195,7 @@ class _Body:
         self._header = header
         self._slots = slots
         self._tensors: list[Tensor] = []
-        self._room = memoryview(b"")
+        self.room = memoryview(b"")
         self.is_complete = False
         self._next()
 
@@ -196,15 +206,16 @@ class _Body:
         return Frame(self._header, tuple(self._tensors))
 
     def fill(self, view: memoryview) -> memoryview:
-        n = min(len(view), len(self._room))
-        self._room[:n] = view[:n]
-        self._room = self._room[n:]
+        n = min(len(view), len(self.room))
+        if view.obj is not self.room.obj:  # else they were put there
+            self.room[:n] = view[:n]
+        self.room = self.room[n:]
         self._next()
         return view[n:]
 
     def _next(self) -> None:
         """Takes memory for the next tensor that has bytes, if its turn has come."""
-        while not len(self._room):
+        while not len(self.room):
             if len(self._tensors) == len(self._slots):
                 self.is_complete = True
                 return
@@ -212,7 +223,7 @@ class _Body:
             buffer = self._take(nbytes) if data is None else data
             self._tensors.append(buffer.view(dtype).reshape(shape))
             if data is None:
-                self._room = buffer.data
+                self.room = buffer.data
 
 
 class _Refused:

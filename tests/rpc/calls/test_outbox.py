@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jgraph.errors import NotTakingError
+from jgraph.rpc import in_flight
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls import outbox, stream as ask_stream
+from jgraph.rpc.calls import outbox
 from jgraph.rpc.calls.outbox import Outbox
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
@@ -103,8 +104,8 @@ def test_a_caller_that_acknowledges_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(outbox, "UNTOLD_S", 0.1)
-    monkeypatch.setattr(ask_stream, "ACK_FRAMES", 1 << 30)
-    monkeypatch.setattr(ask_stream, "ACK_BYTES", 1 << 60)
+    monkeypatch.setattr(in_flight, "ACK_FRAMES", 1 << 30)
+    monkeypatch.setattr(in_flight, "ACK_BYTES", 1 << 60)
 
     async def main() -> None:
         async with paired() as pair:

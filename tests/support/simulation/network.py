@@ -17,8 +17,8 @@ from typing import Any, Final, TypeAlias
 from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.exchange.inbound import Inbound, InboundStream
-from jgraph.rpc.exchange.receiver import ACK_FRAMES, RETURN_S
-from jgraph.rpc.in_flight import InFlightWindow
+from jgraph.rpc.exchange.receiver import RETURN_S
+from jgraph.rpc.in_flight import ACK_FRAMES, InFlightWindow
 from jgraph.rpc.resuming import RESUME_POLL_S, RESUME_S
 
 Message: TypeAlias = tuple[Any, ...]

@@ -1,0 +1,1 @@
+"""Sockets beside gRPC streams, for frames: Unix on one host, TCP between hosts."""

@@ -1,0 +1,169 @@
+"""Connections to sockets beside gRPC streams: tickets shown, ports out of reach."""
+
+import asyncio
+import logging
+import socket as sockets
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final, TypeAlias, final
+
+import grpc
+
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.dial import split_address
+from jgraph.rpc.security.tls import expected_at
+from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket, Take
+from jgraph.rpc.sockets.listener import HANDSHAKE_TIMEOUT_S, TICKET_BYTES, Ticket
+from jgraph.rpc.transport import Address
+
+FILTERED_S: Final = 60.0
+"""A port that did not answer at all is not tried again for so long."""
+KERNEL_BYTES: Final = 512 << 10
+_logger = logging.getLogger(__name__)
+_Open: TypeAlias = Callable[[Callable[[], FrameSocket]], Awaitable[object]]
+
+
+async def connect_local(offer: pb.LocalSocket, take: Take) -> FrameSocket | None:
+    """Returns a connection to a Unix socket; None: it is out of reach from here."""
+    calling = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    calling.setblocking(False)
+    with suppress(OSError):
+        calling.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, KERNEL_BYTES)
+
+    is_connected = False
+
+    async def open_it(make: Callable[[], FrameSocket]) -> None:
+        nonlocal is_connected
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(calling, f"\0{offer.name}")
+        await loop.create_unix_connection(make, sock=calling)
+        is_connected = True
+
+    ticket = Ticket(offer.ticket, offer.welcome)
+    try:
+        return await _shown(open_it, ticket, lambda made: made.is_same_user, take)
+    except OSError:
+        return None
+    finally:
+        if not is_connected:
+            calling.close()
+
+
+@final
+class DataDialer:
+    """Connects to the data ports of other hosts.
+
+    Args:
+      tls: what this side shows and demands; None: plain text.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        self._tls = tls
+        self._filtered: dict[tuple[str, int], float] = {}
+        self._said: set[tuple[str, str]] = set()
+
+    async def connect(
+        self, address: Address, offer: pb.DataSocket, task: str, take: Take
+    ) -> FrameSocket | None:
+        """Returns a connection; None: the port is out of reach, and the log says why.
+
+        Args:
+          address: where the stream goes; the port is on the same host.
+          offer: what the other side said of the port.
+          task: that must be there; empty for any.
+          take: gets the bytes that arrive.
+        """
+        there = split_address(address)[0], offer.port
+        now = asyncio.get_running_loop().time
+        if self._filtered.get(there, 0.0) > now():
+            return None
+        expected = expected_at(task)
+        try:
+            made = await _shown(
+                lambda make: self._open(make, *there),
+                Ticket(offer.ticket, offer.welcome),
+                lambda made: self._tls is None or expected in made.names,
+                take,
+            )
+        except TimeoutError:
+            self._filtered[there] = now() + FILTERED_S
+            why = f"no answer within {HANDSHAKE_TIMEOUT_S:g} s; does a firewall drop it"
+        except OSError as error:
+            why = error.strerror or str(error) or type(error).__name__
+        else:
+            self._said = {said for said in self._said if said[0] != address}
+            return made
+        if (address, why) not in self._said:
+            self._said.add((address, why))
+            _logger.info(
+                "Frames for %s go through gRPC, which is slower: port %d of it, for "
+                "data, is out of reach (%s).",
+                f"{task} at {address}" if task else address,
+                offer.port,
+                why,
+            )
+        return None
+
+    async def _open(
+        self, make: Callable[[], FrameSocket], host: str, port: int
+    ) -> object:
+        return await asyncio.get_running_loop().create_connection(
+            make,
+            host,
+            port,
+            ssl=self._tls,
+            server_hostname=None if self._tls is None else "",
+        )
+
+
+async def _shown(
+    open_it: _Open,
+    ticket: Ticket,
+    is_right: Callable[[FrameSocket], bool],
+    take: Take,
+) -> FrameSocket:
+    """Returns a connection whose other end took the ticket.
+
+    Raises:
+      OSError: there is none, it is another's, or the ticket was refused.
+      TimeoutError: it took too long.
+    """
+    welcomed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    seen = bytearray()
+
+    def look(data: memoryview) -> None:
+        seen.extend(data)
+        if len(seen) >= TICKET_BYTES and not welcomed.done():
+            welcomed.set_result(bytes(seen) == ticket.answer)
+
+    def give_up(_: object) -> None:
+        if not welcomed.done():
+            welcomed.set_result(False)
+
+    made = FrameSocket(look)
+    made.ended.add_done_callback(give_up)
+    is_welcome = False
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            await open_it(lambda: made)
+            if is_right(made):
+                made.write_now(ticket.shown)
+                is_welcome = await welcomed
+    finally:
+        if not is_welcome:
+            made.close()
+    if not is_welcome:
+        raise ConnectionRefusedError("what listens there is not the task's")
+    made.hand_to(take)
+    return made
+
+
+def end_late(
+    stream: "grpc.aio.StreamStreamCall[bytes, bytes]", ended: "asyncio.Future[None]"
+) -> None:
+    """Ends a stream whose socket ended, if it does not say by itself why it does."""
+    if ended.exception() is not None:
+        stream.cancel()
+    else:
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, stream.cancel)
