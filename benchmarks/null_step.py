@@ -14,7 +14,7 @@ Source: Abadi et al., "TensorFlow: A System for Large-Scale Machine Learning", O
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from benchmarks.null_graphs import LOOKUPS, WIDTH, Kind
 from benchmarks.on_cluster import OnCluster
 from jgraph.client.runs.gates import open_gate
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest, SyncRequest
+from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
@@ -58,7 +59,7 @@ class NullStep(OnCluster):
         rows: int = ROWS,
         ps: int = 1,
         workers: int = 1,
-        transport: Literal["auto", "grpc"] = "auto",
+        transport: TransportChoice = "auto",
         compute_wait_s: float = 0.0,
     ) -> None:
         self.kind = kind
@@ -209,7 +210,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--ps", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
-    parser.add_argument("--transport", choices=["auto", "grpc"], default="auto")
+    parser.add_argument(
+        "--transport", choices=get_args(TransportChoice), default="auto"
+    )
     parser.add_argument("--mode", choices=list(MODES), default="async")
     parser.add_argument("--steps", type=int, default=200, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=3)

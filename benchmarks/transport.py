@@ -3,11 +3,12 @@
 Run: ``python -m benchmarks.transport``. Prints one JSON line per way and size: the time
 of one round trip (median, least, greatest, in ms); the throughput with four requests
 under way; the CPU seconds per GB of both processes together. Ways: ``post`` (frames
-between tasks of two hosts), ``stream`` (the same over gRPC, as where the data port is out
-of reach), ``shm`` (through shared memory), ``call`` (one call each), and as limits to compare with ``tcp``, a bare socket that reads into memory which it keeps,
-and ``memcpy`` into warm memory. Both processes have the event loop of one that serves a
-task, and keep freed memory as it does. ``--tls`` adds ``tls`` and ``call_tls``, the
-stream and the call encrypted, beside the same without. They take turns in one run.
+between tasks of two hosts), ``stream`` (the same over gRPC, as where the data port is
+out of reach), ``shm`` (through shared memory), ``call`` (one call each), and as limits
+to compare with ``tcp``, a bare socket that reads into memory which it keeps, and
+``memcpy`` into warm memory. Both processes have the event loop of one that serves a
+task, and keep freed memory as it does. ``--tls`` has ``tls``, ``stream_tls`` and
+``call_tls``, encrypted, beside the same without. They take turns in one run.
 ``--fan-in`` measures many processes that pull from and push to one.
 """
 

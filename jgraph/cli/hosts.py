@@ -41,6 +41,14 @@ def server(
         int,
         typer.Option(help="Port of the gRPC health service; 0 takes any free port."),
     ] = 0,
+    data_port: Annotated[
+        str,
+        typer.Option(
+            help="Port of the same address for tensors from other hosts; 0 takes any "
+            "free port. 'off' leaves tensors in the gRPC connection, which is slower; "
+            "so does a firewall that lets only the task's own port through."
+        ),
+    ] = "0",
     tls_dir: Annotated[
         Path | None,
         typer.Option(
@@ -135,6 +143,7 @@ def server(
         task,
         bind=bind,
         health_port=health_port,
+        data_port=data_port,
         tls=tls_dir,
         token_file=token_file,
         insecure_i_accept=insecure_i_accept,

@@ -75,6 +75,7 @@ class TaskStatus:
       programs: handles of the programs that it has.
       compilations: segments compiled since it started.
       health_port: port of its health service.
+      data_port: where frames from other machines arrive; 0: they take gRPC's stream.
       jgraph: version.
       jax: version.
       python: version.
@@ -97,6 +98,7 @@ class TaskStatus:
     programs: tuple[str, ...]
     compilations: int
     health_port: int
+    data_port: int
     jgraph: str
     jax: str
     python: str
@@ -120,6 +122,7 @@ class TaskStatus:
             programs=tuple(message.programs),
             compilations=message.compilations,
             health_port=message.health_port,
+            data_port=message.data_port,
             jgraph=message.jgraph,
             jax=message.jax,
             python=message.python,

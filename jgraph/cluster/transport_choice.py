@@ -1,4 +1,4 @@
-"""Transport options of users: TLS, token file, and ``auto`` or ``grpc`` for tensors.
+"""Transport options of users: TLS, token file, and how tensors travel.
 
 Imports no gRPC: whoever starts tasks need not have loaded it.
 """
@@ -16,9 +16,13 @@ from jgraph.graph.device import TaskName
 if TYPE_CHECKING:
     from jgraph.rpc.security.tls import TLS
 
-TransportChoice: TypeAlias = Literal["auto", "grpc"]
-"""``auto`` reaches tasks of the same machine through shared memory and Unix sockets,
-``grpc`` all of them over the network."""
+TransportChoice: TypeAlias = Literal["auto", "network", "stream", "grpc"]
+"""``auto`` reaches tasks of the same machine through shared memory and Unix sockets;
+``network`` all of them as if they were on other machines (``grpc`` is its older name);
+``stream`` too, with all bytes in gRPC's streams."""
+DataPort: TypeAlias = int | str
+"""Where frames from other machines arrive: 0 takes a free port, ``off`` leaves them in
+gRPC's streams."""
 
 TLSFiles: TypeAlias = Union[str, os.PathLike[str], "TLS"]  # a name to come
 """The directory that ``jgraph certs`` wrote, or the three files."""
@@ -134,10 +138,39 @@ def check_transport(choice: str) -> None:
     """Refuses a choice that there is not.
 
     Raises:
-      ConfigError: it is neither ``"auto"`` nor ``"grpc"``.
+      ConfigError: it is none of ``TransportChoice``.
     """
-    if choice not in {"auto", "grpc"}:
+    if choice not in {"auto", "network", "stream", "grpc"}:
         raise ConfigError(
             f"transport='{choice}' is not an option; write transport='auto' (shared "
-            "memory between tasks of one machine) or transport='grpc'"
+            "memory between tasks of one machine), transport='network' (sockets "
+            "between all), or transport='stream' (gRPC between all)"
         )
+
+
+def bound_data_port(choice: TransportChoice, given: DataPort) -> int | None:
+    """Returns the port to listen at for frames (0: a free one); None: at none.
+
+    Args:
+      choice: of the task.
+      given: what the user gave.
+
+    Raises:
+      ConfigError: that is neither a port nor ``"off"``.
+
+    Example:
+      >>> bound_data_port("auto", "8472"), bound_data_port("auto", "off")
+      (8472, None)
+    """
+    if given == "off":
+        return None
+    try:
+        port = int(given)
+    except (TypeError, ValueError):
+        port = -1
+    if not 0 <= port <= 65535:
+        raise ConfigError(
+            f"data_port={given!r:.40} is no port; give a number up to 65535 (0 takes a "
+            "free one), or 'off'"
+        )
+    return None if choice == "stream" else port

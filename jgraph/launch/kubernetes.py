@@ -64,6 +64,7 @@ class Deployment:
       name: of all objects, and of the host names.
       port: of the tasks.
       health_port: of their health service.
+      data_port: of the tasks, for tensors.
       sizes: what a pod of each job asks for.
       files: of the Secret, as ``jgraph certs`` wrote them; if empty, a Secret of that
         name has to be there.
@@ -78,6 +79,7 @@ class Deployment:
     name: str = "jgraph"
     port: int = 8470
     health_port: int = 8471
+    data_port: int = 8472
     sizes: Mapping[str, Size] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -166,7 +168,10 @@ class Deployment:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # tasks find each other while they start
             "selector": self._labels(),
-            "ports": [{"name": "jgraph", "port": self.port}],
+            "ports": [
+                {"name": "jgraph", "port": self.port},
+                {"name": "data", "port": self.data_port},
+            ],
         }
         return self._object("v1", "Service", self.name, spec)
 
@@ -175,7 +180,10 @@ class Deployment:
         allowed = [self._labels(), {"jgraph-client": self.name}]
         rule = {
             "from": [{"podSelector": {"matchLabels": labels}} for labels in allowed],
-            "ports": [{"protocol": "TCP", "port": self.port}],
+            "ports": [
+                {"protocol": "TCP", "port": port}
+                for port in (self.port, self.data_port)
+            ],
         }
         spec = {
             "podSelector": {"matchLabels": self._labels()},
@@ -232,6 +240,7 @@ class Deployment:
             "--tls-dir": _SECRET,
             "--bind": "0.0.0.0",
             "--health-port": str(self.health_port),
+            "--data-port": str(self.data_port),
             "--sigterm-exit-code": str(TOLD),
             "--overdue-s": "10",
         }
@@ -245,6 +254,7 @@ class Deployment:
             "ports": [
                 {"name": "jgraph", "containerPort": self.port},
                 {"name": "health", "containerPort": self.health_port},
+                {"name": "data", "containerPort": self.data_port},
             ],
             # It may take long to start, and then says within half a minute if it hangs.
             "startupProbe": {**probe, "periodSeconds": 5, "failureThreshold": 60},

@@ -18,9 +18,11 @@ from jgraph.cluster.methods import ROLES
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import (
+    DataPort,
     TLSFiles,
     TransportChoice,
     as_tls,
+    bound_data_port,
     certificates_of,
     check_transport,
     is_loopback,
@@ -63,12 +65,12 @@ class TaskServer:
       token: what whoever calls must show.
       health_bind: the same for the health service, which has a port of its own so
         that it answers when the task is busy.
-      transport: how tensors reach other tasks.
+      transport, data_port: how tensors reach other tasks, and this one.
       tls: certificates of the task; None speaks plain text.
       allow_sources, max_request_bytes, overdue_s: see ``Server``.
 
     Raises:
-      ConfigError: ``transport`` is something else.
+      ConfigError: ``transport`` or ``data_port`` is something else.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class TaskServer:
         *,
         health_bind: str = "127.0.0.1:0",
         transport: TransportChoice = "auto",
+        data_port: DataPort = 0,
         tls: TLS | None = None,
         allow_sources: Sequence[str] = (),
         max_request_bytes: int | None = None,
@@ -96,6 +99,7 @@ class TaskServer:
             task,
             bind=bind,
             same_machine="auto" if transport == "auto" else "off",
+            data_port=bound_data_port(transport, data_port),
             max_request_bytes=max_request_bytes,
             token=token,
             roles=ROLES,
@@ -109,6 +113,7 @@ class TaskServer:
             SystemClock(),
             self._transport.incarnation,
             health_port=lambda: self._health.port,
+            data_port=lambda: self._transport.data_port,
             check_place=lambda: self._fence.check(),  # noqa: PLW0108  # made below
             allow_sources=tuple(allow_sources),
             records_dir=Path(records_dir) if records_dir else None,
@@ -186,7 +191,10 @@ class Server:
         on every interface, and is refused without ``tls``.
       health_port: port of the gRPC health service on the same host (0: any).
       transport: ``"auto"`` reaches tasks of the same machine through shared memory and
-        Unix sockets; ``"grpc"`` all of them over the network.
+        Unix sockets; ``"network"`` all of them as if they were on other machines;
+        ``"stream"`` too, with all bytes in gRPC's streams.
+      data_port: where frames from other machines arrive, beside the task's own port
+        (0: any); ``"off"`` leaves them in gRPC's streams, which is slower.
       tls: the directory that ``jgraph certs`` wrote, or the ``TLS`` files of this
         task: whoever connects must have a certificate too. None speaks plain text.
       token_file: the token that every caller must show, in a file that other users may
@@ -205,7 +213,8 @@ class Server:
 
     Raises:
       CertificateError, RoleError: the certificates cannot be used, or are another's.
-      ConfigError: ``transport`` is something else, or which task this is was not told.
+      ConfigError: ``transport`` or ``data_port`` is something else, or which task this
+        is was not told.
       InsecureError: ``bind`` is not loopback, and there is no ``tls``.
       PortInUseError: the task's port is taken.
       TokenError: the token cannot be read or made.
@@ -228,6 +237,7 @@ class Server:
         bind: str = "127.0.0.1",
         health_port: int = 0,
         transport: TransportChoice = "auto",
+        data_port: DataPort = 0,
         tls: TLSFiles | None = None,
         token_file: str | os.PathLike[str] | None = None,
         insecure_i_accept: bool = False,
@@ -237,6 +247,7 @@ class Server:
         start: bool = True,
     ) -> None:
         check_transport(transport)
+        bound_data_port(transport, data_port)
         if tls is None and not insecure_i_accept:
             _check_bind(bind)
         self.cluster = ClusterSpec(cluster, port_zero=True)
@@ -244,6 +255,7 @@ class Server:
         self._bind = bind
         self._health_port = health_port
         self._transport: TransportChoice = transport
+        self._data_port: DataPort = data_port
         self._tls = as_tls(tls, self.task)
         self._token = find_token(token_file, certificates_of(self._tls))
         self._allow_sources = tuple(allow_sources)
@@ -290,6 +302,7 @@ class Server:
             self._token,
             health_bind=f"{self._bind}:{self._health_port}",
             transport=self._transport,
+            data_port=self._data_port,
             tls=self._tls,
             allow_sources=self._allow_sources,
             max_request_bytes=self._max_request_bytes,

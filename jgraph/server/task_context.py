@@ -22,6 +22,7 @@ class TaskContext:
       clock: time for reports.
       incarnation: which start of the task this is.
       health_port: returns where its health service listens; 0: nowhere yet.
+      data_port: returns where frames from other machines arrive; 0: nowhere.
       check_place: called in threads before they write to files: refuses if another
         process has the place of this one.
       allow_sources: see ``Server``.
@@ -35,6 +36,7 @@ class TaskContext:
     clock: Clock
     incarnation: int = 0
     health_port: Callable[[], int] = lambda: 0
+    data_port: Callable[[], int] = lambda: 0
     check_place: Callable[[], None] = lambda: None
     allow_sources: Sequence[str] = ()
     records_dir: Path | None = None

@@ -206,6 +206,7 @@ class TaskService:
             variable_bytes=self.runtime.store.nbytes,
             programs=self.runtime.programs,
             health_port=self.context.health_port(),
+            data_port=self.context.data_port(),
             device_count=jax.local_device_count(),
             compilations=self.runtime.cache.compilations,
             busy_s={

@@ -38,8 +38,9 @@ def ports(served: Served) -> list[int]:
     }
     tasks = served.cluster.status().tasks
     known = {int(task.address.rpartition(":")[2]) for task in tasks}
-    assert listening >= known | {task.health_port for task in tasks}
-    return sorted(known | {task.health_port for task in tasks})
+    known |= {port for task in tasks for port in (task.health_port, task.data_port)}
+    assert listening >= known
+    return sorted(known)
 
 
 def request(line: str, *headers: str, body: bytes = b"") -> bytes:

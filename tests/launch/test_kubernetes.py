@@ -174,7 +174,7 @@ def test_workers_get_their_gpus_and_ps_none() -> None:
 def test_only_pods_of_the_cluster_and_its_clients_may_call() -> None:
     rules = by_kind(FULL.plain())["NetworkPolicy"]["spec"]["ingress"]
     (rule,) = rules
-    assert rule["ports"] == [{"protocol": "TCP", "port": 9000}]
+    assert rule["ports"] == [{"protocol": "TCP", "port": n} for n in (9000, 8472)]
     labels = [one["podSelector"]["matchLabels"] for one in rule["from"]]
     assert labels[1] == {"jgraph-client": "wide"}
     template = pods_of(FULL.plain())["worker"]

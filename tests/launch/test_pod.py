@@ -54,8 +54,13 @@ def run(
 def test_the_container_of_a_pod_finds_its_task_and_answers_its_probes(
     kind: str, environ: dict[str, str], task: str, tmp_path: Path
 ) -> None:
-    port, health_port = free_port(), free_port()
-    pods = Deployment("image", 2, 2, port=port, health_port=health_port)
+    port, health_port, data_port = free_port(), free_port(), free_port()
+    pods = Deployment(
+        *("image", 2, 2),
+        port=port,
+        health_port=health_port,
+        data_port=data_port,
+    )
     found = {one["kind"]: one for one in pods.plain()}
     mounts = {"cluster": tmp_path, "secret": tmp_path / "certs"}
     for name, text in found["ConfigMap"]["data"].items():

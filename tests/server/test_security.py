@@ -166,7 +166,7 @@ def test_every_method_is_for_the_roles_in_the_table_and_no_other(
 def assert_only_documented_ports(
     process: psutil.Process, status: ClusterStatus, task: str
 ) -> None:
-    """A task listens at its address, for health, and nowhere beyond loopback."""
+    """A task listens at its address, for health and data, and not beyond loopback."""
     (told,) = (t for t in status.tasks if t.task == task)
     listening = [
         connection.laddr
@@ -174,7 +174,8 @@ def assert_only_documented_ports(
         if connection.status == psutil.CONN_LISTEN
     ]
     assert {at.ip.removeprefix("::ffff:") for at in listening} == {"127.0.0.1"}
-    ports = {int(told.address.rpartition(":")[2]), told.health_port}
+    own = int(told.address.rpartition(":")[2])
+    ports = {own, told.health_port, told.data_port}
     assert {at.port for at in listening} == ports
 
 

@@ -13,6 +13,7 @@ process that started it.
 import json
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
@@ -53,7 +54,7 @@ def main(
 
 
 if __name__ == "__main__":
-    choice: TransportChoice = "grpc" if sys.argv[4] == "grpc" else "auto"
     job, index, spec = sys.argv[1:4]
+    choice = cast(TransportChoice, sys.argv[4])  # the server checks it
     tls, overdue = sys.argv[5:7]
     sys.exit(main(job, int(index), spec, choice, tls, overdue, sys.argv[7:]))

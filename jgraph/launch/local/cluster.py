@@ -52,8 +52,8 @@ class LocalCluster(Cluster):
         since they must not take an accelerator from a worker.
       log_dir: existing directory for the tasks' logs; a temporary one if unset,
         which goes with the cluster.
-      transport: ``"auto"`` uses shared memory and Unix sockets; ``"grpc"`` as between
-        machines.
+      transport: ``"auto"`` uses shared memory and Unix sockets; ``"network"`` as
+        between machines; ``"stream"`` as where one port of each alone is in reach.
       tls: whether all connections are encrypted, with certificates made for this
         cluster alone.
       restarts: how often a task that died is started again within a minute, at its

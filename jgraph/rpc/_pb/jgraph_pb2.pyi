@@ -1059,6 +1059,7 @@ class TaskStatus(_message.Message):
     VARIABLE_BYTES_FIELD_NUMBER: _builtins.int
     PROGRAMS_FIELD_NUMBER: _builtins.int
     HEALTH_PORT_FIELD_NUMBER: _builtins.int
+    DATA_PORT_FIELD_NUMBER: _builtins.int
     DEVICE_COUNT_FIELD_NUMBER: _builtins.int
     COMPILATIONS_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
@@ -1078,6 +1079,8 @@ class TaskStatus(_message.Message):
     python: _builtins.str
     variable_bytes: _builtins.int
     health_port: _builtins.int
+    data_port: _builtins.int
+    """for frames from other hosts; 0: they take the gRPC stream"""
     device_count: _builtins.int
     compilations: _builtins.int
     @_builtins.property
@@ -1108,6 +1111,7 @@ class TaskStatus(_message.Message):
         variable_bytes: _builtins.int = ...,
         programs: _abc.Iterable[_builtins.str] | None = ...,
         health_port: _builtins.int = ...,
+        data_port: _builtins.int = ...,
         device_count: _builtins.int = ...,
         compilations: _builtins.int = ...,
         busy_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
@@ -1116,7 +1120,7 @@ class TaskStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "compilations", b"compilations", "device_count", b"device_count", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "rss_bytes", b"rss_bytes", "state", b"state", "steps", b"steps", "task", b"task", "variable_bytes", b"variable_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "rss_bytes", b"rss_bytes", "state", b"state", "steps", b"steps", "task", b"task", "variable_bytes", b"variable_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
