@@ -10,7 +10,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame, Tensor
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Version of the wire contract; both sides of a stream must have the same."""
 
 

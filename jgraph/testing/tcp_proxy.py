@@ -58,7 +58,7 @@ class TcpProxy:
         self._passes.set()
 
     async def __aenter__(self) -> Self:
-        self.address = f"127.0.0.1:{await self._listen(0)}"
+        self.address = f"127.0.0.1:{await self.lead_data(0)}"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -87,7 +87,7 @@ class TcpProxy:
         """Passes bytes on again, also those that came meanwhile."""
         self._passes.set()
 
-    async def _listen(self, data_port: int) -> int:
+    async def lead_data(self, data_port: int) -> int:
         """Returns the port that leads to a data port (0: to the target itself)."""
         if data_port not in self._servers:
             self._servers[data_port] = await asyncio.start_server(
@@ -148,7 +148,7 @@ class TcpProxy:
         found = _DATA_SOCKET.search(chunk)
         if found is None:
             return chunk
-        port = await self._listen(_PORT.unpack(found[1])[0])
+        port = await self.lead_data(_PORT.unpack(found[1])[0])
         return chunk[: found.start(1)] + _PORT.pack(port) + chunk[found.end(1) :]
 
     def _flipped(self, chunk: bytes) -> bytes:

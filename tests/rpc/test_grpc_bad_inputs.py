@@ -21,7 +21,7 @@ from jgraph.errors import (
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD
-from jgraph.rpc.frames import body_of, frame, hello, kind_of
+from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.decoder import Decoder
@@ -156,7 +156,7 @@ def test_other_version_of_the_protocol_is_named_on_both_sides() -> None:
             error = await at_worker.wait_lost(PS)
             await worker.close()
             assert isinstance(error, VersionError)
-            assert "protocol 2 " in error.message
+            assert f"protocol {PROTOCOL} " in error.message
             assert "99" in error.message
             assert not recorder.frames
 

@@ -25,6 +25,7 @@ from jgraph.testing.transport_harness import (
     numbers,
     step,
 )
+from tests.support.encrypted_offers import data_through
 from tests.support.run_async import run_async
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -73,7 +74,8 @@ async def pair(host: str, certificates: Path | None = None) -> AsyncIterator[Pai
         ps.set_peers({WORKER: await worker.start(at_worker)})
         worker.set_peers({PS: address})
         try:
-            yield Pair(proxy, at_ps, worker, at_worker, client, address)
+            with data_through([proxy] if certificates else []):
+                yield Pair(proxy, at_ps, worker, at_worker, client, address)
         finally:
             for transport in (client, worker, ps):
                 await transport.close()

@@ -9,6 +9,7 @@ from jgraph.cluster import event_loop
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.server.server import Server
 from jgraph.testing.tcp_proxy import TcpProxy
+from tests.support.encrypted_offers import data_through
 from tests.support.servers import Servers
 
 CLIENT = "client"
@@ -24,46 +25,46 @@ class Link:
     """From one task to another."""
 
     def __init__(self, target: str) -> None:
-        self._proxy = TcpProxy(target)
-        event_loop.run(self._proxy.__aenter__())
-        self.address = self._proxy.address
+        self.proxy = TcpProxy(target)
+        event_loop.run(self.proxy.__aenter__())
+        self.address = self.proxy.address
 
     def cut(self) -> None:
         """Resets its connections; new ones are taken."""
-        self._call(self._proxy.cut)
+        self._call(self.proxy.cut)
 
     def cut_after(self, nbytes: int) -> None:
         """Resets its connections when so many bytes have passed towards the task."""
-        self._proxy.cut_after_bytes = self._proxy.passed_bytes + nbytes
+        self.proxy.cut_after_bytes = self.proxy.passed_bytes + nbytes
 
     def flip(self) -> None:
         """Flips a bit of what passes next, either way."""
-        self._proxy.flips = 1
+        self.proxy.flips = 1
 
     @property
     def has_flipped(self) -> bool:
         """Whether something passed since then."""
-        return not self._proxy.flips
+        return not self.proxy.flips
 
     def silence(self) -> None:
         """Passes nothing on, and closes nothing."""
-        self._call(self._proxy.silence)
+        self._call(self.proxy.silence)
 
     def heal(self) -> None:
         """Passes on again."""
-        self._call(self._proxy.heal)
+        self._call(self.proxy.heal)
 
     def lead_to(self, target: str) -> None:
         """Sends connections that are made from now on to another process."""
-        self._proxy.lead_to(target)
+        self.proxy.lead_to(target)
 
     def delay(self, seconds: float) -> None:
         """Passes on so much later."""
-        self._proxy.delay_s = seconds
+        self.proxy.delay_s = seconds
 
     def close(self) -> None:
         """Ends it."""
-        event_loop.run(self._proxy.__aexit__())
+        event_loop.run(self.proxy.__aexit__())
 
     def _call(self, act: Callable[[], None]) -> None:
         event_loop.event_loop().call_soon_threadsafe(act)
@@ -118,8 +119,10 @@ def through_proxies(
     from_client = {
         dst: link.address for (src, dst), link in by_ends.items() if src == CLIENT
     }
+    encrypted = by_ends.values() if tls is not None else ()
     try:
-        yield ProxiedServers(servers, from_client), list(by_ends.values())
+        with data_through(link.proxy for link in encrypted):
+            yield ProxiedServers(servers, from_client), list(by_ends.values())
     finally:
         for link in by_ends.values():
             link.close()

@@ -22,13 +22,13 @@ from jgraph.rpc.calls.admission_control import (
     CallAdmission,
     RequestBudget,
 )
-from jgraph.rpc.calls.outbox import Outbox
 from jgraph.rpc.calls.stream import StreamState
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.serving import ROOM_METHOD, answer, only_reply
 from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket
 from jgraph.rpc.sockets.listener import Caller
 from jgraph.rpc.sockets.offer import Doors, SocketEnded, SocketOffer
+from jgraph.rpc.sockets.pipe import Pipe, StreamPipe
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame, Handler
@@ -82,6 +82,8 @@ class Answers:
         self._given_up: NotTakingError | DeadlineError | None = None
         self._intake: CallAdmission | None = None
         self._socket: FrameSocket | None = None
+        self._peer_has = 0
+        self._is_sending = False
         self._beside: set[asyncio.Task[None]] = set()
 
     async def serve(
@@ -113,25 +115,24 @@ class Answers:
         def feed(chunk: Buffer) -> None:
             self._feed(intake.feed(chunk), len(chunk))
 
-        offer = SocketOffer(
-            Caller.of_stream(context),
-            intake.decoder.room,
-            lambda _, data: feed(data),
-            self._move,
-        )
-        streamed = self._talk.outbox
+        self._socket, self._is_sending = None, False
+        self._peer_has = body_of(hello).received
+        room, caller = intake.decoder.room, Caller.of_stream(context)
+        offer = SocketOffer(caller, room, lambda _, data: feed(data), self._send_over)
         try:
             await self._greet(context, offer, doors)
-            self._do(streamed.run(context.write, body_of(hello).received))
             self._do(self._watch(intake))
+            streamed = StreamPipe(context.write)
+            if early:
+                self._send_over(streamed)
             for asked in early:
                 self._take(asked)
-            reading = self._read(context, feed)
+            reading = self._read(context, streamed, feed)
             await offer.beside(reading, lambda: self._is_over)
             self.may_return = self._resumable(body_of(hello), offer)
             if not self.may_return:
                 intake.decoder.finish()
-                await _flush(streamed)
+                await self._flush()
         except SocketEnded:
             self.may_return = self._resumable(body_of(hello), offer)
             raise
@@ -141,7 +142,7 @@ class Answers:
             self.may_return = self._resumable(body_of(hello), offer)
             raise
         except JGError:
-            await _flush(streamed)
+            await self._flush()
             raise
         finally:
             offer.close()
@@ -186,13 +187,15 @@ class Answers:
     async def _greet(self, context: Any, offer: SocketOffer, doors: Doors) -> None:
         reply = pb.Hello(received=self._talk.received)
         reply.MergeFrom(self._hello)
-        if self.turn == 1:
-            offer.put_into(reply, Doors(doors.local), is_near=True)
+        offer.put_into(reply, doors, is_near=self.turn == 1)
         for chunk in pack(encode(frame(hello=reply)).pieces):
             await context.write(chunk)
 
-    async def _read(self, context: Any, feed: Callable[[Buffer], None]) -> None:
+    async def _read(
+        self, context: Any, streamed: Pipe, feed: Callable[[Buffer], None]
+    ) -> None:
         while not self._is_over and (chunk := await context.read()) is not END:
+            self._send_over(streamed)
             feed(chunk)
             # Or who takes no replies would fill our memory.
             await self._talk.outbox.room()
@@ -213,20 +216,35 @@ class Answers:
     def _feed(self, received: list[Frame], nbytes: int) -> None:
         for asked in received:
             self._take(asked)
-        if self._socket is None:
+        socket = self._socket
+        if socket is None or socket.keeps:
             self._talk.took(nbytes)
+        if socket is None:
+            return
+        if self._is_over:
+            socket.close()
         elif self._talk.outbox.is_full:
-            self._socket.pause_reading()
-            self._do(self._read_again(self._socket))
+            socket.pause_reading()
+            self._do(self._read_again(socket))
 
     async def _read_again(self, socket: FrameSocket) -> None:
         await self._talk.outbox.room()
         socket.resume_reading()
 
-    def _move(self, socket: FrameSocket) -> None:
-        """Sends replies over a socket from now on."""
-        self._talk.outbox, self._socket = Outbox(), socket
-        self._do(self._talk.outbox.run_over(socket))
+    def _send_over(self, pipe: Pipe) -> None:
+        """Sends replies through what the caller uses: its first frame says that."""
+        if not self._is_sending:
+            self._is_sending = True
+            self._socket = pipe if isinstance(pipe, FrameSocket) else None
+            self._do(self._talk.outbox.run(pipe, self._peer_has))
+
+    async def _flush(self) -> None:
+        """Lets go what waits: gRPC says nothing else while it is writing."""
+        if not self._is_sending:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._talk.outbox.flushed()
 
     def _take(self, asked: Frame) -> None:
         number, method = asked.header.sequence, asked.header.method
@@ -343,10 +361,3 @@ async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
-
-
-async def _flush(outbox: Outbox) -> None:
-    """Lets go what waits for a stream: gRPC says nothing else while it is writing."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(LAST_WORDS_S):
-            await outbox.flushed()

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
 from typing import Final, final
 
 from jgraph.errors import NotTakingError
@@ -10,7 +9,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.in_flight import InFlightWindow
 from jgraph.rpc.sockets.frame_socket import AT_ONCE_BYTES, FrameSocket
-from jgraph.rpc.wire.codec import Encoded, Packer, encode, pack
+from jgraph.rpc.sockets.pipe import Pipe
+from jgraph.rpc.wire.codec import CHUNK_BYTES, Buffer, Encoded, encode
 
 FULL_BYTES: Final = 64 << 20
 UNTOLD_BYTES: Final = 1 << 30
@@ -26,19 +26,20 @@ class Outbox:
     """Sends what is put in, in order; small frames share a chunk.
 
     A writer that gives up leaves no half of a frame behind, as it could by writing
-    itself. What left over a stream of gRPC is kept until it is acknowledged, and sent
-    again over the next stream; what left over a socket is not.
+    itself. What left for another host is kept until it is acknowledged, and sent again
+    over the next pipe; what left over a Unix socket is not.
 
     Example:
       >>> from jgraph.rpc._pb import jgraph_pb2 as pb
       >>> from jgraph.rpc.wire.codec import encode
       >>> from jgraph.rpc.frames import frame
+      >>> from jgraph.rpc.sockets.pipe import StreamPipe
       >>> async def main():
       ...     sent = asyncio.Queue()
       ...     outbox = Outbox()
       ...     for _ in range(3):
       ...         outbox.put(encode(frame(empty=pb.Empty())))
-      ...     sending = asyncio.create_task(outbox.run(sent.put))
+      ...     sending = asyncio.create_task(outbox.run(StreamPipe(sent.put)))
       ...     print(len(await sent.get()), sent.empty())
       ...     sending.cancel()
       >>> asyncio.run(main())
@@ -62,7 +63,14 @@ class Outbox:
     def put(self, encoded: Encoded) -> None:
         """Queues a frame, or sends it if it is small and can leave; never blocks."""
         socket = self._idle_socket
-        if socket is not None and socket.is_free and encoded.nbytes <= AT_ONCE_BYTES:
+        if (
+            socket is not None
+            and socket.is_free
+            and encoded.nbytes <= AT_ONCE_BYTES
+            and not self._has_to_wait
+        ):
+            if socket.keeps:
+                self._keep(encoded)
             socket.write_now(b"".join(encoded.pieces))
             return
         self._frames.append(encoded)
@@ -98,14 +106,12 @@ class Outbox:
         self._received = received
         self._wake.set()
 
-    async def run(
-        self, write: Callable[[bytes], Awaitable[None]], received: int = 0
-    ) -> None:
-        """Sends until it is cancelled, or the stream fails.
+    async def run(self, pipe: Pipe, received: int = 0) -> None:
+        """Sends until it is cancelled, or the pipe fails.
 
         Args:
-          write: sends a chunk.
-          received: how many frames the other side has of earlier streams; those after
+          pipe: what frames leave through.
+          received: how many frames the other side has of earlier pipes; those after
             them are sent again first.
 
         Raises:
@@ -113,39 +119,30 @@ class Outbox:
         """
         self.acknowledge(received)
         for _, encoded in list(self._kept):
-            for chunk in pack(encoded.pieces):
-                await write(chunk)
-        while True:
-            await self._empty(write, keep=True)
-            await self._wake.wait()
+            await pipe.write(encoded.pieces)
+        try:
+            while True:
+                await self._empty(pipe)
+                # Or it would overtake what came during the last write.
+                if isinstance(pipe, FrameSocket) and not self._frames:
+                    self._idle_socket = pipe
+                await self._wake.wait()
+        finally:
+            self._idle_socket = None
 
-    async def run_over(self, socket: FrameSocket) -> None:
-        """Sends over a socket until it is cancelled."""
-        while True:
-            await self._empty(lambda chunk: socket.write((chunk,)), keep=False)
-            if not self._frames:  # or it would overtake what came during the last write
-                self._idle_socket = socket
-            await self._wake.wait()
-
-    async def _empty(
-        self, write: Callable[[bytes], Awaitable[None]], *, keep: bool
-    ) -> None:
-        packer = Packer()
+    async def _empty(self, pipe: Pipe) -> None:
         self._wake.clear()
         while self._frames or self._received:
-            if self._has_to_wait and not self._received:
-                if rest := packer.rest():
-                    await write(rest)
+            if self._must_wait:
                 await self._told()
-                continue
-            encoded = self._next(keep)
-            for piece in encoded.pieces:
-                for chunk in packer.add(piece):
-                    await write(chunk)
-        if rest := packer.rest():
-            await write(rest)
-        if not self._frames:
-            self._is_empty.set()
+            else:
+                await pipe.write(self._next(keep=pipe.keeps))
+        self._is_empty.set()
+
+    @property
+    def _must_wait(self) -> bool:
+        """Whether nothing may leave but acknowledgements, and there are none."""
+        return self._has_to_wait and not self._received
 
     @property
     def _has_to_wait(self) -> bool:
@@ -175,16 +172,23 @@ class Outbox:
             ) from None
         self._wake.clear()
 
-    def _next(self, keep: bool) -> Encoded:
-        """Takes out what is to be sent next."""
+    def _next(self, *, keep: bool) -> list[Buffer]:
+        """Takes out what is to be sent next: a frame, or several small ones."""
+        pieces: list[Buffer] = []
+        nbytes = 0
         if self._received:
-            told = pb.Ack(received=self._received)
+            pieces += encode(frame(ack=pb.Ack(received=self._received))).pieces
             self._received = 0
-            return encode(frame(ack=told))
-        encoded = self._frames.popleft()
-        self._nbytes -= encoded.nbytes
-        if keep:
-            self._number += 1
-            self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)
+        while self._frames and nbytes < CHUNK_BYTES and not self._has_to_wait:
+            encoded = self._frames.popleft()
+            self._nbytes -= encoded.nbytes
+            nbytes += encoded.nbytes
+            pieces += encoded.pieces
+            if keep:
+                self._keep(encoded)
         self._note_room()
-        return encoded
+        return pieces
+
+    def _keep(self, encoded: Encoded) -> None:
+        self._number += 1
+        self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)

@@ -14,8 +14,9 @@ from jgraph.rpc.calls.outbox import Outbox
 from jgraph.rpc.dial import SHUTTING_DOWN, is_cancelled, lost_its_end, unanswered
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.in_flight import AckCount
-from jgraph.rpc.sockets.connecting import connect_local, end_late
+from jgraph.rpc.sockets.connecting import DataDialer, connect_local, end_late
 from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket
+from jgraph.rpc.sockets.pipe import StreamPipe
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import Buffer, encode, pack
@@ -75,6 +76,7 @@ class CallStream:
       incarnation: of the server that accepted the first stream; 0: this is the first.
       ended: called when nothing can be sent any more, also before ``run`` returns.
       near: take a socket that the server offers to callers of its machine.
+      data: connects to its data port; None: nothing does.
 
     Attributes:
       incarnation: of the server, as soon as it has said it.
@@ -92,6 +94,7 @@ class CallStream:
         *,
         incarnation: int,
         near: bool,
+        data: DataDialer | None,
     ) -> None:
         self.incarnation = incarnation
         self._address = address
@@ -103,6 +106,7 @@ class CallStream:
         self._ended = ended
         self._resumes = incarnation != 0
         self._near = near and not self._resumes
+        self._data = data
         self._welcome: asyncio.Future[pb.Hello] = (
             asyncio.get_running_loop().create_future()
         )
@@ -144,7 +148,8 @@ class CallStream:
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._talk.outbox.flushed()
                 if self._socket is not None:
-                    self._socket.close()  # the server reads it to its end
+                    # The server closes it first: else it may lose what we said last.
+                    await asyncio.shield(self._socket.ended)
                 await self._stream.done_writing()
                 await self._stream.code()
 
@@ -156,8 +161,8 @@ class CallStream:
         if is_known and (error := unanswered(code, self._address)) is not None:
             return Ended(error=error)
         # Before the server has answered, nothing was sent that it could have taken.
-        may_resume = self._socket is None and details != SHUTTING_DOWN
-        return Ended(may_resume=may_resume)
+        may_resume = self._socket is None or self._socket.keeps
+        return Ended(may_resume=may_resume and details != SHUTTING_DOWN)
 
     def _end_failed(self, sending: "asyncio.Task[None]") -> None:
         """Ends the stream if sending failed; whoever reads the stream says so."""
@@ -171,26 +176,41 @@ class CallStream:
         for chunk in pack(encode(frame(hello=first)).pieces):
             await self._stream.write(chunk)
         theirs = await self._welcome
-        if self._near and theirs.HasField("local_socket"):
-            self._socket = await connect_local(theirs.local_socket, self._feed)
-        if self._socket is None:
-            await self._talk.outbox.run(self._stream.write, theirs.received)
+        if self._resumes:  # so the server learns where replies shall go
+            self._talk.outbox.tell(self._talk.received)
+        self._socket = socket = await self._connect(theirs)
+        if socket is None:
+            await self._talk.outbox.run(StreamPipe(self._stream.write), theirs.received)
             return
-        self._socket.ended.add_done_callback(self._socket_ended)
+        socket.hand_to(self._feed, self._decoder.room)
+        socket.ended.add_done_callback(self._socket_ended)
         try:
-            await self._talk.outbox.run_over(self._socket)
+            await self._talk.outbox.run(socket, theirs.received)
         finally:
-            self._socket.close()
+            socket.close()
+
+    async def _connect(self, theirs: pb.Hello) -> FrameSocket | None:
+        """Returns the socket that goes with the stream, if one is within reach."""
+        if self._near and theirs.HasField("local_socket"):
+            socket = await connect_local(theirs.local_socket, self._feed)
+            if socket is not None:
+                return socket
+        if self._data is None or not theirs.HasField("data_socket"):
+            return None
+        offer = theirs.data_socket
+        return await self._data.connect(self._address, offer, "", self._feed)
 
     def _socket_ended(self, ended: "asyncio.Future[None]") -> None:
+        assert self._socket is not None  # which ended
         self._refused = ended.exception()
-        self._ended()  # also while the stream has not said why
+        if not self._socket.keeps:
+            self._ended()  # also while the stream has not said why
         end_late(self._stream, ended)
 
     def _feed(self, chunk: Buffer) -> None:
         for reply in self._decoder.feed(chunk):
             self._reply(reply)
-        if self._socket is None:
+        if self._socket is None or self._socket.keeps:
             self._talk.took(len(chunk))
 
     def _reply(self, reply: Frame) -> None:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import grpc
 
@@ -31,6 +31,7 @@ from jgraph.rpc.shared_memory.lending import SHARED_FRAME_BYTES, lend
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
 from jgraph.rpc.sockets.connecting import DataDialer, connect_local, end_late
 from jgraph.rpc.sockets.frame_socket import ACK, LAST_WORDS_S, FrameSocket
+from jgraph.rpc.sockets.pipe import Pipe, StreamPipe
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
@@ -118,36 +119,6 @@ class Outgoing:
     )
 
 
-class _Pipe(Protocol):
-    """What frames leave through: the stream, or a socket beside it."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether it may break while both ends live."""
-
-    async def write(
-        self, pieces: Iterable[Buffer], moved: Callable[[int], None]
-    ) -> None:
-        """Writes pieces when there is room, and tells ``moved`` of them."""
-
-
-@final
-class _StreamPipe:
-    """The stream itself."""
-
-    keeps: Final = True
-
-    def __init__(self, stream: _Call) -> None:
-        self._stream = stream
-
-    async def write(
-        self, pieces: Iterable[Buffer], moved: Callable[[int], None]
-    ) -> None:
-        for chunk in pack(pieces):
-            moved(len(chunk))
-            await self._stream.write(chunk)
-
-
 @final
 class ExchangeStream:
     """Sends the frames of an ``Outgoing`` until it is finishing or the stream ends.
@@ -224,7 +195,7 @@ class ExchangeStream:
         socket = await self._connect(theirs)
         self._out.counters.leads(self._out.peer, _way_of(socket))
         if socket is None:
-            await self._send_over(_StreamPipe(self._stream), theirs.received)
+            await self._send_over(StreamPipe(self._stream.write), theirs.received)
         else:
             socket.ended.add_done_callback(partial(end_late, self._stream))
             try:
@@ -258,7 +229,7 @@ class ExchangeStream:
             out.address, theirs.data_socket, out.peer, _acknowledging(out)
         )
 
-    async def _send_over(self, pipe: _Pipe, received: int) -> None:
+    async def _send_over(self, pipe: Pipe, received: int) -> None:
         """Sends what the other side has not got, and then what is queued."""
         out = self._out
         self._may_resume = pipe.keeps
@@ -274,14 +245,14 @@ class ExchangeStream:
             await out.wake.wait()
         await self._write(pipe, encode(frame(goodbye=pb.Empty())).pieces)
 
-    async def _send_again(self, pipe: _Pipe, received: int) -> None:
+    async def _send_again(self, pipe: Pipe, received: int) -> None:
         self._out.kept.acknowledge(received)
         for number, item in list(self._out.kept):
             await self._write(pipe, (await self._encoded(item, number)).pieces)
         if not pipe.keeps:
             self._out.kept.clear()
 
-    async def _drain(self, pipe: _Pipe) -> None:
+    async def _drain(self, pipe: Pipe) -> None:
         """Writes all that is queued, also what is queued meanwhile."""
         out = self._out
         out.wake.clear()
@@ -320,7 +291,7 @@ class ExchangeStream:
         self._out.counters.sent(self._out.peer, frames=1, shared=shared)
         return encoded
 
-    async def _write(self, pipe: _Pipe, pieces: Iterable[Buffer]) -> None:
+    async def _write(self, pipe: Pipe, pieces: Iterable[Buffer]) -> None:
         await pipe.write(pieces, self._moved)
 
     def _moved(self, nbytes: int) -> None:

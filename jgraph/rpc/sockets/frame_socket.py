@@ -18,6 +18,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeAlias, cast, final
 
+from jgraph.rpc.sockets.pipe import not_counted
 from jgraph.rpc.wire.codec import Buffer
 
 READ_BYTES: Final = 64 << 10
@@ -178,7 +179,7 @@ class FrameSocket(asyncio.BufferedProtocol):
         self.write_now(ACK.pack(received))
 
     async def write(
-        self, pieces: Iterable[Buffer], moved: Callable[[int], None] = lambda _: None
+        self, pieces: Iterable[Buffer], moved: Callable[[int], None] = not_counted
     ) -> None:
         """Writes pieces when there is room; large ones are not copied.
 

@@ -12,6 +12,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls import outbox
 from jgraph.rpc.calls.outbox import Outbox
 from jgraph.rpc.frames import frame
+from jgraph.rpc.sockets.pipe import StreamPipe
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.codec import encode
 from jgraph.rpc.wire.decoder import Decoder
@@ -44,7 +45,7 @@ def test_frames_of_an_outbox_arrive_once_over_streams_that_fail(seed: int) -> No
         # Sometimes it tells what it has, always at the next stream.
         if chance.random() < 0.5:
             box.acknowledge(len(got))
-        await box.run(write, len(got))
+        await box.run(StreamPipe(write), len(got))
 
     async def main() -> None:
         box, sent = Outbox(), 0
@@ -133,7 +134,7 @@ def test_one_who_acknowledges_nothing_does_not_fill_the_memory(
         for _ in range(20):
             box.put(encode(frame(empty=pb.Empty(), tensors=[np.zeros(100_000)])))
         with pytest.raises(NotTakingError, match=r"was acknowledged for 0\.05 s"):
-            await box.run(count)
+            await box.run(StreamPipe(count))
         assert left < 3 << 20
 
     asyncio.run(main())
