@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -49,6 +49,13 @@ def server(
             "so does a firewall that lets only the task's own port through."
         ),
     ] = "0",
+    data_encryption: Annotated[
+        str,
+        typer.Option(
+            help="What protects the data port where there are certificates: 'records' "
+            "sealed with AES-256-GCM, or 'tls', which takes more time."
+        ),
+    ] = "records",
     tls_dir: Annotated[
         Path | None,
         typer.Option(
@@ -127,7 +134,7 @@ def server(
     if job == "ps":  # a ps must not take an accelerator from a worker; JAX reads it
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jgraph.cluster.options import allowed_sources_in
-    from jgraph.cluster.transport_choice import tls_directory_in
+    from jgraph.cluster.transport_choice import DataEncryption, tls_directory_in
     from jgraph.server.main import configure_logging, serve
     from jgraph.server.process_setup import set_up_process
     from jgraph.server.server import Server
@@ -144,6 +151,7 @@ def server(
         bind=bind,
         health_port=health_port,
         data_port=data_port,
+        data_encryption=cast(DataEncryption, data_encryption),  # the server checks it
         tls=tls_dir,
         token_file=token_file,
         insecure_i_accept=insecure_i_accept,

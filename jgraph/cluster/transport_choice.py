@@ -20,6 +20,8 @@ TransportChoice: TypeAlias = Literal["auto", "network", "stream", "grpc"]
 """``auto`` reaches tasks of the same machine through shared memory and Unix sockets;
 ``network`` all of them as if they were on other machines (``grpc`` is its older name);
 ``stream`` too, with all bytes in gRPC's streams."""
+DataEncryption: TypeAlias = Literal["records", "tls"]
+"""What protects a data port where there is TLS."""
 DataPort: TypeAlias = int | str
 """Where frames from other machines arrive: 0 takes a free port, ``off`` leaves them in
 gRPC's streams."""
@@ -145,6 +147,19 @@ def check_transport(choice: str) -> None:
             f"transport='{choice}' is not an option; write transport='auto' (shared "
             "memory between tasks of one machine), transport='network' (sockets "
             "between all), or transport='stream' (gRPC between all)"
+        )
+
+
+def check_data_encryption(choice: str) -> None:
+    """Refuses a choice that there is not.
+
+    Raises:
+      ConfigError: it is neither ``"records"`` nor ``"tls"``.
+    """
+    if choice not in {"records", "tls"}:
+        raise ConfigError(
+            f"data_encryption='{choice}' is not an option; write "
+            "data_encryption='records' or data_encryption='tls'"
         )
 
 

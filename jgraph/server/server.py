@@ -18,12 +18,14 @@ from jgraph.cluster.methods import ROLES
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import (
+    DataEncryption,
     DataPort,
     TLSFiles,
     TransportChoice,
     as_tls,
     bound_data_port,
     certificates_of,
+    check_data_encryption,
     check_transport,
     is_loopback,
     target_of,
@@ -65,7 +67,7 @@ class TaskServer:
       token: what whoever calls must show.
       health_bind: the same for the health service, which has a port of its own so
         that it answers when the task is busy.
-      transport, data_port: how tensors reach other tasks, and this one.
+      transport, data_port, data_encryption: how tensors travel; see ``Server``.
       tls: certificates of the task; None speaks plain text.
       allow_sources, max_request_bytes, overdue_s: see ``Server``.
 
@@ -82,6 +84,7 @@ class TaskServer:
         health_bind: str = "127.0.0.1:0",
         transport: TransportChoice = "auto",
         data_port: DataPort = 0,
+        data_encryption: DataEncryption = "records",
         tls: TLS | None = None,
         allow_sources: Sequence[str] = (),
         max_request_bytes: int | None = None,
@@ -100,6 +103,7 @@ class TaskServer:
             bind=bind,
             same_machine="auto" if transport == "auto" else "off",
             data_port=bound_data_port(transport, data_port),
+            data_encryption=data_encryption,
             max_request_bytes=max_request_bytes,
             token=token,
             roles=ROLES,
@@ -195,6 +199,8 @@ class Server:
         ``"stream"`` too, with all bytes in gRPC's streams.
       data_port: where frames from other machines arrive, beside the task's own port
         (0: any); ``"off"`` leaves them in gRPC's streams, which is slower.
+      data_encryption: with ``tls``, what protects the data port: ``"records"``, sealed
+        with keys that travel in the encrypted stream, or ``"tls"``, which is slower.
       tls: the directory that ``jgraph certs`` wrote, or the ``TLS`` files of this
         task: whoever connects must have a certificate too. None speaks plain text.
       token_file: the token that every caller must show, in a file that other users may
@@ -238,6 +244,7 @@ class Server:
         health_port: int = 0,
         transport: TransportChoice = "auto",
         data_port: DataPort = 0,
+        data_encryption: DataEncryption = "records",
         tls: TLSFiles | None = None,
         token_file: str | os.PathLike[str] | None = None,
         insecure_i_accept: bool = False,
@@ -248,6 +255,7 @@ class Server:
     ) -> None:
         check_transport(transport)
         bound_data_port(transport, data_port)
+        check_data_encryption(data_encryption)
         if tls is None and not insecure_i_accept:
             _check_bind(bind)
         self.cluster = ClusterSpec(cluster, port_zero=True)
@@ -256,6 +264,7 @@ class Server:
         self._health_port = health_port
         self._transport: TransportChoice = transport
         self._data_port: DataPort = data_port
+        self._data_encryption: DataEncryption = data_encryption
         self._tls = as_tls(tls, self.task)
         self._token = find_token(token_file, certificates_of(self._tls))
         self._allow_sources = tuple(allow_sources)
@@ -303,6 +312,7 @@ class Server:
             health_bind=f"{self._bind}:{self._health_port}",
             transport=self._transport,
             data_port=self._data_port,
+            data_encryption=self._data_encryption,
             tls=self._tls,
             allow_sources=self._allow_sources,
             max_request_bytes=self._max_request_bytes,

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import struct
+from collections.abc import Callable
 from functools import partial
 from typing import Self, final
 
@@ -30,6 +31,7 @@ class TcpProxy:
       data_bytes: of those to data ports, towards the target.
       cut_after_bytes: once this many have passed towards the target, all connections
         are reset, and the number is forgotten.
+      watch: is given what passes to and from data ports.
       delay_s: what arrives is passed on so much later.
       flips: so many times one bit of what passes next, either way, is another.
       held: set when something arrived that is not passed on, because it is silent.
@@ -51,6 +53,7 @@ class TcpProxy:
         self.passed_bytes = 0
         self.data_bytes = 0
         self.cut_after_bytes: int | None = None
+        self.watch: Callable[[bytes], object] = len
         self.delay_s = 0.0
         self.flips = 0
         self.held = asyncio.Event()
@@ -132,6 +135,8 @@ class TcpProxy:
                 passing = chunk[: None if is_back else self._left()]
                 if is_back and not is_data:
                     passing = await self._led_here(chunk)
+                if is_data:
+                    self.watch(passing)
                 sink.write(self._flipped(passing))
                 await sink.drain()
                 if not is_back:

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from jgraph.graph.ir import TaskName
-from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.grpc.transport import DataEncryption, GrpcTransport
 from jgraph.rpc.security.certificates import make_certificates
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.transport import Address, Transport
@@ -30,6 +30,7 @@ def make(
     max_queued_bytes: int | None = None,
     same_machine: Literal["auto", "off"] = "off",
     data_port: int | None = 0,
+    data_encryption: DataEncryption = "records",
     certificates: Path | None = None,
 ) -> Transport:
     return GrpcTransport(
@@ -38,6 +39,7 @@ def make(
         max_queued_bytes=max_queued_bytes,
         same_machine=same_machine,
         data_port=data_port,
+        data_encryption=data_encryption,
         tls=None if certificates is None else TLS.of(certificates, task),
     )
 
@@ -82,12 +84,17 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("data_port", [0, None])
-def test_grpc_transport_conforms_over_tls(
-    name: str, data_port: int | None, certificates: Path
+@pytest.mark.parametrize("how", ["records", "tls", "streams"])
+def test_grpc_transport_conforms_encrypted(
+    name: str, how: str, certificates: Path
 ) -> None:
     async def main() -> None:
-        secret = partial(make, data_port=data_port, certificates=certificates)
+        secret = partial(
+            make,
+            data_port=None if how == "streams" else 0,
+            data_encryption="tls" if how == "tls" else "records",
+            certificates=certificates,
+        )
         await CHECKS[name](secret)
 
     run_async(main())

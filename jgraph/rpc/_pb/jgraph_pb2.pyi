@@ -544,19 +544,28 @@ class DataSocket(_message.Message):
     PORT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     WELCOME_FIELD_NUMBER: _builtins.int
+    KEY_TO_ACCEPTING_FIELD_NUMBER: _builtins.int
+    KEY_TO_DIALING_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     ticket: _builtins.bytes
     welcome: _builtins.bytes
+    key_to_accepting: _builtins.bytes
+    """On a stream with TLS whose accepting side seals records: keys of 32 bytes, fresh for
+    this connection. After the ticket all bytes are sealed, and there is no TLS.
+    """
+    key_to_dialing: _builtins.bytes
     def __init__(
         self,
         *,
         port: _builtins.int = ...,
         ticket: _builtins.bytes = ...,
         welcome: _builtins.bytes = ...,
+        key_to_accepting: _builtins.bytes = ...,
+        key_to_dialing: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "ticket", b"ticket", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_to_accepting", b"key_to_accepting", "key_to_dialing", b"key_to_dialing", "port", b"port", "ticket", b"ticket", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

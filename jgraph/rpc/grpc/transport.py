@@ -8,7 +8,7 @@ import ssl
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
-from typing import Final, Literal, final
+from typing import Final, Literal, TypeAlias, final
 
 import grpc
 
@@ -53,6 +53,7 @@ from jgraph.rpc.wire.buffer_pool import BufferPool
 from jgraph.rpc.wire.codec import MAX_FRAME_BYTES, Prepared, prepare
 from jgraph.rpc.wire.decoder import Decoder
 
+DataEncryption: TypeAlias = Literal["records", "tls"]
 STOP_GRACE_S: Final = 1.0
 """How long ``close`` waits for streams that it ended to be over."""
 MAX_CONCURRENT_STREAMS: Final = 4096
@@ -91,6 +92,9 @@ class GrpcTransport:
       roles: which role may call which method; None: every one all.
       tls: certificates; both sides of every connection then show theirs. None speaks
         plain text.
+      data_encryption: with ``tls``, what protects the data port: ``"records"`` of 1 MiB
+        that are sealed with keys from the stream's TLS, or ``"tls"``, which costs more.
+        A side that says ``"tls"`` sends no records.
       incarnation: identity of this start of the task; random unless given.
       protocol: version of the wire contract, for tests.
 
@@ -132,6 +136,7 @@ class GrpcTransport:
         token: Token | None = None,
         roles: Roles | None = None,
         tls: TLS | None = None,
+        data_encryption: DataEncryption = "records",
         incarnation: int | None = None,
         protocol: int = PROTOCOL,
     ) -> None:
@@ -146,6 +151,7 @@ class GrpcTransport:
         self.incarnation = incarnation or secrets.randbits(64) or 1
         self._bind = bind
         self._data_port = data_port
+        self._data_encryption = data_encryption
         self._max_frame_bytes = max_frame_bytes
         self._hello = hello(task, self.incarnation, protocol)
         self._is_near = same_machine == "auto" and is_supported()
@@ -162,7 +168,10 @@ class GrpcTransport:
         self._counters = Counters()
         self._data: DataDialer | None = None
         if data_port is not None:
-            self._data = DataDialer(self._tls_context(accepts=False))
+            self._data = DataDialer(
+                self._tls_context(accepts=False),
+                takes_records=data_encryption == "records",
+            )
         self._service: Service | None = None
         self._listening: asyncio.Task[None] | None = None
         self._sequences: dict[TaskName, int] = {}
@@ -233,7 +242,9 @@ class GrpcTransport:
             except OSError as error:
                 where = f"{self._bind.rpartition(':')[0]}:{self._data_port}"
                 raise bind_error(where) from error
-            data = SocketListener(self._tls_context(accepts=True))
+            seals = self._identity is not None and self._data_encryption == "records"
+            context = None if seals else self._tls_context(accepts=True)
+            data = SocketListener(context, seals=seals)
             data.open(listening)
             self.data_port = data.port
         if self._is_near:

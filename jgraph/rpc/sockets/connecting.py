@@ -15,6 +15,7 @@ from jgraph.rpc.dial import split_address
 from jgraph.rpc.security.tls import expected_at
 from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket, Take
 from jgraph.rpc.sockets.listener import HANDSHAKE_TIMEOUT_S, TICKET_BYTES, Ticket
+from jgraph.rpc.sockets.records import KEY_BYTES
 from jgraph.rpc.transport import Address
 
 FILTERED_S: Final = 60.0
@@ -56,10 +57,14 @@ class DataDialer:
 
     Args:
       tls: what this side shows and demands; None: plain text.
+      takes_records: with TLS, records will do that are sealed with keys from there.
     """
 
-    def __init__(self, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, tls: ssl.SSLContext | None, *, takes_records: bool = True
+    ) -> None:
         self._tls = tls
+        self._takes_records = tls is not None and takes_records
         self._filtered: dict[tuple[str, int], float] = {}
         self._said: set[tuple[str, str]] = set()
 
@@ -78,14 +83,8 @@ class DataDialer:
         now = asyncio.get_running_loop().time
         if self._filtered.get(there, 0.0) > now():
             return None
-        expected = expected_at(task)
         try:
-            made = await _shown(
-                lambda make: self._open(make, *there),
-                Ticket(offer.ticket, offer.welcome),
-                lambda made: self._tls is None or expected in made.names,
-                take,
-            )
+            made = await self._dial(there, offer, expected_at(task), take)
         except TimeoutError:
             self._filtered[there] = now() + FILTERED_S
             why = f"no answer within {HANDSHAKE_TIMEOUT_S:g} s; does a firewall drop it"
@@ -105,15 +104,38 @@ class DataDialer:
             )
         return None
 
+    async def _dial(
+        self, there: tuple[str, int], offer: pb.DataSocket, expected: str, take: Take
+    ) -> FrameSocket:
+        keys = offer.key_to_accepting, offer.key_to_dialing
+        if not any(keys):
+            ticket, tls = Ticket(offer.ticket, offer.welcome), self._tls
+        elif not self._takes_records or {len(key) for key in keys} != {KEY_BYTES}:
+            raise PermissionError("it seals records, and this side takes none")
+        else:
+            ticket, tls = Ticket(offer.ticket, offer.welcome, keys), None
+
+        def is_right(made: FrameSocket) -> bool:
+            return tls is None or expected in made.names
+
+        async def open_it(make: Callable[[], FrameSocket]) -> None:
+            await self._open(make, *there, tls)
+
+        return await _shown(open_it, ticket, is_right, take)
+
     async def _open(
-        self, make: Callable[[], FrameSocket], host: str, port: int
-    ) -> object:
-        return await asyncio.get_running_loop().create_connection(
+        self,
+        make: Callable[[], FrameSocket],
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        await asyncio.get_running_loop().create_connection(
             make,
             host,
             port,
-            ssl=self._tls,
-            server_hostname=None if self._tls is None else "",
+            ssl=tls,
+            server_hostname=None if tls is None else "",
         )
 
 
@@ -149,6 +171,7 @@ async def _shown(
             await open_it(lambda: made)
             if is_right(made):
                 made.write_now(ticket.shown)
+                ticket.seal(made, accepts=False)
                 is_welcome = await welcomed
     finally:
         if not is_welcome:

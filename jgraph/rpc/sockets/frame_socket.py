@@ -11,6 +11,7 @@ receiver gets.
 """
 
 import asyncio
+import logging
 import os
 import socket as sockets
 import ssl
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeAlias, cast, final
 
 from jgraph.rpc.sockets.pipe import not_counted
+from jgraph.rpc.sockets.records import Opener, RecordError, Sealer
 from jgraph.rpc.wire.codec import Buffer
 
 READ_BYTES: Final = 64 << 10
@@ -38,6 +40,7 @@ LAST_WORDS_S: Final = 1.0
 """How long a stream may outlive the socket beside it, to say why."""
 ACK: Final = struct.Struct("<Q")
 
+_logger = logging.getLogger(__name__)
 _UCRED: Final = struct.Struct("iII")
 _SILENT_MS: Final = 15_000
 _TCP_OPTIONS: Final = {
@@ -73,6 +76,8 @@ class FrameSocket(asyncio.BufferedProtocol):
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._into = self._scratch
         self._piece_bytes = PIECE_BYTES
+        self._sealer: Sealer | None = None
+        self._opener: Opener | None = None
         self._transport: asyncio.Transport | None = None
         self._resumed: asyncio.Future[None] | None = None
 
@@ -101,8 +106,15 @@ class FrameSocket(asyncio.BufferedProtocol):
         self._take = take
         self._room = room or _nowhere
 
+    def seal(self, sealer: Sealer, opener: Opener) -> None:
+        """Seals what is written from now on, and opens what arrives."""
+        self._sealer, self._opener = sealer, opener
+        self._piece_bytes = SEALED_PIECE_BYTES
+
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns where to read to."""
+        if self._opener is not None:
+            return self._opener.room()
         self._into = self._room(IN_PLACE_BYTES) or self._scratch
         return self._into
 
@@ -111,12 +123,27 @@ class FrameSocket(asyncio.BufferedProtocol):
         # Kept nowhere here: it may be of a tensor that is complete now.
         into, self._into = self._into, self._scratch
         try:
-            self._take(into[:nbytes])
+            if self._opener is None:
+                self._take(into[:nbytes])
+                return
+            for plain in self._opener.opened(nbytes, self._belongs):
+                self._take(plain)
+        except RecordError as error:
+            self._break(error)
         except Exception as error:  # noqa: BLE001  # whoever waits for the end gets it
             if not self.ended.done():
                 self.ended.set_exception(error)
                 self.ended.exception()  # seen: not everybody asks why it ended
             self.close()
+
+    def _belongs(self, least: int) -> memoryview | None:
+        return self._room(least)  # whoever takes one record may change it for the next
+
+    def _break(self, error: RecordError) -> None:
+        """Ends the connection as if the network did: it is made again."""
+        if self._transport is not None:
+            _logger.info("A connection with %s ends: %s.", self.host, error)
+            self._transport.abort()
 
     def pause_writing(self) -> None:
         """Lets writers wait."""
@@ -172,7 +199,16 @@ class FrameSocket(asyncio.BufferedProtocol):
     def write_now(self, data: bytes) -> None:
         """Writes, whatever waits already; nothing after the end."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+            self._transport.write(self._sealed(data))
+
+    def _sealed(self, data: Buffer, *, is_end: bool = False) -> Buffer | bytearray:
+        if self._sealer is None:
+            return data
+        try:
+            return self._sealer.seal(data, is_end=is_end)
+        except RecordError as error:
+            self._break(error)
+            return b""
 
     def acknowledge(self, received: int) -> None:
         """Tells the sender of frames how many arrived."""
@@ -192,7 +228,11 @@ class FrameSocket(asyncio.BufferedProtocol):
                 await asyncio.shield(self._resumed)
             if self._transport is None or self._transport.is_closing():
                 return
-            self._transport.writelines(parts)
+            if self._sealer is None:
+                self._transport.writelines(parts)
+            else:
+                for part in parts:
+                    self._transport.write(self._sealed(part))
             moved(sum(map(len, parts)))
 
     def pause_reading(self) -> None:
@@ -211,6 +251,8 @@ class FrameSocket(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
+        if self._sealer is not None:
+            transport.write(self._sealed(b"", is_end=True))
         transport.close()
         if transport.get_write_buffer_size() or self._piece_bytes != PIECE_BYTES:
             asyncio.get_running_loop().call_later(LAST_WORDS_S, transport.abort)

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 from jgraph.rpc.security.refusals import RefusalLog
 from jgraph.rpc.sockets.frame_socket import FrameSocket
+from jgraph.rpc.sockets.records import Opener, Sealer, new_key
 
 TICKET_BYTES: Final = 32
 HANDSHAKE_TIMEOUT_S: Final = 2.0
@@ -77,10 +78,23 @@ def _plain_host(host: str) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a caller shows, and what it is answered; each is random."""
+    """What a caller shows, and what it is answered; each is random.
+
+    Attributes:
+      shown: by the caller.
+      answer: to that.
+      keys: of records to the accepting side, and back; None: nothing is sealed.
+    """
 
     shown: bytes
     answer: bytes
+    keys: tuple[bytes, bytes] | None = None
+
+    def seal(self, socket: FrameSocket, *, accepts: bool) -> None:
+        """Seals what follows the ticket, if there are keys."""
+        if self.keys is not None:
+            theirs, ours = self.keys if accepts else self.keys[::-1]
+            socket.seal(Sealer(ours), Opener(theirs))
 
 
 @final
@@ -88,7 +102,8 @@ class SocketListener:
     """Where callers of a task connect beside their streams.
 
     Args:
-      tls: what guests must show, and are shown; None: plain text.
+      tls: what guests must show, and are shown; None: plain text, or records.
+      seals: bytes are sealed with keys that travel with the tickets.
 
     Example:
       >>> from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -116,10 +131,13 @@ class SocketListener:
       port: of TCP, if it is that.
     """
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, tls: ssl.SSLContext | None = None, *, seals: bool = False
+    ) -> None:
         self.name = ""
         self.port = 0
         self._tls = tls
+        self._seals = seals
         self._is_closed = False
         self._accepting: asyncio.Task[None] | None = None
         self._tickets: dict[
@@ -148,8 +166,11 @@ class SocketListener:
 
         Only that caller can make a connection with it, one, and soon.
         """
-        random = secrets.token_bytes(TICKET_BYTES), secrets.token_bytes(TICKET_BYTES)
-        ticket = Ticket(*random)
+        ticket = Ticket(
+            secrets.token_bytes(TICKET_BYTES),
+            secrets.token_bytes(TICKET_BYTES),
+            (new_key(), new_key()) if self._seals else None,
+        )
         self._tickets[ticket.shown] = ticket, caller, welcome
         asyncio.get_running_loop().call_later(TICKET_S, self.withdraw, ticket)
         return ticket
@@ -219,9 +240,14 @@ class SocketListener:
 
     def _welcome(self, guest: FrameSocket, shown: bytes) -> None:
         ticket, caller, welcome = self._tickets.pop(shown, (None, None, None))
-        if ticket is None or caller is None or welcome is None or not caller.has(guest):
+        if ticket is None or caller is None or welcome is None:
             self._refuse(guest)
             return
+        # Who has the keys shows that by its first record.
+        if ticket.keys is None and not caller.has(guest):
+            self._refuse(guest)
+            return
+        ticket.seal(guest, accepts=True)
         guest.write_now(ticket.answer)
         welcome(guest)
 

@@ -93,6 +93,10 @@ class SocketOffer:
             hello.data_socket.port = doors.data.port
             hello.data_socket.ticket = ticket.shown
             hello.data_socket.welcome = ticket.answer
+            if ticket.keys is not None:
+                to_accepting, to_dialing = ticket.keys
+                hello.data_socket.key_to_accepting = to_accepting
+                hello.data_socket.key_to_dialing = to_dialing
 
     @property
     def is_local(self) -> bool:

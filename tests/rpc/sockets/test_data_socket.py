@@ -196,13 +196,13 @@ def test_data_port_out_of_reach_leaves_frames_to_the_stream_with_one_line(
     waits = Counter[str]()
 
     async def leads_elsewhere(
-        self: connecting.DataDialer, make: object, host: str, port: int
-    ) -> object:
+        self: connecting.DataDialer, make: object, host: str, port: int, tls: object
+    ) -> None:
         if how == "filtered":
             waits[str(self)] += 1
             await asyncio.Event().wait()
         other = 1 if how == "refused" else port
-        return await opened(self, make, host, other)  # type: ignore[arg-type]
+        await opened(self, make, host, other, tls)  # type: ignore[arg-type]
 
     monkeypatch.setattr(connecting.DataDialer, "_open", leads_elsewhere)
     if how == "filtered":
