@@ -14,13 +14,17 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import split_address
 from jgraph.rpc.security.tls import expected_at
 from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket, Take
-from jgraph.rpc.sockets.listener import HANDSHAKE_TIMEOUT_S, TICKET_BYTES, Ticket
+from jgraph.rpc.sockets.listener import (
+    HANDSHAKE_TIMEOUT_S,
+    KERNEL_BYTES,
+    TICKET_BYTES,
+    Ticket,
+)
 from jgraph.rpc.sockets.records import KEY_BYTES
 from jgraph.rpc.transport import Address
 
 FILTERED_S: Final = 60.0
 """A port that did not answer at all is not tried again for so long."""
-KERNEL_BYTES: Final = 512 << 10
 _logger = logging.getLogger(__name__)
 _Open: TypeAlias = Callable[[Callable[[], FrameSocket]], Awaitable[object]]
 

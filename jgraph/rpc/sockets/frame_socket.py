@@ -142,7 +142,7 @@ class FrameSocket(asyncio.BufferedProtocol):
     def _break(self, error: RecordError) -> None:
         """Ends the connection as if the network did: it is made again."""
         if self._transport is not None:
-            _logger.info("A connection with %s ends: %s.", self.host, error)
+            _logger.info("A data socket ends, and is made again: %s.", error)
             self._transport.abort()
 
     def pause_writing(self) -> None:

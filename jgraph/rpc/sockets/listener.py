@@ -23,6 +23,8 @@ TICKET_S: Final = 10.0
 MAX_GUESTS: Final = 64
 """Connections at once that have not shown a ticket yet; more are closed at once."""
 PREFIX: Final = "jgraph-"
+KERNEL_BYTES: Final = 512 << 10
+"""What the kernel keeps of a Unix socket in each direction."""
 _NO_MORE_FILES_S: Final = 1.0
 _NO_MORE_FILES: Final = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -71,7 +73,10 @@ def _plain_host(host: str) -> str:
       >>> _plain_host("::ffff:10.0.0.1"), _plain_host("fe80::1%eth0")
       ('10.0.0.1', 'fe80::1')
     """
-    found = ipaddress.ip_address(host.partition("%")[0])
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
     return str(getattr(found, "ipv4_mapped", None) or found)
 
 
@@ -270,6 +275,7 @@ def new_local_socket() -> tuple[sockets.socket, str]:
     name = f"{PREFIX}{secrets.token_hex(16)}"
     made = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     try:
+        made.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, KERNEL_BYTES)
         made.bind(f"\0{name}")
         made.listen()
     except BaseException:
@@ -294,5 +300,6 @@ def new_data_socket(host: str, port: int) -> sockets.socket:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
-    family, *_, address = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)[0]
+    found = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda one: one[0] != sockets.AF_INET)
     return sockets.create_server(address[:2], family=family)
