@@ -70,14 +70,14 @@ BUGS: Final = {
     ),
     "updates are decided without a master": Bug(
         "coordination/sync/aggregation.py",
-        "if self._unsupervised or len(there) < self.needed:",
-        "if len(there) < self.needed:",
+        "if self._unsupervised or len(whole) < self.needed:",
+        "if len(whole) < self.needed:",
         f"{TRANSCRIPT}[sync/aggregation/silent_master]",
     ),
     "a run goes on to decide without its master": Bug(
         "coordination/sync/aggregation.py",
-        "if self._unsupervised or len(there) < self.needed:",
-        "if len(there) < self.needed:",
+        "if self._unsupervised or len(whole) < self.needed:",
+        "if len(whole) < self.needed:",
         "tests/simulation/test_sync.py::"
         "test_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals",
     ),
@@ -181,8 +181,8 @@ BUGS: Final = {
     ),
     "a replica contributes to an update twice": Bug(
         "coordination/sync/sync_gate.py",
-        "if self._contributed.get(step[0], -1) < self.version",
-        "if self._contributed.get(step[0], -1) <= self.version",
+        "return self._contributed.get(step[0], -1) < self.version",
+        "return self._contributed.get(step[0], -1) <= self.version",
         SYNCHRONOUS,
     ),
     "a batch that counts is dealt again": Bug(
