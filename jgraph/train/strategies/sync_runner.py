@@ -68,7 +68,9 @@ class SyncRunner:
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
-        prepared = self._runs.begin(order, partial(self._book, order))
+        prepared = self._runs.begin(
+            order, lambda: self._book(order, self.state.global_step())
+        )
         make = partial(self._open_round, prepared, order)
         yield from self._runs.run(prepared, order, make, None)
 
@@ -102,11 +104,10 @@ class SyncRunner:
         on_ps = (averaging(applied, gate, shards),)
         return Prepared(graph, planned, names, shards, finite, on_ps)
 
-    def _book(self, order: Order) -> BatchBook:
+    def _book(self, order: Order, version: int) -> BatchBook:
         """Returns the book of a run that begins where the state is."""
         plan = order.dataset.plan(order.batch_size, order.seed)
-        skip = self.state.global_step() * self._wanted
-        return BatchBook(plan, self.state.position, skip=skip)
+        return BatchBook(plan, self.state.position, skip=version * self._wanted)
 
     def _open_round(
         self, prepared: Prepared, order: Order, run: str
@@ -139,7 +140,7 @@ class SyncRunner:
             replicas={one.handle: one.task for one in workers},
             shards=shards,
             plan=plan,
-            position=self._book(order).position(),
+            position=self._book(order, version).position(),
             halt_every=order.halts,
             halt_s=self.state.halt_s,
         )
