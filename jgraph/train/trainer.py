@@ -38,6 +38,7 @@ from jgraph.train.model.optimizer import Optimizer, unwrapped
 from jgraph.train.model.stateful_metrics import Metrics, split_metrics
 from jgraph.train.model.trees import Tree
 from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
+from jgraph.train.run.callbacks import check_evaluated
 from jgraph.train.run.history import History
 from jgraph.train.run.hooks import Callback, as_callbacks
 from jgraph.train.run.progress import display_of
@@ -85,7 +86,7 @@ class Trainer:
       seed: decides the order of examples, dropout, and a linen model's initial values.
       variables: linen only: what ``model.init`` returned; if unset, it is called with
         the fields of a dict that are named as the inputs, else with the first field.
-      sparse: how parameters are updated of which the loss only looks up rows
+      sparse: how tables are updated: parameters of which the loss only looks up rows
         (``nn.Embed``, ``nnx.Embed``, ``jnp.take(table, ids, axis=0)``, ``table[ids]``);
         just these rows travel. ``"auto"``: the numbers are those of plain optax: an
         optimizer that changes rows without a gradient too (momentum, weight decay)
@@ -227,6 +228,7 @@ class Trainer:
         check_evaluation(eval_data, eval_every)
         check_wait(wait_s)
         called = as_callbacks(callbacks)
+        check_evaluated(called, eval_data, eval_every)
         data = data if y is None else (data, y)
         config, evaluate = self._config, self._state.evaluated
         request = FitRequest(

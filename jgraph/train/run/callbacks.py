@@ -6,6 +6,7 @@ method ``close`` is closed when the run ends.
 
 import math
 import os
+from collections.abc import Iterable
 from typing import Any, final
 
 from jgraph.errors import ConfigError, NonFiniteError
@@ -110,10 +111,11 @@ class EarlyStopping:
     Attributes:
       best: the best value of the run so far; None before the first, and NaN is none.
       best_step: updates of the model that had it.
+      evaluated: the metric, if it is one of an evaluation; else empty.
 
     Raises:
-      ConfigError: ``restore_best`` with a metric of the training; when it is called:
-        the run has no such metric.
+      ConfigError: ``restore_best`` with a metric of the training. From ``fit``: the run
+        has no such metric, or evaluates it at its end only.
 
     Source: keras/src/callbacks/early_stopping.py.
 
@@ -131,7 +133,8 @@ class EarlyStopping:
         higher_is_better: bool = False,
         restore_best: bool = False,
     ) -> None:
-        if restore_best and not metric.startswith("eval_"):
+        self.evaluated = metric if metric.startswith("eval_") else ""
+        if restore_best and not self.evaluated:
             raise ConfigError(
                 f"restore_best goes back to a copy that was evaluated, and '{metric}' "
                 "is a metric of the training; give 'eval_loss'"
@@ -166,10 +169,9 @@ class EarlyStopping:
         value = found[self._metric]
         best = self._sign * math.inf if self.best is None else self.best
         if self._sign * (best - value) > self._min_delta:
-            evaluated = self._metric.startswith("eval_")
             self.best, self._waited = value, 0
             self._copy = report.copy if self.restore_best else None
-            self.best_step = report.evaluation_step if evaluated else report.step
+            self.best_step = report.evaluation_step if self.evaluated else report.step
             return
         self._waited += 1
         if self._waited >= self._patience:
@@ -182,7 +184,7 @@ class EarlyStopping:
             run.go_back(copy.values, copy.position)
 
     def _values(self, report: Report) -> dict[str, float] | None:
-        if not self._metric.startswith("eval_"):
+        if not self.evaluated:
             return dict(report.metrics)
         if report.evaluation is None:
             return None
@@ -194,6 +196,25 @@ class EarlyStopping:
 
     def _repr_html_(self) -> str:
         return markup.lines(repr(self))
+
+
+def check_evaluated(
+    callbacks: Iterable[object], eval_data: object, eval_every: int | None
+) -> None:
+    """Refuses to stop early by what a run evaluates at its end only, or never.
+
+    Raises:
+      ConfigError: says what to give.
+    """
+    for callback in callbacks:
+        metric = callback.evaluated if isinstance(callback, EarlyStopping) else ""
+        if metric and (eval_data is None or eval_every is None):
+            data = "eval_data=(x, y) and " if eval_data is None else ""
+            raise ConfigError(
+                f"EarlyStopping waits for '{metric}', which this run evaluates "
+                f"{'never' if data else 'at its end only'}; give {data}eval_every=100, "
+                "or wait for a metric of the training, such as 'loss'"
+            )
 
 
 @final

@@ -180,3 +180,17 @@ def test_a_callback_is_closed_when_its_run_ends_however_it_ends() -> None:
     with pytest.raises(ZeroDivisionError):
         fit(callback)
     assert callback.count == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"'eval_loss', .* evaluates never; give eval_data=\(x, y\) and eval_ev"),
+        ({"eval_data": data()}, "at its end only; give eval_every=100, or wait for"),
+    ],
+)
+def test_early_stopping_that_would_wait_in_vain_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(EarlyStopping(), **options)
