@@ -35,10 +35,10 @@ class Work:
 
 SELECTION = {
     "scalar": Work("scalar", 0, (1, 4, 8)),
-    "dense8": Work("dense", 8, (1, 4, 8), ("auto", "grpc")),
-    "dense100": Work("dense", 100, (1, 4, 8), ("auto", "grpc")),
+    "dense8": Work("dense", 8, (1, 4, 8), ("auto", "network")),
+    "dense100": Work("dense", 100, (1, 4, 8), ("auto", "network")),
     "sparse": Work("sparse", 0, (1, 4)),
-    "mlp": Work("mlp", 0, (1, 2, 4), ("auto", "grpc")),
+    "mlp": Work("mlp", 0, (1, 2, 4), ("auto", "network")),
     "sync-scalar": Work("scalar", 0, (2, 4), mode="sync"),
     "sync-dense8": Work("dense", 8, (2, 4), mode="sync"),
 }
@@ -175,7 +175,7 @@ def main(args: Sequence[str] | None = None) -> None:
     names = list(SELECTION)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--workers", type=int, nargs="+", help="in place of the usual")
-    parser.add_argument("--transport", nargs="+", choices=["auto", "grpc"])
+    parser.add_argument("--transport", nargs="+", choices=["auto", "network"])
     peers = list(PEERS)
     parser.add_argument("--peer", nargs="+", choices=peers, default=peers[:1])
     parser.add_argument("--ps", type=int, default=1)

@@ -122,7 +122,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--ids", type=int, default=26, help="of one example")
     parser.add_argument("--ps", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--transport", choices=["auto", "grpc"], default="auto")
+    parser.add_argument("--transport", choices=["auto", "network"], default="auto")
     parser.add_argument("--steps", type=int, default=100, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--peer", nargs="?", choices=PEER, const=PEER[0])

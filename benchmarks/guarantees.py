@@ -7,8 +7,8 @@ repeats, workers ask no leases of their master, and no failpoint is left. One JS
 the share of steps per second that is left with the guarantees, as the median of the
 rounds, and CPU seconds per step, which depend less on what else the machine does.
 
-``--transport grpc`` (the default) is what tasks on several hosts have; between tasks of
-one host (``auto``) a socket that cannot lose frames needs most of this not at all.
+``--transport network`` (the default) is what tasks on several hosts have; between tasks
+of one host (``auto``) a socket that cannot lose frames needs most of this not at all.
 """
 
 import argparse
@@ -40,12 +40,7 @@ CUTS: Final = (
         "pass",
     ),
     (
-        "rpc/exchange/receiver.py",
-        "if new >= ACK_FRAMES or (new and nbytes >= ACK_BYTES):",
-        "if False:",
-    ),
-    (
-        "rpc/calls/stream.py",
+        "rpc/in_flight.py",
         "if new >= ACK_FRAMES or (new and self.nbytes >= ACK_BYTES):",
         "if False:",
     ),
@@ -94,7 +89,7 @@ def environment(where: Path) -> dict[str, str]:
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = measure.parser(__doc__)
-    parser.add_argument("--transport", choices=("grpc", "auto"), default="grpc")
+    parser.add_argument("--transport", choices=("network", "auto"), default="network")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3, help="of each round")
@@ -112,7 +107,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def cluster(
-    transport: Literal["grpc", "auto"], workers: int, env: dict[str, str]
+    transport: Literal["network", "auto"], workers: int, env: dict[str, str]
 ) -> jg.LocalCluster:
     """Starts a cluster whose processes have these variables."""
     return jg.LocalCluster(ps=2, workers=workers, env=env, transport=transport)

@@ -14,6 +14,7 @@ from benchmarks.tables import Line, work
 COLOURS = {
     "auto": "C0",
     "grpc": "C1",
+    "network": "C1",
     **dict(zip(PEERS, ("C7", "C8", "C3", "C4"), strict=True)),
 }
 

@@ -20,7 +20,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--mb", type=float, default=4, help="of parameters")
     parser.add_argument("--ps", type=int, default=1)
     parser.add_argument("--mode", choices=list(MODES), default="async")
-    parser.add_argument("--transport", choices=["auto", "grpc"], default="auto")
+    parser.add_argument("--transport", choices=["auto", "network"], default="auto")
     parser.add_argument("--steps", type=int, default=40, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args(args)

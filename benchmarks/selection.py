@@ -109,7 +109,7 @@ ALL = Selection(
     [
         "null_step --kind scalar --workers 1 4 8",
         "null_step --kind dense --workers 1 4 8",
-        "null_step --kind dense --workers 1 4 8 --transport grpc",
+        "null_step --kind dense --workers 1 4 8 --transport network",
         "null_step --kind dense --workers 2 4 --mode sync",
         "null_step --kind sparse --workers 1 4",
         "embedding --rows 1000000 16000000",

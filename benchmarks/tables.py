@@ -15,7 +15,7 @@ ENDS = ("", "_min", "_max")
 AIMS: dict[str, dict[int, float]] = {
     "scalar": {1: 1.2, 4: 1.3, 8: 1.3},
     "dense": dict.fromkeys((1, 4, 8), 2.0),
-    "dense grpc": dict.fromkeys((1, 4, 8), 1.1),
+    "dense network": dict.fromkeys((1, 4, 8), 1.1),
     "sparse": {1: 1.2, 4: 1.2},
     "mlp": dict.fromkeys((1, 2, 4), 2.0),
     "sync scalar": {2: 1.3, 4: 1.3},
@@ -41,7 +41,8 @@ def aim(line: Line) -> float | str:
     """Returns the least ratio that a line should have, or nothing."""
     if line["beside"] != "tensorflow_ps":
         return ""
-    kind = _kind(line) + (" grpc" if line["transport"] == "grpc" else "")
+    between_hosts = line["transport"] in {"network", "grpc"}  # its older name
+    kind = _kind(line) + (" network" if between_hosts else "")
     return AIMS.get(kind, {}).get(line["workers"], "")
 
 

@@ -87,7 +87,7 @@ def on_cluster(
     *,
     ps: int,
     workers: int,
-    transport: Literal["auto", "grpc"] = "auto",
+    transport: Literal["auto", "network"] = "auto",
     strategy: str = "AsyncPS",
     batch: int | None = None,
     source: Path | None = None,
@@ -223,7 +223,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--ps", type=int, default=0, help="0: train in this process")
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="AsyncPS")
-    parser.add_argument("--transport", choices=["auto", "grpc"], default="auto")
+    parser.add_argument("--transport", choices=["auto", "network"], default="auto")
     parser.add_argument("--baseline", action="store_true", help="plain JAX as well")
     parser.add_argument("--batch-size", type=int, help="the model's own if unset")
     parser.add_argument("--data", type=Path, metavar="FILE", help="made up if unset")

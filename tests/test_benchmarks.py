@@ -304,7 +304,7 @@ def test_ways_of_the_transport_take_turns(bench: Bench, option: str) -> None:
 @pytest.mark.nightly
 def test_training_on_a_cluster_stands_beside_plain_jax(bench: Bench) -> None:
     words = "--model mlp --ps 1 --workers 1 --baseline --steps 5 --rounds 1"
-    (line,) = bench(train.main, f"{words} --transport grpc")
+    (line,) = bench(train.main, f"{words} --transport network")
     assert line["ratio_to_plain_jax"] > 0
     assert line["examples_per_s"] == pytest.approx(line["steps_per_s"] * 128, rel=0.1)
 
@@ -371,7 +371,7 @@ def test_imports_are_measured_in_fresh_processes(
 @pytest.mark.nightly
 def test_guarantees_are_cut_out_of_one_of_two_clusters(bench: Bench) -> None:
     (line,) = bench(guarantees.main, "--workers 1 --rounds 1 --seconds 0.2")
-    assert line["transport"] == "grpc"
+    assert line["transport"] == "network"
     assert line["steps_per_s"] > 0
     assert line["of_without"] > 0
 
