@@ -224,6 +224,11 @@ class Trainer:
         check_length(steps, epochs)
         counts = {"batch_size": batch_size, "eval_every": eval_every}
         check_counts(**{name: n for name, n in counts.items() if n is not None})
+        # Messages are JSON, which knows no integers of NumPy.
+        steps, epochs, batch_size, eval_every = (
+            None if n is None else int(n)
+            for n in (steps, epochs, batch_size, eval_every)
+        )
         eval_data = one_of(eval_data, validation_data)
         check_evaluation(eval_data, eval_every)
         check_wait(wait_s)
