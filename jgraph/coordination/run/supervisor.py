@@ -90,6 +90,14 @@ class StateLost:
 
 @final
 @dataclass(frozen=True, slots=True)
+class PsGone:
+    """A ps that a worker did not reach is gone, though it answered at that moment."""
+
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class RoundBegan:
     """A loop that decides began; nobody asked for it here."""
 
@@ -197,6 +205,7 @@ Event: TypeAlias = (
     | LoopFailed
     | BatchFailed
     | StateLost
+    | PsGone
     | RoundBegan
     | RoundEnded
     | WorkerAnswered
@@ -421,6 +430,8 @@ class Supervisor:
                     self._end = self._end or "stopped"
             case RestartAsked() | Restarted():
                 return self._restarts(event)
+            case PsGone(error):
+                return self._lose_state(error)
             case _:
                 return self._answered(event)
         return []
@@ -458,6 +469,7 @@ class Supervisor:
         if self._state_lost is not None:
             return []
         self._state_lost, self._resting = error, "asked"
+        self._alone_since = None
         if self._end == "done":
             self._end = ""
         return [EndLoops()] if self._is_running else []

@@ -70,6 +70,15 @@ async def ready_tasks(peers: Peers) -> dict[TaskName, str]:
     return found
 
 
+async def is_there(peers: Peers, task: TaskName, incarnation: str) -> bool:
+    """Whether a task answers, and is still the process that it was."""
+    with suppress(JGError):
+        reply = await peers.call(task, "TaskStatus", _NO_QUESTION)
+        status: pb.TaskStatus = body_of(reply)
+        return status.task == task and f"{status.incarnation:x}" == incarnation
+    return False
+
+
 async def reaches_every_ps(peers: Peers, worker: TaskName) -> bool:
     """Whether a worker says so: what it lost may be no more than a link."""
     with suppress(JGError):

@@ -33,6 +33,7 @@ from jgraph.coordination.run.supervisor import (
     Over,
     Pause,
     Prepare,
+    PsGone,
     Rest,
     RestartAsked,
     Restarted,
@@ -73,6 +74,7 @@ from jgraph.server.runs.peers import (
     LoopPeers,
     Peers,
     check_master,
+    is_there,
     reaches_every_ps,
     ready_tasks,
 )
@@ -121,6 +123,8 @@ class RunSupervisor:
         self._arbiter: pb.RunLoop | None = None
         self._under_way: dict[str, pb.RunLoop] = {}
         self._known: dict[TaskName, str] = {}
+        self._unreached: dict[TaskName, JGError] = {}
+        """Errors of workers that did not reach a ps, though it was there."""
         self._learning: asyncio.Future[dict[TaskName, str]] | None = None
         self._number = 0
         told = lambda: self._handle(RestartAsked())
@@ -402,6 +406,7 @@ class RunSupervisor:
     def learn_anew(self) -> None:
         """Takes note of which processes the run has now, in place of those before."""
         self._learning, self._known = None, {}
+        self._unreached.clear()
         self._do(self._learn())
 
     async def _learn(self) -> None:
@@ -426,6 +431,8 @@ class RunSupervisor:
             # A ps that is where it was, or only the worker does not reach it.
             link = is_link_loss(named, self._known, ready)
             if not decides and (named == task or link):
+                if named != task and is_ps(named):
+                    self._unreached[named] = error
                 return await self._leave_out(order, error)
             return StateLost(replica, error) if is_ps(named) else failed
         changed = {t for t, one in self._known.items() if ready.get(t) != one}
@@ -691,6 +698,7 @@ class RunSupervisor:
             while self._supervisor.missing:
                 await asyncio.sleep(_POLL_S)
                 self._handle(TimePassed())
+                await self._look_for_ps()
                 await self._ask_restarters()
                 ready = await ready_tasks(self._peers)
                 for replica in self._supervisor.missing:
@@ -700,6 +708,15 @@ class RunSupervisor:
                         self._handle(WorkerAnswered(replica))
         finally:
             self._looking = False
+            self._unreached.clear()
+
+    async def _look_for_ps(self) -> None:
+        """Looks whether a ps that a worker did not reach was about to end."""
+        for ps, error in list(self._unreached.items()):
+            if not await is_there(self._peers, ps, self._known.get(ps, "")):
+                self._unreached.clear()
+                self._handle(PsGone(error))
+                return
 
     async def _ask_restarters(self) -> None:
         """Asks whether somebody starts a worker, if the run has none."""
