@@ -38,11 +38,15 @@ async def wait_reconnected(
       known: which process of each task the run knows.
       clock: limits the wait.
     """
-    polling = Polling(_POLL_S, END_S, clock)
-    _LOG.warning("%s; it is waited for up to %g s", error.message.rstrip("."), END_S)
+    polling, waits = Polling(_POLL_S, END_S, clock), False
     while not is_link_loss(task, known, ready := await ready_tasks(peers)):
-        is_gone = task in ready or await is_refused(peers.address(task))
-        if is_gone or not await polling.again():
+        if task in ready or await is_refused(peers.address(task)):
+            return False
+        if not waits:
+            what = error.message.rstrip(".")
+            _LOG.warning("%s; it is waited for up to %g s", what, END_S)
+        waits = True
+        if not await polling.again():
             return False
     return True
 
