@@ -47,6 +47,7 @@ class TcpProxy:
     def __init__(self, target: str) -> None:
         self._target = target
         self._servers: dict[int, asyncio.Server] = {}
+        self._beginning = asyncio.Lock()
         self._sinks: set[asyncio.StreamWriter] = set()
         self._pumps: set[asyncio.Task[None]] = set()
         self.address = ""
@@ -92,10 +93,11 @@ class TcpProxy:
 
     async def lead_data(self, data_port: int) -> int:
         """Returns the port that leads to a data port (0: to the target itself)."""
-        if data_port not in self._servers:
-            self._servers[data_port] = await asyncio.start_server(
-                partial(self._serve, data_port), "127.0.0.1", 0
-            )
+        async with self._beginning:  # or two callers would begin two, and lose one
+            if data_port not in self._servers:
+                self._servers[data_port] = await asyncio.start_server(
+                    partial(self._serve, data_port), "127.0.0.1", 0
+                )
         port: int = self._servers[data_port].sockets[0].getsockname()[1]
         return port
 

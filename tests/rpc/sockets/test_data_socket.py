@@ -84,6 +84,15 @@ def test_frames_go_over_the_data_socket_and_through_the_proxy() -> None:
     run_async(main())
 
 
+def test_proxy_leads_to_a_data_port_by_one_port_whoever_asks_at_once() -> None:
+    async def main() -> None:
+        async with TcpProxy("127.0.0.1:1") as proxy:
+            ports = await asyncio.gather(*(proxy.lead_data(9) for _ in range(5)))
+            assert len(set(ports)) == 1
+
+    run_async(main())
+
+
 @pytest.mark.parametrize("where", ["head", "tensor", "before the acknowledgement"])
 def test_a_hundred_cuts_lose_and_repeat_nothing(where: str) -> None:
     async def main() -> None:
