@@ -275,15 +275,15 @@ def test_a_run_without_its_client_loses_no_update_when_a_task_crashes_at_its_wor
 
 @pytest.mark.row(35)
 @pytest.mark.chaos
-def test_a_run_ends_that_loses_its_master_and_the_standby_and_leaves_a_checkpoint(
+def test_a_run_ends_that_loses_its_master_and_both_standbys_and_leaves_a_checkpoint(
     fault: Fault,
 ) -> None:
     """Nobody else knows how to go on with it, so it is not found again."""
     servers = fault.cluster(ps=2, workers=2, restarts=6)
     begin_and_kill(servers.target, "async", fault.path, every=50)
-    with connect(target(servers, WORKERS[1]), timeout_s=20) as cluster:
+    with connect(target(servers, PS1), timeout_s=20) as cluster:
         until(cluster, lambda run: len(steps_in(fault.path)) >= 3)
-        for task in (PS, WORKERS[0]):  # it follows the journal of the other
+        for task in (PS, *WORKERS):  # two of them follow the journal of the third
             servers.kill(task)
         assert servers.wait_for_tasks(30)
         assert cluster.runs() == []
@@ -292,7 +292,7 @@ def test_a_run_ends_that_loses_its_master_and_the_standby_and_leaves_a_checkpoin
             there.attach()
         check_it_goes_on_from(there, fault.path)
         there.close()
-    fault.names += [PS, WORKERS[0], "SIGKILL"]
+    fault.names += [PS, *WORKERS, "SIGKILL"]
 
 
 @pytest.mark.row(30, 36)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
 from jgraph.client.connection import Connection
-from jgraph.client.runs.failover import lost_master, take_over
+from jgraph.client.runs.failover import ask_with_failover, lost_master, take_over
 from jgraph.client.runs.holds import DrainHolds
 from jgraph.client.runs.questions import Question, question_in
 from jgraph.client.runs.runs import (
@@ -370,7 +370,11 @@ def wait_for_new_master(
     # The standby waits for a silent master, too.
     polling, named = Polling(_POLL_S, 2 * END_S), Polling(0.0, _SUCCEED_S)
     while standbys_of(cluster.tasks(), old.master):
-        for found in runs_of(cluster):
+        runs = list[RunInfo]()
+        # The task that the client asks meanwhile may be lost, too: it asks again.
+        with suppress(ClusterUnreachableError, TaskLostError):
+            runs = ask_with_failover(cluster, lambda: runs_of(cluster))
+        for found in runs:
             if found.name == old.name and found.term > old.term:
                 cluster.move_to(found.master)
                 return found
