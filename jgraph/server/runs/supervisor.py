@@ -426,12 +426,14 @@ class RunSupervisor:
             return failed
         task = TaskName(order.task)
         named = TaskName(str(error.details.get("task", "")))
+        is_loss = isinstance(error, TaskLostError | ClusterUnreachableError)
+        if is_loss and named == task and not decides:
+            return await self._leave_out(order, error)  # whoever else answers
         ready = await ready_tasks(self._peers)
-        if isinstance(error, TaskLostError | ClusterUnreachableError):
+        if is_loss:
             # A ps that is where it was, or only the worker does not reach it.
-            link = is_link_loss(named, self._known, ready)
-            if not decides and (named == task or link):
-                if named != task and is_ps(named):
+            if not decides and is_link_loss(named, self._known, ready):
+                if is_ps(named):
                     self._unreached[named] = error
                 return await self._leave_out(order, error)
             return StateLost(replica, error) if is_ps(named) else failed
