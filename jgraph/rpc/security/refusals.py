@@ -14,6 +14,7 @@ class RefusalLog:
     Args:
       logger: gets the lines.
       text: of a line; its last place is for the number of refusals so far.
+      level: of the lines.
 
     Example:
       >>> async def main():
@@ -22,9 +23,12 @@ class RefusalLog:
       >>> asyncio.run(main())
     """
 
-    def __init__(self, logger: logging.Logger, text: str) -> None:
+    def __init__(
+        self, logger: logging.Logger, text: str, level: int = logging.WARNING
+    ) -> None:
         self._logger = logger
         self._text = text
+        self._level = level
         self._refused = 0
         self._said_s = -_EVERY_S
 
@@ -34,4 +38,4 @@ class RefusalLog:
         now = asyncio.get_running_loop().time()
         if now - self._said_s >= _EVERY_S:
             self._said_s = now
-            self._logger.warning(self._text, *what, self._refused)
+            self._logger.log(self._level, self._text, *what, self._refused)

@@ -150,7 +150,9 @@ class SocketListener:
         ] = {}
         self._guests: set[asyncio.Task[None]] = set()
         self._refusals = RefusalLog(
-            _logger, "Refused a connection to %s without a ticket; %d so far."
+            _logger,
+            "Refused a connection to %s without a ticket; %d so far.",
+            logging.INFO,  # a caller on a busy machine may be too slow, and goes on
         )
 
     def open(self, listening: sockets.socket, name: str = "") -> None:
