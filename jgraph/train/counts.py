@@ -1,4 +1,4 @@
-"""Whole numbers among a user's options."""
+"""Integer options of users: checks, and Python's in place of NumPy's."""
 
 import numpy as np
 

@@ -22,7 +22,6 @@ from jgraph.rpc.dial import deadline_error, lost_call
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.resuming import RESUME_S, may_redial
 from jgraph.rpc.serving import ROOM_METHOD
-from jgraph.rpc.sockets.connecting import DataDialer
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import Prepared, encode, prepare
@@ -48,7 +47,6 @@ class CallConnection:
       make_decoder: gives what turns the chunks of a stream into frames.
       hello: who we are, and which of our lines this is.
       near: take a socket that the server offers to callers of its machine.
-      data: connects to its data port; None: nothing does.
 
     Attributes:
       is_broken: nothing can be asked any more.
@@ -63,7 +61,6 @@ class CallConnection:
         hello: pb.Hello,
         *,
         near: bool,
-        data: DataDialer | None = None,
     ) -> None:
         self.is_broken = False
         self._address = address
@@ -71,7 +68,6 @@ class CallConnection:
         self._make_decoder = make_decoder
         self._hello = hello
         self._near = near
-        self._data = data
         self._numbers = itertools.count(1)
         self._talk = StreamState()
         self._waiting: dict[int, Callable[[Frame | Ended], None]] = {}
@@ -199,7 +195,6 @@ class CallConnection:
             self._set_broken,
             incarnation=incarnation,
             near=self._near,
-            data=self._data,
         )
 
     async def _run(self) -> None:

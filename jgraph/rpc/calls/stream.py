@@ -14,7 +14,7 @@ from jgraph.rpc.calls.outbox import Outbox
 from jgraph.rpc.dial import SHUTTING_DOWN, is_cancelled, lost_its_end, unanswered
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.in_flight import AckCount
-from jgraph.rpc.sockets.connecting import DataDialer, connect_local, end_late
+from jgraph.rpc.sockets.connecting import connect_local, end_late
 from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket
 from jgraph.rpc.sockets.pipe import StreamPipe
 from jgraph.rpc.status import from_status
@@ -76,7 +76,6 @@ class CallStream:
       incarnation: of the server that accepted the first stream; 0: this is the first.
       ended: called when nothing can be sent any more, also before ``run`` returns.
       near: take a socket that the server offers to callers of its machine.
-      data: connects to its data port; None: nothing does.
 
     Attributes:
       incarnation: of the server, as soon as it has said it.
@@ -94,7 +93,6 @@ class CallStream:
         *,
         incarnation: int,
         near: bool,
-        data: DataDialer | None,
     ) -> None:
         self.incarnation = incarnation
         self._address = address
@@ -106,7 +104,6 @@ class CallStream:
         self._ended = ended
         self._resumes = incarnation != 0
         self._near = near and not self._resumes
-        self._data = data
         self._welcome: asyncio.Future[pb.Hello] = (
             asyncio.get_running_loop().create_future()
         )
@@ -192,13 +189,8 @@ class CallStream:
     async def _connect(self, theirs: pb.Hello) -> FrameSocket | None:
         """Returns the socket that goes with the stream, if one is within reach."""
         if self._near and theirs.HasField("local_socket"):
-            socket = await connect_local(theirs.local_socket, self._feed)
-            if socket is not None:
-                return socket
-        if self._data is None or not theirs.HasField("data_socket"):
-            return None
-        offer = theirs.data_socket
-        return await self._data.connect(self._address, offer, "", self._feed)
+            return await connect_local(theirs.local_socket, self._feed)
+        return None
 
     def _socket_ended(self, ended: "asyncio.Future[None]") -> None:
         assert self._socket is not None  # which ended
