@@ -35,7 +35,7 @@ def check_arguments(
             f"cluster is {cluster!r:.60}; give what jg.connect('jgraph://host:port')"
             " or jg.LocalCluster() returned"
         )
-    if not isinstance(seed, int | np.integer):
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise ConfigError(f"seed is {seed!r:.60}; give a whole number, such as 0")
     if sparse not in SPARSE:
         raise ConfigError(f"sparse is {sparse!r:.60}; it is one of {SPARSE}")

@@ -5,7 +5,9 @@ import numpy as np
 
 def is_count(value: object, least: int) -> bool:
     """Whether an option is a whole number, and not less than that."""
-    return isinstance(value, int | np.integer) and bool(value >= least)
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return bool(value >= least)
 
 
 def as_ints(options: object, *names: str) -> None:

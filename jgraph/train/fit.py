@@ -319,7 +319,7 @@ def check_counts(**counts: int) -> None:
       ConfigError: names the argument.
     """
     for name, count in counts.items():
-        if not isinstance(count, int | np.integer):
+        if isinstance(count, bool) or not isinstance(count, int | np.integer):
             raise ConfigError(f"{name} is {count!r:.60}; it must be a whole number")
         if count < 1:
             raise ConfigError(f"{name} is {count}; it must be at least 1")

@@ -88,6 +88,7 @@ def test_gradient_that_is_not_finite_is_named(
         ({"strategy": "async"}, "strategy is 'async'"),
         ({"cluster": "jgraph://head:8470"}, r"cluster is 'jgraph://head.*jg\.connect"),
         ({"seed": None}, "seed is None"),
+        ({"seed": True}, "seed is True"),
     ],
 )
 def test_wrong_argument_of_a_trainer_is_named(
@@ -109,6 +110,7 @@ def test_wrong_argument_of_a_trainer_is_named(
         ({"eval_every": 0}, ConfigError, "eval_every is 0"),
         ({"eval_every": 5}, ConfigError, "eval_every=5 needs data to evaluate on"),
         ({"steps": 1.5}, ConfigError, "steps is 1.5; it must be a whole number"),
+        ({"steps": True}, ConfigError, "steps is True; it must be a whole number"),
         ({"batch_size": 0}, ConfigError, "batch_size is 0"),
         ({"batch_size": 8.0}, ConfigError, "batch_size is 8.0"),
         ({"batch_size": 41}, DataError, "batch_size is 41, but the data has only 40"),

@@ -148,7 +148,8 @@ class SlotPlan:
         if not self.batches_per_epoch:
             raise DataError(
                 f"batch_size is {batch_size}, but the data has only {self.examples} "
-                f"examples; choose batch_size={self.examples} or less",
+                f"example{'s' * (self.examples != 1)}; "
+                f"choose batch_size={self.examples} or less",
                 batch_size=batch_size,
                 examples=self.examples,
             )

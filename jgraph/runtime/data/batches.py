@@ -33,8 +33,13 @@ def check_lengths(lengths: Mapping[str, int]) -> int:
     return length
 
 
-def check_batch_size(batch_size: int, length: int) -> None:
+def check_batch_size(batch_size: int, length: int, note: str = "") -> None:
     """Refuses a batch size that ``length`` examples cannot fill.
+
+    Args:
+      batch_size: examples of a batch.
+      length: how many examples there are.
+      note: ends the message where there are too few.
 
     Raises:
       DataError: less than 1, or more than there are examples.
@@ -43,8 +48,9 @@ def check_batch_size(batch_size: int, length: int) -> None:
         raise DataError(f"batch_size is {batch_size}; it must be at least 1")
     if batch_size > length:
         raise DataError(
-            f"batch_size is {batch_size}, but the data has only {length} examples; "
-            f"choose batch_size={length} or less",
+            f"batch_size is {batch_size}, but the data has only "
+            f"{length} example{'s' * (length > 1)}; "
+            f"choose batch_size={length} or less{note}",
             batch_size=batch_size,
             examples=length,
         )

@@ -123,7 +123,7 @@ class Dataset:
         """
         if self._whole_batches:
             return SlotPlan(self.parts, 1, seed, shuffle=self.reader().shuffle)
-        check_batch_size(batch_size, len(self))
+        check_batch_size(batch_size, len(self), self._other_reading(batch_size))
         if self.facts is None:
             return SlotPlan(self.parts, batch_size, seed, data=self._sample_digest())
         return SlotPlan(self.parts, batch_size, seed, shuffle=self.facts.shuffle)
@@ -177,6 +177,15 @@ class Dataset:
             return _DEALT
         together = self.put_together(self.fed.size)
         return f"{_ENDLESS}; {together}" if together else _ENDLESS
+
+    def _other_reading(self, batch_size: int) -> str:
+        """Returns what elements by number are taken for, and what they may be."""
+        if not (together := self.put_together(batch_size)):
+            return ""
+        return (
+            f". Here {together}. If the elements are batches, give a list of them; if "
+            "they are fields of the examples, give a tuple of them"
+        )
 
     def put_together(self, batch_size: int) -> str:
         """Returns what is told of elements that are examples; empty: they are not."""

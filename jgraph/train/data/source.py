@@ -26,17 +26,21 @@ Features = Mapping[str, tuple[str, Sequence[int]]]
 class Source:
     """Data in files, or from a function, that every worker opens itself.
 
-    Every worker must find the same under the same path. A batch is a dict by name (of
-    a grain source: of the structure of its examples). Files are shuffled in slots of
-    some batches; ``.npz`` arrays and grain sources over all their examples.
+    Every worker must find the same files under the same path. A batch is a dict of
+    arrays by the name of the column or feature; a batch of a grain source has the
+    structure of its examples. ``.npz`` arrays and grain sources are shuffled over all
+    examples; the other files in blocks of a few batches: the order of the blocks, and
+    the examples within each block. The formats other than ``.npz`` need the extra
+    ``pip install 'jgraph[data]'`` where the files are read.
 
     Attributes:
-      spec: what to open, as plain data.
+      spec: the kind of the source and its arguments, as plain data.
 
     Raises:
-      SourceError: when it is used: no such file, a damaged one, another schema on
-        another worker, or the reader of that format is not installed there.
-      ForbiddenSourceError: when it is used: an import path that a server does not
+      ConfigError: an argument that is neither text nor a number.
+      SourceError: when the source is used: a file is missing or damaged, has other
+        columns on another worker, or the reader of its format is not installed there.
+      ForbiddenSourceError: when the source is used: a function that a server does not
         allow.
 
     Example:
@@ -48,35 +52,63 @@ class Source:
 
     @classmethod
     def npz(cls, path: str) -> Self:
-        """Arrays of one ``.npz`` file, examples along axis 0."""
+        """Returns the arrays of one file that ``numpy.savez`` wrote.
+
+        Args:
+          path: of the file. All arrays have one length along axis 0, the examples.
+
+        Example:
+          >>> Source.npz("/data/mnist.npz")
+          Source(npz, '/data/mnist.npz')
+        """
         return cls({"kind": "npz", "path": path})
 
     @classmethod
     def parquet(cls, path: str, *, columns: Sequence[str] | None = None) -> Self:
-        """Columns of numbers, or of lists of one length; ``path`` may be a pattern."""
+        """Returns the columns of Parquet files.
+
+        Args:
+          path: of the file, or a pattern of files such as ``/data/train-*.parquet``.
+          columns: which to read; all if unset. A column has numbers, or lists of
+            numbers that all have one length.
+        """
         named = None if columns is None else list(columns)
         return cls({"kind": "parquet", "path": path, "columns": named})
 
     @classmethod
     def tfrecord(cls, path: str, features: Features) -> Self:
-        """TFRecord files of ``tf.train.Example``; ``path`` may be a pattern.
+        """Returns the features of TFRecord files of ``tf.train.Example``.
 
-        A feature of bytes is taken as the raw bytes of its array.
+        Args:
+          path: of the file, or a pattern of files.
+          features: dtype and shape of one example of each feature to read. A feature
+            of bytes is taken as the raw bytes of its array, little-endian.
+
+        Example:
+          >>> Source.tfrecord("/data/*.tfrecord", {"image": ("uint8", (28, 28))})
+          Source(tfrecord, '/data/*.tfrecord')
         """
         return cls({"kind": "tfrecord", "path": path, "features": _plain(features)})
 
     @classmethod
     def array_record(cls, path: str, features: Features) -> Self:
-        """ArrayRecord files of ``tf.train.Example``; see ``tfrecord``."""
+        """Returns the features of ArrayRecord files of ``tf.train.Example``.
+
+        The arguments are those of ``tfrecord``.
+        """
         plain = _plain(features)
         return cls({"kind": "array_record", "path": path, "features": plain})
 
     @classmethod
     def grain(cls, function: str, **arguments: Any) -> Self:
-        """What ``"package.module:function"`` returns when it is called there.
+        """Returns the data that a function makes where it is read.
 
-        Anything with a length and examples by number: a grain data source or
-        ``MapDataset``. The servers must allow it: ``jgraph server --allow-source``.
+        Args:
+          function: ``"package.module:function"``. It returns an object with a length
+            that gives an example for a number, such as a grain data source or
+            ``MapDataset``. The servers must allow the function: ``jgraph server
+            --allow-source package.module:function``.
+          **arguments: texts and numbers that the function is called with.
         """
         return cls({"kind": "grain", "function": function, "arguments": arguments})
 

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections import UserDict, namedtuple
+from collections import UserDict, deque, namedtuple
 from collections.abc import Iterator
 from typing import Any
 
@@ -366,3 +366,16 @@ def test_a_batch_with_a_single_value_is_told_to_be_taken_as_an_example() -> None
         trainer.fit(scaled, steps=1, batch_size=3)
     assert told in as_dataset(scaled, batch_size=3).note
     assert "one example" not in as_dataset(batches).note
+
+
+@pytest.mark.parametrize(
+    "elements", [[*batches()], [np.zeros((64, 4)), np.zeros((64, 4))]]
+)
+def test_a_deque_that_may_be_something_else_says_how_to_give_it(elements: Any) -> None:
+    data = as_dataset(deque(elements))
+    with pytest.raises(DataError) as error:
+        data.plan(data.batch_size(None), 0)
+    message = str(error.value)
+    assert f"has only {len(elements)} examples" in message
+    assert "If the elements are batches, give a list of them" in message
+    assert "if they are fields of the examples, give a tuple" in message

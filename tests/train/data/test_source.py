@@ -80,7 +80,7 @@ def test_source_that_cannot_be_used_is_refused_before_anything_changes(
     with pytest.raises(SourceError, match=r"there is no file .*none\.npz"):
         fit(Source.npz(str(tmp_path / "none.npz")), cluster)
     source = Source.grain(f"{FUNCTIONS}:squares", count=1)
-    with pytest.raises(DataError, match="only 1 examples"):
+    with pytest.raises(DataError, match="only 1 example;"):
         fit(source, cluster)
     with pytest.raises(ConfigError, match="texts and numbers"):
         Source.grain("a:b", x=object())
