@@ -175,6 +175,11 @@ def peak_mb(pid: int) -> float:
     raise RuntimeError("this kernel does not tell the peak memory of a process")
 
 
+def forget_peak(pid: int) -> None:
+    """Lets the peak memory of a process be what it has now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
 def share_mb(pid: int) -> float:
     """Returns a process's share of memory now, in MB (PSS).
 

@@ -5,18 +5,26 @@ One ps, one worker, an MLP of about 100 MB trained with adam. Prints one JSON li
 what is resident, where every page counts that the process maps: all of what it and the
 worker have in common too, which are libraries and tensors on their way. In the share,
 looked at ten times a second, such a page counts for each as its part of it.
+
+``--rows-table 4000000`` trains a table of so many rows, with Adam about 1 GB, instead:
+the peak of each phase (init, training with saves, restore), and of a ps that takes the
+place of one that was killed, from a replica and from a log.
 """
 
+import tempfile
 import threading
-from collections.abc import Sequence
-from typing import Self, final
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self, final
 
+import numpy as np
 import optax
 from flax import nnx
 
 import jgraph as jg
 from benchmarks import measure
 from benchmarks.models.mlp import MLP, loss_fn, make_data
+from jgraph.train.state.durability import Durability
 
 BASE_MB = 250
 _EVERY_S = 0.1
@@ -45,6 +53,121 @@ def run(width: int, steps: int) -> None:
             share_ratio=round((share.peak_mb - BASE_MB) / held, 2),
             steps=steps,
         )
+
+
+def run_table(rows: int, width: int = 20) -> None:
+    """Trains a table with Adam, saves it, restores it, and loses its ps."""
+    for durability in ("checkpoint", "replica", "log"):
+        count = 2 if durability == "replica" else 1
+        with (
+            jg.LocalCluster(ps=count, workers=1, restarts=2) as cluster,
+            tempfile.TemporaryDirectory() as directory,
+        ):
+            _table_phases(cluster, durability, Path(directory), rows * count, width)
+
+
+def _table_phases(
+    cluster: jg.LocalCluster,
+    durability: Durability,
+    directory: Path,
+    rows: int,
+    width: int,
+) -> None:
+    ps = cluster.tasks("ps")[-1]
+
+    def trainer() -> jg.Trainer:
+        return jg.Trainer(
+            *(TableModel(rows, width), table_loss, optax.adam(1e-3)),
+            cluster=cluster,
+            sparse="lazy",
+            strategy=jg.AsyncPS(durability=durability),
+        )
+
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, rows, (4096, 8), np.int32)
+    first = trainer()
+
+    def fit(steps: int, callback: Callable[..., None] = lambda *_: None) -> None:
+        first.fit(
+            (ids, np.ones(len(ids), np.float32)),
+            steps=steps,
+            batch_size=64,
+            progress=False,
+            checkpoint=jg.Checkpoints(directory, every=100),
+            callbacks=[callback],
+        )
+
+    with Peaks(cluster, ps, durability) as peaks:
+        fit(1)
+        peaks.end("init")
+        fit(300)
+        peaks.end("train and save")
+        if durability == "checkpoint":
+            first.restore(directory)
+            peaks.end("restore into its memory")
+            first.close()
+            other = trainer().restore(directory)
+            peaks.end("restore into a new Trainer")
+            other.close()
+            return
+        killed: list[int] = []
+
+        def kill(run: Any, report: Any) -> None:
+            if not killed:
+                killed.append(cluster.pid(ps))
+                cluster.kill(ps)
+
+        fit(600, kill)
+        peaks.end("take-over")
+
+
+class TableModel(nnx.Module):
+    """Rows of a table, and one layer."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Embed(rows, width, rngs=rngs)
+        self.out = nnx.Linear(width, 1, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.out(self.table(ids).mean(axis=1))[:, 0]
+
+
+def table_loss(model: Any, batch: Any) -> Any:
+    ids, wanted = batch
+    return ((model(ids) - wanted) ** 2).mean()
+
+
+@final
+class Peaks:
+    """The peak of what is resident of a task, by phase; one line for each."""
+
+    def __init__(self, cluster: jg.LocalCluster, task: str, durability: str) -> None:
+        self._cluster = cluster
+        self._task = task
+        self._durability = durability
+
+    def __enter__(self) -> Self:
+        measure.forget_peak(self._cluster.pid(self._task))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def end(self, phase: str) -> None:
+        """Ends a phase."""
+        pid = self._cluster.pid(self._task)
+        status = next(t for t in self._cluster.status().tasks if t.task == self._task)
+        state, peak = status.variable_bytes / 1e6, measure.peak_mb(pid)
+        measure.emit(
+            "memory",
+            phase=phase,
+            durability=self._durability,
+            state_mb=round(state, 1),
+            peak_mb=peak,
+            ratio=round((peak - 300) / state, 2),
+        )
+        measure.forget_peak(pid)
 
 
 @final
@@ -80,8 +203,12 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--width", type=int, default=5000)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rows-table", type=int, metavar="ROWS")
     arguments = parser.parse_args(args)
-    run(arguments.width, arguments.steps)
+    if arguments.rows_table:
+        run_table(arguments.rows_table)
+    else:
+        run(arguments.width, arguments.steps)
 
 
 if __name__ == "__main__":

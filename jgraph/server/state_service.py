@@ -4,7 +4,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
 
 from jgraph.cluster.methods import Answer
 from jgraph.cluster.shard_messages import Shard, shard_from, state_of
@@ -14,19 +16,23 @@ from jgraph.errors import (
     CheckpointSpaceError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program.program import StoredVariable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.table_codec import table_from
 from jgraph.runtime.files.blocks import Sums
-from jgraph.runtime.files.shard_files import FULL, proven, read_slice, write_slice
+from jgraph.runtime.files.shard_files import (
+    FULL,
+    check_slice,
+    fill_slice,
+    proven,
+    write_slice,
+)
 from jgraph.runtime.store.store import VariableStore
 from jgraph.server.steps.task_host import TaskHost
 from jgraph.server.task_context import TaskContext
 
 _THREADS = 4
-T = TypeVar("T")
 
 
 def state_methods(
@@ -71,18 +77,22 @@ def save_shards(
       UninitializedError: a variable has no value.
     """
 
-    def save(directory: int, shard: Shard) -> Sums:
+    def save(shard: Shard, directory: int) -> Sums:
         (value,) = store.read([shard.variable])
         check_place()
         return write_slice(directory, shard.rows, value)
 
-    return _each(task, body_of(request), save, CheckpointError)
+    body = body_of(request)
+    write = [partial(save, shard) for shard in _shards(task, body)]
+    return _each(task, body, write, CheckpointError)
 
 
 def load_shards(task: TaskName, store: VariableStore, request: Frame) -> Frame:
     """Answers "LoadShards": reads variables from files, and tells their checksums.
 
-    They are stored when all were read, unless they are only to be looked at.
+    They are read into the memory of the variables, which nobody sees until all were
+    read. After an error their values are undefined: who needs them lets the files be
+    looked at first.
 
     Raises:
       CheckpointPathError: this task does not have the directory that the client has.
@@ -90,29 +100,38 @@ def load_shards(task: TaskName, store: VariableStore, request: Frame) -> Frame:
       VariableMismatchError: a stored variable has another shape or dtype.
     """
     body = body_of(request)
-    found: dict[StoredVariable, Any] = {}
+    shards = _shards(task, body)
+    if body.check_only:
+        look = [partial(check_slice, where=shard.rows) for shard in shards]
+        return _each(task, body, look, CheckpointCorruptError)
 
-    def load(directory: int, shard: Shard) -> Sums:
-        value, sums = read_slice(directory, shard.rows)
-        if not body.check_only:
-            found[shard.variable] = value
-        return sums
+    def load(places: Sequence[np.ndarray[Any, Any]]) -> Frame:
+        read = [
+            partial(fill_slice, where=shard.rows, array=place)
+            for shard, place in zip(shards, places, strict=True)
+        ]
+        return _each(task, body, read, CheckpointCorruptError)
 
-    reply = _each(task, body, load, CheckpointCorruptError)
-    store.write([*found], [*found.values()], owned=range(len(found)))
-    return reply
+    return store.fill([shard.variable for shard in shards], load)
+
+
+def _shards(task: TaskName, body: Any) -> list[Shard]:
+    return [shard_from(task, message) for message in body.shards]
 
 
 def _each(
     task: TaskName,
     body: Any,
-    do: Callable[[int, Shard], Sums],
+    do: Sequence[Callable[[int], Sums]],
     refused: type[CheckpointError],
 ) -> Frame:
-    shards = [shard_from(task, message) for message in body.shards]
+    """Does something with the files of each shard, several at a time."""
     try:
-        with proven(body.directory, body.proof) as directory:
-            sums = _in_threads(lambda shard: do(directory, shard), shards)
+        with (
+            proven(body.directory, body.proof) as directory,
+            ThreadPoolExecutor(_THREADS, thread_name_prefix="jgraph-shards") as pool,
+        ):
+            sums = list(pool.map(lambda one: one(directory), do))
     except OSError as error:
         kind = CheckpointSpaceError if error.errno in FULL else refused
         raise kind(
@@ -127,11 +146,6 @@ def _each(
         for block, crc in blocks.items()
     ]
     return frame(shard_sums=pb.ShardSums(sums=rows))
-
-
-def _in_threads(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="jgraph-shards") as pool:
-        return list(pool.map(do, shards))
 
 
 def read_table(store: VariableStore, request: Frame) -> Frame:

@@ -13,7 +13,7 @@ sums nor to compare with them.
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
@@ -96,20 +96,23 @@ class Blocks:
             yield Run(block, first, done, here)
             done += here
 
-    def checksum(self, run: Run, step: int, rows: Bytes) -> int:
+    def checksum(self, run: Run, step: int, pieces: Iterable[Bytes]) -> int:
         """Returns the checksum of a block that has these rows, and zeros elsewhere.
 
         Args:
           run: where the rows are.
           step: how far apart.
-          rows: uint8[run.count, row_nbytes].
+          pieces: uint8[n, row_nbytes], which together are the rows, in their order.
         """
-        size = self.row_nbytes
+        size, between = self.row_nbytes, 0
         crc = _zeros(run.first * size)
-        if step == 1:
-            crc = zlib.crc32(rows.reshape(-1).data, crc)
-        else:
-            crc = _apart(rows, step, crc)
+        for rows in pieces:
+            crc = _zeros(between, crc)
+            if step == 1:
+                crc = zlib.crc32(rows.reshape(-1).data, crc)
+            else:
+                crc = _apart(rows, step, crc)
+            between = (step - 1) * size
         last = run.first + (run.count - 1) * step
         return _zeros((self.rows_in(run.block) - last - 1) * size, crc)
 
@@ -141,7 +144,7 @@ class Blocks:
           rows: uint8[n, row_nbytes].
         """
         return {
-            run.block: self.checksum(run, step, rows[run.at : run.at + run.count])
+            run.block: self.checksum(run, step, [rows[run.at : run.at + run.count]])
             for run in self.runs(start, step, len(rows))
         }
 

@@ -13,9 +13,9 @@ import json
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -34,6 +34,7 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _UNKNOWN: Final = {"uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn"}
 """Dtypes of one byte in memory that Zarr and TensorStore have no name for."""
 _APART_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 4 << 20
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -181,7 +182,7 @@ def write_slice(directory: int, where: Slice, array: Any) -> Sums:
     with _opened_directory(directory, where.array) as inside:
         for run in where.runs:
             mine = rows[run.at : run.at + run.count]
-            sums[run.block] = where.blocks.checksum(run, where.step, mine)
+            sums[run.block] = where.blocks.checksum(run, where.step, [mine])
             name, size = where.file(run.block), where.blocks.file_nbytes
             with _opened(inside, name, os.O_WRONLY, size) as file:
                 _write(file, where, run, mine)
@@ -197,16 +198,63 @@ def read_slice(directory: int, where: Slice) -> tuple[np.ndarray[Any, Any], Sums
     Raises:
       OSError: what the disk says, or that the files are not as they should be.
     """
-    array, sums = aligned_empty(where.type), Sums()
-    rows = as_rows(array)  # of the same memory
+    array = aligned_empty(where.type)
+    return array, fill_slice(directory, where, array)
+
+
+def fill_slice(directory: int, where: Slice, array: np.ndarray[Any, Any]) -> Sums:
+    """Reads rows into an array that is there, and returns their checksums.
+
+    Args:
+      directory: of the checkpoint.
+      where: the rows.
+      array: contiguous, of the type of the slice.
+
+    Raises:
+      OSError: what the disk says, or that the files are not as they should be.
+    """
+    rows = array.reshape(-1).view(np.uint8).reshape(where.count, -1)
+
+    def pieces(run: Run, file: int) -> Iterator[Bytes]:
+        mine = rows[run.at : run.at + run.count]
+        _read(file, where, run, mine)
+        yield mine
+
+    return _sums(directory, where, pieces)
+
+
+def check_slice(directory: int, where: Slice) -> Sums:
+    """Returns the checksums of rows in their files, a piece of which is read at a time.
+
+    Raises:
+      OSError: what the disk says, or that the files are not as they should be.
+    """
+    size = where.blocks.row_nbytes
+    at_once = max(1, _PIECE_BYTES // size)
+
+    def pieces(run: Run, file: int) -> Iterator[Bytes]:
+        piece = np.empty((min(at_once, run.count), size), np.uint8)
+        for at in range(0, run.count, at_once):
+            mine = piece[: run.count - at]
+            first = run.first + at * where.step
+            _read(file, where, replace(run, first=first, count=len(mine)), mine)
+            yield mine
+
+    return _sums(directory, where, pieces)
+
+
+def _sums(
+    directory: int, where: Slice, pieces: Callable[[Run, int], Iterable[Bytes]]
+) -> Sums:
+    """Returns the checksums of what is read of the files of a slice."""
+    sums = Sums()
     with _opened_directory(directory, where.array) as inside:
         for run in where.runs:
-            mine = rows[run.at : run.at + run.count]
             name, size = where.file(run.block), where.blocks.file_nbytes
             with _opened(inside, name, os.O_RDONLY, size) as file:
-                _read(file, where, run, mine)
-            sums[run.block] = where.blocks.checksum(run, where.step, mine)
-    return array, sums
+                read = pieces(run, file)
+                sums[run.block] = where.blocks.checksum(run, where.step, read)
+    return sums
 
 
 def _write(file: int, where: Slice, run: Run, rows: Bytes) -> None:

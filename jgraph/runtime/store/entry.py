@@ -18,7 +18,14 @@ from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.row_values import aligned_empty
 from jgraph.runtime.store.hash_shard import HashColumn, HashShard
 from jgraph.runtime.store.local_mesh import whole
-from jgraph.runtime.store.tables import ArrayTable, PackedTable, Table, on_cpu, table_of
+from jgraph.runtime.store.tables import (
+    ArrayTable,
+    PackedTable,
+    Table,
+    elements,
+    on_cpu,
+    table_of,
+)
 
 
 @final
@@ -94,6 +101,19 @@ class Entry:
         moved: jax.Array = jax.device_put(self.value, self.device)
         return moved
 
+    def memory(self) -> np.ndarray[Any, Any] | None:
+        """Returns the elements, to be replaced where they are; None: they must not be.
+
+        Somebody else looks at them, several devices or none that is a CPU have them, or
+        a byte has several of them.
+        """
+        if self.layout is not None or not on_cpu(self.value) or self._is_viewed():
+            return None
+        return elements(self.value)
+
+    def _is_viewed(self) -> bool:
+        return any(ref() is not None for ref in self.views)
+
     def seen(self, ids: np.ndarray[Any, Any]) -> None:
         """Is told which rows are looked up; nothing follows for an array."""
 
@@ -105,7 +125,7 @@ class Entry:
         """Returns the table of the rows; to write, nobody else sees them change."""
         if self.layout is not None:
             self.put(self.argument())
-        if write and any(ref() is not None for ref in self.views):
+        if write and self._is_viewed():
             self.value, self.views = jnp.array(self.value, copy=True), []
         if not on_cpu(self.value):
             (self.device,) = self.value.devices()

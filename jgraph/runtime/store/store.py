@@ -23,7 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,7 @@ _same = jax.jit(lambda value: value)
 Update: TypeAlias = Callable[..., Sequence[jax.Array]]
 RecordChange: TypeAlias = Callable[[], object]
 Arrays: TypeAlias = Sequence[np.ndarray[Any, Any]]
+T = TypeVar("T")
 
 
 @final
@@ -172,6 +173,48 @@ class VariableStore:
                     self._entries.setdefault(key, Entry(array))
                 if record is not None:
                     record()
+
+    def fill(
+        self, variables: Sequence[StoredVariable], read: Callable[[Arrays], T]
+    ) -> T:
+        """Replaces whole variables by what is put into their own memory.
+
+        Those whose memory cannot be changed, as somebody looks at it or no CPU has it,
+        and those that are absent, get other memory. Nobody sees a variable meanwhile.
+
+        Args:
+          variables: each once.
+          read: takes an array of the type of each variable, and gives it its elements.
+            When it raises, the values of these variables are undefined.
+
+        Returns:
+          What ``read`` returns.
+
+        Raises:
+          VariableMismatchError: a stored variable has another shape or dtype.
+        """
+        with self._lock:
+            for variable in variables:
+                self._check_type(variable)
+            entries = [self._entries.get(_key(variable)) for variable in variables]
+        with held([entry for entry in entries if entry is not None]):
+            own = [entry and entry.memory() for entry in entries]
+            arrays = [
+                aligned_empty(variable.type) if place is None else place
+                for variable, place in zip(variables, own, strict=True)
+            ]
+            result = read(arrays)
+            for n, (variable, entry) in enumerate(zip(variables, entries, strict=True)):
+                if entry is None or own[n] is None:
+                    value = _as_jax(variable, arrays[n], owned=True)
+                    if entry is not None:
+                        entry.put(value)
+                    else:
+                        with self._lock:
+                            self._entries[_key(variable)] = Entry(value)
+                if entry is not None:
+                    entry.version += 1
+        return result
 
     def update(
         self,

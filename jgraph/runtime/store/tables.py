@@ -121,6 +121,13 @@ class PackedTable:
         return bits >> 3, (bits & 7).astype(np.uint8)
 
 
+def elements(value: jax.Array) -> "Array | None":
+    """Returns the elements of an array on a CPU; None where a byte has several."""
+    if bits_of(value.dtype) < 8:
+        return None
+    return _memory(value).view(value.dtype).reshape(value.shape)
+
+
 def table_of(value: jax.Array) -> ArrayTable | PackedTable:
     """Returns the rows of an array on a CPU."""
     return PackedTable(value) if bits_of(value.dtype) < 8 else ArrayTable(value)

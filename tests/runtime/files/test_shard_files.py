@@ -18,6 +18,8 @@ from jgraph.runtime.files.blocks import Blocks, as_rows
 from jgraph.runtime.files.manifest import PROOF
 from jgraph.runtime.files.shard_files import (
     Slice,
+    check_slice,
+    fill_slice,
     make_array,
     make_proof,
     proven,
@@ -79,6 +81,29 @@ def test_rows_that_several_write_are_one_array_for_zarr(
     assert (ts.open(spec, open=True).result().read().result() == array).all()
     part = Slice("w", ValueType((2, 3), dtype), whole.blocks, 1, 4)
     assert (read_slice(opened, part)[0] == array[1::4]).all()
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("piece", [1, 8, 1 << 20])
+def test_rows_are_looked_at_in_pieces(
+    tmp_path: Path,
+    opened: int,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    piece: int,
+) -> None:
+    array = np.random.default_rng(0).integers(0, 99, (23, 2), np.int16)
+    whole = Slice.whole("w", ValueType((23, 2), "int16"), block_rows=9)
+    make_array(tmp_path, whole)
+    write_slice(opened, whole, array)
+    rows = array[1::step]
+    part = Slice("w", ValueType(rows.shape, "int16"), whole.blocks, 1, step)
+    monkeypatch.setattr("jgraph.runtime.files.shard_files._PIECE_BYTES", piece)
+    wanted = whole.blocks.sums(1, step, as_rows(rows))
+    assert check_slice(opened, part) == wanted
+    place = np.zeros(rows.shape, np.int16)
+    assert fill_slice(opened, part, place) == wanted
+    assert (place == rows).all()
 
 
 def test_a_scalar_is_one_file(tmp_path: Path, opened: int) -> None:

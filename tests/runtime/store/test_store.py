@@ -123,6 +123,47 @@ def test_update_is_in_place_once_nobody_holds_a_view(store: VariableStore) -> No
     assert address_of_a(store) == before
 
 
+def put_sevens(places: Sequence[np.ndarray]) -> str:
+    for place in places:
+        place[...] = 7
+    return "done"
+
+
+def test_variables_are_filled_in_their_own_memory(store: VariableStore) -> None:
+    new = StoredVariable("new", ValueType((2, 3), "bfloat16"))
+    before = address_of_a(store)
+    assert store.fill([A, new], put_sevens) == "done"
+    assert address_of_a(store) == before
+    for variable in (A, new):
+        assert (store.read([variable])[0] == 7).all()
+    assert {row.name: row.version for row in store.table()} == {
+        "a": 1,
+        "b": 0,
+        "new": 0,
+    }
+
+
+def test_filling_never_changes_what_a_reader_holds(store: VariableStore) -> None:
+    (held,) = store.read([A])
+    store.fill([A], put_sevens)
+    assert held.sum() == 0.0
+    assert (store.read([A])[0] == 7).all()
+
+
+def test_numbers_of_less_than_a_byte_are_filled(store: VariableStore) -> None:
+    small = StoredVariable("small", ValueType((3, 3), "int4"))
+    store.write([small], [np.zeros((3, 3), small.type.np_dtype)])
+    store.fill([small], put_sevens)
+    assert (store.read([small])[0].astype(int) == 7).all()
+
+
+def test_a_variable_of_another_type_is_not_filled(store: VariableStore) -> None:
+    other = StoredVariable("b", ValueType((3,), "float32"))
+    with pytest.raises(VariableMismatchError, match=r"'b' .* is float32\[1000\]"):
+        store.fill([A, other], put_sevens)
+    assert float(store.read([A])[0].sum()) == 0.0
+
+
 def test_views_cannot_be_written(store: VariableStore) -> None:
     (view,) = store.read([A])
     with pytest.raises(ValueError, match="read-only"):
