@@ -41,6 +41,7 @@ SELECTION = {
     "mlp": Work("mlp", 0, (1, 2, 4), ("auto", "network")),
     "sync-scalar": Work("scalar", 0, (2, 4), mode="sync"),
     "sync-dense8": Work("dense", 8, (2, 4), mode="sync"),
+    "sync-dense100": Work("dense", 100, (2, 4), ("network",), mode="sync"),
 }
 # What a peer can do; one that is not here can do all.
 ABLE = {
@@ -51,7 +52,7 @@ ABLE = {
 # These run on all of their workers or not at all.
 WHOLE = {"tensorflow_strategy", "torch_ddp"}
 # These can also do synchronous training.
-IN_STEP = {"tensorflow_ps"}
+IN_STEP = {"tensorflow_ps", "torch_ddp"}
 
 
 class Side(Protocol):
@@ -83,14 +84,14 @@ def open_sides(
                 ps=a.ps,
                 workers=workers,
                 transport=transport,
+                tls=a.tls,
             )
             sides[transport] = stack.enter_context(work)
     arguments = [f"--kind={what.kind}", f"--mb={what.mb}", f"--rows={a.rows}"]
     arguments += [f"--ps={a.ps}", f"--workers={workers}"]
-    if what.mode != "async":
-        arguments.append(f"--mode={what.mode}")
     for name in able(what, a):
-        sides[name] = stack.enter_context(Peer(name, arguments))
+        mode = [f"--mode={what.mode}"] if name == "tensorflow_ps" else []
+        sides[name] = stack.enter_context(Peer(name, [*arguments, *mode]))
     return sides
 
 
@@ -160,7 +161,9 @@ def run(what: Work, a: argparse.Namespace) -> None:
     # A Trainer uses all workers of its cluster: that takes a cluster for each number.
     whole = what.kind == "mlp" or what.mode == "sync" or WHOLE.intersection(peers)
     workers = list(a.workers or what.workers)
-    mode = {} if what.mode == "async" else {"mode": what.mode}
+    mode: dict[str, Any] = {} if what.mode == "async" else {"mode": what.mode}
+    if a.tls:
+        mode["tls"] = True
     for group in [[w] for w in workers] if whole else [workers]:
         with ExitStack() as stack:
             sides = open_sides(stack, what, max(group), a)
@@ -178,6 +181,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--transport", nargs="+", choices=["auto", "network"])
     peers = list(PEERS)
     parser.add_argument("--peer", nargs="+", choices=peers, default=peers[:1])
+    parser.add_argument("--tls", action="store_true", help="ours encrypted; not mlp")
     parser.add_argument("--ps", type=int, default=1)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=6)

@@ -49,6 +49,7 @@ class NullStep(OnCluster):
       workers: the most workers that will run.
       transport: how tensors travel, see ``jg.LocalCluster``.
       compute_wait_s: what every step waits in place of computing.
+      tls: whether all between tasks is encrypted.
     """
 
     def __init__(
@@ -61,12 +62,15 @@ class NullStep(OnCluster):
         workers: int = 1,
         transport: TransportChoice = "auto",
         compute_wait_s: float = 0.0,
+        tls: bool = False,
     ) -> None:
         self.kind = kind
         self.rows = rows
         self.done = 0
         self._wait_s = compute_wait_s
-        super().__init__(jg.LocalCluster(ps=ps, workers=workers, transport=transport))
+        super().__init__(
+            jg.LocalCluster(ps=ps, workers=workers, transport=transport, tls=tls)
+        )
         try:
             self.session = self.cluster.session()
             self.variables = graphs.make_variables(kind, mb, rows, ps)
@@ -214,6 +218,7 @@ def main(args: Sequence[str] | None = None) -> None:
         "--transport", choices=get_args(TransportChoice), default="auto"
     )
     parser.add_argument("--mode", choices=list(MODES), default="async")
+    parser.add_argument("--tls", action="store_true", help="encrypted")
     parser.add_argument("--steps", type=int, default=200, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args(args)
@@ -227,6 +232,7 @@ def main(args: Sequence[str] | None = None) -> None:
             ps=a.ps,
             workers=workers,
             transport=a.transport,
+            tls=a.tls,
         ) as work:
             work.run(workers, min(a.steps, 20))
             rounds = [
@@ -238,6 +244,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 **configuration(a.kind, a.mb, a.rows, a.ps, workers),
                 mode=a.mode,
                 transport=a.transport,
+                tls=a.tls,
                 steps=a.steps,
                 rounds=a.rounds,
                 **measure.rate_figures(rounds),

@@ -38,7 +38,7 @@ from jgraph.rpc.transport import Frame
 
 PS = TaskName("/job:ps/task:0")
 WORKER = TaskName("/job:worker/task:0")
-SIZES = {64: 200, 10**6: 60, 16 * 10**6: 20, 100 * 10**6: 8}
+SIZES = {4: 200, 64: 200, 10**6: 60, 16 * 10**6: 20, 100 * 10**6: 8}
 REQUEST = struct.Struct("<q")
 SECRET = ("records", "tls", "stream_tls")
 WARM_UP = 3

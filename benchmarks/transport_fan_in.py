@@ -1,13 +1,16 @@
 """Many worker processes pull from and push to one ps process, all at once.
 
 Run: ``python -m benchmarks.transport --fan-in``. In each round every worker pulls 25 MB
-and then pushes 25 MB, through streams alone (``post``) or shared memory (``shm``); the
-two take turns. Prints one JSON line each with the bytes of all workers per second.
+and then pushes 25 MB: as between two hosts (``post``), through shared memory (``shm``),
+or through a bare socket each (``tcp``), whose ends keep their memory. They take turns.
+Prints one JSON line each with the bytes of all workers per second.
 """
 
 import asyncio
 import multiprocessing
+import socket
 import statistics
+import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
 from multiprocessing.connection import Connection
@@ -33,6 +36,7 @@ WARM_UP = 2
 How = Literal["off", "auto"]
 HOW: dict[str, How] = {"post": "off", "shm": "auto"}
 PULL, PUSH = 1, 2
+TCP = "tcp"
 
 
 def message(kind: int, *tensors: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Frame:
@@ -78,6 +82,45 @@ class Worker(Ps):
         await self.ask(message(PUSH, pulled.tensors[0]))
 
 
+def serve_bare(listener: socket.socket) -> None:
+    """Lets each worker pull from a socket and push to it, in a thread of its own."""
+    parameters = np.ones(NBYTES, np.uint8)
+
+    def serve(connection: socket.socket) -> None:
+        gradients = memoryview(bytearray(NBYTES))
+        with connection:
+            while connection.recv(1, socket.MSG_WAITALL):
+                connection.sendall(parameters.data)
+                receive(connection, gradients)
+                connection.sendall(b"1")
+
+    for _ in range(WORKERS):
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+
+def receive(connection: socket.socket, memory: memoryview) -> None:
+    """Fills memory with what comes."""
+    while memory:
+        memory = memory[connection.recv_into(memory) :]
+
+
+class BareWorker:
+    """Pulls, then pushes what it got, through a bare socket."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.connection = socket.create_connection(address)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.memory = memoryview(bytearray(NBYTES))
+
+    def round(self) -> None:
+        self.connection.sendall(b"1")
+        receive(self.connection, self.memory)
+        self.connection.sendall(self.memory)
+        self.connection.recv(1, socket.MSG_WAITALL)
+
+
 def run_as_task(work: Coroutine[Any, Any, None]) -> None:
     """Runs a coroutine as a process does that serves a task."""
     keep_memory()
@@ -96,8 +139,12 @@ def work(pipe: Connection, index: int) -> None:
         addresses = await asyncio.to_thread(pipe.recv)
         for way, worker in workers.items():
             worker.transport.set_peers({PS: addresses[way]})
+        bare = BareWorker(addresses[TCP])
         while way := await asyncio.to_thread(pipe.recv):
-            await workers[way].round()
+            if way == TCP:
+                await asyncio.to_thread(bare.round)
+            else:
+                await workers[way].round()
             pipe.send("done")
         for worker in workers.values():
             await worker.transport.close()
@@ -107,7 +154,10 @@ def work(pipe: Connection, index: int) -> None:
 
 async def take_turns(pipes: list[Connection]) -> None:
     transports = {way: GrpcTransport(PS, same_machine=how) for way, how in HOW.items()}
-    addresses = {way: await t.start(Ps(t)) for way, t in transports.items()}
+    addresses: dict[str, Any] = {w: await t.start(Ps(t)) for w, t in transports.items()}
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=serve_bare, args=(listener,), daemon=True).start()
+    addresses[TCP] = listener.getsockname()
     theirs = [await asyncio.to_thread(pipe.recv) for pipe in pipes]
     for way, transport in transports.items():
         transport.set_peers(
@@ -115,16 +165,16 @@ async def take_turns(pipes: list[Connection]) -> None:
         )
     for pipe in pipes:
         pipe.send(addresses)
-    times: dict[str, list[float]] = {way: [] for way in HOW}
+    times: dict[str, list[float]] = {way: [] for way in (*HOW, TCP)}
     for i in range(ROUNDS + WARM_UP):
-        for way in HOW:
+        for way, seconds in times.items():
             start = time.perf_counter()
             for pipe in pipes:
                 pipe.send(way)
             for pipe in pipes:
                 await asyncio.to_thread(pipe.recv)
             if i >= WARM_UP:
-                times[way].append(time.perf_counter() - start)
+                seconds.append(time.perf_counter() - start)
     for pipe in pipes:
         pipe.send("")
     report(times)
@@ -143,6 +193,7 @@ def report(times: dict[str, list[float]]) -> None:
             **measure.spread("ms", [1e3 * seconds for seconds in found]),
             gb_per_s=round(2 * WORKERS * NBYTES / median / 1e9, 3),
             **measure.ratio("speed_to_post", times["post"], found, 2),
+            **measure.ratio("speed_to_tcp", times[TCP], found, 2),
             rounds=len(found),
         )
 

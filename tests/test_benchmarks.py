@@ -21,10 +21,12 @@ from benchmarks import (
     measure,
     memory,
     models,
+    network,
     null_step,
     overhead,
     peer_process,
     pipeline,
+    rows,
     scale,
     selection,
     session,
@@ -270,11 +272,37 @@ def test_commands_of_a_selection_are_understood(
         raise UnderstoodError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
-    for words in chosen.commands(peers):
+    of_rows = [command for row in network.ROWS for command in row.commands]
+    for words in [*chosen.commands(peers), *of_rows]:
         name, *options = words.split()
         module = importlib.import_module(f"benchmarks.{name}")
         with pytest.raises(UnderstoodError):
             module.main(options)
+
+
+def test_a_row_has_the_figures_of_its_lines_or_says_what_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: str, lines: list[rows.Line]) -> bool:
+        way, _, ratio = command.partition(" ")
+        if ratio:
+            lines.append({"way": way, "ratio": float(ratio)})
+        return bool(ratio)
+
+    monkeypatch.setattr(rows, "run", run)
+    table = [
+        rows.Row(["post 0.5", "tcp 1.0", "post 2.0"], rows.each("ratio", way="post")),
+        rows.Row(["post 0.5", "broken"], rows.each("ratio")),
+        rows.Row(["post 3.0"], rows.each("ratio"), "ms"),
+    ]
+    rows.print_rows(table)
+    rows.print_rows(table, only=[3])
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"row": 1, "value": [0.5, 2.0], "unit": "x"},
+        {"row": 2, "value": None, "unit": "x", "failed": ["broken"]},
+        {"row": 3, "value": 3.0, "unit": "ms"},
+        {"row": 3, "value": 3.0, "unit": "ms"},
+    ]
 
 
 @pytest.mark.procs
