@@ -40,6 +40,10 @@ class Polling:
         self._deadline = self._clock.now() + timeout_s
         self._stop = stop or threading.Event()
 
+    def limit(self, timeout_s: float) -> None:
+        """Lets no look begin later than ``timeout_s`` from now."""
+        self._deadline = min(self._deadline, self._clock.now() + timeout_s)
+
     async def again(self) -> bool:
         """Waits until the next look; False, and at once, if it is too late for one."""
         if self._clock.now() >= self._deadline:

@@ -238,15 +238,24 @@ def test_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
 
 
 @pytest.mark.procs
+@pytest.mark.parametrize("stops", ["before", "after", "while it waits"])
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_run_that_was_to_end_as_it_lost_a_ps_ends_with_what_it_goes_back_to(
-    cluster: LocalCluster, tmp_path: Path, strategy: Strategy
+    cluster: LocalCluster,
+    tmp_path: Path,
+    strategy: Strategy,
+    stops: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whichever the master hears of first: the stop, or the loss."""
     trainer, kill = trainer_on(cluster, strategy), killing(cluster, tmp_path, PS)
 
     def kill_and_stop(run: Run, report: Report) -> None:
+        is_due = bool(steps_in(tmp_path))
+        if is_due and stops == "before":
+            run.stop()
         kill(run, report)
-        if steps_in(tmp_path):
+        if is_due and stops == "after":
             run.stop()
 
     run = trainer.fit(
@@ -256,7 +265,12 @@ def test_run_that_was_to_end_as_it_lost_a_ps_ends_with_what_it_goes_back_to(
         checkpoint=Checkpoints(tmp_path, every=50),
         callbacks=[kill_and_stop],
         progress=False,
+        block=False,
     )
+    with monkeypatch.context() as patch:
+        if stops == "while it waits":  # this is asked then
+            patch.setattr(cluster, "check_startable", run.stop)
+        run.wait(60)
     assert run.state == "stopped"
     (recovery,) = run.recoveries()
     assert recovery.lost == (PS,)
@@ -264,35 +278,6 @@ def test_run_that_was_to_end_as_it_lost_a_ps_ends_with_what_it_goes_back_to(
     assert steps_in(tmp_path)[-1] == run.steps
     values = dict(zip(trainer.names, trainer.current_values(), strict=True))
     assert int(values["global_step"]) == run.steps
-    trainer.close()
-
-
-@pytest.mark.procs
-def test_run_that_is_stopped_while_it_waits_for_a_ps_ends_and_says_where_to_go_on(
-    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = trainer_on(cluster, AsyncPS())
-    run = trainer.fit(
-        data(),
-        steps=10**6,
-        batch_size=8,
-        checkpoint=Checkpoints(tmp_path, every=50),
-        callbacks=[killing(cluster, tmp_path, PS)],
-        progress=False,
-        block=False,
-    )
-
-    with monkeypatch.context() as patch:
-        # Asked while the run waits for the ps.
-        patch.setattr(cluster, "check_startable", run.stop)
-        with pytest.raises(ClusterError, match="stopped while it waited") as caught:
-            run.wait(60)
-    assert run.state == "failed"
-    newest = steps_in(tmp_path)[-1]
-    assert f"the newest checkpoint is step {newest}; go on" in str(caught.value)
-    assert cluster.wait_for_tasks(30)
-    trainer.restore(tmp_path)
-    assert trainer.current_position() is not None
     trainer.close()
 
 

@@ -41,6 +41,8 @@ from jgraph.server.runs.worker_setup import WorkerSetup
 _LOG = logging.getLogger("jgraph.recover")
 _POLL_S: Final = 0.5
 """Between two looks: that a ps is there again shows only by asking it."""
+STOPPED_WAIT_S: Final = 60.0
+"""A run that is told to stop waits no longer for a ps, whichever came first."""
 
 Known: TypeAlias = dict[TaskName, str]
 """Which process of each task a run knows."""
@@ -80,7 +82,7 @@ class Rollback:
       source: has checkpoints; None: nobody has, and there is nothing to go back to.
       client: that the run ends with; None: it is detached.
       clock: limits how long a ps is waited for.
-      is_stopped: says whether the run was told to stop: then nothing is waited for.
+      is_stopped: says whether the run was told to stop: then little is waited for.
     """
 
     order: pb.OpenRun
@@ -96,7 +98,6 @@ class Rollback:
     _recoveries: Recoveries = field(init=False)
     _restarters: Restarters = field(init=False)
     _copies_lost: bool = field(init=False, default=False)
-    _stops: bool = field(init=False, default=False)
     _saved: Saved | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -127,7 +128,6 @@ class Rollback:
         await self._check_master()
         step, began, before = self._step, self.clock.now(), dict(known)
         self._copies_lost, self._saved = False, saved
-        self._stops = self.is_stopped()  # before anybody hears that the run waits
         newest = step if self._loses_nothing else await self._newest()
         told = isinstance(error, TaskLeavingError)
         decision = self._recoveries.lost(newest, told=told)
@@ -143,7 +143,7 @@ class Rollback:
         how = "told to end" if told else "lost"
         what = (
             f"{_were(lost)} {how} at step {step}{why}. The run waits up to "
-            f"{self.order.wait_s:g} s until all ps answer, and then {then}"
+            f"{self._wait_s():g} s until all ps answer, and then {then}"
         )
         _LOG.log(level, "%s", what)
         self._restarters.learned(lost, what)
@@ -167,6 +167,11 @@ class Rollback:
     @property
     def _step(self) -> int:
         return self._recoveries.first + self.record.row().steps
+
+    def _wait_s(self) -> float:
+        """How long a ps is waited for."""
+        wait_s = self.order.wait_s
+        return min(wait_s, STOPPED_WAIT_S) if self.is_stopped() else wait_s
 
     @property
     def _from_copies(self) -> bool:
@@ -194,11 +199,13 @@ class Rollback:
     ) -> tuple[int, SavedState | None, frozenset[TaskName]]:
         step = self._step
         polling = Polling(_POLL_S, self.order.wait_s, self.clock)
-        number = 0
+        number, stopped = 0, False
         while True:
-            if self.record.is_over or (self.is_stopped() and not self._stops):
-                why = "it was stopped while it waited for that"
-                raise self._hopeless(error, why, await self._newest())
+            if self.record.is_over:
+                raise self._hopeless(error, "", await self._newest())
+            if self.is_stopped() and not stopped:
+                stopped = True
+                polling.limit(STOPPED_WAIT_S)
             ready = await ready_tasks(self.peers)
             lost = [task for task in self.ps.tasks if task not in ready]
             number += 1
@@ -219,8 +226,10 @@ class Rollback:
             except (ClusterUnreachableError, TaskLostError) as again:
                 _LOG.info("a task was lost meanwhile: %s", again.message)
             if not await polling.again():
-                who = " and ".join(lost)
-                why = f"{who} did not come back in {self.order.wait_s:g} s"
+                who = " and ".join(lost) or "a task that was lost again"
+                why = f"{who} did not come back in {self._wait_s():g} s"
+                if stopped:
+                    why += " after the run was told to stop"
                 raise self._hopeless(error, why, await self._newest())
 
     async def _check_master(self) -> None:

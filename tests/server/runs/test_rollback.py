@@ -15,6 +15,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.runtime.files.step_files import our_steps
 from jgraph.server.replication.streams import RECORDS_DIR
+from jgraph.server.runs import rollback
 from jgraph.train.checkpoint.checkpoints import Checkpoints, put_aside_in
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
@@ -80,8 +81,7 @@ def fit(there: Any, losing: Losing, **options: Any) -> Run:
             checkpoint=Checkpoints(losing.directory, every=50, keep=1000),
             callbacks=[losing],
             progress=False,
-            detached=True,
-            **options,
+            **{"detached": True, **options},
         )
         return run
     finally:
@@ -312,3 +312,29 @@ def test_run_whose_ps_stays_away_ends_and_says_what_to_do(
         said = f"{PS[1]} did not come back in 1 s; the newest .* trainer.restore"
         with pytest.raises(ClusterError, match=said):
             fit(there, losing, wait_s=1)
+
+
+def test_run_that_is_stopped_waits_little_for_a_ps_and_says_where_to_go_on(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollback, "STOPPED_WAIT_S", 1.0)
+    losing = Losing(servers, PS[1], tmp_path / "c")
+    losing.comes_back = False
+    with connect(servers.server(MASTER).target, timeout_s=20) as cluster:
+        there = trainer(cluster, AsyncPS())
+
+        def stop() -> None:
+            """Asked while the run waits for the ps."""
+            assert there.run is not None
+            there.run.stop()
+
+        monkeypatch.setattr(cluster, "check_startable", stop)
+        said = (
+            f"{PS[1]} did not come back in 1 s after the run was told to stop; the "
+            r"newest checkpoint is step \d+; go on from there with trainer.restore"
+        )
+        with pytest.raises(ClusterError, match=said):
+            fit(there, losing, detached=False, wait_s=600)
+        assert there.run is not None
+        assert there.run.state == "failed"
+        there.close()
