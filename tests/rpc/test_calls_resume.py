@@ -60,6 +60,25 @@ def test_a_call_is_made_once_whatever_of_it_was_lost(
     run_async(main())
 
 
+@pytest.mark.parametrize("data_port", [None, 0], ids=["stream", "data socket"])
+def test_first_reply_of_a_line_arrives_though_the_connection_was_cut_before_it(
+    data_port: int | None,
+) -> None:
+    """Neither side has anything to send again, and the server has to know where to."""
+
+    async def main() -> None:
+        async with paired(data_port, greets=False) as pair:
+            pair.at_ps.may_answer.clear()
+            asking = pair.asking(1)
+            await pair.at_ps.wait(lambda: pair.at_ps.asked == [1])
+            pair.proxy.cut()
+            pair.at_ps.may_answer.set()
+            assert await asking == 1
+            assert pair.at_ps.asked == [1]
+
+    run_async(main())
+
+
 @pytest.mark.row(4, 5, 6, 7)
 def test_calls_are_made_once_however_often_the_connection_is_cut() -> None:
     chance = random.Random(0)

@@ -81,12 +81,17 @@ class Pair:
 
 
 @asynccontextmanager
-async def paired() -> AsyncIterator[Pair]:
-    ps, at_ps, client = Remote(PS), Counting(), Remote(None)
+async def paired(
+    data_port: int | None = 0, *, greets: bool = True
+) -> AsyncIterator[Pair]:
+    """A pair, of which the ps was asked 0 if the client greets it."""
+    at_ps = Counting()
+    ps, client = (Remote(task, data_port=data_port) for task in (PS, None))
     async with TcpProxy(await ps.start(at_ps)) as proxy:
         try:
             pair = Pair(proxy, at_ps, client)
-            await pair.ask(0)
+            if greets:
+                await pair.ask(0)
             yield pair
         finally:
             await client.close()

@@ -52,7 +52,7 @@ class Outbox:
         self._nbytes = 0
         self._kept = InFlightWindow[Encoded]()
         self._number = 0
-        self._received = 0
+        self._received: int | None = None  # to be told
         self._give_up_s: float | None = None
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -102,7 +102,7 @@ class Outbox:
             self._wake.set()
 
     def tell(self, received: int) -> None:
-        """Acknowledges the frames of the other side, before all that waits."""
+        """Acknowledges that many frames (0 too), before all that waits."""
         self._received = received
         self._wake.set()
 
@@ -132,7 +132,7 @@ class Outbox:
 
     async def _empty(self, pipe: Pipe) -> None:
         self._wake.clear()
-        while self._frames or self._received:
+        while self._frames or self._received is not None:
             if self._must_wait:
                 await self._told()
             else:
@@ -142,7 +142,7 @@ class Outbox:
     @property
     def _must_wait(self) -> bool:
         """Whether nothing may leave but acknowledgements, and there are none."""
-        return self._has_to_wait and not self._received
+        return self._has_to_wait and self._received is None
 
     @property
     def _has_to_wait(self) -> bool:
@@ -176,9 +176,9 @@ class Outbox:
         """Takes out what is to be sent next: a frame, or several small ones."""
         pieces: list[Buffer] = []
         nbytes = 0
-        if self._received:
+        if self._received is not None:
             pieces += encode(frame(ack=pb.Ack(received=self._received))).pieces
-            self._received = 0
+            self._received = None
         while self._frames and nbytes < CHUNK_BYTES and not self._has_to_wait:
             encoded = self._frames.popleft()
             self._nbytes -= encoded.nbytes
