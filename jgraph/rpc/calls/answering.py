@@ -55,7 +55,7 @@ class Answers:
 
     Attributes:
       turn: how many streams it has had.
-      may_return: the last stream broke; another may go on where it ended.
+      may_return: the last stream has not ended for good; another may go on there.
     """
 
     def __init__(
@@ -76,6 +76,8 @@ class Answers:
         self._talk = StreamState()
         self._answering: dict[int, asyncio.Task[None]] = {}
         self._is_over = False
+        # All but one of them only have to end.
+        self._streams: set[asyncio.Task[Any]] = set()
         # Of the stream that there is now.
         self._serving: asyncio.Task[Any] | None = None
         self._check: Callable[[str], None] | None = None
@@ -109,17 +111,18 @@ class Answers:
           DeadlineError: it does not go on with a call that it began.
         """
         hello, *early = first
-        await self._take_over()
-        self._check, self._intake, self.may_return = check, intake, False
+        self.turn += 1
 
         def feed(chunk: Buffer) -> None:
             self._feed(intake.feed(chunk), len(chunk))
 
-        self._socket, self._is_sending = None, False
-        self._peer_has = body_of(hello).received
         room, caller = intake.decoder.room, Caller.of_stream(context)
         offer = SocketOffer(caller, room, lambda _, data: feed(data), self._send_over)
         try:
+            await self._take_over()
+            self._check, self._intake = check, intake
+            self._socket, self._is_sending = None, False
+            self._peer_has = body_of(hello).received
             await self._greet(context, offer, doors)
             self._do(self._watch(intake))
             streamed = StreamPipe(context.write)
@@ -133,15 +136,15 @@ class Answers:
             if not self.may_return:
                 intake.decoder.finish()
                 await self._flush()
-        except SocketEnded:
-            self.may_return = self._resumable(body_of(hello), offer)
-            raise
-        except asyncio.CancelledError:  # so gRPC tells of a connection that broke
+        except (SocketEnded, grpc.aio.InternalError, asyncio.CancelledError):
+            # gRPC tells of a connection that broke by any of the last two.
             if self._given_up is not None:
+                self.may_return = False
                 raise self._given_up from None
             self.may_return = self._resumable(body_of(hello), offer)
             raise
         except JGError:
+            self.may_return = False
             await self._flush()
             raise
         finally:
@@ -152,11 +155,20 @@ class Answers:
         return bool(hello.line) and not self._is_over and not offer.is_local
 
     async def _take_over(self) -> None:
-        before, self._serving = self._serving, asyncio.current_task()
-        if before is not None and not before.done():
-            before.cancel()
-            await asyncio.wait([before])
-        self.turn += 1
+        """Ends the streams before this one; a later one may do so with this one.
+
+        Each ends by itself, and waits for none: what there is of a stream that has
+        begun to end is not of the next.
+        """
+        mine, before = asyncio.current_task(), set(self._streams)
+        assert mine is not None  # gRPC runs handlers in tasks
+        self._streams.add(mine)
+        mine.add_done_callback(self._streams.discard)
+        for task in before:
+            task.cancel()
+        if before:
+            await asyncio.wait(before)
+        self._serving = mine
 
     def stop(self) -> None:
         """Stops what is being answered: nobody waits for it any more."""

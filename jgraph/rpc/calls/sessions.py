@@ -67,11 +67,14 @@ class CallSessions:
         intake.of_task = bool(hello.task) and may_be_task(names)
         key = frozenset(names or ()), hello.incarnation, hello.line
         answers = self._find(key, hello)
+        turn = answers.turn + 1
         try:
             await answers.serve(context, intake, first, check, doors)
         finally:
             is_known = self._lines.get(key) is answers
-            if is_known and answers.may_return:
+            if is_known and answers.turn > turn:
+                pass  # another stream goes on with it
+            elif is_known and answers.may_return:
                 loop = asyncio.get_running_loop()
                 loop.call_later(RETURN_S, self._give_up, key, answers, answers.turn)
             else:

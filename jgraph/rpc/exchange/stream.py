@@ -149,7 +149,7 @@ class ExchangeStream:
         self._theirs: asyncio.Future[pb.Hello] = (
             asyncio.get_running_loop().create_future()
         )
-        self._may_resume = self._resumes
+        self._may_resume = True
 
     async def run(self) -> None:
         """Sends; returns when all is sent and the other side has it.

@@ -1,0 +1,119 @@
+"""Calls in a network that is cut at any moment: each is made once and answered once.
+
+Nothing of gRPC and of the kernel takes part, so that a seed decides which end learns
+what, and when.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import grpc
+import numpy as np
+import pytest
+
+from jgraph.rpc.exchange import link
+from jgraph.rpc.grpc import transport
+from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.testing.transport_conformance import CHECKS
+from jgraph.testing.transport_harness import PS, asked, numbers, step
+from tests.support.paired import Counting, Remote
+from tests.support.virtual.loop import run_virtual
+from tests.support.virtual.network import Network
+
+WAIT_S: Final = 60.0
+CUTS_S: Final = 3.0
+SIZES: Final = [0, 0, 3000, 70_000, 300_000, 1_300_000]
+SEEDS: Final = [
+    pytest.param(seed, marks=[] if seed < 12 else pytest.mark.nightly)
+    for seed in range(300)
+]
+Made: TypeAlias = Callable[[int], Network]
+
+
+@pytest.fixture
+def network_of(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Makes the network of a seed, which transports of this process then use."""
+
+    def make(seed: int) -> Network:
+        network = Network(seed)
+        monkeypatch.setattr(grpc.aio, "server", network.server)
+        monkeypatch.setattr(transport, "new_data_socket", network.listen)
+        for module in (transport, link):
+            monkeypatch.setattr(module, "open_channel", network.open_channel)
+        return network
+
+    return make
+
+
+async def cuts(network: Network) -> None:
+    """Cuts all or some connections at any time, some right after one another."""
+    chance, now = network.chance, asyncio.get_running_loop().time
+    often, stalls = chance.choice([0.03, 0.1, 0.3]), chance.choice([0.0, 0.5])
+    while now() < CUTS_S:
+        soon = chance.random() < 0.2
+        await asyncio.sleep(chance.expovariate(1 / (0.004 if soon else often)))
+        network.refuses_data = chance.random() < 0.1
+        network.slow_data = chance.choice([0.0, 0.0, 0.1])
+        if chance.random() < stalls:  # as a busy process, which learns all at once
+            network.stalled_until = now() + chance.random() * 0.3
+        network.cut(chance.choice([1.0, 1.0, 0.5]))
+    network.refuses_data, network.slow_data = False, 0.0
+
+
+async def ask(client: GrpcTransport, address: str, number: int, size: int) -> None:
+    request = step(number, np.full(size, number % 251, np.uint8))
+    (reply,) = await asked(client, address, "Echo", request, WAIT_S)
+    assert numbers([reply]) == [number]
+    assert reply.tensors[0].nbytes == size
+    assert (reply.tensors[0] == number % 251).all()
+
+
+async def count(client: GrpcTransport, address: str, number: int) -> None:
+    replies = client.call(address, "Count", step(number), timeout_s=WAIT_S)
+    got = []
+    async for reply in replies:
+        got += numbers([reply])
+        assert (reply.tensors[0] == got[-1]).all()
+    assert got == list(range(number))
+
+
+@pytest.mark.parametrize("data_port", [0, None], ids=["data socket", "stream"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_call_is_made_and_answered_once_whenever_the_network_is_cut(
+    seed: int, data_port: int | None, network_of: Made
+) -> None:
+    network = network_of(seed)
+    chance = network.chance
+    network.notice_s = chance.choice([0.004, 0.03, 0.5])
+    network.delay_s = chance.choice([0.001, 0.004, 0.02])
+
+    async def main() -> None:
+        ps, client = (Remote(task, data_port=data_port) for task in (PS, None))
+        at_ps = Counting()
+        address = await ps.start(at_ps)
+
+        async def later(number: int) -> None:
+            await asyncio.sleep(chance.random() * 2)
+            if number % 10:
+                await ask(client, address, number, chance.choice(SIZES))
+            else:
+                await count(client, address, number)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cuts(network))
+            for number in range(1, 31):
+                group.create_task(later(number))
+        assert sorted(at_ps.asked) == list(range(1, 31))
+        assert not at_ps.stopped
+        await client.close()
+        await ps.close()
+
+    run_virtual(network, main(), timeout_s=300)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_transport_conforms_in_the_virtual_network(name: str, network_of: Made) -> None:
+    """So that network is as the real one, for what the checks look at."""
+    network = network_of(0)
+    run_virtual(network, CHECKS[name](Remote), timeout_s=300)
