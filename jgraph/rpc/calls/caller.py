@@ -22,6 +22,7 @@ from jgraph.rpc.dial import deadline_error, lost_call
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.resuming import RESUME_S, may_redial
 from jgraph.rpc.serving import ROOM_METHOD
+from jgraph.rpc.sockets.connecting import DataDialer
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import Prepared, encode, prepare
@@ -47,6 +48,7 @@ class CallConnection:
       make_decoder: gives what turns the chunks of a stream into frames.
       hello: who we are, and which of our lines this is.
       near: take a socket that the server offers to callers of its machine.
+      data: connects to its data port; None: nothing does.
 
     Attributes:
       is_broken: nothing can be asked any more.
@@ -61,6 +63,7 @@ class CallConnection:
         hello: pb.Hello,
         *,
         near: bool,
+        data: DataDialer | None = None,
     ) -> None:
         self.is_broken = False
         self._address = address
@@ -68,9 +71,11 @@ class CallConnection:
         self._make_decoder = make_decoder
         self._hello = hello
         self._near = near
+        self._data = data
         self._numbers = itertools.count(1)
         self._talk = StreamState()
         self._waiting: dict[int, Callable[[Frame | Ended], None]] = {}
+        self._ended: Ended | None = None
         self._closing = False
         self._now = asyncio.get_running_loop().time
         self._stream = self._over(stream, incarnation=0)
@@ -86,8 +91,7 @@ class CallConnection:
         """
         waiting: asyncio.Future[Frame | Ended]
         waiting = asyncio.get_running_loop().create_future()
-        number = next(self._numbers)
-        self._waiting[number] = partial(_answer, waiting)
+        number = self._begin(partial(_answer, waiting))
         self._talk.outbox.put(request.encoded(sequence=number, method=method))
         try:
             async with asyncio.timeout(timeout_s):
@@ -135,8 +139,7 @@ class CallConnection:
         Raises: as ``ask``.
         """
         replies: asyncio.Queue[Frame | Ended] = asyncio.Queue()
-        number = next(self._numbers)
-        self._waiting[number] = replies.put_nowait
+        number = self._begin(replies.put_nowait)
         self._talk.outbox.put(
             request.encoded(sequence=number, method=method, every_reply=True)
         )
@@ -157,6 +160,14 @@ class CallConnection:
             raise deadline_error(method, self._address, timeout_s) from None
         finally:
             self._forget(number, was_answered=is_over)
+
+    def _begin(self, take: Callable[[Frame | Ended], None]) -> int:
+        """Returns the number of a call; ``take`` gets the replies."""
+        number = next(self._numbers)
+        self._waiting[number] = take
+        if self._ended is not None:  # since the line was chosen
+            take(self._ended)
+        return number
 
     def _checked(self, method: str, reply: Frame | Ended) -> Frame:
         """Returns a reply, unless it is an error."""
@@ -188,13 +199,14 @@ class CallConnection:
         return CallStream(
             self._address,
             stream,
-            self._make_decoder(),
+            self._make_decoder,
             self._hello,
             self._talk,
             self._take,
             self._set_broken,
             incarnation=incarnation,
             near=self._near,
+            data=self._data,
         )
 
     async def _run(self) -> None:
@@ -213,7 +225,7 @@ class CallConnection:
         except CertificateError as error:
             ended = Ended(error=error)
         finally:
-            self.is_broken = True
+            self.is_broken, self._ended = True, ended
             for take in list(self._waiting.values()):
                 take(ended)
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias, final
 
 import grpc
@@ -14,8 +15,8 @@ from jgraph.rpc.calls.outbox import Outbox
 from jgraph.rpc.dial import SHUTTING_DOWN, is_cancelled, lost_its_end, unanswered
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.in_flight import AckCount
-from jgraph.rpc.sockets.connecting import connect_local, end_late
-from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket
+from jgraph.rpc.sockets.connecting import DataDialer, connect_local, end_late
+from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket, Take
 from jgraph.rpc.sockets.pipe import StreamPipe
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
@@ -69,13 +70,14 @@ class CallStream:
     Args:
       address: where the server is.
       stream: of the method Asks, just opened.
-      decoder: turns its chunks into frames.
+      make_decoder: gives what turns its chunks, or those of a socket, into frames.
       hello: who we are.
       conversation: what goes over it.
       take: gets each reply.
       incarnation: of the server that accepted the first stream; 0: this is the first.
       ended: called when nothing can be sent any more, also before ``run`` returns.
       near: take a socket that the server offers to callers of its machine.
+      data: connects to its data port; None: nothing does.
 
     Attributes:
       incarnation: of the server, as soon as it has said it.
@@ -85,7 +87,7 @@ class CallStream:
         self,
         address: Address,
         stream: Stream,
-        decoder: Decoder,
+        make_decoder: Callable[[], Decoder],
         hello: pb.Hello,
         conversation: StreamState,
         take: Callable[[Frame], None],
@@ -93,17 +95,19 @@ class CallStream:
         *,
         incarnation: int,
         near: bool,
+        data: DataDialer | None,
     ) -> None:
         self.incarnation = incarnation
         self._address = address
         self._stream = stream
-        self._decoder = decoder
+        self._make_decoder = make_decoder
         self._hello = hello
         self._talk = conversation
         self._take = take
         self._ended = ended
         self._resumes = incarnation != 0
         self._near = near and not self._resumes
+        self._data = data
         self._welcome: asyncio.Future[pb.Hello] = (
             asyncio.get_running_loop().create_future()
         )
@@ -119,9 +123,10 @@ class CallStream:
         """Returns why it ended."""
         sending = asyncio.create_task(self._send())
         sending.add_done_callback(self._end_failed)
+        decoder = self._make_decoder()
         try:
             async for chunk in self._stream:
-                self._feed(chunk)
+                self._feed(decoder, chunk)
             return Ended()
         except grpc.aio.AioRpcError as error:
             return self._broke(error.code(), error.details() or "")
@@ -175,22 +180,30 @@ class CallStream:
         theirs = await self._welcome
         if self._resumes:  # so the server learns where replies shall go
             self._talk.outbox.tell(self._talk.received)
-        self._socket = socket = await self._connect(theirs)
+        # The stream says why it ends, perhaps in the middle of a frame over the socket.
+        decoder = self._make_decoder()
+        take = partial(self._feed, decoder)
+        self._socket = socket = await self._connect(theirs, take)
         if socket is None:
             await self._talk.outbox.run(StreamPipe(self._stream.write), theirs.received)
             return
-        socket.hand_to(self._feed, self._decoder.room)
+        socket.hand_to(take, decoder.room)
         socket.ended.add_done_callback(self._socket_ended)
         try:
             await self._talk.outbox.run(socket, theirs.received)
         finally:
             socket.close()
 
-    async def _connect(self, theirs: pb.Hello) -> FrameSocket | None:
+    async def _connect(self, theirs: pb.Hello, take: Take) -> FrameSocket | None:
         """Returns the socket that goes with the stream, if one is within reach."""
         if self._near and theirs.HasField("local_socket"):
-            return await connect_local(theirs.local_socket, self._feed)
-        return None
+            socket = await connect_local(theirs.local_socket, take)
+            if socket is not None:
+                return socket
+        if self._data is None or not theirs.HasField("data_socket"):
+            return None
+        offer = theirs.data_socket
+        return await self._data.connect(self._address, offer, "", take)
 
     def _socket_ended(self, ended: "asyncio.Future[None]") -> None:
         assert self._socket is not None  # which ended
@@ -199,8 +212,8 @@ class CallStream:
             self._ended()  # also while the stream has not said why
         end_late(self._stream, ended)
 
-    def _feed(self, chunk: Buffer) -> None:
-        for reply in self._decoder.feed(chunk):
+    def _feed(self, decoder: Decoder, chunk: Buffer) -> None:
+        for reply in decoder.feed(chunk):
             self._reply(reply)
         if self._socket is None or self._socket.keeps:
             self._talk.took(len(chunk))

@@ -369,7 +369,7 @@ class GrpcTransport:
         Over a connection of its own: one of before leads to who was there then.
         """
         channel = await self._open(dst, timeout_s)
-        line = self._line(dst, self._asks(channel))
+        line = self._line(dst, self._asks(channel), data=False)
         try:
             request = prepare(frame(call=pb.Call(method=HELLO_METHOD)))
             reply = await line.ask(HELLO_METHOD, request, timeout_s)
@@ -387,13 +387,16 @@ class GrpcTransport:
             None, metadata=self._metadata
         )
 
-    def _line(self, dst: Address, stream: Stream) -> CallConnection:
+    def _line(
+        self, dst: Address, stream: Stream, *, data: bool = True
+    ) -> CallConnection:
         hello = pb.Hello(line=next(self._line_numbers))
         hello.MergeFrom(self._hello)
         dial = partial(self._dial, dst)
         return CallConnection(
             *(dst, stream, dial, self._decoder, hello),
             near=self._is_near,
+            data=self._data if data else None,
         )
 
     def _decoder(self) -> Decoder:
