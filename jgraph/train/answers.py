@@ -14,8 +14,6 @@ from jgraph.errors import (
 )
 from jgraph.runtime.files.step_files import our_steps
 from jgraph.train.attempt import Attempt
-from jgraph.train.checkpoint.remote_saver import RemoteSaver
-from jgraph.train.checkpoint.saver import Saver
 from jgraph.train.run.progress import Display
 
 LOSS_ERRORS: Final = (ClusterError, ProtocolError, InternalError, UninitializedError)
@@ -35,12 +33,10 @@ class Asked:
 
     Attributes:
       attempt: the run.
-      saving: saves checkpoints; None: never.
       display: says what goes on.
     """
 
     attempt: Attempt
-    saving: Saver | RemoteSaver | None
     display: Display
     _halted_at: int = field(init=False)
 
@@ -52,40 +48,44 @@ class Asked:
         match question.kind:
             case "halted":
                 self._at_halt(question.answer)
-            case "rest" if self.saving is not None:
+            case "rest" if self.attempt.saving is not None:
                 self.display.say("saving, as tasks are about to end")
-                self.saving.save()
+                self.attempt.saving.save()
             case "newest":
                 question.answer(step=self._newest())
             case "state":
                 self._give_state(question)
 
     def _newest(self) -> int | None:
-        if self.saving is None:
+        saving = self.attempt.saving
+        if saving is None:
             return None
         self.display.say("waiting for all tasks to be back")
-        self.saving.wait()
-        steps = our_steps(self.saving.directory)
+        saving.wait()
+        steps = our_steps(saving.directory)
         return steps[-1] if steps else None
 
     def _give_state(self, question: Question) -> None:
         """Gives all ps the values of the newest good checkpoint."""
-        assert self.saving is not None  # it has one
+        saving, restore = self.attempt.saving, self.attempt.restore
+        assert saving is not None  # it has one
+        assert restore is not None
         try:
-            self.attempt.restore(self.saving.directory)
+            restore(saving.directory)
         except JGError as error:
             question.answer(error=error)
             return
         state = self.attempt.runner.state
         step = state.global_step()
-        self.saving.go_back(step)
+        saving.go_back(step)
         self._halted_at = step
         question.answer(step=step, position=state.position)
 
     def _at_halt(self, go_on: Callable[[], bool]) -> None:
         """Evaluates, and saves, while loops stand still, if that is due."""
-        attempt, saving, last = self.attempt, self.saving, self._halted_at
-        order = attempt.order
+        attempt, last = self.attempt, self._halted_at
+        saving, order = attempt.saving, attempt.order
+        assert order is not None  # this client asks for halts
         if not order.evaluates_halted:
             if saving is not None:
                 saving.save_halted(go_on)

@@ -11,6 +11,7 @@ from jgraph.errors import ConfigError
 from jgraph.train.model.adapters import Model
 from jgraph.train.model.losses import Loss, positional
 from jgraph.train.model.optimizer import check_optimizer
+from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.tables.row_step import SPARSE
 
 
@@ -80,4 +81,23 @@ def check_model(model: Model, loss: Loss) -> None:
         raise ConfigError(
             f"loss takes {len(names)} arguments; it is called as loss({first}, batch) "
             f"or loss({first}, batch, {rng})"
+        )
+
+
+def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:
+    """Refuses runs that cannot outlive their client.
+
+    Raises:
+      ConfigError: says why.
+    """
+    if cluster is not None and cluster.ends_with_client:
+        raise ConfigError(
+            "detached=True lets the run go on when this process is gone, and the tasks "
+            "of a jg.LocalCluster end with it; start them with `jgraph up` and connect "
+            "with jg.connect(…)"
+        )
+    if cluster is None:
+        raise ConfigError(
+            f"detached=True needs a cluster, and {strategy!r} trains in this process, "
+            "which ends with it; give Trainer(…, cluster=jg.connect(…))"
         )

@@ -2,21 +2,21 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import jax
 
-from jgraph.client.cluster import Cluster
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import ConfigError
 from jgraph.plan.program.types import from_plain, plain_type
 from jgraph.runtime.files.manifest import is_ours
 from jgraph.runtime.files.step_files import our_steps, put_back
-from jgraph.train.attach import check_detachable
+from jgraph.train.arguments import check_detachable
 from jgraph.train.checkpoint import checkpoint
 from jgraph.train.checkpoint.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.checkpoint.flax_checkpoints import Imported, find, match, read
@@ -29,7 +29,7 @@ from jgraph.train.evaluation.evaluator_task import as_evaluated, make_evaluation
 from jgraph.train.model.trees import Tree
 from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
 from jgraph.train.state.remote_arrays import RunSnapshot
-from jgraph.train.state.runner import Order, Position, Runner
+from jgraph.train.state.runner import Chunk, Order, Position, Runner
 from jgraph.train.strategies.strategies import batches_per_update
 
 
@@ -76,26 +76,37 @@ class FitRequest:
 @final
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What does the steps of a run.
+    """What does the steps of a run, or follows them.
 
     Attributes:
       runner: performs the steps.
-      order: which steps.
+      chunks: yields what they do, to the end of the run.
       first: updates applied before.
+      total: updates when all are applied.
+      batch_size: examples of a batch.
+      stop: set from another thread: stop after the current step.
+      ends_here: the run ends with this client.
+      order: which steps; None: another client ordered them.
       evaluations: evaluate the model; None: never.
-      take: takes a snapshot of the state.
       restore: gives the state the values of the newest good checkpoint of a directory.
+      saving: saves checkpoints; None: never.
     """
 
     runner: Runner
-    order: Order
+    chunks: Callable[[], Generator[Chunk, None, None]]
     first: int
-    evaluations: Evaluations | None
-    take: Take
-    restore: Callable[[Path], object]
+    total: int
+    batch_size: int
+    stop: threading.Event
+    ends_here: bool = True
+    order: Order | None = None
+    evaluations: Evaluations | None = None
+    restore: Callable[[Path], object] | None = None
+    saving: Saver | RemoteSaver | None = None
 
 
 _LOG = logging.getLogger("jgraph.checkpoint")
+_DATA_LOG = logging.getLogger("jgraph.data")
 _Opened: TypeAlias = tuple[Dataset, Dataset | None]
 
 
@@ -130,17 +141,6 @@ class Attempts:
                 "the workers read"
             )
         self._batch_size = dataset.batch_size(wanted.batch_size)
-        self._total = 0
-        self.stop = wanted.stop
-        """Set from another thread: stop after the current step."""
-
-    def first(self) -> Attempt:
-        """Returns the first one, which does all steps."""
-        dataset, evaluated = self._opened
-        self._parts.carry_over()
-        made = self._parts.prepare(dataset, self._batch_size)
-        self._total = made[1].state.global_step() + self._steps(dataset)
-        return self._attempt(made, dataset, evaluated)
 
     def _steps(self, dataset: Dataset) -> int:
         """Returns the updates of the run; an epoch is as many as have all batches."""
@@ -167,10 +167,16 @@ class Attempts:
         )
         return dataset, as_evaluated(wanted.eval_data, given.cluster, dataset)
 
-    def _attempt(
-        self, made: Built, dataset: Dataset, evaluated: Dataset | None
-    ) -> Attempt:
-        wanted = self._wanted
+    def make(self) -> Attempt:
+        """Returns what does it.
+
+        Raises:
+          CheckpointError: the directory has steps that are not before this run's.
+          CheckpointWriterError: another process saves to the same directory.
+        """
+        wanted, (dataset, evaluated) = self._wanted, self._opened
+        self._parts.carry_over()
+        made = self._parts.prepare(dataset, self._batch_size)
         step, runner, _ = made
         if wanted.checkpoint is not None:
             checkpoint.check_names(step.names)
@@ -187,31 +193,47 @@ class Attempts:
             step_now = int(tree["global_step"])
             return Snapshot(step_now, tree, position, kept.release, kept.is_live)
 
+        order = Order(
+            dataset,
+            self._steps(dataset),
+            self._batch_size,
+            self._given.seed,
+            wanted.eval_every,
+            save_every=wanted.checkpoint and wanted.checkpoint.every,
+            evaluates_halted=wanted.whole and self._halts_here,
+            stop=wanted.stop,
+            detached=wanted.detached,
+            directory=self._directory,
+            wait_s=wanted.wait_s,
+            saves=wanted.checkpoint if wanted.detached else None,
+        )
         return Attempt(
             runner=runner,
-            order=Order(
-                dataset,
-                max(0, self._total - first),
-                self._batch_size,
-                self._given.seed,
-                wanted.eval_every,
-                save_every=wanted.checkpoint and wanted.checkpoint.every,
-                evaluates_halted=wanted.whole and self._halts_here,
-                stop=wanted.stop,
-                detached=wanted.detached,
-                directory=self._directory,
-                wait_s=wanted.wait_s,
-                saves=wanted.checkpoint if wanted.detached else None,
-            ),
+            chunks=partial(_chunks, runner, order),
             first=first,
+            total=first + order.steps,
+            batch_size=self._batch_size,
+            stop=wanted.stop,
+            ends_here=not wanted.detached,
+            order=order,
             evaluations=make_evaluations(
                 *(self._parts.evaluator_task, wanted.evaluate),
                 *(wanted.eval_data, evaluated),
                 whole=wanted.whole,
             ),
-            take=take,
             restore=lambda path: fill_from(made, path, check_first=False),
+            saving=self._saving(take, first),
         )
+
+    def _saving(self, take: Take, first: int) -> Saver | RemoteSaver | None:
+        """Returns what takes the checkpoints of the run; None: there are none."""
+        options, cluster = self._wanted.checkpoint, self._given.cluster
+        if options is None:
+            return None
+        if self._wanted.detached:
+            assert cluster is not None  # checked
+            return RemoteSaver(options, take, first, cluster)
+        return Saver(options, take, first, in_process=cluster is None)
 
     @property
     def _directory(self) -> str:
@@ -219,6 +241,13 @@ class Attempts:
         given = self._wanted.checkpoint
         here = given is not None and not self._wanted.detached
         return str(checkpoint.absolute(given.directory)) if given and here else ""
+
+
+def _chunks(runner: Runner, order: Order) -> Generator[Chunk, None, None]:
+    if order.dataset.note:
+        _DATA_LOG.info("%s", order.dataset.note)
+    with order.dataset.reading():
+        yield from runner.run(order)
 
 
 def fill_from(made: Built, path: Path, *, check_first: bool = True) -> Imported | None:
@@ -292,16 +321,3 @@ def save_to(
             return checkpoint.save(path, tree, position, overwrite=overwrite)
     finally:
         kept.release()
-
-
-def make_saving(
-    wanted: "FitRequest", attempt: "Attempt", cluster: Cluster | None
-) -> Saver | RemoteSaver | None:
-    """Returns what takes the checkpoints of a run; None: there are none."""
-    given = wanted.checkpoint
-    if given is None:
-        return None
-    if wanted.detached:
-        assert cluster is not None  # checked
-        return RemoteSaver(given, attempt.take, attempt.first, cluster)
-    return Saver(given, attempt.take, attempt.first, in_process=cluster is None)

@@ -1,4 +1,4 @@
-"""One call of ``Trainer.fit``: a thread that trains, saves, evaluates and reports."""
+"""Following of a run by a thread that trains, saves, evaluates and reports."""
 
 import contextlib
 import contextvars
@@ -27,7 +27,6 @@ from jgraph.errors import (
 )
 from jgraph.train.answers import LOSS_ERRORS, Asked
 from jgraph.train.attempt import Attempt
-from jgraph.train.checkpoint.remote_saver import RemoteSaver
 from jgraph.train.checkpoint.saver import Saver
 from jgraph.train.run.history import History
 from jgraph.train.run.hooks import Callback, hook
@@ -58,7 +57,6 @@ class Fit:
       attempt: does all steps, if no task is lost.
       run: the user's handle.
       history: where measurements go.
-      saving: saves checkpoints; None: never.
       callbacks: called with each report.
       display: shows reports; entered, and left by whoever made it.
       workers: names of the replicas; empty if nobody looks at them.
@@ -69,7 +67,6 @@ class Fit:
     attempt: Attempt
     run: Run
     history: History
-    saving: Saver | RemoteSaver | None
     callbacks: Sequence[Callback]
     display: Display
     workers: Sequence[str]
@@ -98,15 +95,14 @@ class Fit:
 
     def _work(self, release: Callable[[], None]) -> None:
         attempt, began = self.attempt, self.clock.now()
-        total = attempt.first + attempt.order.steps
         error: BaseException | None = None
         values: Sequence[Any] | None = None
         position: Position = None
         try:
             for callback in self.callbacks:
                 hook(callback, "begin", self.run)
-            with self.saving or contextlib.nullcontext():
-                self._train_and_finish(total, began)
+            with attempt.saving or contextlib.nullcontext():
+                self._train_and_finish(began)
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
         runner, told = attempt.runner, self.history.steps
@@ -128,7 +124,8 @@ class Fit:
         finally:
             runner.state.let_go()
             release()
-        done = "done" if max(told, self.history.steps) >= total else "stopped"
+        is_done = max(told, self.history.steps) >= attempt.total
+        done = "done" if is_done else "stopped"
         self.run.finish("failed" if error else done, values, position, error)
 
     def _warn_of_nan(self) -> None:
@@ -158,19 +155,20 @@ class Fit:
         self.history.events = runner.state.events()
         return values, runner.position()
 
-    def _train_and_finish(self, total: int, began: float) -> None:
+    def _train_and_finish(self, began: float) -> None:
         """Trains, to the end.
 
         Raises:
           JGError: what ended the run early.
         """
         try:
-            self._follow(total, began)
+            self._follow(began)
         except JGError as error:
-            if isinstance(error, _BATCH_ERRORS) and isinstance(self.saving, Saver):
+            saving = self.attempt.saving
+            if isinstance(error, _BATCH_ERRORS) and isinstance(saving, Saver):
                 # To go on from once that batch is taken out; what is told is the batch.
                 with contextlib.suppress(CheckpointWriterError):
-                    self.saving.save()
+                    saving.save()
             gone = {} if self.cluster is None else self.cluster.gone()
             if not isinstance(error, ClusterError) or not gone:
                 raise
@@ -178,23 +176,23 @@ class Fit:
             why = "; ".join([error.message.rstrip("."), *told])
             raise type(error)(why, **error.details) from error
 
-    def _follow(self, total: int, began: float) -> None:
-        attempt = self.attempt
+    def _follow(self, began: float) -> None:
+        attempt, order = self.attempt, self.attempt.order
         if attempt.evaluations is not None and attempt.evaluations.are_here:
             attempt.runner.state.check_model()  # rather than after the training
         ask = attempt.runner.staleness if self.workers else None
         watch = Watch(
             self.history,
-            total,
-            attempt.order.batch_size,
+            attempt.total,
+            attempt.batch_size,
             self.clock,
             evaluations=attempt.evaluations,
-            every=None if attempt.order.evaluates_halted else attempt.order.eval_every,
+            every=None if order is None or order.evaluates_halted else order.eval_every,
             events=attempt.runner.state.events,
             standings=Standings(self.workers, ask),
             began=began,
         )
-        is_finished = attempt.order.steps > 0 and self._train(watch)
+        is_finished = attempt.total > attempt.first and self._train(watch)
         if not is_finished:
             self._finish(watch)
 
@@ -204,22 +202,18 @@ class Fit:
             self.display.say("evaluating")
         for report in watch.finish(self.attempt.runner.state.global_step):
             self._tell(report)
-        if self.saving is not None:
+        if self.attempt.saving is not None:
             self.display.say("saving the last checkpoint")
-            self.saving.finish()
+            self.attempt.saving.finish()
 
     def _train(self, watch: Watch) -> bool:
         """Trains; returns whether the end was evaluated and saved, too."""
         attempt = self.attempt
         self.display.say("compiling on the tasks" if self.workers else "compiling")
-        # Closed here, whatever happens: nothing trains on behind an error.
-        dataset = attempt.order.dataset
-        if dataset.note:
-            _LOG.info("%s", dataset.note)
-        running = contextlib.closing(attempt.runner.run(attempt.order))
-        asked = Asked(attempt, self.saving, self.display)
+        asked = Asked(attempt, self.display)
         is_finished = False
-        with dataset.reading(), running as chunks:
+        # Closed here, whatever happens: nothing trains on behind an error.
+        with contextlib.closing(attempt.chunks()) as chunks:
             for chunk in chunks:
                 question = chunk.question
                 if question is not None and question.kind == "finish":
@@ -230,9 +224,9 @@ class Fit:
                     self._recovered(chunk.restored, watch)
                 else:
                     self._take(chunk, watch)
-                if self.saving is not None and question is None:
-                    self.saving.note(self.history.steps)
-        self._warn_of_end(dataset.has_ended)
+                if attempt.saving is not None and question is None:
+                    attempt.saving.note(self.history.steps)
+        self._warn_of_end()
         return is_finished
 
     def _take(self, chunk: Chunk, watch: Watch) -> None:
@@ -256,8 +250,9 @@ class Fit:
         question.answer()
         return True
 
-    def _warn_of_end(self, has_ended: bool) -> None:
-        total = self.attempt.first + self.attempt.order.steps
+    def _warn_of_end(self) -> None:
+        order, total = self.attempt.order, self.attempt.total
+        has_ended = order is not None and order.dataset.has_ended
         if has_ended and self.history.steps < total:
             _LOG.warning(
                 "the data ended: the run stops at step %d of %d; give more of it, or "
@@ -272,8 +267,9 @@ class Fit:
         self.run.recovered(recovery)
 
     def _tell(self, report: Report) -> None:
-        if report.copy is not None and isinstance(self.saving, Saver):
-            self.saving.save_best(report)
+        saving = self.attempt.saving
+        if report.copy is not None and isinstance(saving, Saver):
+            saving.save_best(report)
         self.run.report(replace(report, copy=None))
         self.display.show(report)
         for callback in self.callbacks:

@@ -26,6 +26,7 @@ from jgraph.train.state.placement import new_container
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Runner
 from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.async_runner import AsyncRunner
 from jgraph.train.strategies.local import Local
 from jgraph.train.strategies.strategies import (
     Strategy,
@@ -33,10 +34,12 @@ from jgraph.train.strategies.strategies import (
     gradient_dtype_of,
     make_runner,
 )
+from jgraph.train.strategies.sync_runner import SyncRunner
 from jgraph.train.tables.row_step import Sparse
 
 Built: TypeAlias = tuple[TrainStep, Runner, Evaluator]
 Rebuilt: TypeAlias = tuple[Built, EvaluatorTask | None]
+RemoteRunner: TypeAlias = AsyncRunner | SyncRunner
 
 
 @final
@@ -196,8 +199,10 @@ class TrainerBuild:
         self._take(made, evaluator_task)
         return made
 
-    def adopt(self, container: str, fill: Callable[[RemoteState], None]) -> RemoteState:
-        """Makes the parts of a run that another client began; returns its state.
+    def adopt(
+        self, container: str, fill: Callable[[RemoteState], None]
+    ) -> RemoteRunner:
+        """Makes the parts of a run that another client began; returns its runner.
 
         Args:
           container: of the variables.
@@ -211,12 +216,11 @@ class TrainerBuild:
                 "this Trainer has variables of its own; attach with a new jg.Trainer(…)"
             )
         made, evaluator_task = self._make(None, container)
-        state = made[1].state
-        assert isinstance(state, RemoteState)  # who asks has checked
-        fill(state)
+        runner = made[1]
+        assert isinstance(runner, AsyncRunner | SyncRunner)  # who asks has checked
+        fill(runner.state)
         self._take(made, evaluator_task)
-        self.holdings.let_go()  # it belongs to its master
-        return state
+        return runner
 
     def _drop(self, made: Built | None, evaluator_task: EvaluatorTask | None) -> None:
         # Of a task that is gone nothing is left to drop, nor of a closed client.

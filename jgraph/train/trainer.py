@@ -17,7 +17,7 @@ from jgraph.errors import ClusterBusyError, ConfigError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.train.arguments import check_arguments
 from jgraph.train.attach import attach
-from jgraph.train.attempt import Attempts, FitRequest, fill_from, make_saving
+from jgraph.train.attempt import Attempt, Attempts, FitRequest, fill_from
 from jgraph.train.checkpoint import checkpoint as checkpoints
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.checkpoint.flax_checkpoints import Imported
@@ -41,7 +41,7 @@ from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
 from jgraph.train.run.callbacks import check_evaluated
 from jgraph.train.run.history import History
 from jgraph.train.run.hooks import Callback, as_callbacks
-from jgraph.train.run.progress import display_of
+from jgraph.train.run.progress import Display, display_of
 from jgraph.train.run.run import Run
 from jgraph.train.state.runner import Position
 from jgraph.train.state.training_state import TrainingState
@@ -155,7 +155,8 @@ class Trainer:
         self._busy = threading.Lock()
         self._parts = TrainerBuild(self._config, self._busy.locked)
         self._state = TrainingState(self._parts)
-        self._is_detached = False
+        self._ends_run = True
+        """The newest run ends with this client."""
         self.run: Run | None = None
         """The newest run; None before the first ``fit``."""
         self.imported: Imported | None = None
@@ -243,6 +244,19 @@ class Trainer:
             keeps_evaluated=any(getattr(c, "restore_best", False) for c in called),
             wait_s=wait_s,
         )
+        make = lambda: Attempts(self._parts, config, request).make()
+        run, display = self._begin(make, called, progress=progress)
+        return wait_or_stop(run, display) if block else run
+
+    def _begin(
+        self,
+        make: Callable[[], Attempt],
+        callbacks: Sequence[Callback] = (),
+        *,
+        progress: bool,
+    ) -> tuple[Run, Display]:
+        """Begins a run, or to follow one that goes on."""
+        config = self._config
         if not self._busy.acquire(blocking=False):
             raise ClusterBusyError(
                 "this Trainer is already training; wait for that run (run.wait()) or "
@@ -252,27 +266,24 @@ class Trainer:
             stack.callback(self._busy.release)
             display = stack.enter_context(display_of(config.cluster, show=progress))
             display.say("tracing and placing")
-            attempts = Attempts(self._parts, config, request)
-            attempt = attempts.first()
-            history = History(attempt.first)
-            saving = make_saving(request, attempt, config.cluster)
+            attempt = make()
             at_end = stack.pop_all()
-        self._is_detached = detached
-        if detached:
+        self._ends_run = attempt.ends_here
+        if not attempt.ends_here:
             self._parts.holdings.let_go()
-        self.run = run = Run(self._state, history, request.stop)
+        history = History(attempt.first)
+        self.run = run = Run(self._state, history, attempt.stop)
         Fit(
             attempt=attempt,
             run=run,
             history=history,
-            saving=saving,
-            callbacks=called,
+            callbacks=callbacks,
             display=display,
             workers=replica_names(config.cluster, config.strategy) if progress else (),
             cluster=config.cluster,
             clock=config.clock,
         ).start(at_end.close)
-        return wait_or_stop(run, display) if block else run
+        return run, display
 
     @short_traceback
     def plan(
@@ -384,8 +395,8 @@ class Trainer:
         Raises:
           ConfigError: no such run, or this Trainer has trained already.
         """
-        self.run = attach(self._state, self._config, self._parts, name)
-        return self.run
+        make = lambda: attach(self._config, self._parts, name)
+        return self._begin(make, progress=False)[0]
 
     def close(self) -> None:
         """Drops all that this Trainer has on its cluster; runs keep their values.
@@ -417,7 +428,7 @@ class Trainer:
 
     def __exit__(self, *exc: object) -> None:
         """Ends a run that goes on, unless it is detached, and closes the Trainer."""
-        if self.run is not None and self._is_detached:
+        if not self._ends_run:
             return
         if self.run is not None and self._busy.locked():
             self.run.stop()

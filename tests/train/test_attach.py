@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from orbax.checkpoint import checkpoint_managers as managers
 from jgraph.cli import main
 from jgraph.client.cluster import Cluster, connect
 from jgraph.client.runs.runs import wait_saved
-from jgraph.errors import ConfigError, DeadlineError, NonFiniteError, TaskLostError
+from jgraph.errors import (
+    ClusterBusyError,
+    ConfigError,
+    DeadlineError,
+    NonFiniteError,
+    TaskLostError,
+)
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.runtime.files.step_files import TEMPORARY, steps_in
 from jgraph.runtime.files.writer_lease import newest
@@ -89,6 +96,24 @@ def test_run_goes_on_when_a_client_that_is_attached_to_it_fails(
         detached=True,
     )
     assert (run.state, run.steps) == ("done", 3000)
+    there.close()
+
+
+def test_trainer_that_is_attached_trains_nothing_beside_the_run_and_leaves_it(
+    cluster: Cluster,
+) -> None:
+    there, begun = make(cluster), threading.Event()
+    fit = partial(there.fit, data(), batch_size=8, progress=False, block=False)
+    run = fit(steps=10**6, detached=True, callbacks=lambda run, report: begun.set())
+    assert begun.wait(60)
+    with make(cluster) as other:
+        attached = other.attach()
+        with pytest.raises(ClusterBusyError):
+            other.fit(data(), steps=1, batch_size=8, progress=False)
+    assert run.state == attached.state == "running"
+    assert attached.repeated() == 0  # as its master says, which deals its data out
+    run.stop()
+    assert attached.wait(30).steps == run.wait(30).steps > 0
     there.close()
 
 

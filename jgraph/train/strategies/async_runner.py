@@ -29,19 +29,23 @@ __all__ = ["AsyncPS", "AsyncRunner"]
 
 @final
 class AsyncRunner:
-    """Runs a step's program once per worker, in the workers' own loops."""
+    """Runs a step's program once per worker, in the workers' own loops.
+
+    Attributes:
+      runs: what it has done on the cluster, and does.
+    """
 
     def __init__(self, step: TrainStep, cluster: Cluster, strategy: AsyncPS) -> None:
         self._step = step
         self._cluster = cluster
         self._strategy = strategy
         self.state = RemoteState(step, cluster, strategy.durability)
-        self._runs = RemoteRuns(self.state, self._plan)
-        self._workers = self._runs.workers
+        self.runs = RemoteRuns(self.state, self._plan)
+        self._workers = self.runs.workers
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
-        self._runs.prepare(dataset, batch_size)
+        self.runs.prepare(dataset, batch_size)
 
     def _plan(self, batch: Any) -> Prepared:
         graph = self._step.graph(batch)
@@ -57,7 +61,7 @@ class AsyncRunner:
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
-        prepared = self._runs.begin(order)
+        prepared = self.runs.begin(order)
         limit_s = self._strategy.step_timeout_s
         requests = self._workers.requests(prepared, order, step_timeout_s=limit_s)
 
@@ -66,15 +70,15 @@ class AsyncRunner:
             shards = prepared.shards
             return requests, open_gate(self._cluster, gate, shards, max_staleness=stale)
 
-        yield from self._runs.run(prepared, order, make, dealt_data(self.state, order))
+        yield from self.runs.run(prepared, order, make, dealt_data(self.state, order))
 
     def position(self) -> Position:
         """See ``Runner.position``."""
-        return self._runs.position()
+        return self.runs.position()
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
-        last = self._runs.last
+        last = self.runs.last
         if last is None or not last.handles:
             return {}
         gate = self._step.container
@@ -82,4 +86,4 @@ class AsyncRunner:
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""
-        return None if self._runs.last is None else self._runs.last.plan
+        return None if self.runs.last is None else self.runs.last.plan

@@ -1,12 +1,14 @@
 """Runs on a cluster: what asynchronous and synchronous training have alike."""
 
-from collections.abc import Callable, Generator, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
 from jgraph.client.runs.follower import Owner, RunFollower
+from jgraph.client.runs.runs import RunInfo
 from jgraph.client.runs.submission import MakeLoops, submit_run
 from jgraph.cluster.loop_messages import DealtData, LoopReport
 from jgraph.coordination.data.batch_book import BatchBook
@@ -113,43 +115,53 @@ class RemoteRuns:
                 together = data is None
                 about = about_run(state, order, prepared, synchronous=together)
                 run = submit_run(state.cluster, make, about, data, order.stop, owner)
-                self._follower, state.is_training = run, True
             try:
-                yield from self._follow(run, prepared, order)
+                yield from self._follow(run, prepared.names)
             except GeneratorExit:
                 end_run(run)
                 raise
-            finally:
-                with suppress(JGError):  # gone, and the run with it
-                    self._ended(run.position())
-                self._follower = None
         except JGError:
             self.workers.forget_data()
             raise
         finally:
             self.workers.end_feeding()
-            state.is_training = False
 
-    def _follow(
-        self, run: RunFollower, prepared: Prepared, order: Order
-    ) -> Iterator[Chunk]:
-        state = self._state
-        self._has_gone_back = order.detached
-        for report, chunk in chunks_of(
-            run, prepared.names, together=run.info.synchronous
-        ):
-            if report is not None:
-                self._note(report, order, together=run.info.synchronous)
-            question = None if chunk is None else chunk.question
-            if question is not None:
-                self._asked = question.position
-                state.is_training = question.kind != "finish"
-            if chunk is not None:
-                yield chunk
-            self._asked = None
-        self._has_replaced |= order.detached  # its programs have other names by now
+    def attached(
+        self, info: RunInfo, stop: threading.Event
+    ) -> Generator[Chunk, None, None]:
+        """Yields what a run does that another client began, to its end.
 
-    def _note(self, report: LoopReport, order: Order, *, together: bool) -> None:
+        Args:
+          info: which run.
+          stop: set from another thread: asks the run to stop.
+        """
+        self._has_gone_back = True  # what it did before is known to its master
+        run = RunFollower(self._state.cluster, info, stop)
+        try:
+            yield from self._follow(run, info.metrics)
+        finally:
+            run.close()
+
+    def _follow(self, run: RunFollower, names: Sequence[str]) -> Iterator[Chunk]:
+        state, together = self._state, run.info.synchronous
+        self._follower, state.is_training = run, True
+        try:
+            for report, chunk in chunks_of(run, names, together=together):
+                if report is not None:
+                    self._note(report, run, together=together)
+                question = None if chunk is None else chunk.question
+                if question is not None:
+                    self._asked = question.position
+                    state.is_training = question.kind != "finish"
+                if chunk is not None:
+                    yield chunk
+                self._asked = None
+        finally:
+            with suppress(JGError):  # gone, and the run with it
+                self._ended(run.position())
+            self._follower, state.is_training = None, False
+
+    def _note(self, report: LoopReport, run: RunFollower, *, together: bool) -> None:
         state, gone_back = self._state, report.restored is not None
         state.is_training |= gone_back
         self._has_gone_back |= gone_back
@@ -158,12 +170,13 @@ class RemoteRuns:
         if report.replica < len(self.workers.tasks) and not gone_back:
             self.workers.note(report)
             if together and self.workers.ran_out(report):
-                order.stop.set()  # the others would wait for that one
+                run.stop()  # the others would wait for that one
 
     def _ended(self, position: Position) -> None:
         """Takes note of where in the data a run has come to."""
         if self._has_gone_back:
             self._state.adopt(position)
+            self._has_gone_back = False
         else:
             self._state.position = position
 

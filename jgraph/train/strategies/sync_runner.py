@@ -46,6 +46,9 @@ class SyncRunner:
       cluster: with jobs ``ps`` and ``worker``.
       strategy: how many contributions a step takes.
 
+    Attributes:
+      runs: what it has done on the cluster, and does.
+
     Raises:
       ConfigError: the cluster has too few workers for the strategy.
     """
@@ -55,8 +58,8 @@ class SyncRunner:
         self._cluster = cluster
         self._strategy = strategy
         self.state = RemoteState(step, cluster, strategy.durability, together=True)
-        self._runs = RemoteRuns(self.state, self._plan)
-        self._workers = self._runs.workers
+        self.runs = RemoteRuns(self.state, self._plan)
+        self._workers = self.runs.workers
         self._replicas = len(self._workers.tasks)
         self._wanted = strategy.contributions(self._replicas)
         self.compute_wait_s: Mapping[int, float] = {}
@@ -64,19 +67,19 @@ class SyncRunner:
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
-        self._runs.prepare(dataset, batch_size)
+        self.runs.prepare(dataset, batch_size)
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
-        prepared = self._runs.begin(
+        prepared = self.runs.begin(
             order, lambda: self._book(order, self.state.global_step())
         )
         make = partial(self._open_round, prepared, order)
-        yield from self._runs.run(prepared, order, make, None)
+        yield from self.runs.run(prepared, order, make, None)
 
     def position(self) -> Position:
         """See ``Runner.position``."""
-        return self._runs.position()
+        return self.runs.position()
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
@@ -84,7 +87,7 @@ class SyncRunner:
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""
-        return None if self._runs.last is None else self._runs.last.plan
+        return None if self.runs.last is None else self.runs.last.plan
 
     def _plan(self, batch: Any) -> Prepared:
         sync = SyncStep(self._step, batch, self._wanted, self._replicas)
