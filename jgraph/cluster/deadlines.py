@@ -9,6 +9,9 @@ SILENCE_S = 20.0
 DRAIN_S = 30.0
 """What runs on a task has so long when that is told to end."""
 
+CLIENT_S = 10.0
+"""The client of a run may be gone for so long; then the run ends."""
+
 COMPILE_S = 300.0
 """For registering a program: XLA may compile for minutes."""
 

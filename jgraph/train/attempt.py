@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 
 import jax
 
+from jgraph.cluster.deadlines import CLIENT_S
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import ConfigError
@@ -44,7 +45,8 @@ class FitRequest:
     eval_data: Data | Source | None
     eval_every: int | None
     evaluate: Callable[..., Evaluation]
-    detached: bool = False
+    lease_s: float | None = CLIENT_S
+    """It ends when this client is gone for so long; None: it goes on."""
     checkpoint: Checkpoints | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     epochs: int | None = None
@@ -130,11 +132,11 @@ class Attempts:
         self._parts = parts
         self._given = given
         self._wanted = wanted
-        if wanted.detached:
+        if wanted.lease_s is None:
             check_detachable(given.cluster, given.strategy)
         self._opened = self._open()
         dataset = self._opened[0]
-        if wanted.detached and dataset.fed is not None:
+        if wanted.lease_s is None and dataset.fed is not None:
             raise ConfigError(
                 "this process reads the data and sends it to the workers, and a "
                 "detached run goes on without it; give arrays, or a jg.Source that "
@@ -150,11 +152,6 @@ class Attempts:
         batches = dataset.batches_per_epoch(self._batch_size)
         each = batches_per_update(self._given.cluster, self._given.strategy)
         return max(1, wanted.epochs * batches // each)
-
-    @property
-    def _halts_here(self) -> bool:
-        """Whether this process halts loops; a detached run's master does otherwise."""
-        return self._given.cluster is not None and not self._wanted.detached
 
     def _open(self) -> _Opened:
         given, wanted = self._given, self._wanted
@@ -180,7 +177,7 @@ class Attempts:
         step, runner, _ = made
         if wanted.checkpoint is not None:
             checkpoint.check_names(step.names)
-        if wanted.detached and wanted.checkpoint is not None:
+        if wanted.lease_s is None and wanted.checkpoint is not None:
             check_remote_saving(wanted.checkpoint, step)
         first = runner.state.global_step()
 
@@ -193,19 +190,18 @@ class Attempts:
             step_now = int(tree["global_step"])
             return Snapshot(step_now, tree, position, kept.release, kept.is_live)
 
+        asks_client = self._given.cluster is not None and wanted.lease_s is not None
         order = Order(
             dataset,
             self._steps(dataset),
             self._batch_size,
             self._given.seed,
             wanted.eval_every,
-            save_every=wanted.checkpoint and wanted.checkpoint.every,
-            evaluates_halted=wanted.whole and self._halts_here,
+            checkpoint=wanted.checkpoint,
+            evaluates_halted=wanted.whole and asks_client,
             stop=wanted.stop,
-            detached=wanted.detached,
-            directory=self._directory,
+            lease_s=wanted.lease_s,
             wait_s=wanted.wait_s,
-            saves=wanted.checkpoint if wanted.detached else None,
         )
         return Attempt(
             runner=runner,
@@ -214,7 +210,7 @@ class Attempts:
             total=first + order.steps,
             batch_size=self._batch_size,
             stop=wanted.stop,
-            ends_here=not wanted.detached,
+            ends_here=wanted.lease_s is not None,
             order=order,
             evaluations=make_evaluations(
                 *(self._parts.evaluator_task, wanted.evaluate),
@@ -230,17 +226,10 @@ class Attempts:
         options, cluster = self._wanted.checkpoint, self._given.cluster
         if options is None:
             return None
-        if self._wanted.detached:
+        if self._wanted.lease_s is None:
             assert cluster is not None  # checked
             return RemoteSaver(options, take, first, cluster)
         return Saver(options, take, first, in_process=cluster is None)
-
-    @property
-    def _directory(self) -> str:
-        """Where this process saves; the master of a detached run does otherwise."""
-        given = self._wanted.checkpoint
-        here = given is not None and not self._wanted.detached
-        return str(checkpoint.absolute(given.directory)) if given and here else ""
 
 
 def _chunks(runner: Runner, order: Order) -> Generator[Chunk, None, None]:

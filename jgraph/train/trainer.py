@@ -11,6 +11,7 @@ from flax import nnx
 
 from jgraph.client.cluster import Cluster
 from jgraph.clock import SystemClock
+from jgraph.cluster.deadlines import CLIENT_S
 from jgraph.cluster.wait_message import hide_wait, show_wait
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import ClusterBusyError, ConfigError, hints
@@ -238,7 +239,8 @@ class Trainer:
         data = data if y is None else (data, y)
         config, evaluate = self._config, self._state.evaluated
         request = FitRequest(
-            *(data, steps, batch_size, eval_data, eval_every, evaluate, detached),
+            *(data, steps, batch_size, eval_data, eval_every, evaluate),
+            lease_s=None if detached else CLIENT_S,
             checkpoint=checkpoint,
             epochs=epochs,
             keeps_evaluated=any(getattr(c, "restore_best", False) for c in called),

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +12,7 @@ import pytest
 
 from jgraph.client.cluster import connect
 from jgraph.client.connection import unique
+from jgraph.client.runs.runs import wait_saved
 from jgraph.errors import FencedError
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
 from jgraph.launch.local.cluster import LocalCluster
@@ -24,7 +23,6 @@ from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.support import fit_forever
 from tests.support.counting import (
     BATCH,
     IDS,
@@ -37,6 +35,7 @@ from tests.support.counting import (
     trainer,
 )
 from tests.support.fault import Fault, Stopwatch
+from tests.support.fit_forever import fit_and_kill
 from tests.support.links import NOTICED_S, through_proxies
 from tests.support.stopping import once_both_took_part
 
@@ -332,16 +331,7 @@ def test_a_killed_client_stops_its_run_and_another_goes_on_from_its_checkpoint(
     fault: Fault,
 ) -> None:
     cluster = fault.cluster(ps=2, workers=2)
-    client = subprocess.Popen(
-        [sys.executable, "-m", fit_forever.__name__, cluster.target, str(fault.path)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert client.stdout is not None
-    assert client.stdout.readline().strip() == "saved"
-    client.kill()
-    client.wait(10)
-    client.stdout.close()
+    fit_and_kill(cluster.target, fault.path)
 
     def versions() -> list[int]:
         query = frame(variable_query=pb.VariableQuery())
@@ -353,6 +343,7 @@ def test_a_killed_client_stops_its_run_and_another_goes_on_from_its_checkpoint(
         last = now
         cluster.session().run(lambda x: x + 1, 1.0)
         assert clock.seconds < 15
+    wait_saved(cluster, str(fault.path), 60)
     there = trainer(cluster, AsyncPS())
     check_it_goes_on_from(there, fault.path)
     fault.names += ["[ended] run"]

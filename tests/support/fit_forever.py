@@ -1,18 +1,36 @@
-"""A client that trains until it is killed: ``… fit_forever TARGET DIRECTORY``."""
+"""A client that trains until it is killed: ``… TARGET DIRECTORY STRATEGY LEASE_S``."""
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from jgraph.client.cluster import connect
+from jgraph.cluster.deadlines import CLIENT_S
 from jgraph.runtime.files.step_files import steps_in
+from jgraph.train import trainer as trainers
 from jgraph.train.checkpoint.checkpoints import Checkpoints
-from jgraph.train.strategies.async_runner import AsyncPS
 from tests.support.counting import BATCH, IDS, trainer
+from tests.support.detached_client import STRATEGIES
 
 
-def main(target: str, directory: str) -> None:
+def fit_and_kill(
+    target: str, directory: Path, strategy: str = "async", lease_s: float = CLIENT_S
+) -> None:
+    """Lets such a client train, and kills it when there is a checkpoint."""
+    arguments = [target, str(directory), strategy, str(lease_s)]
+    command = [sys.executable, "-m", __name__, *arguments]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    assert client.stdout.readline() == "saved\n"
+    client.kill()
+    client.wait(10)
+    client.stdout.close()
+
+
+def main(target: str, directory: str, strategy: str, lease_s: str) -> None:
     """Says so when there is a checkpoint."""
+    vars(trainers)["CLIENT_S"] = float(lease_s)
     told: list[bool] = []
 
     def tell(run: Any, report: Any) -> None:
@@ -21,7 +39,7 @@ def main(target: str, directory: str) -> None:
             sys.stdout.write("saved\n")
             sys.stdout.flush()
 
-    trainer(connect(target), AsyncPS()).fit(
+    trainer(connect(target), STRATEGIES[strategy]).fit(
         IDS,
         steps=10**6,
         batch_size=BATCH,

@@ -2758,7 +2758,9 @@ class OpenRun(_message.Message):
     wait_s: _builtins.float
     """so long it waits for tasks that it cannot go on without"""
     @_builtins.property
-    def saves(self) -> Global___RunSaves: ...
+    def saves(self) -> Global___RunSaves:
+        """what the master saves; with a client: when that is gone"""
+
     @_builtins.property
     def copies(self) -> Global___RunCopies:
         """what is kept of its ps, if anything is"""
@@ -2813,12 +2815,19 @@ class RunClient(_message.Message):
     HALT_EVERY_FIELD_NUMBER: _builtins.int
     HALT_S_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
+    UNSAVED_FIELD_NUMBER: _builtins.int
+    GIVES_DATA_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     """it may be gone for so long"""
     halt_s: _builtins.float
     """loops stand still so long at most"""
     directory: _builtins.str
-    """of its checkpoints; empty: there are none"""
+    """Of the checkpoints that it saves; empty: it saves none. When it is gone, the master
+    saves what OpenRun.saves says; if that is unset, `unsaved` says why it cannot.
+    """
+    unsaved: _builtins.str
+    gives_data: _builtins.bool
+    """it has what the workers train on; else a ps has, or all open it"""
     @_builtins.property
     def halt_every(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """it is asked at multiples of each of these, in updates"""
@@ -2830,10 +2839,12 @@ class RunClient(_message.Message):
         halt_every: _abc.Iterable[_builtins.int] | None = ...,
         halt_s: _builtins.float = ...,
         directory: _builtins.str = ...,
+        unsaved: _builtins.str = ...,
+        gives_data: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "halt_every", b"halt_every", "halt_s", b"halt_s", "lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "gives_data", b"gives_data", "halt_every", b"halt_every", "halt_s", b"halt_s", "lease_s", b"lease_s", "unsaved", b"unsaved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

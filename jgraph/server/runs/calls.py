@@ -15,7 +15,6 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import is_refused
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
-from jgraph.server.runs.checkpointer import RunCheckpointer
 from jgraph.server.runs.peers import ready_tasks
 from jgraph.server.runs.ps_setup import version_if_known
 from jgraph.server.runs.standby import Standby, StandbyPeers
@@ -50,7 +49,6 @@ class Runs:
         self._peers = peers
         self._clock = clock
         self._supervisors: dict[str, RunSupervisor] = {}
-        self._savers: dict[str, RunCheckpointer] = {}
         self._standbys: dict[str, Standby] = {}
         self._appointed: dict[str, dict[TaskName, str]] = {}
         """Standbys of the runs of this master: task and process."""
@@ -97,8 +95,6 @@ class Runs:
         """Follows no run any more."""
         for work in self._working:
             work.cancel()
-        for saver in self._savers.values():
-            saver.close()
         for supervisor in self._supervisors.values():
             supervisor.close()
 
@@ -119,7 +115,6 @@ class Runs:
         ]
         for name in over[: max(0, len(self._supervisors) - _KEPT)]:
             del self._supervisors[name]
-            self._savers.pop(name, None)
         yield frame(empty=pb.Empty())
 
     async def _begin(self, request: Frame) -> AsyncIterator[Frame]:
@@ -276,14 +271,8 @@ class Runs:
         yield frame(empty=pb.Empty())
 
     def _save(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
-        if not order.HasField("saves"):
-            return
-        record, peers = supervisor.record, self._peers
-        where = supervisor.position
-        saver = RunCheckpointer(peers.task, order.saves, record, peers.call, where)
-        saver.start()
-        self._savers[order.run] = saver
-        supervisor.be_saved(saver)
+        if order.HasField("saves") and not order.client.directory:
+            supervisor.be_saved()
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
         rows = [supervisor.record.row() for supervisor in self._supervisors.values()]
@@ -327,10 +316,9 @@ class Runs:
         yield frame(empty=pb.Empty())
 
     async def _saved(self, request: Frame) -> AsyncIterator[Frame]:
-        run = body_of(request).run
-        self._get(run)
-        if run in self._savers:
-            await self._savers[run].rest()
+        saver = self._get(body_of(request).run).saver
+        if saver is not None:
+            await saver.rest()
         yield frame(empty=pb.Empty())
 
     def _get(self, run: str) -> RunSupervisor:

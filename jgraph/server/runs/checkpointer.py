@@ -1,4 +1,4 @@
-"""Checkpointer of a detached run, on its master: tasks write, the master commits.
+"""Checkpointer of a run on its master: tasks write, the master commits.
 
 Nothing of them passes through the master: the ps copy what they hold at one moment, and
 write it. The master makes the files before that, and gives the step its name after.

@@ -60,7 +60,7 @@ class PsSetup:
         Raises:
           JGError: nobody has the data.
         """
-        keeps = not (self.order.source or self.order.HasField("client"))
+        keeps = not (self.order.source or self.order.client.gives_data)
         if keeps and task == self.tasks[0]:
             for name in sorted({loop.data for loop in loops if loop.data}):
                 await self.workers.give_data(task, name)

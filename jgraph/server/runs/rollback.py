@@ -35,7 +35,7 @@ from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import Peers, check_master, ready_tasks
 from jgraph.server.runs.ps_setup import PsSetup, first_step_of, version_of
 from jgraph.server.runs.run_client import Restarters, RunClient
-from jgraph.server.runs.state_source import SavedState, StateSource
+from jgraph.server.runs.state_source import MasterSaves, SavedState, StateSource
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -79,8 +79,8 @@ class Rollback:
       ps: gives a ps what it needs.
       copies: what is kept of the ps.
       record: how the run stands.
-      source: has checkpoints; None: nobody has, and there is nothing to go back to.
-      client: that the run ends with; None: it is detached.
+      sources: says who has checkpoints; None: nobody, so there are none.
+      client: that the run ends with; None: it has none.
       clock: limits how long a ps is waited for.
       is_stopped: says whether the run was told to stop: then little is waited for.
     """
@@ -91,7 +91,7 @@ class Rollback:
     ps: PsSetup
     copies: RunCopies
     record: Journal
-    source: StateSource | None
+    sources: Callable[[], StateSource | None]
     client: RunClient | None
     clock: Clock
     is_stopped: Callable[[], bool]
@@ -147,7 +147,8 @@ class Rollback:
         )
         _LOG.log(level, "%s", what)
         self._restarters.learned(lost, what)
-        async with self.source.paused() if self.source else nullcontext():
+        source = self.sources()
+        async with nullcontext() if source is None else source.paused():
             drops = (self.workers.drop(one.handle, settle=True) for one in loops)
             await asyncio.gather(*drops)
             try:
@@ -183,10 +184,12 @@ class Rollback:
 
     @property
     def _directory(self) -> str:
-        return "" if self.source is None else self.source.directory
+        source = self.sources()
+        return "" if source is None else source.directory
 
     async def _newest(self) -> int | None:
-        return None if self.source is None else await self.source.newest()
+        source = self.sources()
+        return None if source is None else await source.newest()
 
     async def _lost(self, error: JGError, known: Known) -> tuple[TaskName, ...]:
         ready = await ready_tasks(self.peers)
@@ -246,7 +249,7 @@ class Rollback:
                 loop.handle = await self.workers.renew(loop.handle, name)
             else:
                 left_out.add(TaskName(loop.task))
-        if self.order.HasField("saves"):
+        if isinstance(self.sources(), MasterSaves):
             saves = self.order.saves
             saves.snapshot = await self.workers.renew(saves.snapshot, name)
         return frozenset(left_out)
@@ -275,9 +278,10 @@ class Rollback:
                 _LOG.warning(told, lost.message, newest, self._directory)
             else:
                 return (step if counted is None else counted), None
-        if self.source is None:
+        source = self.sources()
+        if source is None:
             raise self._hopeless(error, "", None)
-        found = await self.source.load(error, self._recoveries.first)
+        found = await source.load(error, self._recoveries.first)
         return found.step, found
 
     async def _read_again(self, task: TaskName, saved: Saved) -> None:

@@ -1,8 +1,8 @@
 """Client of a run, as the master knows it: a lease, and questions that it answers.
 
-A run that is not detached ends with the client that began it. That follows the reports
-of the run, and finds questions among them: for what only the client has. Whoever is
-asked nothing any more, as the client is gone, goes on without.
+A run may end with the client that began it, which follows its reports, and finds
+questions among them: for what only the client has. A run whose client is gone for
+longer than its lease ends without, and its master asks nothing any more.
 """
 
 import asyncio

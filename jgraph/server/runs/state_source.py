@@ -1,7 +1,8 @@
 """State sources of a run: who saves it, and gives its parameter servers what was saved.
 
-The master saves a detached run, with files that the ps write and read. Another run is
-saved by its client, which may have a directory that no task sees.
+A client saves its run, and may have a directory that no task sees. The master saves a
+run that has no client, with files that the ps write and read; and one whose client is
+gone, if the tasks have the directory.
 """
 
 import asyncio
@@ -79,7 +80,7 @@ class StateSource(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class MasterSaves:
-    """Checkpoints of a detached run; a ``StateSource``.
+    """Checkpoints that the master takes; a ``StateSource``.
 
     Args:
       saver: saves it.

@@ -48,6 +48,7 @@ from jgraph.coordination.run.supervisor import (
     WorkerReady,
 )
 from jgraph.errors import (
+    CheckpointError,
     ClusterUnreachableError,
     ConfigError,
     DataSlotError,
@@ -105,7 +106,8 @@ class RunSupervisor:
       copies: what is kept of its ps.
       data: what is dealt out in asynchronous training, once that is known.
       restores: how often the run went on from a checkpoint.
-      client: that the run ends with; None: it is detached.
+      client: that the run ends with; None: it has none.
+      saver: saves the run; None: the client does, or nobody.
     """
 
     def __init__(self, order: pb.OpenRun, peers: LoopPeers, clock: Clock) -> None:
@@ -130,17 +132,18 @@ class RunSupervisor:
         told = lambda: self._handle(RestartAsked())
         self._holds = PsHolds(peers, self._ps, self.record, told)
         self.client: RunClient | None = None
-        self._source: StateSource | None = None
         if order.HasField("client"):
             self.client = RunClient(order, self.record, self._client_gone)
-            if self.client.directory:
-                self._source = ClientSaves(self.client)
         self.ready.client = self.client
         self._restarters = Restarters(self.client)
-        self._rollback = self._make_rollback()
+        self._rollback = Rollback(
+            *(order, peers, self.ready, self._ps, self.copies),
+            *(self.record, self._state_source, self.client, clock),
+            is_stopped=lambda: self.stopping,
+        )
         self.restores = 0
         self._halts: RunHalts | None = None
-        self._saver: RunCheckpointer | None = None
+        self.saver: RunCheckpointer | None = None
         self._ordered: list[pb.RunLoop] = []
         self.stopping = self._leaves = False
         self._looking = False
@@ -197,18 +200,48 @@ class RunSupervisor:
             attended=self.client is not None,
         )
 
-    def be_saved(self, saver: RunCheckpointer) -> None:
-        """Lets ``saver`` save the run now and then, and before a ps ends."""
-        self._saver, self._source = saver, MasterSaves(saver, self._ps)
+    def be_saved(self) -> None:
+        """Saves the run from now on: now and then, before a ps ends, and at its end.
+
+        Raises:
+          CheckpointPathError: this task does not have the directory of the client.
+        """
+        order = self._order.saves
+        world = self._peers.task, order, self.record, self._peers.call
+        saver = RunCheckpointer(*world, self.position)
+        saver.start()
+        self.saver = saver
         self.prepare_halts()
-        self._rollback = self._make_rollback()
+
+    def _state_source(self) -> StateSource | None:
+        """Returns who has checkpoints of the run; None: nobody."""
+        if self.saver is not None:
+            return MasterSaves(self.saver, self._ps)
+        client = self.client
+        return ClientSaves(client) if client is not None and client.directory else None
+
+    async def _save_for_client(self) -> None:
+        """Saves the run from now on, if its client did that before and is gone."""
+        client, saves = self.client, self._order.saves
+        is_gone = client is not None and client.is_gone and client.directory
+        if client is None or not is_gone or self.saver is not None:
+            return
+        try:
+            if client.order.client.unsaved:
+                raise CheckpointError(client.order.client.unsaved)
+            name = self._next_name("saves")
+            saves.snapshot = await self.ready.renew(saves.snapshot, name)
+            self.be_saved()
+        except JGError as error:
+            told = "run '%s' is not saved any more, as its client is gone: %s"
+            _LOG.warning(told, self._order.run, error.message)
 
     def prepare_halts(self) -> None:
         """Halts loops from now on, where the run is to be saved."""
         order = self._order
-        if self._saver is not None:
+        if self.saver is not None:
             wanted = HaltOrder((order.saves.every,), order.saves.halt_s)
-            save = self._saver.save_halted
+            save = self.saver.save_halted
         elif self.client is not None and order.client.halt_every:
             wanted = HaltOrder(tuple(order.client.halt_every), order.client.halt_s)
             save = self._ask_halted
@@ -251,17 +284,10 @@ class RunSupervisor:
                 return dict(json.loads(self.record.position))
         return self._peers.dealers.position(self.record.data_run)
 
-    def _make_rollback(self) -> Rollback:
-        return Rollback(
-            *(self._order, self._peers, self.ready, self._ps, self.copies),
-            *(self.record, self._source, self.client, self._clock),
-            is_stopped=lambda: self.stopping,
-        )
-
     @property
     def _is_held(self) -> bool:
         """Whether a ps that is told to end waits for the run."""
-        kept = self._source is not None or self.copies.is_kept
+        kept = self._state_source() is not None or self.copies.is_kept
         return kept or self.client is not None
 
     def _client_gone(self) -> None:
@@ -318,6 +344,8 @@ class RunSupervisor:
             work.cancel()
         self._holds.close()
         self._restarters.close()
+        if self.saver is not None:
+            self.saver.close()
         if self.client is not None:
             self.client.close()
 
@@ -551,18 +579,18 @@ class RunSupervisor:
 
     async def _restart_ps(self) -> None:
         """Lets the ps end that were told to, once what they hold is kept elsewhere."""
+        await self._save_for_client()
         saved, told = None, told_to_end(*self._holds.leaving)
-        if self._source is None and not self.copies.is_kept:
+        source = self._state_source()
+        if source is None and not self.copies.is_kept:
             why = "and the run has nothing to go on from; give fit(checkpoint=…)"
             self._handle(
                 Failed(TaskLeavingError(f"{told.message}, {why}", **told.details))
             )
             return
-        if self._source is not None and (
-            self.client is not None or not self.copies.is_kept
-        ):
+        if source is not None and (self.client is not None or not self.copies.is_kept):
             place = json.dumps(self.position())
-            saved = await self._source.save_at_rest(self._holds.leaving, place)
+            saved = await source.save_at_rest(self._holds.leaving, place)
         elif self.client is not None:
             with suppress(JGError):  # it is gone, and holds nothing
                 await self.client.ask("rest", tasks=self._holds.leaving)
@@ -580,6 +608,7 @@ class RunSupervisor:
                 lost = await self._is_lost(error)
                 self._handle(FinishFailed(error) if lost else Failed(error))
                 return
+        await self._save_for_client()
         self._handle(Finished())
 
     async def _is_lost(self, error: JGError) -> bool:
@@ -595,8 +624,8 @@ class RunSupervisor:
         Args:
           dropped: forget what was made for tasks that came back.
         """
-        if self._saver is not None:
-            await self._saver.rest()
+        if self.saver is not None:
+            await self.saver.rest()
         if self.data is not None:
             with suppress(ConfigError):  # it never began
                 self._peers.dealers.close(self.data.run)
@@ -624,6 +653,7 @@ class RunSupervisor:
 
     async def _go_back(self, error: JGError, saved: Saved | None = None) -> None:
         """Goes on from what is kept of the state, with all workers that answer."""
+        await self._save_for_client()
         world = self._known, self._newest, self._next_name("back")
         try:
             back = await self._rollback.go_back(error, *world, saved)

@@ -32,7 +32,7 @@ class WorkerSetup:
       peers: to the tasks.
 
     Attributes:
-      client: has the data; None: another task has.
+      client: may have the data; None: there is none.
     """
 
     order: pb.OpenRun
@@ -148,7 +148,7 @@ class WorkerSetup:
                 task, "OpenSource", frame(open_source=source), timeout_s=COMPILE_S
             )
             return
-        if self.client is not None:
+        if self.client is not None and self.order.client.gives_data:
             await self.client.ask("data", tasks=[task])
             return
         send = pb.SendData(name=name, task=task)

@@ -7,11 +7,12 @@ their files like that one's, and no task needs Orbax or the model for it.
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from typing import Any, Final, Self, final
 
 import jax
 
 from jgraph.client.cluster import Cluster
+from jgraph.client.connection import unique
 from jgraph.client.runs.runs import wait_saved
 from jgraph.client.session import Session
 from jgraph.cluster.deadlines import bulk_timeout_s
@@ -29,9 +30,6 @@ from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.checkpoint.saver import Saver, Take
 from jgraph.train.state.remote_arrays import total_nbytes
 from jgraph.train.step.train_step import TrainStep
-
-if TYPE_CHECKING:
-    pass
 
 _LOG = logging.getLogger("jgraph.checkpoint")
 _LAST_S: Final = 60.0
@@ -98,40 +96,45 @@ class RemoteSaver:
             _LOG.warning("the master has not saved step %d: %s", self._due, why)
 
 
+def why_unsaved(options: Checkpoints, step: TrainStep) -> str:
+    """Returns why a master cannot save this; empty: it can."""
+    if options.best is not None:
+        return f"best={options.best!r:.60} needs a client that evaluates; leave it out"
+    if not isinstance(options.keep, int):
+        return (
+            f"keep={options.keep!r:.60} is a policy; give the number of steps to keep"
+        )
+    if step.tables:
+        return "the rows of hash tables are sorted by the client; save with run.save(…)"
+    if any(v.spec.sharding and v.spec.sharding.axis for v in step.variables):
+        return "a variable is cut along another axis than the first; cut its rows"
+    return ""
+
+
 def check_remote_saving(options: Checkpoints, step: TrainStep) -> None:
     """Refuses what a master cannot save.
 
     Raises:
       ConfigError: says why.
     """
-    why = ""
-    if options.best is not None:
-        why = f"best={options.best!r:.60} needs a client that evaluates; leave it out"
-    elif not isinstance(options.keep, int):
-        why = f"keep={options.keep!r:.60} is a policy; give the number of steps to keep"
-    elif step.tables:
-        why = "the rows of hash tables are sorted by the client; save with run.save(…)"
-    elif any(v.spec.sharding and v.spec.sharding.axis for v in step.variables):
-        why = "a variable is cut along another axis than the first; cut its rows"
-    if why:
+    if why := why_unsaved(options, step):
         raise ConfigError(f"the master of a detached run saves its checkpoints: {why}")
 
 
 def saves_order(
     step: TrainStep, session: Session, cluster: Cluster, options: Checkpoints
 ) -> tuple[pb.RunSaves, Program]:
-    """Returns what the master is to save; the program for it, which is registered.
+    """Returns what the master is to save; the program for it, to be registered.
 
     Args:
       step: of the run; its variables have values.
-      session: registers the program.
+      session: knows where the variables are.
       cluster: where it runs.
       options: where and how often.
     """
     directory = absolute(options.directory)
     driver = TaskName(cluster.tasks("ps")[0])
     program, held = session.snapshots.repeatable(step.variables, driver)
-    (handle,) = session.register_all([program])
     shards: defaultdict[str, list[Any]] = defaultdict(list)
     numbers = stored_as(step.unflatten(list(range(len(step.names)))))
     for path, number in jax.tree_util.tree_flatten_with_path(numbers)[0]:
@@ -147,7 +150,7 @@ def saves_order(
         every=options.every,
         halt_s=bulk_timeout_s(total_nbytes(step.variables)),
         keep=options.keep,
-        snapshot=handle,
+        snapshot=unique("snapshot"),
         driver=driver,
         container=next(iter(held.copies.values())).spec.container,
         tasks=[pb.TaskShards(task=t, shards=files) for t, files in shards.items()],

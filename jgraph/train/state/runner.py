@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias, final
 import numpy as np
 
 from jgraph.client.runs.questions import Question
+from jgraph.cluster.deadlines import CLIENT_S
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.recovery import Recovery
@@ -39,19 +40,21 @@ class Order:
     seed: int
     eval_every: int | None = None
     report_every_s: float = 0.5
-    detached: bool = False
-    """The run goes on when its client is gone."""
-    saves: Any = None
-    """``Checkpoints`` that the master of a detached run takes; None: none."""
-    directory: str = ""
-    """Where this process saves checkpoints; empty: nowhere."""
-    save_every: int | None = None
+    lease_s: float | None = CLIENT_S
+    """The run ends when its client is gone for so long; None: it goes on without."""
+    checkpoint: Any = None
+    """``Checkpoints``: where and how often the run is saved; None: never."""
     evaluates_halted: bool = False
     """Loops stand still for what is to be evaluated: it is kept if it is the best."""
     wait_s: float = WAIT_S
     """For lost tasks without which the run cannot go on."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set from another thread: stop after the current step."""
+
+    @property
+    def save_every(self) -> int | None:
+        """Updates between two saves; None: there are none."""
+        return None if self.checkpoint is None else int(self.checkpoint.every)
 
     @property
     def boundaries(self) -> list[int]:

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.values import assign_initial, in_pieces
@@ -16,14 +15,12 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import encode_program
-from jgraph.train.checkpoint.remote_saver import saves_order
+from jgraph.train.checkpoint.checkpoint import absolute
+from jgraph.train.checkpoint.remote_saver import saves_order, why_unsaved
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Order, position_in
 from jgraph.train.strategies.prepared import Prepared
-
-LEASE_S: Final = 10.0
-"""A run that is not detached ends when its client is gone for so long."""
 
 
 def dealt_data(state: RemoteState, order: Order) -> DealtData:
@@ -53,21 +50,28 @@ def about_run(
       prepared: the step, registered.
       synchronous: whether each step is one of all workers.
     """
-    cluster, saves, client = state.cluster, None, None
-    if order.detached:
+    cluster, saves, options = state.cluster, None, order.checkpoint
+    each = prepared.programs(cluster.tasks("worker"))
+    programs = dict(zip(prepared.handles, each, strict=True))
+    unsaved = "" if options is None else why_unsaved(options, state.step)
+    if options is not None and not unsaved:
+        saves, program = saves_order(state.step, state.session, cluster, options)
+        if order.lease_s is None:  # else the master does, once the client is gone
+            (saves.snapshot,) = state.session.register_all([program])
+        programs[saves.snapshot] = program
+    directory = "" if options is None else str(absolute(options.directory))
+    client = None
+    if order.lease_s is None:
         cluster.let_go(state.session)
     else:
         client = pb.RunClient(
-            lease_s=LEASE_S,
+            lease_s=order.lease_s,
             halt_every=order.halts,
             halt_s=state.halt_s,
-            directory=order.directory,
+            directory=directory,
+            unsaved=unsaved,
+            gives_data=not order.dataset.source,
         )
-    each = prepared.programs(cluster.tasks("worker"))
-    programs = dict(zip(prepared.handles, each, strict=True))
-    if order.saves is not None:
-        saves, program = saves_order(state.step, state.session, cluster, order.saves)
-        programs[saves.snapshot] = program
     first = state.global_step()
     about = {
         "first_step": first,
@@ -76,7 +80,7 @@ def about_run(
         "metrics": list(prepared.names),
         "container": state.step.container,
         "synchronous": synchronous,
-        "checkpoints": order.directory if saves is None else saves.directory,
+        "checkpoints": directory,
     }
     zeros = defaultdict[TaskName, list[Variable]](list)
     for variable in state.residuals(prepared.graph):

@@ -68,7 +68,7 @@ class RemoteRuns:
         state, workers = self._state, self.workers.tasks
         with state.lock:
             state.initialize()
-            if order.save_every and not order.detached:
+            if order.save_every and order.lease_s is not None:  # this client saves
                 state.prepare_to_keep(anew=self._has_replaced)
             if not prepared.handles or self._has_replaced:
                 programs = prepared.programs(workers)
@@ -107,7 +107,7 @@ class RemoteRuns:
           data: what is dealt out; None: training is synchronous, and a loop decides.
         """
         state, owner = self._state, None
-        if not order.detached:
+        if order.lease_s is not None:
             give = partial(self._give_data, prepared, order.dataset)
             owner = Owner(give, state.hold())
         try:

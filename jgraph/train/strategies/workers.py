@@ -72,7 +72,7 @@ class Workers:
             return
         digest = dataset.digest()
         # A ps: it is there as long as the run.
-        holder = self._cluster.tasks("ps")[:1] if order.detached else []
+        holder = self._cluster.tasks("ps")[:1] if order.lease_s is None else []
         for task in dict.fromkeys([*self.tasks, *holder]):
             if self._uploaded.pop(task, "") != digest:
                 self._put(task, graph, dataset)

@@ -95,7 +95,7 @@ def test_master_that_was_replaced_gives_no_ps_its_state_again() -> None:
         workers = WorkerSetup(order, peers)
         ps, copies = PsSetup(order, peers, workers), RunCopies(order, peers, workers)
         record = Journal(TaskName(PS), order, clock)
-        world = order, peers, workers, ps, copies, record, None, None, clock
+        world = order, peers, workers, ps, copies, record, lambda: None, None, clock
         rollback = Rollback(*world, is_stopped=lambda: False)
         with pytest.raises(FencedError):
             await rollback.go_back(TaskLostError("gone"), {}, [], "back.1.1")
