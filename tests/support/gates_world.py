@@ -39,6 +39,8 @@ from jgraph.coordination.sync.sync_gate import (
     StepEnded,
     SyncGate,
     Tell,
+    TellDue,
+    TellLater,
     UpdateApplied,
     Voided,
 )
@@ -162,6 +164,8 @@ class World:
                 case Tell(step, version, slot):
                     event_ = Contributed(self.names[shard], step, version, slot)
                     self.post(me, "arbiter", partial(self.tell, event_))
+                case TellLater():
+                    self.post(me, f"{me}'s timer", partial(self.gate, shard, TellDue()))
                 case Choose(steps):
                     assert set(steps) <= self.kept[shard], "a contribution is missing"
                     self.kept[shard].clear()

@@ -1,4 +1,8 @@
-"""Synchronous gate of one ps; see ``aggregation`` for the whole."""
+"""Synchronous gate of one ps; see ``aggregation`` for the whole.
+
+The arbiter is told of contributions in sets: it can decide nothing before this ps has
+as many as the last update took, so those that come earlier wait for them, or a while.
+"""
 
 from dataclasses import dataclass
 from typing import TypeAlias, final
@@ -62,8 +66,21 @@ class Closed:
     error: JGError
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class TellDue:
+    """What waits to be told has waited long enough; see ``TellLater``."""
+
+
 Event: TypeAlias = (
-    StepAsked | ContributionCame | StepEnded | Decided | Voided | UpdateApplied | Closed
+    StepAsked
+    | ContributionCame
+    | StepEnded
+    | Decided
+    | Voided
+    | UpdateApplied
+    | Closed
+    | TellDue
 )
 
 
@@ -112,13 +129,19 @@ class Tell:
 
 @final
 @dataclass(frozen=True, slots=True)
+class TellLater:
+    """Come back with ``TellDue`` after a while: contributions wait to be told."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Choose:
     """Take the mean of what these steps contributed, and forget all others."""
 
     steps: tuple[Step, ...]
 
 
-Instruction: TypeAlias = LetIn | Refuse | Keep | Drop | Tell | Choose
+Instruction: TypeAlias = LetIn | Refuse | Keep | Drop | Tell | TellLater | Choose
 
 
 @final
@@ -145,17 +168,17 @@ class SyncGate:
         self._waiting: dict[Step, None] = {}
         self._inside: dict[Step, int] = {}
         self._contributed: dict[str, int] = {}
+        # Of this version: what is kept, what of it is untold, and whether some is told.
+        self._kept: set[Step] = set()
+        self._untold: list[Tell] = []
+        self._has_told = False
+        self._enough = 1
 
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
         match event:
             case StepAsked(step):
-                if self._closed is not None:
-                    return [Refuse(step, self._closed)]
-                if self._deciding or not self._may_read(step):
-                    self._waiting[step] = None
-                    return []
-                return self._let_in([step])
+                return self._ask(step)
             case ContributionCame(step, slot):
                 return self._take(step, slot)
             case StepEnded(step):
@@ -163,19 +186,27 @@ class SyncGate:
                 self._inside.pop(step, None)
                 return []
             case Decided(steps):
-                self._deciding = True
-                return [Choose(steps)]
+                return self._choose(steps)
             case Voided(step):
                 self._contributed.pop(step[0], None)
+                self._kept.discard(step)
                 return [Drop(step), *self._open()]
             case UpdateApplied():
                 self._deciding = False
                 self.version += 1
                 return self._open()
+            case TellDue():
+                return [*self._told()]
             case Closed(error):
-                self._closed = error
-                waiting, self._waiting = self._waiting, {}
-                return [Refuse(step, error) for step in waiting]
+                return self._close(error)
+
+    def _ask(self, step: Step) -> list[Instruction]:
+        if self._closed is not None:
+            return [Refuse(step, self._closed)]
+        if self._deciding or not self._may_read(step):
+            self._waiting[step] = None
+            return []
+        return self._let_in([step])
 
     def _open(self) -> list[Instruction]:
         if self._deciding:
@@ -199,4 +230,29 @@ class SyncGate:
         self._contributed[step[0]] = version
         told = Tell(step, version, slot)
         late = version < self.version or self._deciding or self._closed is not None
-        return [told] if late else [Keep(step), told]
+        if late:
+            return [told]
+        self._kept.add(step)
+        self._untold.append(told)
+        if self._has_told or len(self._kept) >= self._enough:
+            return [Keep(step), *self._told()]
+        return [Keep(step), TellLater()] if len(self._untold) == 1 else [Keep(step)]
+
+    def _choose(self, steps: tuple[Step, ...]) -> list[Instruction]:
+        untold = self._told()
+        self._deciding, self._has_told = True, False
+        self._enough = len(steps)
+        self._kept.clear()
+        return [*untold, Choose(steps)]
+
+    def _close(self, error: JGError) -> list[Instruction]:
+        self._closed = error
+        self._untold.clear()
+        waiting, self._waiting = self._waiting, {}
+        return [Refuse(step, error) for step in waiting]
+
+    def _told(self) -> list[Tell]:
+        """Returns all that was not told yet."""
+        untold, self._untold = self._untold, []
+        self._has_told = self._has_told or bool(untold)
+        return untold

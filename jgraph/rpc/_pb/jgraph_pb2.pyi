@@ -811,8 +811,8 @@ class GateEvent(_message.Message):
     opening: _builtins.str
     """see OpenGate: what is of an earlier one is not for this gate"""
     @_builtins.property
-    def contributed(self) -> Global___Contributed:
-        """ps -> first ps: it has what a step contributed"""
+    def contributed(self) -> Global___Contributions:
+        """ps -> first ps: it has what these steps contributed"""
 
     @_builtins.property
     def decided(self) -> Global___Steps:
@@ -838,7 +838,7 @@ class GateEvent(_message.Message):
         self,
         *,
         gate: _builtins.str = ...,
-        contributed: Global___Contributed | None = ...,
+        contributed: Global___Contributions | None = ...,
         decided: Global___Steps | None = ...,
         voided: Global___StepId | None = ...,
         closed: Global___Status | None = ...,
@@ -999,7 +999,27 @@ class Steps(_message.Message):
 Global___Steps: _TypeAlias = Steps  # noqa: Y015
 
 @_typing.final
-class Contributed(_message.Message):
+class Contributions(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def contributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Contribution]: ...
+    def __init__(
+        self,
+        *,
+        contributions: _abc.Iterable[Global___Contribution] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributions", b"contributions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Contributions: _TypeAlias = Contributions  # noqa: Y015
+
+@_typing.final
+class Contribution(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
@@ -1024,7 +1044,7 @@ class Contributed(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Contributed: _TypeAlias = Contributed  # noqa: Y015
+Global___Contribution: _TypeAlias = Contribution  # noqa: Y015
 
 @_typing.final
 class TaskStatus(_message.Message):

@@ -1,7 +1,9 @@
 """All gates of one task, and their messages to the gates of other tasks."""
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias, final
 
 from jgraph.coordination.sync.admission import Admission, LetIn, StepAsked, StepEnded
@@ -16,7 +18,7 @@ from jgraph.rpc.transport import Transport
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.server.gates.stale_gate import StaleGate
-from jgraph.server.gates.sync_gate import SyncGateShell
+from jgraph.server.gates.sync_gate import CallLater, SyncGateShell, Timer
 
 OnContributed: TypeAlias = Callable[[Contributed], None]
 
@@ -36,14 +38,20 @@ class Gates:
       task: the task's name.
       transport: to the other tasks.
       opened: where the task's runtime looks gates up.
+      call_later: waits; by default the event loop does.
     """
 
     def __init__(
-        self, task: TaskName, transport: Transport, opened: dict[str, Gate]
+        self,
+        task: TaskName,
+        transport: Transport,
+        opened: dict[str, Gate],
+        call_later: CallLater | None = None,
     ) -> None:
         self._task = task
         self._transport = transport
         self._opened = opened
+        self._call_later = call_later or _by_the_event_loop
         self._admissions: dict[str, Admission] = {}
         self._shards: dict[str, list[TaskName]] = {}
         self._openings: dict[str, str] = {}
@@ -69,8 +77,8 @@ class Gates:
         self._shards[name] = shards
         self._openings[name] = order.opening
         if order.synchronous:
-            tell = lambda told: self._contributed(name, told)
-            self._opened[name] = SyncGateShell(order.version, tell)
+            tell = partial(self._contributed, name)
+            self._opened[name] = SyncGateShell(order.version, tell, self._call_later)
             return
         if not order.HasField("max_staleness"):
             self._opened[name] = StaleGate()
@@ -88,7 +96,7 @@ class Gates:
         for name in names:
             gate = self._opened.pop(name, None)
             if isinstance(gate, SyncGateShell):
-                gate.settle()
+                gate.drop()
             self._admissions.pop(name, None)
             self._shards.pop(name, None)
             self._openings.pop(name, None)
@@ -139,9 +147,9 @@ class Gates:
         name, gate = event.gate, self._opened.get(event.gate)
         match event.WhichOneof("kind"), gate:
             case "contributed", _:
-                body = event.contributed
-                step = _step(body.step)
-                self._hear(name, Contributed(src, step, body.version, body.slot))
+                for one in event.contributed.contributions:
+                    told = Contributed(src, _step(one.step), one.version, one.slot)
+                    self._hear(name, told)
             case "ended", _:
                 self._ended(name, _step(event.ended), src)
             case "decided", SyncGateShell():
@@ -190,15 +198,18 @@ class Gates:
         self._arbiters.pop(name, None)
         self._tell_all(name, pb.GateEvent(gate=name, closed=to_status(error)))
 
-    def _contributed(self, name: str, message: Tell) -> None:
+    def _contributed(self, name: str, news: Sequence[Tell]) -> None:
         leader = self._shards[name][0]
         if leader == self._task:
-            event = Contributed(self._task, message.step, message.version, message.slot)
-            self._hear(name, event)
+            for told in news:
+                event = Contributed(self._task, told.step, told.version, told.slot)
+                self._hear(name, event)
             return
-        body = pb.Contributed(
-            step=_step_id(message.step), version=message.version, slot=message.slot
-        )
+        each = [
+            pb.Contribution(step=_step_id(t.step), version=t.version, slot=t.slot)
+            for t in news
+        ]
+        body = pb.Contributions(contributions=each)
         self._post(leader, pb.GateEvent(gate=name, contributed=body))
 
     def _hear(self, name: str, event: Contributed) -> None:
@@ -237,6 +248,10 @@ class Gates:
     def _post(self, dst: TaskName, event: pb.GateEvent) -> None:
         event.opening = self._openings.get(event.gate, "")
         self._transport.post(dst, frame(gate_event=event))
+
+
+def _by_the_event_loop(seconds: float, callback: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(seconds, callback)
 
 
 def _step(message: pb.StepId) -> StepKey:

@@ -1,7 +1,9 @@
 """Gate of one ps in synchronous training, around ``coordination.sync.sync_gate``."""
 
 from collections.abc import Callable, Sequence
-from typing import final
+from functools import partial
+from itertools import groupby
+from typing import Final, Protocol, TypeAlias, final
 
 from jgraph.coordination.sync.sync_gate import (
     Choose,
@@ -10,6 +12,7 @@ from jgraph.coordination.sync.sync_gate import (
     Decided,
     Drop,
     Event,
+    Instruction,
     Keep,
     LetIn,
     Refuse,
@@ -17,12 +20,28 @@ from jgraph.coordination.sync.sync_gate import (
     StepEnded,
     SyncGate,
     Tell,
+    TellDue,
+    TellLater,
     UpdateApplied,
     Voided,
 )
 from jgraph.errors import InternalError, JGError
 from jgraph.runtime.gate import Contribution
 from jgraph.runtime.rendezvous import StepKey
+
+TELL_S: Final = 0.02
+"""How long a contribution waits to be told with others."""
+
+
+class Timer(Protocol):
+    """What waits for its time, as a ``TimerHandle`` of asyncio."""
+
+    def cancel(self) -> None:
+        """Ends it."""
+
+
+CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
+"""Calls back after so many seconds."""
 
 
 @final
@@ -31,12 +50,20 @@ class SyncGateShell:
 
     Args:
       version: updates applied so far.
-      tell: carries news to the arbiter.
+      tell: tells the arbiter of contributions.
+      call_later: waits.
     """
 
-    def __init__(self, version: int, tell: Callable[[Tell], None]) -> None:
+    def __init__(
+        self,
+        version: int,
+        tell: Callable[[Sequence[Tell]], None],
+        call_later: CallLater,
+    ) -> None:
         self._machine = SyncGate(version)
         self._tell = tell
+        self._call_later = call_later
+        self._timer: Timer | None = None
         self._asking: dict[
             StepKey, tuple[Callable[[], None], Callable[[JGError], None]]
         ] = {}
@@ -111,19 +138,38 @@ class SyncGateShell:
         self._handle(Closed(error))
         self._contributions.clear()
 
+    def drop(self) -> None:
+        """Ends the gate; nothing more is told."""
+        self.settle()
+        self._end_timer()
+
+    def _end_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
     def _handle(self, event: Event) -> None:
-        for instruction in self._machine.handle(event):
-            match instruction:
-                case LetIn(step):
-                    self._asking.pop(step)[0]()
-                case Refuse(step, error):
-                    self._asking.pop(step)[1](error)
-                case Keep(step):
-                    self._contributions[step] = self._new
-                case Drop(step):
-                    self._contributions.pop(step, None)
-                case Tell():
-                    self._tell(instruction)
-                case Choose(steps):
-                    self._chosen = tuple(self._contributions[step] for step in steps)
-                    self._contributions.clear()
+        instructions = self._machine.handle(event)
+        for is_news, some in groupby(instructions, lambda said: isinstance(said, Tell)):
+            if is_news:
+                self._tell([said for said in some if isinstance(said, Tell)])
+                continue
+            for instruction in some:
+                self._perform(instruction)
+
+    def _perform(self, instruction: Instruction) -> None:
+        match instruction:
+            case LetIn(step):
+                self._asking.pop(step)[0]()
+            case Refuse(step, error):
+                self._asking.pop(step)[1](error)
+            case Keep(step):
+                self._contributions[step] = self._new
+            case Drop(step):
+                self._contributions.pop(step, None)
+            case TellLater():
+                self._end_timer()
+                due = partial(self._handle, TellDue())
+                self._timer = self._call_later(TELL_S, due)
+            case Choose(steps):
+                self._chosen = tuple(self._contributions[step] for step in steps)
+                self._contributions.clear()

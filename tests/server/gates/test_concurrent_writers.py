@@ -92,6 +92,19 @@ class Link:
 Posts: TypeAlias = dict[tuple[TaskName, TaskName], deque[Frame | Callable[[], None]]]
 
 
+class Timer:
+    """Goes off among the messages, at any time."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
+
+    def __call__(self) -> None:
+        self.callback()
+
+    def cancel(self) -> None:
+        self.callback = lambda: None
+
+
 class World:
     """Tasks with their gates, and all that is on the way between them."""
 
@@ -110,9 +123,17 @@ class World:
         for task in PS:
             link: Any = Link(task, self.posts)
             opened = self.tasks.runtimes[task].gates
-            self.gates[task] = Gates(task, link, opened)
+            self.gates[task] = Gates(task, link, opened, partial(self.later, task))
         self.started = 0
         """Steps of all examples: a number is used once."""
+
+    def later(
+        self, task: TaskName, seconds: float, callback: Callable[[], None]
+    ) -> Timer:
+        timer = Timer(callback)
+        key = task, TaskName(f"the timer of {task}")
+        self.posts.setdefault(key, deque()).append(timer)
+        return timer
 
     def planned(self, graph: Graph, driver: TaskName) -> Program:
         home = DeviceSpec.from_string(driver)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.loop_messages import plain
 from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.sync.aggregation import Contributed
 from jgraph.errors import JGError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -18,6 +20,7 @@ from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.gate import Gate
 from jgraph.server.gates.gates import Decides, Gates
+from jgraph.server.gates.sync_gate import SyncGateShell
 from jgraph.server.loops.arbiter_loop import ArbiterLoop
 from jgraph.server.steps.driver import StepDriver
 from jgraph.testing.in_process_transport import InProcessNetwork
@@ -93,6 +96,64 @@ def test_who_decides_hears_from_a_ps_that_it_was_lost_to_it() -> None:
         for host in hosts:
             await host.transport.close()
         assert heard.empty()
+
+    asyncio.run(run())
+
+
+def test_a_ps_tells_who_decides_of_all_contributions_in_one_frame() -> None:
+    """Of the second update on: so many are told together as the last one took."""
+    posted: list[pb.GateEvent] = []
+
+    class Noting:
+        def post(self, dst: TaskName, frame: Frame) -> None:
+            assert dst == FIRST
+            posted.append(body_of(frame))
+
+    opened: dict[str, Gate] = {}
+    transport: Any = Noting()
+    gates = Gates(OTHER, transport, opened)
+    gates.open(OPEN)
+    gate = opened["g"]
+    assert isinstance(gate, SyncGateShell)
+
+    async def update(number: int) -> list[int]:
+        posted.clear()
+        steps = [(f"w{worker}", number) for worker in range(50)]
+        for slot, step in enumerate(steps):
+            gate.ask(step, lambda: None, lambda _: None)
+            gate.contribute(step, slot, {})
+        gate.decided(tuple(steps))
+        assert len(gate.chosen()) == len(steps)
+        gate.applied()
+        return [len(event.contributed.contributions) for event in posted]
+
+    assert asyncio.run(update(0)) == [1] * 50
+    assert asyncio.run(update(1)) == [50]
+    assert asyncio.run(update(2)) == [50]
+
+
+def test_a_contribution_waits_a_moment_for_others_to_be_told_with() -> None:
+    heard: asyncio.Queue[Contributed] = asyncio.Queue()
+    opened: dict[str, Gate] = {}
+    gates = Gates(FIRST, InProcessNetwork().transport(FIRST), opened)
+    gates.open(OPEN)
+    gates.listen("g", Decides(heard.put_nowait, lambda _: None))
+    gate = opened["g"]
+    assert isinstance(gate, SyncGateShell)
+
+    async def run() -> None:
+        for number, count in enumerate((2, 1)):
+            for worker in range(count):
+                step = f"w{worker}", number
+                gate.ask(step, lambda: None, lambda _: None)
+                gate.contribute(step, worker, {})
+                if count == 1:
+                    assert heard.empty()
+            async with asyncio.timeout(10):
+                chosen = [(await heard.get()).step for _ in range(count)]
+            gate.decided(tuple(chosen))
+            gate.chosen()
+            gate.applied()
 
     asyncio.run(run())
 

@@ -19,6 +19,7 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.replay import NodeRan
 from jgraph.runtime.store.change_log import Recorder
+from jgraph.server.gates.sync_gate import TELL_S
 from tests.support.simulation.kept import DUE, History, Kept, as_arrays
 from tests.support.simulation.leader import NEVER, Leader
 from tests.support.simulation.network import Message
@@ -252,12 +253,19 @@ class GatedShard:
                 case sync_gate.Tell(step, version, slot):
                     told = self.said("contributed", step, version, slot)
                     self.tell(self.world.deciding, told)
+                case sync_gate.TellLater():
+                    self.world.sim.later(TELL_S, partial(self.due, self.gate))
                 case sync_gate.Choose(steps):
                     chosen = [(step, *self.kept[step]) for step in steps]
                     self.kept.clear()
                     seconds = self.world.sim.chance.random() * _APPLY_S
                     apply = partial(self.apply, self.life, chosen)
                     self.world.sim.later(seconds, apply)
+
+    def due(self, gate: sync_gate.SyncGate) -> None:
+        """Contributions have waited long enough to be told."""
+        if gate is self.gate and self.process.alive:
+            self.take(sync_gate.TellDue())
 
     def apply(self, life: int, chosen: list[tuple[Step, int, tuple[int, ...]]]) -> None:
         """Applies the mean of these; each was computed from just these variables."""
