@@ -22,6 +22,10 @@ SYNCHRONOUS: Final = (
     "tests/simulation/test_sync.py::"
     "test_every_ps_makes_the_same_updates_and_no_batch_counts_twice"
 )
+SUPERVISED: Final = (
+    "tests/simulation/test_runs.py::"
+    "test_a_run_goes_on_or_ends_as_it_should_whoever_dies"
+)
 PS_CORE: Final = "tests/server/test_ps_core.py::TestPsCore"
 TRANSCRIPT: Final = (
     "tests/coordination/test_transcripts.py::test_a_machine_does_as_its_transcript_says"
@@ -80,6 +84,49 @@ BUGS: Final = {
         "if len(whole) < self.needed:",
         "tests/simulation/test_sync.py::"
         "test_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals",
+    ),
+    "the lease of a client never ends": Bug(
+        "server/runs/run_client.py",
+        "loop.call_later(limit_s, self._leave)",
+        "loop.call_later(1e6, self._leave)",
+        SUPERVISED,
+    ),
+    "a question that has its answer is asked again": Bug(
+        "server/runs/run_client.py",
+        "return number in self._asked",
+        "return True",
+        SUPERVISED,
+    ),
+    "a standby takes over while the master lives": Bug(
+        "server/runs/standby.py",
+        "return waiting.done() and waiting.result()",
+        "return False",
+        SUPERVISED,
+    ),
+    "an order to halt that is lost leaves the other loops halted": Bug(
+        "server/runs/halts.py",
+        "if await self._ask(loop, halt) is None:",
+        "if await self._ask(loop, halt) is False:",
+        SUPERVISED,
+    ),
+    "a run fails for programs that a lost master had dropped": Bug(
+        "server/runs/supervisor.py",
+        "return StateLost(replica, error) if goes_back else failed",
+        "return failed",
+        SUPERVISED,
+    ),
+    "a master that was replaced refuses to follow the next one": Bug(
+        "server/runs/calls.py",
+        "if order.term <= mine.term:",
+        "if order.run:",
+        SUPERVISED,
+    ),
+    "a master that began nothing has the number of the next one": Bug(
+        "server/runs/journal.py",
+        "order.term or 1",
+        "1",
+        "tests/server/runs/test_standby.py::"
+        "test_heir_of_a_master_that_began_nothing_has_the_number_after",
     ),
     "an older process of a task is taken for the newer": Bug(
         "rpc/exchange/inbound.py",

@@ -378,7 +378,9 @@ def wait_for_new_master(
             if found.name == old.name and found.term > old.term:
                 cluster.move_to(found.master)
                 return found
-            if found.name == old.name and found.state in {"failed", "done", "stopped"}:
+            # One of a term before is of a master that was replaced, and still says so.
+            is_over = found.state in {"failed", "done", "stopped"}
+            if found.name == old.name and found.term == old.term and is_over:
                 raise lost
         if names_it and not event_loop.run(named.again()):
             succeed_run(cluster, old)

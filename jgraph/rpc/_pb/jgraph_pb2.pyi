@@ -2744,6 +2744,26 @@ class OpenRun(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class HoldersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
@@ -2758,6 +2778,8 @@ class OpenRun(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -2777,6 +2799,8 @@ class OpenRun(_message.Message):
     """of the journal; who has fewer cannot go on with the run"""
     wait_s: _builtins.float
     """so long it waits for tasks that it cannot go on without"""
+    term: _builtins.int
+    """of the master"""
     @_builtins.property
     def saves(self) -> Global___RunSaves:
         """what the master saves; with a client: when that is gone"""
@@ -2799,6 +2823,12 @@ class OpenRun(_message.Message):
         as long as that process is there: its incarnation, by task.
         """
 
+    @_builtins.property
+    def holders(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Processes of the ps that hold the state of the run, by task: one that was started
+        again since, and not filled yet, is another.
+        """
+
     def __init__(
         self,
         *,
@@ -2816,10 +2846,12 @@ class OpenRun(_message.Message):
         wait_s: _builtins.float = ...,
         client: Global___RunClient | None = ...,
         ahead: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        term: _builtins.int = ...,
+        holders: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "ahead", b"ahead", "client", b"client", "copies", b"copies", "frames", b"frames", "gate", b"gate", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "ahead", b"ahead", "client", b"client", "copies", b"copies", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

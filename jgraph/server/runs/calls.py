@@ -130,6 +130,7 @@ class Runs:
         """Chooses standbys for a run of this master, and sees that it has some."""
         order.master = self._peers.task
         order.incarnation = self._peers.incarnation
+        order.term = order.term or 1
         await self._choose(supervisor)
         self._do(self._keep_standby(supervisor))
 
@@ -192,12 +193,17 @@ class Runs:
 
     async def _inherit(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        if order.run in self._supervisors:
-            raise FencedError(
-                f"{self._peers.task} has taken over run '{order.run}' from "
-                f"{order.master}, which was thought to be lost",
-                run=order.run,
-            )
+        mine = self._supervisors.get(order.run)
+        if mine is not None:
+            if order.term <= mine.term:
+                raise FencedError(
+                    f"{self._peers.task} has taken over run '{order.run}' from "
+                    f"{order.master}, which was thought to be lost",
+                    run=order.run,
+                )
+            what = f"{order.master} is the master of run '{order.run}' now"
+            mine.fail(FencedError(what, run=order.run))
+            del self._supervisors[order.run], self._appointed[order.run]
         standby = self._standbys.get(order.run)
         if standby is None or standby.is_of_another(order):
             if standby is not None:

@@ -43,7 +43,7 @@ class Journal:
     """
 
     def __init__(self, task: TaskName, order: pb.OpenRun, clock: Clock) -> None:
-        self.data_run, self.term = "", 1
+        self.data_run, self.term = "", order.term or 1
         self.position: str | None = None
         self.error: JGError | None = None
         self._task = task

@@ -328,6 +328,7 @@ class Standby:
             _LOG.info("%s. %s is the master of run '%s' now", why, here, run)
         if self._book is not None and has_read:  # until it is dealt out here
             record.position = json.dumps(self._book.position(self._order.version))
+        self._order.term = term
         await self._begins(self._order, self._supervisor)
         try:
             await check_master(self._peers, run, term)

@@ -156,13 +156,24 @@ class RunSupervisor:
         """Of the run."""
         return self._order.run
 
+    @property
+    def term(self) -> int:
+        """Of this master."""
+        return self._order.term
+
     def as_known(self, ahead: Mapping[str, str]) -> pb.OpenRun:
         """Returns what a standby is told of the run; ``ahead`` are those before it."""
         order = pb.OpenRun()
         order.CopyFrom(self._order)
         order.age_s, order.frames = self.record.seconds, self.record.frames
+        order.holders.update(self._holders)
         order.ahead.update(ahead)
         return order
+
+    @property
+    def _holders(self) -> dict[str, str]:
+        """Processes of the ps that hold the state of the run."""
+        return {task: one for task, one in self._known.items() if is_ps(task)}
 
     def order(self, order: pb.RunLoop) -> None:
         """Takes note of a loop that begins with the run."""
@@ -433,7 +444,9 @@ class RunSupervisor:
 
     def learn_anew(self) -> None:
         """Takes note of which processes the run has now, in place of those before."""
-        self._learning, self._known = None, {}
+        holders = self._order.holders.items()
+        self._learning = None
+        self._known = {TaskName(task): process for task, process in holders}
         self._unreached.clear()
         self._do(self._learn())
 
@@ -470,7 +483,11 @@ class RunSupervisor:
         is_new = isinstance(error, InvalidProgramError | UninitializedError)
         if any(map(is_ps, changed)) or (is_new and is_ps(named)):
             return StateLost(replica, error)
-        return await self._leave_out(order, error) if task in changed else failed
+        if task in changed:
+            return await self._leave_out(order, error)
+        # A master before dropped the programs of the run, which was to go back.
+        goes_back = isinstance(error, InvalidProgramError)
+        return StateLost(replica, error) if goes_back else failed
 
     def _tell(self, order: pb.RunLoop, told: pb.StopLoop) -> None:
         told.loop, told.task = order.loop, order.task
@@ -640,6 +657,7 @@ class RunSupervisor:
         """Keeps what is known of the run now, for the standby of this master."""
         order = pb.OpenRun()
         order.CopyFrom(self._order)
+        order.holders.update(self._holders)
         self.record.note(frame(open_run=order))
 
     @property

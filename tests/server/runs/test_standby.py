@@ -250,6 +250,21 @@ def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() 
     run_async(main(), timeout_s=20)
 
 
+def test_heir_of_a_master_that_began_nothing_has_the_number_after() -> None:
+    """The loops in the journal are of the master before."""
+
+    async def main() -> None:
+        door, began = (
+            Behind([LOOP, BEGUN], TaskLostError("gone")),
+            list[RunSupervisor](),
+        )
+        await standby(door, began, term=5).work()
+        assert (await door.began.get()).term == 6
+        began[0].close()
+
+    run_async(main(), timeout_s=20)
+
+
 def test_heir_of_a_run_that_is_over_goes_on_with_nothing() -> None:
     async def main() -> None:
         record = Journal(TaskName(MASTER), pb.OpenRun(run="r"), SetClock())

@@ -1,0 +1,413 @@
+"""Tasks of a simulated run: processes that have its real masters, and simulated loops.
+
+What looks after the run is what a server has: ``Runs``, with supervisors, journals,
+standbys, questions and halts, ``Dealers``, ``MasterTerms`` and the reports of loops.
+Simulated are the steps: a batch is computed by sleeping, and each ps notes it down.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from jgraph.cluster.loop_messages import leases_of, rows_of
+from jgraph.coordination.data.slots import Lease, SlotPlan
+from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.run.succession import MasterTerms
+from jgraph.errors import (
+    InvalidProgramError,
+    JGError,
+    TaskLostError,
+    UninitializedError,
+)
+from jgraph.graph.device import is_ps
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Address, Frame
+from jgraph.server.loops.dealer import Dealers
+from jgraph.server.loops.reports import LoopReports
+from jgraph.server.runs.calls import Runs
+from jgraph.server.runs.checkpointer import STEP
+from jgraph.server.runs.standby import StandbyPeers
+
+if TYPE_CHECKING:
+    from tests.support.simulation.run_world import RunWorld
+
+EMPTY: Final = frame(empty=pb.Empty())
+SILENT_S: Final = 60.0
+"""A loop that has not heard from its master for so long ends."""
+
+
+def copied(message: Frame) -> Frame:
+    """Returns a frame as it arrives elsewhere."""
+    header = pb.Frame()
+    header.CopyFrom(message.header)
+    return Frame(header, message.tensors)
+
+
+class RunProcess:
+    """One start of a task.
+
+    Attributes:
+      updates: what is applied here, in order: the batches of each update; None: it has
+        lost what the process before held.
+    """
+
+    def __init__(self, world: "RunWorld", task: TaskName, incarnation: int) -> None:
+        self.world, self.task, self.incarnation = world, task, incarnation
+        self.alive = True
+        self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.dealers = Dealers(world.clock)
+        self.terms = MasterTerms()
+        self.handles = set[str]()
+        self.gate: pb.OpenGate | None = None
+        self.loops: dict[str, SimulatedLoop] = {}
+        self.ended: dict[str, LoopReports] = {}
+        self.updates: list[tuple[int, ...]] | None = None
+        self.works = set[asyncio.Task[Any]]()
+        self.runs = Runs(cast("StandbyPeers", RunPeers(self)), world.clock)
+        self.methods: dict[str, Callable[[Frame], Awaitable[Frame]]] = {
+            "TaskStatus": self.status,
+            "Master.Status": self.cluster_status,
+            "StopLoop": self.stop_loop,
+            "OpenGate": self.open_gate,
+            "RegisterProgram": self.register,
+            "UnregisterProgram": self.unregister,
+            "Variables": self.variables,
+            "AskData": self.ask_data,
+            "OpenDataRun": self.open_data,
+            "OrderLoop": self.order_loop,
+        }
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Begins work that ends with the process."""
+        task = asyncio.ensure_future(work)
+        self.works.add(task)
+        task.add_done_callback(self.works.discard)
+        return task
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.alive = False
+        self.dead.set_result(None)
+        self.runs.close()
+        self.dealers.close_all()
+        for work in list(self.works):
+            work.cancel()
+
+    def answers(self, method: str, request: Frame) -> AsyncIterator[Frame]:
+        """Answers a call."""
+        if method in self.runs.methods:
+            return self.runs.methods[method](request)
+        match method:
+            case "RunLoop":
+                return self.run_loop(request)
+            case "DrainHold":
+                return self.hold()
+        return self.once(method, request)
+
+    async def hold(self) -> AsyncIterator[Frame]:
+        yield EMPTY
+        await asyncio.Event().wait()
+
+    async def once(self, method: str, request: Frame) -> AsyncIterator[Frame]:
+        answer = self.methods.get(method)
+        yield EMPTY if answer is None else await answer(request)
+
+    async def status(self, request: Frame) -> Frame:
+        status = pb.TaskStatus(task=self.task, state="ready")
+        status.incarnation = self.incarnation
+        return frame(task_status=status)
+
+    async def cluster_status(self, request: Frame) -> Frame:
+        missing = [task for task in self.world.tasks if not self.reaches(task)]
+        return frame(cluster_status=pb.ClusterStatus(missing=missing))
+
+    async def open_gate(self, request: Frame) -> Frame:
+        order = body_of(request)
+        self.terms.check(order.run, order.term)
+        self.gate = order
+        return EMPTY
+
+    async def register(self, request: Frame) -> Frame:
+        self.handles.add(body_of(request).handle)
+        return EMPTY
+
+    async def unregister(self, request: Frame) -> Frame:
+        self.handles.discard(body_of(request).handle)
+        return EMPTY
+
+    async def variables(self, request: Frame) -> Frame:
+        row = pb.VariableInfo(name=STEP, version=len(self.updates or ()))
+        return frame(variable_table=pb.VariableTable(variables=[row]))
+
+    async def ask_data(self, request: Frame) -> Frame:
+        return frame(data_deal=await self.dealers.ask(body_of(request)))
+
+    async def open_data(self, request: Frame) -> Frame:
+        self.dealers.open(body_of(request))
+        self.runs.note(request)
+        return EMPTY
+
+    async def order_loop(self, request: Frame) -> Frame:
+        order = body_of(request)
+        supervisor = self.runs.find(order.run)
+        assert supervisor is not None
+        supervisor.order(order)
+        return EMPTY
+
+    def reaches(self, task: TaskName) -> bool:
+        return self.world.is_up(task) and not self.world.is_cut(self.task, task)
+
+    # ------------------------------------------------------------ steps
+
+    def apply(self, handle: str, batches: tuple[int, ...], version: int | None) -> None:
+        """Applies an update whole, or not at all."""
+        if handle not in self.handles:
+            raise InvalidProgramError(f"no program '{handle}'", task=self.task)
+        if self.updates is None:
+            raise UninitializedError("it was started again", task=self.task)
+        assert version is None or version == len(self.updates), (
+            "not the same everywhere"
+        )
+        self.updates.append(batches)
+        self.world.keep(self.task, self.updates)
+
+    # ------------------------------------------------------------ loops
+
+    async def run_loop(self, request: Frame) -> AsyncIterator[Frame]:
+        order = body_of(request)
+        self.terms.check(order.run, order.term)
+        if order.handle not in self.handles:
+            raise InvalidProgramError(f"no program '{order.handle}'", task=self.task)
+        loop = self.loops[order.loop] = SimulatedLoop(self, order)
+        self.spawn(loop.work())
+        async for report in loop.told.stream():
+            yield report
+
+    async def stop_loop(self, request: Frame) -> Frame:
+        told = body_of(request)
+        self.terms.check(told.run, told.term)
+        loop = self.loops.get(told.loop)
+        if told.account:
+            if loop is not None:
+                loop.stop(pause=told.pause)
+            reports = self.ended.get(told.loop) if loop is None else loop.told
+            if reports is None:
+                raise TaskLostError("no such loop", task=self.task, loop=told.loop)
+            return await reports.account(told.after, told.timeout_s)
+        if told.go_on:
+            stood = loop is not None and loop.go_on(told.go_on)
+            halted = told.go_on if stood else 0
+            return frame(loop_report=pb.LoopReport(halted=halted))
+        if loop is not None and told.lost:
+            loop.gone.add(TaskName(told.lost))
+        elif loop is not None and told.halt:
+            loop.halt_asked = told.halt
+        elif loop is not None:
+            loop.stop(pause=told.pause)
+        return EMPTY
+
+
+class SimulatedLoop:
+    """A loop of a worker, or the one that decides in synchronous training."""
+
+    def __init__(self, process: RunProcess, order: pb.RunLoop) -> None:
+        self.process, self.order, self.world = process, order, process.world
+        self.told = LoopReports(process.world.clock)
+        self.stops = self.pauses = False
+        self.halt_asked = self.halted = 0
+        self.gone = set[TaskName]()
+        self.news = asyncio.Event()
+        self.done = 0
+
+    def stop(self, *, pause: bool) -> None:
+        self.pauses |= pause and not self.stops
+        self.stops |= not pause or not self.order.HasField("sync")
+        self.news.set()
+
+    def go_on(self, number: int) -> bool:
+        stood = self.halted == number
+        if stood:
+            self.halted = 0
+        if self.halt_asked == number:
+            self.halt_asked = 0
+        self.news.set()
+        return stood
+
+    async def work(self) -> None:
+        error: JGError | None = None
+        try:
+            if self.order.HasField("sync"):
+                await self.decide()
+            elif self.order.batch_feed:
+                await self.contribute()
+            else:
+                await self.train()
+        except JGError as caught:
+            error = caught
+        self.process.loops.pop(self.order.loop, None)
+        self.process.ended[self.order.loop] = self.told
+        self.told.end(error)
+
+    def report(self, state: str, **more: Any) -> None:
+        self.told.send(pb.LoopReport(state=state, data_done=self.done, **more))
+
+    async def stand(self, number: int) -> None:
+        """Stands still until told to go on."""
+        self.halted = number
+        self.told.tell(
+            pb.LoopReport(state="running", data_done=self.done, halted=number)
+        )
+        while self.halted == number and not (self.stops or self.pauses):
+            self.news.clear()
+            await self.news.wait()
+        self.halted = 0
+
+    async def push(self, handle: str, batches: tuple[int, ...], version: Any) -> None:
+        """Lets every ps apply an update, each at its time."""
+
+        async def one(task: TaskName) -> None:
+            await self.world.travel(self.process, task)
+            self.world.at(task).apply(handle, batches, version)
+            await self.world.travel(self.process, task)
+
+        pushes = [one(task) for task in self.world.tasks if is_ps(task)]
+        for error in await asyncio.gather(*pushes, return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
+
+    async def train(self) -> None:
+        order, heard = self.order, self.world.clock.now()
+        leases = list[Lease]()
+        step = order.first_step
+        while not self.stops:
+            if self.halt_asked:
+                number, self.halt_asked = self.halt_asked, 0
+                await self.stand(number)
+                continue
+            if not leases:
+                ask = pb.AskData(run=order.data_run, loop=order.loop, done=self.done)
+                ask.batches, ask.idle = 2, True
+                try:
+                    reply = await self.world.ask(
+                        self.process,
+                        TaskName(order.dealer),
+                        "AskData",
+                        frame(ask_data=ask),
+                    )
+                except JGError:
+                    if self.world.clock.now() - heard > SILENT_S:
+                        break
+                    await asyncio.sleep(0.5)
+                    continue
+                heard = self.world.clock.now()
+                deal = body_of(reply)
+                if deal.over:
+                    self.report("done")
+                    return
+                leases = leases_of(deal.leases)
+                for lease in leases:
+                    self.world.dealt.update(self.world.numbers(lease))
+                continue
+            lease, *rest = leases
+            first, *others = self.world.numbers(lease)
+            await asyncio.sleep(self.world.chance.uniform(0.1, 0.9))
+            await self.push(order.handle, (first,), None)
+            self.done += 1
+            self.told.add(step, [])
+            step += 1
+            one = Lease(lease.epoch, lease.slot, lease.first, 1)
+            self.report("running", done=rows_of([one]))
+            more = Lease(lease.epoch, lease.slot, lease.first + 1, lease.batches - 1)
+            leases = [more, *rest] if others else rest
+        self.report("stopped")
+
+    async def contribute(self) -> None:
+        """Goes on as long as the loop that decides does."""
+        decides = partial(self.world.decides, self.order.data_run)
+        while not (self.stops or not decides()):
+            await asyncio.sleep(0.1)
+            for task in self.world.tasks:
+                if is_ps(task) and not self.process.reaches(task):
+                    raise TaskLostError(f"{task} is gone", task=task)
+        self.report("stopped")
+
+    async def decide(self) -> None:
+        order, sync = self.order, self.order.sync
+        replicas = dict(zip(sync.handles, map(TaskName, sync.tasks), strict=True))
+        plan = SlotPlan.from_dict(json.loads(order.data_plan))
+        data = SyncData(plan, replicas, json.loads(sync.data_position))
+        version, left = sync.version, order.steps
+        self.world.begins(self)
+        halts = sync.halt_every[0] if sync.halt_every else 0
+        while left and not (self.stops or self.pauses):
+            there = [h for h, t in replicas.items() if self.is_there(t)]
+            if not there:
+                self.report("alone", data_position=json.dumps(data.state()))
+                return
+            await asyncio.sleep(self.world.chance.uniform(0.1, 0.9))
+            counted = list[int]()
+            for handle in there[: sync.wanted]:
+                together = sync.wanted == len(replicas)
+                for lease in data.deal(handle, 1, together=together):
+                    counted += self.world.numbers(lease)
+            await self.push(order.handle, tuple(counted), version)
+            for number in counted:
+                data.counted(number)
+            self.told.add(version, [])
+            version, left = version + 1, left - 1
+            self.report("running", data_position=json.dumps(data.state()))
+            if halts and left and version % halts == 0:
+                await self.stand(version)
+        state = "done" if not left else "stopped" if self.stops else "paused"
+        self.report(state, data_position=json.dumps(data.state()))
+
+    def is_there(self, task: TaskName) -> bool:
+        return task not in self.gone and self.process.reaches(task)
+
+
+class RunPeers:
+    """Calls of a process to others, as a ``StandbyPeers``."""
+
+    def __init__(self, process: RunProcess) -> None:
+        self.process, self.world = process, process.world
+        self.task, self.incarnation = process.task, process.incarnation
+        self.dealers = process.dealers
+
+    def tasks(self) -> Iterable[TaskName]:
+        return self.world.tasks
+
+    def address(self, task: TaskName) -> Address:
+        return Address(task)
+
+    async def call(
+        self, task: TaskName, method: str, request: Frame, *, timeout_s: float = 5.0
+    ) -> Frame:
+        return await self.world.ask(
+            self.process, task, method, request, timeout_s=timeout_s
+        )
+
+    def stream(
+        self, task: TaskName, method: str, request: Frame
+    ) -> AsyncIterator[Frame]:
+        return self.world.stream(self.process, task, method, request)
+
+    async def register(self, request: Frame) -> Frame:
+        for task in self.world.tasks:
+            with suppress(TaskLostError):
+                await self.call(task, "RegisterProgram", request)
+        return EMPTY
+
+    def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
+        watched = bool(order.data_run) and not order.dealer
+        order.dealer = order.dealer or self.task
+        order.master = self.task
+        request = frame(run_loop=order)
+        reports = self.stream(TaskName(order.task), "RunLoop", request)
+        if watched:
+            return self.dealers.get(order.data_run).watch(order.loop, reports)
+        return reports
