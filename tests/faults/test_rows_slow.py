@@ -34,8 +34,9 @@ from tests.support.counting import (
     gone_back_to,
     trainer,
 )
+from tests.support.detached_client import STRATEGIES
 from tests.support.fault import Fault, Stopwatch
-from tests.support.fit_forever import fit_and_kill
+from tests.support.fit_forever import fit_and_kill, fitting
 from tests.support.links import NOTICED_S, through_proxies
 from tests.support.stopping import once_both_took_part
 
@@ -324,6 +325,30 @@ def test_slow_links_lose_nobody(fault: Fault, detached: bool) -> None:
         assert ledger.check(there) == 0
         assert set(run.metrics("loss")["replica"]) == {0, 1}
         there.close()
+
+
+@pytest.mark.row(30)
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_client_that_was_away_for_longer_than_its_lease_finds_its_run_stopped(
+    fault: Fault, strategy: str
+) -> None:
+    """And has all that the run did meanwhile."""
+    cluster, clock = fault.cluster(ps=2, workers=2), Stopwatch()
+    with fitting(cluster.target, fault.path, strategy, lease_s=1.0) as client:
+        client.send_signal(signal.SIGSTOP)
+        while cluster.runs()[0].state == "running":  # silent links end after 15 s
+            assert clock.seconds < 60
+        client.send_signal(signal.SIGCONT)
+        assert client.stdout is not None
+        state, steps = client.stdout.readline().split()
+    (info,) = cluster.runs()
+    assert (state, info.state) == ("stopped", "stopped")
+    assert int(steps) == info.step == steps_in(fault.path)[-1]
+    there = trainer(cluster, STRATEGIES[strategy])
+    there.restore(fault.path)
+    assert [round(c.sum() / BATCH) for c in counted(there)] == [info.step] * 2
+    there.close()
+    fault.names += ["[ended] run"]
 
 
 @pytest.mark.row(30)

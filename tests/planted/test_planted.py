@@ -103,18 +103,6 @@ BUGS: Final = {
         "return False",
         SUPERVISED,
     ),
-    "an order to halt that is lost leaves the other loops halted": Bug(
-        "server/runs/halts.py",
-        "if await self._ask(loop, halt) is None:",
-        "if await self._ask(loop, halt) is False:",
-        SUPERVISED,
-    ),
-    "a run fails for programs that a lost master had dropped": Bug(
-        "server/runs/supervisor.py",
-        "return StateLost(replica, error) if goes_back else failed",
-        "return failed",
-        SUPERVISED,
-    ),
     "a master that was replaced refuses to follow the next one": Bug(
         "server/runs/calls.py",
         "if order.term <= mine.term:",

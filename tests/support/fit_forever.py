@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,31 @@ from tests.support.counting import BATCH, IDS, trainer
 from tests.support.detached_client import STRATEGIES
 
 
-def fit_and_kill(
+@contextmanager
+def fitting(
     target: str, directory: Path, strategy: str = "async", lease_s: float = CLIENT_S
-) -> None:
-    """Lets such a client train, and kills it when there is a checkpoint."""
+) -> Iterator["subprocess.Popen[str]"]:
+    """Lets such a client train, and has it once there is a checkpoint; kills it then.
+
+    It says how its run ended, if it does.
+    """
     arguments = [target, str(directory), strategy, str(lease_s)]
     command = [sys.executable, "-m", __name__, *arguments]
     client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None
-    assert client.stdout.readline() == "saved\n"
-    client.kill()
-    client.wait(10)
-    client.stdout.close()
+    try:
+        assert client.stdout.readline() == "saved\n"
+        yield client
+    finally:
+        client.kill()
+        client.wait(10)
+        client.stdout.close()
+
+
+def fit_and_kill(target: str, directory: Path, *how: Any, **more: Any) -> None:
+    """Lets such a client train, and kills it when there is a checkpoint."""
+    with fitting(target, directory, *how, **more):
+        pass
 
 
 def main(target: str, directory: str, strategy: str, lease_s: str) -> None:
@@ -39,7 +54,7 @@ def main(target: str, directory: str, strategy: str, lease_s: str) -> None:
             sys.stdout.write("saved\n")
             sys.stdout.flush()
 
-    trainer(connect(target), STRATEGIES[strategy]).fit(
+    run = trainer(connect(target), STRATEGIES[strategy]).fit(
         IDS,
         steps=10**6,
         batch_size=BATCH,
@@ -47,6 +62,7 @@ def main(target: str, directory: str, strategy: str, lease_s: str) -> None:
         callbacks=[tell],
         progress=False,
     )
+    sys.stdout.write(f"{run.state} {run.steps}\n")
 
 
 if __name__ == "__main__":

@@ -379,9 +379,13 @@ def wait_for_new_master(
                 cluster.move_to(found.master)
                 return found
             # One of a term before is of a master that was replaced, and still says so.
-            is_over = found.state in {"failed", "done", "stopped"}
-            if found.name == old.name and found.term == old.term and is_over:
+            if found.name != old.name or found.term != old.term:
+                continue
+            if found.state == "failed":
                 raise lost
+            if found.state != "running":  # it ended while this client was away
+                cluster.move_to(found.master)
+                return found
         if names_it and not event_loop.run(named.again()):
             succeed_run(cluster, old)
             names_it = False

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 EMPTY: Final = frame(empty=pb.Empty())
 SILENT_S: Final = 60.0
 """A loop that has not heard from its master for so long ends."""
+STOOD_S: Final = 60.0
+"""A loop that stands still goes on sooner, whoever is lost meanwhile."""
 
 
 def copied(message: Frame) -> Frame:
@@ -258,7 +260,7 @@ class SimulatedLoop:
 
     async def stand(self, number: int) -> None:
         """Stands still until told to go on."""
-        self.halted = number
+        self.halted, began = number, self.world.clock.now()
         self.told.tell(
             pb.LoopReport(state="running", data_done=self.done, halted=number)
         )
@@ -266,6 +268,8 @@ class SimulatedLoop:
             self.news.clear()
             await self.news.wait()
         self.halted = 0
+        stood_s = self.world.clock.now() - began
+        assert stood_s < STOOD_S, f"{self.order.loop} stood still for {stood_s} s"
 
     async def push(self, handle: str, batches: tuple[int, ...], version: Any) -> None:
         """Lets every ps apply an update, each at its time."""
