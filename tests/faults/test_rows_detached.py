@@ -283,8 +283,12 @@ def test_a_run_ends_that_loses_its_master_and_both_standbys_and_leaves_a_checkpo
     begin_and_kill(servers.target, "async", fault.path, every=50)
     with connect(target(servers, PS1), timeout_s=20) as cluster:
         until(cluster, lambda run: len(steps_in(fault.path)) >= 3)
-        for task in (PS, *WORKERS):  # two of them follow the journal of the third
-            servers.kill(task)
+        # Two of them follow the journal of the third. Stopped first: those that die
+        # last would make the task that is left a standby.
+        pids = [servers.pid(task) for task in (PS, *WORKERS)]
+        for each in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                os.kill(pid, each)
         assert servers.wait_for_tasks(30)
         assert cluster.runs() == []
         there = trainer(cluster, STRATEGIES["async"])
