@@ -29,20 +29,11 @@ from benchmarks import measure
 from benchmarks.durability import data, trainer_of
 
 CUTS: Final = (
+    ("rpc/resumable/numbers.py", "        if keep:\n", "        if False:\n"),
     (
-        "rpc/exchange/stream.py",
-        "out.kept.add(number, item, item.nbytes)",
-        "pass",
-    ),
-    (
-        "rpc/calls/outbox.py",
-        "self._kept.add(self._number, encoded, encoded.nbytes + FRAME_BYTES)",
-        "pass",
-    ),
-    (
-        "rpc/in_flight.py",
-        "if new >= ACK_FRAMES or (new and self.nbytes >= ACK_BYTES):",
-        "if False:",
+        "rpc/resumable/numbers.py",
+        "return new >= ACK_FRAMES or (new > 0 and self.untold_bytes >= ACK_BYTES)",
+        "return False",
     ),
     (
         "rpc/exchange/receiver.py",

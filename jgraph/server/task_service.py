@@ -27,8 +27,8 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.exchange.backlog import default_queue_limit
 from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
+from jgraph.rpc.resumable.backlog import default_queue_limit
 from jgraph.rpc.shared_memory.lending import copy_seconds
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame

@@ -22,9 +22,9 @@ from jgraph.rpc.dial import (
     ended_stream,
     lost_call,
 )
-from jgraph.rpc.exchange.backlog import Backlog, default_queue_limit
 from jgraph.rpc.exchange.links import Links
 from jgraph.rpc.frames import hello
+from jgraph.rpc.resumable.backlog import Backlog, default_queue_limit
 from jgraph.rpc.serving import answer, only_reply, results
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.status import from_status, to_status

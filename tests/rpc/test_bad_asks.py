@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls import outbox
 from jgraph.rpc.calls.answering import MAX_UNANSWERED
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.resumable import outbox
 from jgraph.rpc.sockets.connecting import connect_local
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import encode, pack, prepare

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jgraph.errors import TaskLostError
-from jgraph.rpc import in_flight, resuming
+from jgraph.rpc import resuming
 from jgraph.rpc.exchange import link, receiver
 from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.resumable import numbers as resumable_numbers
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
 from tests.support.run_async import run_async
@@ -171,8 +172,8 @@ def test_sender_that_comes_back_too_late_learns_that_it_was_given_up(
 def test_sender_stops_when_nothing_is_acknowledged_and_goes_on_when_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(in_flight, "WINDOW_FRAMES", 8)
-    monkeypatch.setattr(in_flight, "ACK_FRAMES", 4)
+    monkeypatch.setattr(resumable_numbers, "WINDOW_FRAMES", 8)
+    monkeypatch.setattr(resumable_numbers, "ACK_FRAMES", 4)
 
     async def main() -> None:
         async with paired() as pair:

@@ -197,7 +197,7 @@ class Answers:
             self._serving.cancel()
 
     async def _greet(self, context: Any, offer: SocketOffer, doors: Doors) -> None:
-        reply = pb.Hello(received=self._talk.received)
+        reply = pb.Hello(received=self._talk.received.last)
         reply.MergeFrom(self._hello)
         offer.put_into(reply, doors, is_near=self.turn == 1)
         for chunk in pack(encode(frame(hello=reply)).pieces):
@@ -264,7 +264,7 @@ class Answers:
         if kind == "ack":
             self._talk.outbox.acknowledge(body_of(asked).received)
             return
-        self._talk.received += 1
+        self._talk.received.last += 1
         if kind == "goodbye":
             self._is_over = True
         elif kind == "abandon":

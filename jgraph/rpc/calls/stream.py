@@ -3,48 +3,51 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import grpc
 
 from jgraph.errors import JGError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls.outbox import Outbox
 from jgraph.rpc.dial import SHUTTING_DOWN, is_cancelled, lost_its_end, unanswered
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.in_flight import AckCount
+from jgraph.rpc.resumable.backlog import Backlog
+from jgraph.rpc.resumable.numbers import ReceivedFrames
+from jgraph.rpc.resumable.outbox import Outbox, as_it_is
 from jgraph.rpc.sockets.connecting import DataDialer, connect_local, end_late
 from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket, Take
 from jgraph.rpc.sockets.pipe import StreamPipe
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
-from jgraph.rpc.wire.codec import Buffer, encode, pack
+from jgraph.rpc.wire.codec import Buffer, Encoded, encode, pack
 from jgraph.rpc.wire.decoder import Decoder
 
+UNACKNOWLEDGED_S: Final = 30.0
+"""Who acknowledges nothing for so long does not read."""
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 @final
-@dataclass(slots=True)
 class StreamState:
     """What outlives a stream of calls, on either side of it.
 
     Attributes:
       outbox: frames for the other side.
-      received: how many frames of it arrived.
-      acks: what it was told of them.
+      received: the frames of it that arrived.
     """
 
-    outbox: Outbox = field(default_factory=Outbox)
-    received: int = 0
-    acks: AckCount = field(default_factory=AckCount)
+    def __init__(self) -> None:
+        self.outbox: Outbox[Encoded] = Outbox(
+            Backlog(), as_it_is, give_up_s=UNACKNOWLEDGED_S
+        )
+        self.received = ReceivedFrames()
 
     def took(self, nbytes: int) -> None:
         """Tells the other side now and then that a chunk of frames arrived."""
-        if self.acks.is_due(self.received, nbytes):
-            self.outbox.tell(self.received)
+        if self.received.is_ack_due(nbytes):
+            self.outbox.tell(self.received.tell())
 
 
 @final
@@ -173,13 +176,13 @@ class CallStream:
             self._stream.cancel()
 
     async def _send(self) -> None:
-        first = pb.Hello(resumes=self._resumes, received=self._talk.received)
+        first = pb.Hello(resumes=self._resumes, received=self._talk.received.last)
         first.MergeFrom(self._hello)
         for chunk in pack(encode(frame(hello=first)).pieces):
             await self._stream.write(chunk)
         theirs = await self._welcome
         if self._resumes:  # so the server learns where replies shall go
-            self._talk.outbox.tell(self._talk.received)
+            self._talk.outbox.tell(self._talk.received.tell())
         # The stream says why it ends, perhaps in the middle of a frame over the socket.
         decoder = self._make_decoder()
         take = partial(self._feed, decoder)
@@ -228,7 +231,7 @@ class CallStream:
             refused = self._resumes and not self._welcome.done()
             raise self._given_up() if refused else from_status(body_of(reply))
         else:
-            self._talk.received += 1
+            self._talk.received.last += 1
             self._take(reply)
 
     def _greet(self, theirs: pb.Hello) -> None:

@@ -1,4 +1,4 @@
-"""Exactly-once delivery: stream numbers and resumption of the receiver. Pure.
+"""Fencing and resumption: which stream of a task its receiver takes frames of. Pure.
 
 A sender is a task at one incarnation. At most one stream per task is current. Frames
 are numbered per (sender incarnation, receiver) without gaps, and each is accepted once.
@@ -13,6 +13,7 @@ from typing import Final, final
 
 from jgraph.errors import FencedError, MalformedMessageError, TaskLostError
 from jgraph.graph.ir import TaskName
+from jgraph.rpc.resumable.numbers import ReceivedFrames
 
 _RETIRED_KEPT: Final = 64
 """Incarnations of one task that are remembered as replaced."""
@@ -21,10 +22,15 @@ _RETIRED_KEPT: Final = 64
 @final
 @dataclass(eq=False, slots=True)
 class InboundStream:
-    """One stream of frames from a task; ``is_over`` when that says so."""
+    """One stream of frames from a task; ``is_over`` when that says so.
+
+    Attributes:
+      received: what arrived from that incarnation of the task.
+    """
 
     task: TaskName
     incarnation: int
+    received: ReceivedFrames
     may_jump: bool = True
     is_over: bool = False
 
@@ -33,7 +39,7 @@ class InboundStream:
 @dataclass(slots=True)
 class _Sender:
     incarnation: int
-    last: int = 0
+    received: ReceivedFrames = field(default_factory=ReceivedFrames)
     stream: InboundStream | None = None
     is_broken: bool = False
     retired: deque[int] = field(default_factory=lambda: deque(maxlen=_RETIRED_KEPT))
@@ -50,7 +56,7 @@ class Inbound:
       >>> inbound.broke(stream)
       True
       >>> again = inbound.resume(TaskName("/job:ps/task:0"), 7)
-      >>> inbound.received(again), inbound.accept(again, 3), inbound.accept(again, 4)
+      >>> again.received.last, inbound.accept(again, 3), inbound.accept(again, 4)
       (3, False, True)
     """
 
@@ -68,9 +74,10 @@ class Inbound:
         self._refuse_retired(sender, task, incarnation)
         if incarnation != sender.incarnation:
             sender.retired.append(sender.incarnation)
-            sender.incarnation, sender.last = incarnation, 0
+            sender.incarnation, sender.received = incarnation, ReceivedFrames()
         replaced = sender.stream is not None
-        sender.stream, sender.is_broken = InboundStream(task, incarnation), False
+        sender.stream = InboundStream(task, incarnation, sender.received)
+        sender.is_broken = False
         return sender.stream, replaced
 
     def resume(self, task: TaskName, incarnation: int) -> InboundStream:
@@ -88,7 +95,8 @@ class Inbound:
                 "the loss reported",
                 task=task,
             )
-        sender.stream = InboundStream(task, incarnation, may_jump=False)
+        received = sender.received
+        sender.stream = InboundStream(task, incarnation, received, may_jump=False)
         sender.is_broken = False
         return sender.stream
 
@@ -116,21 +124,17 @@ class Inbound:
                 f"a newer connection of {stream.task} replaced this one",
                 task=stream.task,
             )
-        if sequence <= sender.last:
-            self.repeats += 1
-            return False
-        if sequence != sender.last + 1 and not stream.may_jump:
+        last = stream.received.last
+        if sequence > last + 1 and not stream.may_jump:
             raise MalformedMessageError(
-                f"frame {sequence} of {stream.task} came after frame {sender.last}: "
+                f"frame {sequence} of {stream.task} came after frame {last}: "
                 f"frames are missing"
             )
+        if not stream.received.accept(sequence):
+            self.repeats += 1
+            return False
         stream.may_jump = False
-        sender.last = sequence
         return True
-
-    def received(self, stream: InboundStream) -> int:
-        """Returns the number of the last frame of its sender that was accepted."""
-        return self._senders[stream.task].last
 
     def broke(self, stream: InboundStream) -> bool:
         """Waits for the sender to resume; returns whether this was its stream."""

@@ -1,23 +1,24 @@
 """Sending side of a pair of tasks: one long-lived Exchange stream, resumed if cut."""
 
-from collections.abc import Callable, Hashable
+import asyncio
+from collections.abc import Callable, Hashable, Iterator
 from typing import Final, final
 
 from jgraph.errors import AddressError, ClusterUnreachableError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import CONNECT_TIMEOUT_S, open_channel
-from jgraph.rpc.exchange.backlog import Backlog
 from jgraph.rpc.exchange.stream import ExchangeStream, Interrupted, Outgoing
+from jgraph.rpc.resumable.backlog import Backlog
+from jgraph.rpc.resumable.outbox import Outbox
 from jgraph.rpc.resuming import RESUME_S, may_redial
 from jgraph.rpc.security.tls import Identity
 from jgraph.rpc.security.token import Token
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
 from jgraph.rpc.sockets.connecting import DataDialer
-from jgraph.rpc.sockets.frame_socket import AT_ONCE_BYTES
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.transport import Address
-from jgraph.rpc.wire.codec import Prepared
+from jgraph.rpc.wire.codec import Encoded, Prepared
 
 EXCHANGE_METHOD: Final = "/jgraph.v1.Task/Exchange"
 
@@ -36,7 +37,7 @@ class ExchangeLink:
       counters: where sent frames are counted.
       make_memory: gives memory to share with a task of the same machine, or None:
         nothing goes around the stream.
-      number: gives the sequence number of the next frame.
+      numbers: of the frames.
       max_queued_bytes: more than this does not wait for the peer.
       identity: certificates; None speaks plain text.
       token: what the peer asks for; None: nothing.
@@ -50,7 +51,7 @@ class ExchangeLink:
         hello: pb.Hello,
         counters: Counters,
         make_memory: Callable[[], SendMemory | None],
-        number: Callable[[], int],
+        numbers: Iterator[int],
         max_queued_bytes: int,
         identity: Identity | None = None,
         token: Token | None = None,
@@ -63,7 +64,18 @@ class ExchangeLink:
         self._token = token
         self._data = data
         backlog = Backlog[Prepared](hello.task, peer, address, max_queued_bytes)
-        self._out = Outgoing(peer, address, hello, backlog, counters, number)
+
+        def encode(item: Prepared, number: int) -> Encoded:
+            counters.sent(peer, frames=1)
+            return item.encoded(sequence=number)
+
+        def moved(nbytes: int) -> None:
+            counters.sent(peer, nbytes=nbytes)
+
+        outbox = Outbox(backlog, encode, numbers=numbers, moved=moved)
+        self._outbox = outbox
+        self._out = Outgoing(peer, address, hello, outbox, counters)
+        self._now = asyncio.get_running_loop().time
 
     def push(self, item: Prepared) -> None:
         """Queues a frame, or sends it if it is small and can leave; never blocks.
@@ -71,33 +83,15 @@ class ExchangeLink:
         Raises:
           NotTakingError: too much waits already.
         """
-        out = self._out
-        socket = out.idle_socket
-        if (
-            socket is not None
-            and socket.is_free
-            and item.nbytes <= AT_ONCE_BYTES
-            and not out.kept.is_full
-        ):
-            number = out.number()
-            if socket.keeps:
-                out.kept.add(number, item, item.nbytes)
-            data = b"".join(item.encoded(sequence=number).pieces)
-            socket.write_now(data)
-            out.counters.sent(self.peer, frames=1, nbytes=len(data))
-            return
-        out.backlog.add(item, item.nbytes, step=item.values_of, now=out.now())
-        out.idle_socket = None
-        out.wake.set()
+        self._outbox.put(item, item.values_of)
 
     def withdraw(self, step: Hashable) -> int:
         """Drops queued values of a step; returns how many frames."""
-        return self._out.backlog.withdraw(step)
+        return self._outbox.backlog.withdraw(step)
 
     def finish(self) -> None:
         """Lets ``run`` end when everything queued is sent."""
-        self._out.is_finishing = True
-        self._out.wake.set()
+        self._outbox.finish()
 
     async def run(self) -> None:
         """Connects and sends until ``finish``.
@@ -110,24 +104,23 @@ class ExchangeLink:
           JGError: why the other side ended the stream.
         """
         lost: JGError | None = None
-        until = self._out.now() + RESUME_S
+        until = self._now() + RESUME_S
         try:
             while True:
                 try:
                     return await self._stream(patient=lost is None)
                 except Interrupted as interrupted:
                     if interrupted.was_accepted:
-                        until = self._out.now() + RESUME_S
+                        until = self._now() + RESUME_S
                     lost = interrupted.error
                 except (AddressError, ClusterUnreachableError):
                     # Later a name may be unknown for a moment as well.
                     if lost is None or not self._out.incarnation:
                         raise
-                if not await may_redial(self.address, until, self._out.now):
+                if not await may_redial(self.address, until, self._now):
                     raise lost
         finally:
-            self._out.backlog.clear()
-            self._out.kept.clear()
+            self._outbox.clear()
 
     async def _stream(self, *, patient: bool) -> None:
         channel = await open_channel(

@@ -16,7 +16,6 @@ from jgraph.rpc.dial import ended_stream, is_refused
 from jgraph.rpc.exchange.inbound import Inbound, InboundStream
 from jgraph.rpc.exchange.stream import HELLO_TIMEOUT_S, check_protocol
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.in_flight import AckCount
 from jgraph.rpc.serving import HELLO_METHOD
 from jgraph.rpc.shared_memory.shared_memory import ReceiveMemory
 from jgraph.rpc.sockets.frame_socket import FrameSocket
@@ -102,17 +101,16 @@ class Receiver:
             await write_frame(context, frame(hello=reply))
             raise
         broke = False
-        acks = AckCount(self.inbound.received(stream))
-        take = partial(self._read_socket, stream, decoder, acks)
+        take = partial(self._read_socket, stream, decoder)
         offer = SocketOffer(Caller.of_stream(context), decoder.room, take)
         try:
             decoder.shared = self._memory_of(stream.task, body_of(first))
             reply.shares_memory = decoder.shared is not None
-            reply.received = acks.told
+            reply.received = stream.received.tell()
             offer.put_into(reply, self._doors, is_near=decoder.shared is not None)
             await write_frame(context, frame(hello=reply))
             self._deliver(stream, early)
-            reading = self._read(context, stream, decoder, acks)
+            reading = self._read(context, stream, decoder)
             await offer.beside(reading, lambda: stream.is_over)
             broke = not stream.is_over
             decoder.finish()
@@ -126,19 +124,19 @@ class Receiver:
             self._over(stream, broke=broke and not offer.is_local)
 
     async def _read(
-        self, context: Any, stream: InboundStream, decoder: Decoder, acks: AckCount
+        self, context: Any, stream: InboundStream, decoder: Decoder
     ) -> None:
+        received = stream.received
         while (chunk := await context.read()) is not END:
             self._feed(stream, decoder, chunk)
-            received = self.inbound.received(stream)
-            if acks.is_due(received, len(chunk)):
-                await write_frame(context, frame(ack=pb.Ack(received=received)))
+            if received.is_ack_due(len(chunk)):
+                ack = pb.Ack(received=received.tell())
+                await write_frame(context, frame(ack=ack))
 
     def _read_socket(
         self,
         stream: InboundStream,
         decoder: Decoder,
-        acks: AckCount,
         socket: FrameSocket,
         data: memoryview,
     ) -> None:
@@ -146,10 +144,8 @@ class Receiver:
         self._feed(stream, decoder, data)
         if stream.is_over:
             socket.close()
-        elif socket.keeps:
-            received = self.inbound.received(stream)
-            if acks.is_due(received, len(data)):
-                socket.acknowledge(received)
+        elif socket.keeps and stream.received.is_ack_due(len(data)):
+            socket.acknowledge(stream.received.tell())
 
     def _feed(self, stream: InboundStream, decoder: Decoder, chunk: Buffer) -> None:
         before = decoder.shared_bytes

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias, final
 
@@ -24,9 +24,8 @@ from jgraph.rpc.dial import (
     lost_its_end,
     unanswered,
 )
-from jgraph.rpc.exchange.backlog import Backlog
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.in_flight import InFlightWindow
+from jgraph.rpc.resumable.outbox import Outbox
 from jgraph.rpc.shared_memory.lending import SHARED_FRAME_BYTES, lend
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
 from jgraph.rpc.sockets.connecting import DataDialer, connect_local, end_late
@@ -36,8 +35,6 @@ from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import (
-    CHUNK_BYTES,
-    Buffer,
     Encoded,
     Prepared,
     encode,
@@ -91,32 +88,16 @@ class Outgoing:
     """What outlives a stream: the frames for one task, and who that is.
 
     Attributes:
-      backlog: frames that have not begun to leave.
-      kept: frames that left for another host, and may have to be sent again.
-      number: gives the sequence number of the next frame.
-      wake: set when there is something to do.
-      acknowledged: set when frames were.
-      is_finishing: nothing is added any more.
+      outbox: the frames.
       incarnation: of the task that accepted the first stream; 0 before that.
-      idle_socket: where a small frame may be written at once.
-      now: gives the time.
     """
 
     peer: TaskName
     address: Address
     hello: pb.Hello
-    backlog: Backlog[Prepared]
+    outbox: Outbox[Prepared]
     counters: Counters
-    number: Callable[[], int]
-    kept: InFlightWindow[Prepared] = field(default_factory=InFlightWindow)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
-    is_finishing: bool = False
     incarnation: int = 0
-    idle_socket: FrameSocket | None = None
-    now: Callable[[], float] = field(
-        default_factory=lambda: asyncio.get_running_loop().time
-    )
 
 
 @final
@@ -169,7 +150,6 @@ class ExchangeStream:
                 raise
             raise self._lost(grpc.StatusCode.CANCELLED, "") from None
         finally:
-            self._out.idle_socket = None
             self._stream.cancel()
             sending.cancel()
             await asyncio.wait([sending])
@@ -203,7 +183,6 @@ class ExchangeStream:
                 # Closing it now would take back what the other side has not read yet.
                 await asyncio.wait({socket.ended}, timeout=LAST_WORDS_S)
             finally:
-                self._out.idle_socket = None
                 socket.close()
         await self._stream.done_writing()
 
@@ -233,70 +212,18 @@ class ExchangeStream:
         """Sends what the other side has not got, and then what is queued."""
         out = self._out
         self._may_resume = pipe.keeps
-        await self._send_again(pipe, received)
-        while True:
-            await self._drain(pipe)
-            if not out.backlog:  # or what came during the last write would wait
-                out.backlog.left()
-                if out.is_finishing:
-                    break
-                if isinstance(pipe, FrameSocket):
-                    out.idle_socket = pipe
-            await out.wake.wait()
-        await self._write(pipe, encode(frame(goodbye=pb.Empty())).pieces)
+        out.outbox.lend = None if self._memory is None else self._lent
+        await out.outbox.run(pipe, received)
+        await pipe.write(encode(frame(goodbye=pb.Empty())).pieces)
 
-    async def _send_again(self, pipe: Pipe, received: int) -> None:
-        self._out.kept.acknowledge(received)
-        for number, item in list(self._out.kept):
-            await self._write(pipe, (await self._encoded(item, number)).pieces)
-        if not pipe.keeps:
-            self._out.kept.clear()
-
-    async def _drain(self, pipe: Pipe) -> None:
-        """Writes all that is queued, also what is queued meanwhile."""
-        out = self._out
-        out.wake.clear()
-        while out.backlog:
-            if out.kept.is_full:
-                await self._room()
-            await self._write(pipe, await self._next(keep=pipe.keeps))
-
-    async def _next(self, *, keep: bool) -> list[Buffer]:
-        """Returns the pieces of the next frames: one, or several small ones."""
-        out = self._out
-        pieces: list[Buffer] = []
-        nbytes = 0
-        while out.backlog and nbytes < CHUNK_BYTES and not out.kept.is_full:
-            item, number = out.backlog.take(now=out.now()), out.number()
-            if keep:
-                out.kept.add(number, item, item.nbytes)
-            encoded = await self._encoded(item, number)
-            pieces += encoded.pieces
-            nbytes += encoded.nbytes
-        return pieces
-
-    async def _room(self) -> None:
-        """Waits until the other side has told what it has."""
-        while self._out.kept.is_full:
-            self._out.acknowledged.clear()
-            await self._out.acknowledged.wait()
-
-    async def _encoded(self, item: Prepared, number: int) -> Encoded:
-        if self._memory is None or item.nbytes < SHARED_FRAME_BYTES:
-            encoded, shared = item.encoded(sequence=number), 0
-        else:
+    async def _lent(self, item: Prepared, number: int) -> Encoded:
+        assert self._memory is not None  # else nothing is lent
+        lent: Mapping[int, pb.SharedBlock] = {}
+        if item.nbytes >= SHARED_FRAME_BYTES:
             lent = await lend(item, self._memory)
-            shared = sum(item.arrays[at].nbytes for at in lent)
-            encoded = item.encoded(lent, sequence=number)
+        shared = sum(item.arrays[at].nbytes for at in lent)
         self._out.counters.sent(self._out.peer, frames=1, shared=shared)
-        return encoded
-
-    async def _write(self, pipe: Pipe, pieces: Iterable[Buffer]) -> None:
-        await pipe.write(pieces, self._moved)
-
-    def _moved(self, nbytes: int) -> None:
-        self._out.counters.sent(self._out.peer, nbytes=nbytes)
-        self._out.backlog.moved(now=self._out.now())
+        return item.encoded(lent, sequence=number)
 
     async def _read(self) -> None:
         decoder, out = Decoder(), self._out
@@ -313,7 +240,7 @@ class ExchangeStream:
                 task=out.peer,
                 address=out.address,
             ) from error
-        if not out.is_finishing:
+        if not out.outbox.is_finishing:
             raise ended_link(out.peer, out.address, "ended by the other side")
 
     def _take(self, answer: Frame) -> None:
@@ -321,8 +248,7 @@ class ExchangeStream:
         if kind == "status":
             raise from_status(body_of(answer))
         if kind == "ack" and self._theirs.done():
-            self._out.kept.acknowledge(body_of(answer).received)
-            self._out.acknowledged.set()
+            self._out.outbox.acknowledge(body_of(answer).received)
             return
         if kind != "hello":
             raise MalformedMessageError(
@@ -380,8 +306,7 @@ def _acknowledging(out: Outgoing) -> Callable[[memoryview], None]:
         if whole:
             (received,) = ACK.unpack_from(have, whole - ACK.size)
             del have[:whole]
-            out.kept.acknowledge(received)
-            out.acknowledged.set()
+            out.outbox.acknowledge(received)
 
     return take
 

@@ -5,7 +5,7 @@ import itertools
 import logging
 import secrets
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import Final, Literal, TypeAlias, final
@@ -26,13 +26,13 @@ from jgraph.rpc.dial import (
     open_channel,
     split_address,
 )
-from jgraph.rpc.exchange.backlog import default_queue_limit
 from jgraph.rpc.exchange.link import ExchangeLink
 from jgraph.rpc.exchange.links import Links
 from jgraph.rpc.exchange.receiver import is_gone
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello
 from jgraph.rpc.grpc.listening import listen, stop_listening
 from jgraph.rpc.grpc.service import Service
+from jgraph.rpc.resumable.backlog import default_queue_limit
 from jgraph.rpc.security.auth import Roles, TokenGate
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import Token
@@ -174,7 +174,7 @@ class GrpcTransport:
             )
         self._service: Service | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._sequences: dict[TaskName, int] = {}
+        self._numbers: dict[TaskName, Iterator[int]] = {}
         self._links: Links[Prepared] = Links(self._make_link)
         self._channels: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
         self._lines = ConnectionPool(self._dial, self._line)
@@ -288,11 +288,6 @@ class GrpcTransport:
         """
         return self._links.withdraw((handle, step_id))
 
-    def _number(self, dst: TaskName) -> int:
-        """Returns the number of the next frame that leaves for ``dst``."""
-        number = self._sequences[dst] = self._sequences.get(dst, 0) + 1
-        return number
-
     def _make_link(self, peer: TaskName, address: Address) -> ExchangeLink:
         return ExchangeLink(
             peer,
@@ -300,7 +295,7 @@ class GrpcTransport:
             self._hello,
             self._counters,
             self._make_memory,
-            partial(self._number, peer),
+            self._numbers.setdefault(peer, itertools.count(1)),
             self._max_queued_bytes,
             self._identity,
             self._token,

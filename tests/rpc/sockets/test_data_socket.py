@@ -241,8 +241,8 @@ def test_ring_of_small_frames_is_bounded_by_what_is_acknowledged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Small frames that leave at once are kept as well."""
-    monkeypatch.setattr("jgraph.rpc.in_flight.WINDOW_FRAMES", 8)
-    monkeypatch.setattr("jgraph.rpc.in_flight.ACK_FRAMES", 4)
+    monkeypatch.setattr("jgraph.rpc.resumable.numbers.WINDOW_FRAMES", 8)
+    monkeypatch.setattr("jgraph.rpc.resumable.numbers.ACK_FRAMES", 4)
 
     async def main() -> None:
         async with paired() as pair:
@@ -279,7 +279,7 @@ def test_bytes_that_are_no_frames_are_refused_with_the_reason() -> None:
             pair.worker.post(PS, step(0))
             await pair.has(1)
             link = pair.worker._links._links[PS][0]
-            socket = link._out.idle_socket  # type: ignore[attr-defined]
+            socket = link._outbox._idle_socket  # type: ignore[attr-defined]
             assert socket is not None
             socket.write_now(b"\xff" * 100)
             error = await pair.at_worker.wait_lost(PS)

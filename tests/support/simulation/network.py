@@ -2,14 +2,14 @@
 
 Frames go as between real tasks: numbered, kept until acknowledged, sent again over the
 next connection, and dropped where they were here already. That bookkeeping is the
-transport's own (``Inbound``, ``InFlightWindow``); simulated is what can go wrong.
+transport's own (``Inbound``, ``SentFrames``); simulated is what can go wrong.
 """
 
 import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -18,7 +18,7 @@ from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.exchange.inbound import Inbound, InboundStream
 from jgraph.rpc.exchange.receiver import RETURN_S
-from jgraph.rpc.in_flight import ACK_FRAMES, InFlightWindow
+from jgraph.rpc.resumable.numbers import ACK_FRAMES, SentFrames
 from jgraph.rpc.resuming import RESUME_POLL_S, RESUME_S
 
 Message: TypeAlias = tuple[Any, ...]
@@ -66,7 +66,7 @@ class Process:
     lost: Callable[[TaskName], None]
     inbound: Inbound = field(default_factory=Inbound)
     links: dict[TaskName, "_Link"] = field(default_factory=dict)
-    numbers: dict[TaskName, int] = field(default_factory=dict)
+    numbers: dict[TaskName, Iterator[int]] = field(default_factory=dict)
     alive: bool = True
 
 
@@ -76,7 +76,7 @@ class _Link:
 
     src: Process
     dst: TaskName
-    kept: InFlightWindow[Message] = field(default_factory=InFlightWindow)
+    kept: SentFrames[Message]
     to: Process | None = None  # the process that accepted the first connection
     connection: "_Connection | None" = None
     until: float = 0.0
@@ -159,11 +159,11 @@ class Network:
             return
         link = src.links.get(dst)
         if link is None:
-            link = src.links[dst] = _Link(src, dst)
+            numbers = src.numbers.setdefault(dst, itertools.count(1))
+            link = src.links[dst] = _Link(src, dst, SentFrames(numbers))
             link.until = self._sim.now + RESUME_S
             self._sim.later(self._delay(), partial(self._connect, link))
-        number = src.numbers[dst] = src.numbers.get(dst, 0) + 1
-        link.kept.add(number, message, 1)
+        number = link.kept.add(message, 1)
         if link.connection is not None:
             self._transmit(link.connection, number, message)
 
@@ -199,7 +199,7 @@ class Network:
         connection = link.connection = _Connection(link, to, stream)
         if was_there:
             to.lost(link.src.task)
-        link.kept.acknowledge(to.inbound.received(stream))
+        link.kept.acknowledge(stream.received.last)
         for number, message in list(link.kept):
             self._transmit(connection, number, message)
 

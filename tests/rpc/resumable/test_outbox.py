@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from jgraph.errors import NotTakingError
-from jgraph.rpc import in_flight
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls import outbox
-from jgraph.rpc.calls.outbox import Outbox
+from jgraph.rpc.calls import stream
 from jgraph.rpc.frames import frame
+from jgraph.rpc.resumable import numbers as resumable_numbers, outbox
+from jgraph.rpc.resumable.backlog import Backlog
+from jgraph.rpc.resumable.outbox import Outbox, as_it_is
 from jgraph.rpc.sockets.pipe import StreamPipe
 from jgraph.rpc.transport import Frame
-from jgraph.rpc.wire.codec import encode
+from jgraph.rpc.wire.codec import Encoded, encode
 from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import asked, numbers, step
 from tests.support.paired import LARGE, Pair, paired
@@ -30,7 +31,7 @@ def test_frames_of_an_outbox_arrive_once_over_streams_that_fail(seed: int) -> No
     chance = random.Random(seed)
     got: list[int] = []
 
-    async def over_one_stream(box: Outbox) -> None:
+    async def over_one_stream(box: Outbox[Encoded]) -> None:
         decoder, left = Decoder(), chance.randrange(1, 12)
 
         async def write(chunk: bytes) -> None:
@@ -48,7 +49,7 @@ def test_frames_of_an_outbox_arrive_once_over_streams_that_fail(seed: int) -> No
         await box.run(StreamPipe(write), len(got))
 
     async def main() -> None:
-        box, sent = Outbox(), 0
+        box, sent = Outbox[Encoded](Backlog(), as_it_is), 0
         while len(got) < 60:
             for _ in range(chance.randrange(8)):
                 sent += 1
@@ -67,7 +68,7 @@ def test_frames_of_an_outbox_arrive_once_over_streams_that_fail(seed: int) -> No
 def one_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets one large reply wait until another is acknowledged."""
     monkeypatch.setattr(outbox, "FULL_BYTES", 1 << 20)
-    monkeypatch.setattr(outbox, "UNTOLD_BYTES", LARGE)
+    monkeypatch.setattr(resumable_numbers, "WINDOW_BYTES", LARGE)
 
 
 async def large_replies_at_once(
@@ -104,9 +105,9 @@ def test_any_number_of_large_replies_at_once_all_arrive() -> None:
 def test_a_caller_that_acknowledges_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(outbox, "UNTOLD_S", 0.1)
-    monkeypatch.setattr(in_flight, "ACK_FRAMES", 1 << 30)
-    monkeypatch.setattr(in_flight, "ACK_BYTES", 1 << 60)
+    monkeypatch.setattr(stream, "UNACKNOWLEDGED_S", 0.1)
+    monkeypatch.setattr(resumable_numbers, "ACK_FRAMES", 1 << 30)
+    monkeypatch.setattr(resumable_numbers, "ACK_BYTES", 1 << 60)
 
     async def main() -> None:
         async with paired() as pair:
@@ -121,8 +122,7 @@ def test_a_caller_that_acknowledges_nothing_is_given_up(
 def test_one_who_acknowledges_nothing_does_not_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox, "UNTOLD_BYTES", 1 << 20)
-    monkeypatch.setattr(outbox, "UNTOLD_S", 0.05)
+    monkeypatch.setattr(resumable_numbers, "WINDOW_BYTES", 1 << 20)
     left = 0
 
     async def count(chunk: bytes) -> None:
@@ -130,7 +130,7 @@ def test_one_who_acknowledges_nothing_does_not_fill_the_memory(
         left += len(chunk)
 
     async def main() -> None:
-        box = Outbox()
+        box = Outbox[Encoded](Backlog(), as_it_is, give_up_s=0.05)
         for _ in range(20):
             box.put(encode(frame(empty=pb.Empty(), tensors=[np.zeros(100_000)])))
         with pytest.raises(NotTakingError, match=r"was acknowledged for 0\.05 s"):

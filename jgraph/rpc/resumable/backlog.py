@@ -33,7 +33,7 @@ class _Waiting(Generic[_Item]):
 
 
 class Backlog(Generic[_Item]):
-    """The frames for one task, first in, first out, up to a limit.
+    """The frames that wait to leave, first in, first out, up to a limit.
 
     A frame counts until the next one is asked for: till then its bytes are being sent.
     The first frame is always taken, however large.
@@ -42,8 +42,12 @@ class Backlog(Generic[_Item]):
       sender: the task that sends, for the message.
       peer: the task that should take them.
       address: where that is.
-      max_bytes: the most bytes to keep, headers and tensors.
+      max_bytes: the most bytes to keep, headers and tensors; None: any number, and of
+        frames too.
       max_frames: the most frames to keep.
+
+    Attributes:
+      queued_bytes: of what has not begun to leave.
 
     Example:
       >>> backlog = Backlog[str]("/job:ps/task:0", "/job:ps/task:1", "a:1", 100)
@@ -57,10 +61,10 @@ class Backlog(Generic[_Item]):
 
     def __init__(
         self,
-        sender: str,
-        peer: TaskName | str,
-        address: Address,
-        max_bytes: int,
+        sender: str = "",
+        peer: TaskName | str = "",
+        address: Address = "",
+        max_bytes: int | None = None,
         max_frames: int = MAX_QUEUED_FRAMES,
     ) -> None:
         self._sender = sender
@@ -69,7 +73,7 @@ class Backlog(Generic[_Item]):
         self._max_bytes = max_bytes
         self._max_frames = max_frames
         self._queue: deque[_Waiting[_Item]] = deque()
-        self._queued = 0
+        self.queued_bytes = 0
         self._leaving = 0
         self._moved = 0.0
 
@@ -80,7 +84,7 @@ class Backlog(Generic[_Item]):
     @property
     def nbytes(self) -> int:
         """Bytes of what waits or is being sent."""
-        return self._queued + self._leaving
+        return self.queued_bytes + self._leaving
 
     def add(self, item: _Item, nbytes: int, *, step: Hashable, now: float) -> None:
         """Puts a frame behind the others.
@@ -96,18 +100,17 @@ class Backlog(Generic[_Item]):
         """
         if not self.nbytes and not self._queue:
             self._moved = now
-        elif (
-            self.nbytes + nbytes > self._max_bytes
-            or len(self._queue) >= self._max_frames
+        elif (limit := self._max_bytes) is not None and (
+            self.nbytes + nbytes > limit or len(self._queue) >= self._max_frames
         ):
-            raise self._too_much(now)
+            raise self._too_much(limit, now)
         self._queue.append(_Waiting(item, nbytes, step))
-        self._queued += nbytes
+        self.queued_bytes += nbytes
 
     def take(self, *, now: float) -> _Item:
         """Returns the next frame; the one before has left."""
         waiting = self._queue.popleft()
-        self._queued -= waiting.nbytes
+        self.queued_bytes -= waiting.nbytes
         self._leaving = waiting.nbytes
         self._moved = now
         return waiting.item
@@ -126,21 +129,21 @@ class Backlog(Generic[_Item]):
         dropped = len(self._queue) - len(kept)
         if dropped:
             self._queue = kept
-            self._queued = sum(waiting.nbytes for waiting in kept)
+            self.queued_bytes = sum(waiting.nbytes for waiting in kept)
         return dropped
 
     def clear(self) -> None:
         """Drops everything."""
         self._queue.clear()
-        self._queued = self._leaving = 0
+        self.queued_bytes = self._leaving = 0
 
-    def _too_much(self, now: float) -> NotTakingError:
+    def _too_much(self, limit: int, now: float) -> NotTakingError:
         frames = len(self._queue) + bool(self._leaving)
         return NotTakingError(
             f"{self._peer} at {self._address} does not take what {self._sender} sends: "
             f"{frames:,} frames ({self.nbytes:,} bytes) wait, none moved for "
             f"{now - self._moved:.1f} s, and {self._max_frames:,} frames or "
-            f"{self._max_bytes:,} bytes is the limit; look at its log, and at the "
+            f"{limit:,} bytes is the limit; look at its log, and at the "
             f"network between the two",
             task=self._peer,
             address=self._address,

@@ -3,7 +3,7 @@
 import pytest
 
 from jgraph.errors import NotTakingError
-from jgraph.rpc.exchange.backlog import Backlog, default_queue_limit
+from jgraph.rpc.resumable.backlog import Backlog, default_queue_limit
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

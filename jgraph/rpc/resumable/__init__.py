@@ -1,0 +1,1 @@
+"""Resumable numbered streams, under posted frames and calls alike."""
