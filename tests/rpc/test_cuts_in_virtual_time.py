@@ -5,7 +5,8 @@ what, and when.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Final, TypeAlias
 
 import grpc
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jgraph.rpc.exchange import link
+from jgraph.rpc.exchange.receiver import RETURN_S
 from jgraph.rpc.grpc import transport
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.testing.transport_conformance import CHECKS
@@ -61,6 +63,18 @@ async def cuts(network: Network) -> None:
     network.refuses_data, network.slow_data = False, 0.0
 
 
+@asynccontextmanager
+async def pair(
+    data_port: int | None = 0,
+) -> AsyncIterator[tuple[GrpcTransport, str, Counting]]:
+    """A client, the address of a ps, and what that was asked."""
+    ps, client = (Remote(task, data_port=data_port) for task in (PS, None))
+    at_ps = Counting()
+    yield client, await ps.start(at_ps), at_ps
+    await client.close()
+    await ps.close()
+
+
 async def ask(client: GrpcTransport, address: str, number: int, size: int) -> None:
     request = step(number, np.full(size, number % 251, np.uint8))
     (reply,) = await asked(client, address, "Echo", request, WAIT_S)
@@ -89,25 +103,48 @@ def test_every_call_is_made_and_answered_once_whenever_the_network_is_cut(
     network.delay_s = chance.choice([0.001, 0.004, 0.02])
 
     async def main() -> None:
-        ps, client = (Remote(task, data_port=data_port) for task in (PS, None))
-        at_ps = Counting()
-        address = await ps.start(at_ps)
+        async with pair(data_port) as (client, address, at_ps):
 
-        async def later(number: int) -> None:
-            await asyncio.sleep(chance.random() * 2)
-            if number % 10:
-                await ask(client, address, number, chance.choice(SIZES))
-            else:
-                await count(client, address, number)
+            async def later(number: int) -> None:
+                await asyncio.sleep(chance.random() * 2)
+                if number % 10:
+                    await ask(client, address, number, chance.choice(SIZES))
+                else:
+                    await count(client, address, number)
 
-        async with asyncio.TaskGroup() as group:
-            group.create_task(cuts(network))
-            for number in range(1, 31):
-                group.create_task(later(number))
-        assert sorted(at_ps.asked) == list(range(1, 31))
-        assert not at_ps.stopped
-        await client.close()
-        await ps.close()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(cuts(network))
+                for number in range(1, 31):
+                    group.create_task(later(number))
+            assert sorted(at_ps.asked) == list(range(1, 31))
+            assert not at_ps.stopped
+
+    run_virtual(network, main(), timeout_s=300)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_call_goes_on_for_longer_than_a_cut_line_is_waited_for(
+    seed: int, network_of: Made
+) -> None:
+    """The end of one of its streams is no end of those that came after."""
+    network = network_of(seed)
+    chance = network.chance
+    network.notice_s = 0.5  # so the server learns of some by the next stream only
+
+    async def main() -> None:
+        now = asyncio.get_running_loop().time
+        async with pair() as (client, address, at_ps):
+            at_ps.may_answer.clear()
+            asking = asyncio.create_task(ask(client, address, 1, 0))
+            await at_ps.wait(lambda: at_ps.asked == [1])
+            for _ in range(chance.randrange(1, 4)):
+                network.stalled_until = now() + chance.random() * 0.3
+                network.cut()
+                await asyncio.sleep(chance.random() * 0.2)
+            await asyncio.sleep(2 * RETURN_S)
+            at_ps.may_answer.set()
+            await asking
+            assert not at_ps.stopped
 
     run_virtual(network, main(), timeout_s=300)
 

@@ -15,6 +15,7 @@ from jgraph.errors import (
     MalformedMessageError,
     MessageTooLargeError,
     NotTakingError,
+    TaskLostError,
 )
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.admission_control import (
@@ -67,7 +68,7 @@ class Answers:
         room: RequestBudget,
     ) -> None:
         self.turn = 0
-        self.may_return = False
+        self.may_return = True
         self._handler = handler
         self._hello = hello
         self._counters = counters
@@ -109,6 +110,7 @@ class Answers:
           MalformedMessageError: the stream is not one of calls.
           NotTakingError: the caller acknowledges nothing.
           DeadlineError: it does not go on with a call that it began.
+          TaskLostError: the line ended while this stream waited for the one before.
         """
         hello, *early = first
         self.turn += 1
@@ -168,6 +170,8 @@ class Answers:
             task.cancel()
         if before:
             await asyncio.wait(before)
+        if not self.may_return:
+            raise given_up()
         self._serving = mine
 
     def stop(self) -> None:
@@ -366,6 +370,14 @@ class Answers:
 
     def _put(self, number: int, reply: Prepared) -> None:
         self._talk.outbox.put(reply.encoded(sequence=number))
+
+
+def given_up() -> TaskLostError:
+    """Returns what a caller learns that comes back too late."""
+    return TaskLostError(
+        "a connection cannot be resumed: it was given up, and what was called over it "
+        "stopped"
+    )
 
 
 async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, final
 
-from jgraph.errors import MalformedMessageError, TaskLostError
+from jgraph.errors import MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.admission_control import CallAdmission
-from jgraph.rpc.calls.answering import Answers
+from jgraph.rpc.calls.answering import Answers, given_up
 from jgraph.rpc.exchange.receiver import RETURN_S
 from jgraph.rpc.exchange.stream import check_protocol
 from jgraph.rpc.frames import body_of, kind_of
@@ -72,11 +72,9 @@ class CallSessions:
             await answers.serve(context, intake, first, check, doors)
         finally:
             is_known = self._lines.get(key) is answers
-            if is_known and answers.turn > turn:
-                pass  # another stream goes on with it
-            elif is_known and answers.may_return:
+            if is_known and answers.may_return:
                 loop = asyncio.get_running_loop()
-                loop.call_later(RETURN_S, self._give_up, key, answers, answers.turn)
+                loop.call_later(RETURN_S, self._give_up, key, answers, turn)
             else:
                 if is_known:
                     del self._lines[key]
@@ -94,10 +92,7 @@ class CallSessions:
     def _find(self, key: _Key, hello: pb.Hello) -> Answers:
         if hello.resumes:
             if key not in self._lines:
-                raise TaskLostError(
-                    "a connection cannot be resumed: it was given up, and what was "
-                    "called over it stopped"
-                )
+                raise given_up()
             return self._lines[key]
         answers = self._make()
         if hello.line:
