@@ -7,24 +7,27 @@ what, and when.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final, TypeAlias
 
 import grpc
 import numpy as np
 import pytest
 
+from jgraph.graph.ir import TaskName
 from jgraph.rpc.exchange import link
 from jgraph.rpc.exchange.receiver import RETURN_S
 from jgraph.rpc.grpc import transport
 from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.transport import Frame
 from jgraph.testing.transport_conformance import CHECKS
-from jgraph.testing.transport_harness import PS, asked, numbers, step
+from jgraph.testing.transport_harness import PS, WORKER, Recorder, asked, numbers, step
 from tests.support.paired import Counting, Remote
 from tests.support.virtual.loop import run_virtual
 from tests.support.virtual.network import Network
 
 WAIT_S: Final = 60.0
-CUTS_S: Final = 3.0
+CUTS_S: Final = 2.0
 SIZES: Final = [0, 0, 3000, 70_000, 300_000, 1_300_000]
 SEEDS: Final = [
     pytest.param(seed, marks=[] if seed < 12 else pytest.mark.nightly)
@@ -118,6 +121,61 @@ def test_every_call_is_made_and_answered_once_whenever_the_network_is_cut(
                     group.create_task(later(number))
             assert sorted(at_ps.asked) == list(range(1, 31))
             assert not at_ps.stopped
+
+    run_virtual(network, main(), timeout_s=300)
+
+
+class Posted(Recorder):
+    """Keeps the numbers of what arrives whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def frame_received(self, src: TaskName, frame: Frame) -> None:
+        (number,) = numbers([frame])
+        assert (frame.tensors[0] == number % 251).all()
+        self.numbers.append(number)
+        super().frame_received(src, frame)
+
+    def has_all(self, count: int) -> bool:
+        return len(self.numbers) >= count or bool(self.lost)
+
+
+@pytest.mark.parametrize("data_port", [0, None], ids=["data socket", "stream"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_posted_frame_arrives_once_and_in_order_whenever_the_network_is_cut(
+    seed: int, data_port: int | None, network_of: Made
+) -> None:
+    network = network_of(seed)
+    chance = network.chance
+    network.notice_s = chance.choice([0.004, 0.03, 0.5])
+    network.delay_s = chance.choice([0.001, 0.004, 0.02])
+    count = 60
+
+    async def main() -> None:
+        ends = [Remote(task, data_port=data_port) for task in (PS, WORKER)]
+        at = [Posted(), Posted()]
+        addresses = [await end.start(n) for end, n in zip(ends, at, strict=True)]
+        for end in ends:
+            end.set_peers(dict(zip((PS, WORKER), addresses, strict=True)))
+
+        async def post(src: GrpcTransport, dst: TaskName) -> None:
+            for number in range(count):
+                await asyncio.sleep(chance.random() ** 2 * 0.1)
+                size = chance.choice(SIZES)
+                src.post(dst, step(number, np.full(size, number % 251, np.uint8)))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cuts(network))
+            group.create_task(post(ends[0], WORKER))
+            group.create_task(post(ends[1], PS))
+        for one in at:
+            await one.wait(partial(one.has_all, count), "all")
+            assert not one.lost
+            assert one.numbers == list(range(count))
+        for end in ends:
+            await end.close()
 
     run_virtual(network, main(), timeout_s=300)
 

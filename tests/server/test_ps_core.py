@@ -24,13 +24,12 @@ from jgraph.errors import (
     FencedError,
     JGError,
     MalformedMessageError,
-    TaskLostError,
 )
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.replay import Record
-from jgraph.rpc.exchange.inbound import Inbound, InboundStream
+from jgraph.rpc.exchange.inbound import Inbound, InboundStream, StreamReplaced
 from jgraph.rpc.wire.record_codec import record_to
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.store.change_log import Recorder
@@ -143,7 +142,7 @@ class PsCore(RuleBasedStateMachine):
         replaced = self.clients[worker].replaced
         if replaced:
             old = replaced[which % len(replaced)]
-            with pytest.raises((FencedError, TaskLostError)):
+            with pytest.raises((FencedError, StreamReplaced)):
                 self.inbound.accept(old, 1 + which)
 
     @rule(worker=WORKERS)

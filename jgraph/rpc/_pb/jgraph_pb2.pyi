@@ -434,7 +434,7 @@ class Hello(_message.Message):
     it, and frames are counted: all but Hello and Ack, from 1 in each direction.
     """
     line: _builtins.int
-    """From the dialing side of Asks: which of its lines to this task; 0: never resumed."""
+    """From the dialing side: which of its lines to this task; 0 on Asks: never resumed."""
     @_builtins.property
     def shared_memory(self) -> Global___SharedMemory:
         """From the dialing side of an Exchange: the memory that it offers to share."""

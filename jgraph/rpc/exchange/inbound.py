@@ -8,7 +8,7 @@ jump ahead, because the loss of earlier frames was reported.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from jgraph.errors import FencedError, MalformedMessageError, TaskLostError
@@ -19,6 +19,10 @@ _RETIRED_KEPT: Final = 64
 """Incarnations of one task that are remembered as replaced."""
 
 
+class StreamReplaced(Exception):  # noqa: N818  # its sender may take over again
+    """Another stream of the same task took over."""
+
+
 @final
 @dataclass(eq=False, slots=True)
 class InboundStream:
@@ -26,11 +30,13 @@ class InboundStream:
 
     Attributes:
       received: what arrived from that incarnation of the task.
+      line: which of its lines this is; 0: it does not say.
     """
 
     task: TaskName
     incarnation: int
     received: ReceivedFrames
+    line: int = 0
     may_jump: bool = True
     is_over: bool = False
 
@@ -64,8 +70,12 @@ class Inbound:
         self._senders: dict[TaskName, _Sender] = {}
         self.repeats = 0
 
-    def connect(self, task: TaskName, incarnation: int) -> tuple[InboundStream, bool]:
+    def connect(
+        self, task: TaskName, incarnation: int, line: int = 0
+    ) -> tuple[InboundStream, bool]:
         """Begins a stream; returns it, and whether it replaces one not given up.
+
+        Who begins a line twice has not learned that it was accepted, and sent nothing.
 
         Raises:
           FencedError: a newer incarnation of the task was here already.
@@ -75,8 +85,10 @@ class Inbound:
         if incarnation != sender.incarnation:
             sender.retired.append(sender.incarnation)
             sender.incarnation, sender.received = incarnation, ReceivedFrames()
-        replaced = sender.stream is not None
-        sender.stream = InboundStream(task, incarnation, sender.received)
+        before, begun = sender.stream, (incarnation, line)
+        is_same = before and line and begun == (before.incarnation, before.line)
+        replaced = before is not None and not is_same
+        sender.stream = InboundStream(task, incarnation, sender.received, line)
         sender.is_broken = False
         return sender.stream, replaced
 
@@ -95,8 +107,7 @@ class Inbound:
                 "the loss reported",
                 task=task,
             )
-        received = sender.received
-        sender.stream = InboundStream(task, incarnation, received, may_jump=False)
+        sender.stream = replace(sender.stream, may_jump=False, is_over=False)
         sender.is_broken = False
         return sender.stream
 
@@ -114,16 +125,13 @@ class Inbound:
 
         Raises:
           FencedError: a newer incarnation of the task is here.
-          TaskLostError: another stream of the same task took over.
+          StreamReplaced: another stream of the same task took over.
           MalformedMessageError: a frame is missing before this one.
         """
         sender = self._senders[stream.task]
         self._refuse_retired(sender, stream.task, stream.incarnation)
         if sender.stream is not stream:
-            raise TaskLostError(
-                f"a newer connection of {stream.task} replaced this one",
-                task=stream.task,
-            )
+            raise StreamReplaced
         last = stream.received.last
         if sequence > last + 1 and not stream.may_jump:
             raise MalformedMessageError(

@@ -113,9 +113,11 @@ class ExchangeLink:
                     if interrupted.was_accepted:
                         until = self._now() + RESUME_S
                     lost = interrupted.error
-                except (AddressError, ClusterUnreachableError):
+                except (AddressError, ClusterUnreachableError) as error:
                     # Later a name may be unknown for a moment as well.
-                    if lost is None or not self._out.incarnation:
+                    is_other = error.details.get("may_be_starting") is None
+                    known = self._out.incarnation or isinstance(error, AddressError)
+                    if lost is None or (is_other and not known):
                         raise
                 if not await may_redial(self.address, until, self._now):
                     raise lost

@@ -7,6 +7,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, final
 
+import grpc
+
 from jgraph.errors import JGError, MalformedMessageError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
@@ -114,8 +116,8 @@ class Receiver:
             await offer.beside(reading, lambda: stream.is_over)
             broke = not stream.is_over
             decoder.finish()
-        except (asyncio.CancelledError, SocketEnded):
-            # The first is how gRPC tells of a connection that broke.
+        except (asyncio.CancelledError, grpc.aio.InternalError, SocketEnded):
+            # gRPC tells of a connection that broke by any of the first two.
             broke = not stream.is_over
             raise
         finally:
@@ -199,7 +201,7 @@ class Receiver:
         if hello.resumes:
             stream, replaced = self.inbound.resume(task, hello.incarnation), False
         else:
-            stream, replaced = self.inbound.connect(task, hello.incarnation)
+            stream, replaced = self.inbound.connect(task, hello.incarnation, hello.line)
         if task in self._returned:
             self._returned.pop(task).set()
         if replaced:

@@ -281,7 +281,9 @@ class ExchangeStream:
         is_new = not (was_accepted or self._resumes)
         error: JGError = ended_link(out.peer, out.address, code.name.lower())
         if is_new and not lost_its_end(code, details):
-            return unanswered(code, out.address, out.peer) or error
+            refused = unanswered(code, out.address, out.peer)
+            if refused is not None:
+                return refused
         # Nothing leaves before the other side has said who it is.
         if not (self._may_resume or is_new):
             return error

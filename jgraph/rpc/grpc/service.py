@@ -15,6 +15,7 @@ from jgraph.rpc.calls.admission_control import Admit, CallAdmission, RequestBudg
 from jgraph.rpc.calls.answering import Answers
 from jgraph.rpc.calls.sessions import CallSessions
 from jgraph.rpc.dial import SHUTTING_DOWN
+from jgraph.rpc.exchange.inbound import StreamReplaced
 from jgraph.rpc.exchange.receiver import IsGone, Receiver, first_frames, write_frame
 from jgraph.rpc.exchange.stream import HELLO_TIMEOUT_S
 from jgraph.rpc.frames import frame
@@ -135,9 +136,10 @@ class Service:
         except TimeoutError:
             late = MalformedMessageError("the first frames did not arrive in time")
             await write_frame(context, frame(status=to_status(late)))
-        except SocketEnded:
-            # The caller notices that late, if its packets are dropped.
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the data socket ended")
+        except (SocketEnded, StreamReplaced):
+            # The caller notices that late, if its packets are dropped; and of two
+            # streams the one that began first may have taken over from the other.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "it goes on over another")
         except grpc.aio.InternalError:
             raise  # it is over, and gRPC says so
         except Exception as error:

@@ -292,7 +292,7 @@ class GrpcTransport:
         return ExchangeLink(
             peer,
             address,
-            self._hello,
+            self._hello_of_line(),
             self._counters,
             self._make_memory,
             self._numbers.setdefault(peer, itertools.count(1)),
@@ -301,6 +301,11 @@ class GrpcTransport:
             self._token,
             self._data,
         )
+
+    def _hello_of_line(self) -> pb.Hello:
+        hello = pb.Hello(line=next(self._line_numbers))
+        hello.MergeFrom(self._hello)
+        return hello
 
     def _make_memory(self) -> SendMemory | None:
         if not self._is_near:
@@ -385,11 +390,9 @@ class GrpcTransport:
     def _line(
         self, dst: Address, stream: Stream, *, data: bool = True
     ) -> CallConnection:
-        hello = pb.Hello(line=next(self._line_numbers))
-        hello.MergeFrom(self._hello)
         dial = partial(self._dial, dst)
         return CallConnection(
-            *(dst, stream, dial, self._decoder, hello),
+            *(dst, stream, dial, self._decoder, self._hello_of_line()),
             near=self._is_near,
             data=self._data if data else None,
         )
