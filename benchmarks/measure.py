@@ -41,6 +41,11 @@ def emit(benchmark: str, **figures: Any) -> dict[str, Any]:
     return line
 
 
+def emit_row(row: int, value: float, unit: str) -> None:
+    """Prints one figure of a benchmark as a line, for who compares it with a limit."""
+    print(json.dumps({"row": row, "value": value, "unit": unit}), flush=True)
+
+
 def circumstances() -> dict[str, Any]:
     """Versions, cores, how many processes wanted them in the last minute, the day."""
     found = {"python": platform.python_version()}

@@ -11,7 +11,9 @@ from jgraph.plan.program.accumulate import SLOT
 from jgraph.train.tables.row_mean import RowMean
 
 WIDTH, LOOKUPS = 64, 32
-Kind = Literal["scalar", "dense", "sparse"]
+SMALL_BYTES = 1000
+"""Of each variable where there are many."""
+Kind = Literal["scalar", "dense", "sparse", "many"]
 
 
 def beside(prefix: str, variable: jg.Variable) -> jg.Variable:
@@ -21,14 +23,22 @@ def beside(prefix: str, variable: jg.Variable) -> jg.Variable:
     return jg.Variable(prefix + variable.name, init, device=variable.device)
 
 
-def make_variables(kind: Kind, mb: float, rows: int, ps: int) -> list[jg.Variable]:
-    """Returns what is read and added to: one on each ps, of a table one in all."""
+def make_variables(
+    kind: Kind, mb: float, rows: int, ps: int, count: int = 0
+) -> list[jg.Variable]:
+    """Returns what is read and added to: one on each ps, of a table one in all.
+
+    Of ``many`` there are ``count``, in turns on the ps.
+    """
     homes = [f"/job:ps/task:{i}" for i in range(ps)] or ["/job:worker/task:0"]
     shape: tuple[int, ...] = ()
     if kind == "dense":
         shape = (int(mb * 1e6 / 4 / len(homes)),)
     if kind == "sparse":
         shape, homes = (rows, WIDTH), homes[:1]
+    if kind == "many":
+        shape = (SMALL_BYTES // 4,)
+        homes = [homes[i % len(homes)] for i in range(count)]
     return [
         jg.Variable(f"v{i}", (shape, jnp.float32, jnp.zeros), device=home)
         for i, home in enumerate(homes)

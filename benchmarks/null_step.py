@@ -45,6 +45,7 @@ class NullStep(OnCluster):
       kind: what is read and written.
       mb: megabytes of a dense model.
       rows: rows of a sparse table.
+      count: variables, where they are many.
       ps: parameter servers; with none, all is on the worker.
       workers: the most workers that will run.
       transport: how tensors travel, see ``jg.LocalCluster``.
@@ -58,6 +59,7 @@ class NullStep(OnCluster):
         *,
         mb: float = 8,
         rows: int = ROWS,
+        count: int = 0,
         ps: int = 1,
         workers: int = 1,
         transport: TransportChoice = "auto",
@@ -73,7 +75,7 @@ class NullStep(OnCluster):
         )
         try:
             self.session = self.cluster.session()
-            self.variables = graphs.make_variables(kind, mb, rows, ps)
+            self.variables = graphs.make_variables(kind, mb, rows, ps, count)
             self.session.initialize(self.variables)
             self._prepare()
         except BaseException:

@@ -5,10 +5,16 @@ A scalar null step in growing company, in turns: ``jit_us``, plain ``jax.jit``;
 ``step_us``, one ps and one worker. ``run_us`` is a call of ``Session.run`` from the
 client. ``cpu_us`` is the CPU time of each task per step: what is not CPU time is
 waiting for the other side, the kernel and a free core. Prints one JSON line.
+
+``--variables 100 1000``: what each further variable of 1 kB costs such a step, on one
+ps and one worker. Steps on these numbers of variables take turns; ``variable_us`` is
+the median over the rounds of the slope between the least and the most.
 """
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -72,11 +78,51 @@ def looped(
     return call
 
 
+def measure_variables(a: argparse.Namespace) -> None:
+    """Measures null steps on several numbers of variables, in turns."""
+    with ExitStack() as stack:
+        works = {
+            count: stack.enter_context(NullStep("many", count=count))
+            for count in sorted(a.variables)
+        }
+        ways = {
+            f"step_us_{count}": looped(work, max(20, a.steps * 10 // (10 + count)))
+            for count, work in works.items()
+        }
+        found = measure.take_turns(ways, a.rounds)
+        for work in works.values():
+            work.check()
+    least, most = min(works), max(works)
+    slopes = [
+        (many - few) / (most - least)
+        for few, many in zip(
+            found[f"step_us_{least}"], found[f"step_us_{most}"], strict=True
+        )
+    ]
+    slope = measure.spread("variable_us", slopes, 2)
+    if a.rows:
+        measure.emit_row(1, slope["variable_us"], "us per further variable of 1 kB")
+        return
+    figures: dict[str, Any] = {}
+    for name, values in found.items():
+        figures |= measure.spread(name, values)
+    measure.emit("overhead", steps=a.steps, rounds=a.rounds, **figures, **slope)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--variables", type=int, nargs="+", metavar="COUNT")
+    parser.add_argument("--rows", action="store_true", help="only the row, as JSON")
     a = parser.parse_args(args)
+    if a.variables:
+        if len(set(a.variables)) < 2:
+            parser.error("--variables takes two numbers or more, to compare them")
+        measure_variables(a)
+        return
+    if a.rows:
+        parser.error("--rows goes with --variables")
     cpu: dict[str, list[float]] = {}
     with NullStep("scalar") as two, NullStep("scalar", ps=0) as one:
         ways = {

@@ -43,12 +43,15 @@ def optimizer(model: str) -> optax.GradientTransformation:
 class ByHand:
     """The loop that a JAX user writes: jit, donated state, batches by index."""
 
-    def __init__(self, model: str, data: tuple[Any, ...], batch: int) -> None:
-        work, tx = models.get(model), optimizer(model)
+    def __init__(
+        self, model: str | models.Work, data: tuple[Any, ...], batch: int
+    ) -> None:
+        work = models.get(model) if isinstance(model, str) else model
+        tx = optimizer(model) if isinstance(model, str) else optax.adam(RATE)
         split: Any = nnx.split(work.make_model(), nnx.Param, ...)
         graphdef, params, rest = split
         state = params, rest, tx.init(params)
-        self.state = jax.tree.map(jnp.copy, state)
+        self.state: Any = jax.tree.map(jnp.copy, state)
         self.data, self.batch = data, batch
         self.random, self.order = np.random.default_rng(0), np.empty(0, int)
 
@@ -65,7 +68,8 @@ class ByHand:
             updates, opt = tx.update(grads, opt, params)
             return value, (optax.apply_updates(params, updates), rest, opt)
 
-        self.step = jax.jit(step, donate_argnums=0)
+        self.function = step
+        self.step: Any = jax.jit(step, donate_argnums=0)
 
     def next_batch(self) -> tuple[Any, ...]:
         """Returns examples in a new order for each epoch."""

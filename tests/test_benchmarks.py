@@ -36,6 +36,7 @@ from benchmarks import (
     tables,
     train,
     transport,
+    variables,
 )
 
 Lines = list[dict[str, Any]]
@@ -349,6 +350,27 @@ def test_overhead_has_every_part(bench: Bench) -> None:
     (line,) = bench(overhead.main, "--steps 5 --rounds 1")
     assert min(line[f"{p}_us"] for p in ("jit", "one_task", "step", "run")) > 0
     assert set(line["cpu_us"]) == {"/job:ps/task:0", "/job:worker/task:0"}
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
+def test_overhead_says_what_a_further_variable_costs(bench: Bench) -> None:
+    words = "--variables 40 4 --steps 20 --rounds 1"
+    (line,) = bench(overhead.main, words)
+    slope = (line["step_us_40"] - line["step_us_4"]) / 36
+    assert line["variable_us"] == pytest.approx(slope, abs=0.02)
+    (row,) = bench(overhead.main, words + " --rows")
+    assert (row["row"], row["unit"]) == (1, "us per further variable of 1 kB")
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
+def test_steps_of_many_variables_stand_beside_plain_jax(bench: Bench) -> None:
+    (line,) = bench(variables.main, "--layers 1 --steps 5 --rounds 1 --ps 1")
+    assert (line["layers"], line["variables"]) == (1, 53)
+    for way in ("local", "cluster"):
+        ratio = line[f"{way}_steps_per_s"] / line["plain_steps_per_s"]
+        assert line[f"{way}_ratio"] == pytest.approx(ratio, rel=0.1)
 
 
 @pytest.mark.procs
