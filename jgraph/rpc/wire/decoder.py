@@ -4,8 +4,9 @@ The decoder refuses before it allocates. Tensors are filled chunk by chunk in th
 that their receiver gets; those in shared memory are there already.
 """
 
+import itertools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -19,6 +20,7 @@ from jgraph.rpc.wire.codec import (
     LENGTH,
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
+    TOGETHER_BYTES,
     Buffer,
     aligned_empty,
     check_type,
@@ -182,9 +184,15 @@ class Decoder:
 _Slot: TypeAlias = tuple[np.dtype[Any], int, tuple[int, ...], Bytes | None]
 """A tensor to come: dtype, bytes, shape; its bytes, if it is in shared memory."""
 
+_RUN_BYTES: Final = 64 << 10
+"""Of tensors in one memory: who keeps one of them keeps all."""
+
 
 class _Body:
-    """A frame whose header is known and whose tensors are being filled."""
+    """A frame whose header is known and whose tensors are being filled.
+
+    Neighbours that are small lie in one memory, as they do in the stream.
+    """
 
     __slots__ = ("_header", "_slots", "_take", "_tensors", "is_complete", "room")
 
@@ -200,8 +208,8 @@ class _Body:
         self._next()
 
     def frame(self) -> Frame:
-        for i, tensor in enumerate(self._tensors):
-            if tensor.dtype.kind == "b" and tensor.view(np.uint8).max(initial=0) > 1:
+        for i, (dtype, _, _, _) in enumerate(self._slots):
+            if dtype.kind == "b" and self._tensors[i].view(np.uint8).max(initial=0) > 1:
                 raise MalformedMessageError(f"tensor {i} is bool with a byte over 1")
         return Frame(self._header, tuple(self._tensors))
 
@@ -214,16 +222,39 @@ class _Body:
         return view[n:]
 
     def _next(self) -> None:
-        """Takes memory for the next tensor that has bytes, if its turn has come."""
+        """Takes memory for the next tensors that have bytes, if their turn has come."""
         while not len(self.room):
-            if len(self._tensors) == len(self._slots):
+            first = len(self._tensors)
+            if first == len(self._slots):
                 self.is_complete = True
                 return
-            dtype, nbytes, shape, data = self._slots[len(self._tensors)]
+            dtype, nbytes, shape, data = self._slots[first]
+            if data is None and nbytes <= TOGETHER_BYTES:
+                self._next_together(first)
+                continue
             buffer = self._take(nbytes) if data is None else data
             self._tensors.append(buffer.view(dtype).reshape(shape))
             if data is None:
                 self.room = buffer.data
+
+    def _next_together(self, first: int) -> None:
+        """Takes memory for a tensor and those that follow it there."""
+        starts: list[int] = []
+        end = 0
+        for dtype, nbytes, _, data in itertools.islice(self._slots, first, None):
+            is_apart = data is not None or nbytes > TOGETHER_BYTES
+            # JAX and numpy are slow with numbers that begin in the middle of a word.
+            if is_apart or end + nbytes > _RUN_BYTES or end % dtype.itemsize:
+                break
+            starts.append(end)
+            end += nbytes
+        buffer = self._take(end)
+        slots = itertools.islice(self._slots, first, None)
+        self._tensors += [
+            np.ndarray(shape, dtype, buffer, start)
+            for (dtype, _, shape, _), start in zip(slots, starts, strict=False)
+        ]
+        self.room = buffer.data
 
 
 class _Refused:

@@ -15,7 +15,14 @@ from jgraph.errors import JGError, MalformedMessageError, MessageTooLargeError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame, Tensor
-from jgraph.rpc.wire.codec import CHUNK_BYTES, DTYPES, aligned_empty, encode, pack
+from jgraph.rpc.wire.codec import (
+    CHUNK_BYTES,
+    DTYPES,
+    TOGETHER_BYTES,
+    aligned_empty,
+    encode,
+    pack,
+)
 from jgraph.rpc.wire.decoder import Decoder
 from tests.support.bad_frames import raw, typed
 
@@ -68,7 +75,9 @@ def test_frames_survive_any_chunks(
         assert all(map(same, ours.tensors, theirs.tensors))
         for tensor in theirs.tensors:
             assert tensor.flags.writeable
-            assert tensor.ctypes.data % 64 == 0 or tensor.nbytes < 1024
+            together = tensor.nbytes <= TOGETHER_BYTES
+            assert tensor.ctypes.data % 64 == 0 or together
+            assert tensor.flags.aligned
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
@@ -89,10 +98,35 @@ def test_big_endian_arrays_arrive_native() -> None:
 
 
 def test_encoding_shares_the_memory_of_the_tensor() -> None:
-    tensor = np.zeros(1000, np.float32)
+    tensor = np.zeros(TOGETHER_BYTES, np.float32)
     _, piece = encode(frame(empty=pb.Empty(), tensors=[tensor])).pieces
     tensor[0] = 1
     assert bytes(piece[:4]) == np.float32(1).tobytes()
+
+
+def test_small_neighbours_are_one_piece_and_lie_in_one_memory() -> None:
+    small = [np.full(250, n, np.float32) for n in range(300)]
+    large = np.ones(TOGETHER_BYTES, np.float32)
+    sent = frame(empty=pb.Empty(), tensors=[*small, large, *small])
+    assert [len(p) > 250_000 for p in encode(sent).pieces] == [True, False, True]
+    (got,) = decode(to_bytes(sent))
+    assert all(map(same, got.tensors, sent.tensors))
+    memories = {id(tensor.base) for tensor in got.tensors}
+    assert len(memories) == 11, "runs of 64 KiB, and one large tensor"
+
+
+def test_a_tensor_that_is_kept_keeps_little_beside_it() -> None:
+    sent = frame(empty=pb.Empty(), tensors=[np.ones(1000)] * 1000)
+    (got,) = decode(to_bytes(sent), max_frame_bytes=16 << 20)
+    assert max(tensor.base.nbytes for tensor in got.tensors) <= 64 << 10
+
+
+def test_numbers_of_any_size_lie_at_multiples_of_it() -> None:
+    kinds = [np.uint8, np.float64, np.int16, np.bool_, np.complex128, np.float16]
+    tensors = [np.ones(3, kind) for kind in kinds] * 2
+    (got,) = decode(to_bytes(frame(empty=pb.Empty(), tensors=tensors)))
+    assert all(map(same, got.tensors, tensors))
+    assert all(tensor.flags.aligned for tensor in got.tensors)
 
 
 def test_header_of_the_sender_is_not_changed() -> None:
