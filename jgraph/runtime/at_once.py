@@ -21,7 +21,7 @@ from jgraph.plan.program.nodes import (
     SegmentNode,
     WriteNode,
 )
-from jgraph.plan.program.program import Partition, Program, StoredVariable
+from jgraph.plan.program.program import Program
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.store.local_mesh import SpreadExecutable
 from jgraph.runtime.store.store import VariableStore
@@ -72,9 +72,9 @@ class AtOnce:
             elif isinstance(node, ConstNode):
                 self._blank[node.out] = node.value
             elif isinstance(node, ReadNode):
-                self._do.append(_reading(partition, node, store))
+                self._do.append(_reading(loaded, index, node, store))
             elif isinstance(node, WriteNode):
-                self._do.append(_writing(partition, node, store))
+                self._do.append(_writing(loaded, index, node, store))
             elif isinstance(node, FetchNode):
                 self._fetched = node.values
         self._fed = [fed.get(name, unused) for name, _ in program.feeds]
@@ -135,8 +135,7 @@ def _computing(
 ) -> _Do:
     run, cost = loaded.executables[index], loaded.costs[index]
     assert run is not None  # load_partition compiled it
-    updates = _named(loaded.partition, node.updates)
-    reads = _named(loaded.partition, node.reads)
+    updates, reads = loaded.variables[index]
 
     def do(values: list[Any]) -> None:
         began = now()
@@ -155,8 +154,10 @@ def _computing(
     return do
 
 
-def _reading(partition: Partition, node: ReadNode, store: VariableStore) -> _Do:
-    variables = _named(partition, node.variables)
+def _reading(
+    loaded: LoadedPartition, index: int, node: ReadNode, store: VariableStore
+) -> _Do:
+    _, variables = loaded.variables[index]
 
     def do(values: list[Any]) -> None:
         for out, value in zip(node.outs, store.read(variables), strict=True):
@@ -165,10 +166,8 @@ def _reading(partition: Partition, node: ReadNode, store: VariableStore) -> _Do:
     return do
 
 
-def _writing(partition: Partition, node: WriteNode, store: VariableStore) -> _Do:
-    variables = _named(partition, node.variables)
+def _writing(
+    loaded: LoadedPartition, index: int, node: WriteNode, store: VariableStore
+) -> _Do:
+    variables, _ = loaded.variables[index]
     return lambda values: store.write(variables, [values[v] for v in node.values])
-
-
-def _named(partition: Partition, variables: Sequence[int]) -> list[StoredVariable]:
-    return [partition.variables[index] for index in variables]

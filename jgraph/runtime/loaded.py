@@ -1,9 +1,11 @@
 """Loaded partition: its executables and the dependencies of its nodes."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
+
+import numpy as np
 
 from jgraph.errors import InvalidProgramError
 from jgraph.graph.ir import TaskName
@@ -14,6 +16,7 @@ from jgraph.plan.program.nodes import (
     LookupNode,
     Node,
     ReadNode,
+    RecvNode,
     SegmentNode,
     SendNode,
     ValueId,
@@ -29,6 +32,7 @@ from jgraph.runtime.compiled.compile_cache import (
     SizedExecutable,
 )
 from jgraph.runtime.cost import Cost
+from jgraph.runtime.store.groups import VariableGroup
 
 
 @final
@@ -47,6 +51,12 @@ class LoadedPartition:
       costs: per node, what running it has cost so far.
       owned: values that a segment makes for one use only.
       fed: tasks that are sent what is there when a step begins.
+      releases: per node, the nodes that wait for it or what it makes, and for how much.
+      taken_alone: per node, the values that it takes and no other node.
+      taken_by_more: per node, those that others take too.
+      variables: per node, the whole variables that it writes and that it only reads.
+      types: per node, shape and dtype of what it receives.
+      is_padded: per node, whether it takes values that may have fewer rows.
     """
 
     partition: Partition
@@ -59,6 +69,12 @@ class LoadedPartition:
     costs: tuple[Cost, ...]
     owned: frozenset[ValueId]
     fed: frozenset[TaskName]
+    releases: tuple[tuple[tuple[int, int], ...], ...]
+    taken_alone: tuple[tuple[ValueId, ...], ...]
+    taken_by_more: tuple[tuple[ValueId, ...], ...]
+    variables: tuple[tuple[VariableGroup, VariableGroup], ...]
+    types: tuple[list[tuple[tuple[int, ...], np.dtype[Any]]], ...]
+    is_padded: tuple[bool, ...]
 
 
 def load_partition(
@@ -85,11 +101,18 @@ def load_partition(
         for earlier in after:
             followers[earlier].append(index)
     uses = Counter(v for node in partition.nodes for v in inputs_of(node))
+    outputs = tuple(map(outputs_of, partition.nodes))
+    alone = [tuple(v for v in taken if len(consumers[v]) == 1) for taken in inputs]
+    more = [tuple(v for v in taken if len(consumers[v]) > 1) for taken in inputs]
+    releases = [
+        Counter(n for v in made for n in consumers[v]) + Counter(followers[index])
+        for index, made in enumerate(outputs)
+    ]
     return LoadedPartition(
         partition,
         tuple(executables),
         tuple(inputs),
-        tuple(map(outputs_of, partition.nodes)),
+        outputs,
         tuple(needs),
         tuple(map(tuple, consumers)),
         tuple(map(tuple, followers)),
@@ -102,7 +125,43 @@ def load_partition(
             if uses[value] == 1
         ),
         _fed(partition),
+        tuple(tuple(waiting.items()) for waiting in releases),
+        tuple(alone),
+        tuple(more),
+        tuple(_variables(partition, node) for node in partition.nodes),
+        tuple(_types(partition, node) for node in partition.nodes),
+        tuple(_is_padded(partition, taken) for taken in inputs),
     )
+
+
+def _variables(partition: Partition, node: Node) -> tuple[VariableGroup, VariableGroup]:
+    written: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
+    match node:
+        case SegmentNode():
+            written, read = node.updates, node.reads
+        case ReadNode():
+            read = node.variables
+        case WriteNode():
+            written = node.variables
+        case AggregateNode():
+            written = node.all_variables
+    named = partition.variables
+    return (
+        VariableGroup([named[v] for v in written]),
+        VariableGroup([named[v] for v in read]),
+    )
+
+
+def _types(
+    partition: Partition, node: Node
+) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+    outs = node.outs if isinstance(node, RecvNode) else ()
+    return [(partition.values[v].shape, partition.values[v].np_dtype) for v in outs]
+
+
+def _is_padded(partition: Partition, taken: Sequence[ValueId]) -> bool:
+    return any(partition.values[v].ragged for v in taken)
 
 
 def _fed(partition: Partition) -> frozenset[TaskName]:

@@ -25,7 +25,7 @@ from jgraph.plan.program.nodes import (
     ValueId,
     WriteNode,
 )
-from jgraph.plan.program.program import StoredVariable, row_type
+from jgraph.plan.program.program import row_type
 from jgraph.plan.program.replay import changes_state
 from jgraph.plan.program.row_values import at_level, level_of, moved, padded
 from jgraph.runtime.compiled.compile_cache import SizedExecutable
@@ -78,23 +78,21 @@ def work_of(
         record = _recording_of(loaded, index, node, values, note)
     match node:
         case ReadNode():
-            return lambda: list(store.read(_named(loaded, node.variables)))
+            read = loaded.variables[index][1]
+            return lambda: list(store.read(read))
         case WriteNode():
 
             def write() -> list[Any]:
                 new = [values[v] for v in node.values]
                 mine = [n for n, v in enumerate(node.values) if v in loaded.owned]
-                named = _named(loaded, node.variables)
+                named = loaded.variables[index][0]
                 # What is told is read later: it must stay as it is.
                 store.write(named, new, () if record else mine, record, undo)
                 return []
 
             return write
         case AggregateNode():
-            chosen, means = (
-                aggregator(gate).chosen(),
-                _named(loaded, node.all_variables),
-            )
+            chosen, means = aggregator(gate).chosen(), loaded.variables[index][0]
 
             def average() -> list[Any]:
                 results = averages(loaded.partition, node, chosen)
@@ -127,7 +125,7 @@ def repeat(
     node = nodes[index] if 0 <= index < len(nodes) else None
     if isinstance(node, AggregateNode):
         _check_count(inputs, node.all_variables)
-        store.write(_named(loaded, node.all_variables), inputs)
+        store.write(loaded.variables[index][0], inputs)
     elif isinstance(node, WriteNode | LookupNode | SegmentNode):
         _check_count(inputs, loaded.inputs[index])
         values = dict(zip(loaded.inputs[index], inputs, strict=True))
@@ -177,14 +175,15 @@ def _compute(
     run = loaded.executables[index]
     assert run is not None  # load_partition compiled it
     level = level_of(partition, node, values) if isinstance(run, SizedExecutable) else 0
-    inputs = [
-        padded(values[v], at_level(partition.values[v], level)) for v in node.inputs
-    ]
-
+    inputs = [values[v] for v in node.inputs]
+    if loaded.is_padded[index]:
+        inputs = [
+            padded(value, at_level(partition.values[v], level))
+            for v, value in zip(node.inputs, inputs, strict=True)
+        ]
     spread = run if isinstance(run, SpreadExecutable) else None
     results = store.update(
-        _named(loaded, node.updates),
-        _named(loaded, node.reads),
+        *loaded.variables[index],
         lambda *state: run(*state, *inputs),
         _rows_of(loaded, node.row_updates, values, level),
         _rows_of(loaded, node.row_reads, values, level),
@@ -213,7 +212,3 @@ def _rows_of(
         RowsOf(partition.variables[r.variable], values[r.ids], type_)
         for r, type_ in zip(rows, types, strict=True)
     ]
-
-
-def _named(loaded: LoadedPartition, variables: Sequence[int]) -> list[StoredVariable]:
-    return [loaded.partition.variables[i] for i in variables]

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from jgraph.runtime.store.tables import (
     on_cpu,
     table_of,
 )
+
+_FEW_VIEWS: Final = 8
+"""As many are kept account of, whether or not they live."""
 
 
 @final
@@ -81,7 +84,8 @@ class Entry:
         view = (
             _view(self.value) if self.layout is None else np.asarray(whole(self.value))
         )
-        self.views = [ref for ref in self.views if ref() is not None]
+        if len(self.views) >= _FEW_VIEWS:
+            self.views = [ref for ref in self.views if ref() is not None]
         self.views.append(weakref.ref(view))
         return view
 
@@ -176,18 +180,25 @@ class HashEntry:
             self.shard.updated(ids)
 
 
+def locks_in_order(entries: Sequence[Entry | HashEntry]) -> list[threading.Lock]:
+    """Returns the locks of entries, each once."""
+    # In one order for all, so that two updates never wait for each other.
+    # The columns of a hash table share one.
+    locks = {id(entry.lock): entry.lock for entry in entries}
+    return [locks[number] for number in sorted(locks)]
+
+
 @contextmanager
 def held(entries: Sequence[Entry | HashEntry]) -> Iterator[None]:
     """Holds the locks of these entries."""
-    # In one order for all, so that two updates never wait for each other.
-    # The columns of a hash table share one.
-    locks = sorted({id(entry.lock): entry.lock for entry in entries}.items())
-    for _, lock in locks:
+    found: Sequence[threading.Lock] | None = getattr(entries, "locks", None)
+    locks = locks_in_order(entries) if found is None else found
+    for lock in locks:
         lock.acquire()
     try:
         yield
     finally:
-        for _, lock in locks:
+        for lock in locks:
             lock.release()
 
 

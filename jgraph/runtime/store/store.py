@@ -24,6 +24,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, final
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.row_values import aligned_empty, nearly
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.store.entry import Entry, HashEntry, RowsOf, held, padded_rows
+from jgraph.runtime.store.groups import GroupEntries, VariableGroup
 from jgraph.runtime.store.hash_shard import HashShard
 from jgraph.runtime.store.undo import Undo, keep_rows, keep_values
 
@@ -88,6 +90,10 @@ class VariableStore:
         self._entries: dict[Key, Entry] = {}
         self._tables = HashTables(task)
         self._lock = threading.Lock()
+        # Of groups in use; forgotten whenever an entry goes, or moves.
+        self._groups: WeakKeyDictionary[VariableGroup, GroupEntries] = (
+            WeakKeyDictionary()
+        )
 
     def read(self, variables: Sequence[StoredVariable]) -> list[np.ndarray[Any, Any]]:
         """Returns read-only views of whole variables, all of one moment.
@@ -252,11 +258,15 @@ class VariableStore:
         changed = self._with_rows([rows.variable for rows in row_updates])
         looked_at = self._with_rows([rows.variable for rows in row_reads])
         first = len(entries)
-        with held([*entries, *others, *changed, *looked_at]):
-            lie = zip(
-                [*entries, *others], layouts or itertools.repeat(None), strict=False
-            )
-            old = [entry.argument(layout) for entry, layout in lie]
+        rest = *others, *changed, *looked_at
+        with held([*entries, *rest] if rest else entries):
+            lie = layouts or itertools.repeat(None)
+            old = [
+                entry.value
+                if layout is entry.layout is entry.device is None  # nearly always
+                else entry.argument(layout)
+                for entry, layout in zip([*entries, *others], lie, strict=False)
+            ]
             both = zip([*changed, *looked_at], [*row_updates, *row_reads], strict=True)
             taken = [padded_rows(entry, rows) for entry, rows in both]
             if undo is not None:
@@ -294,6 +304,7 @@ class VariableStore:
         """
         chosen = set(containers)
         with self._lock:
+            self._groups.clear()
             gone = [k for k in self._entries if not chosen or k[0] in chosen]
             for key in gone:
                 del self._entries[key]
@@ -303,6 +314,7 @@ class VariableStore:
     def move(self, source: str, target: str) -> None:
         """Makes all variables of a container those of another, in place of its own."""
         with self._lock:
+            self._groups.clear()
             for key in [key for key in self._entries if key[0] == target]:
                 del self._entries[key]
             for key in [key for key in self._entries if key[0] == source]:
@@ -373,7 +385,13 @@ class VariableStore:
 
     def _found(self, variables: Sequence[StoredVariable]) -> list[Entry]:
         with self._lock:
-            return [self._entry(variable) for variable in variables]
+            if not isinstance(variables, VariableGroup):
+                return [self._entry(variable) for variable in variables]
+            found = self._groups.get(variables)
+            if found is None:
+                found = GroupEntries([self._entry(v) for v in variables])
+                self._groups[variables] = found
+            return found
 
     def _with_rows(
         self, variables: Sequence[StoredVariable]
@@ -433,6 +451,7 @@ class VariableStore:
             ]
             for variable in lost:
                 del self._entries[_key(variable)]
+            self._groups.clear()
         if lost:
             names = ", ".join(v.name for v in lost)
             raise as_error(cause, self.task, names) from cause
