@@ -41,9 +41,9 @@ def emit(benchmark: str, **figures: Any) -> dict[str, Any]:
     return line
 
 
-def emit_row(row: int, value: float, unit: str) -> None:
-    """Prints one figure of a benchmark as a line, for who compares it with a limit."""
-    print(json.dumps({"row": row, "value": value, "unit": unit}), flush=True)
+def emit_row(row: int, value: Any, unit: str, **more: Any) -> None:
+    """Prints a row of a table as a line, for who compares its figures with a limit."""
+    print(json.dumps({"row": row, "value": value, "unit": unit, **more}), flush=True)
 
 
 def circumstances() -> dict[str, Any]:

@@ -58,6 +58,15 @@ ROWS = [
         ],
         each("ratio"),
     ),
+    Row(
+        ["train --model mlp --ps 1 --workers 1 --baseline --rounds 3"],
+        each("ratio_to_plain_jax"),
+    ),
+    Row(
+        ["variables --layers 8 24 --rounds 3"],
+        lambda lines: [*each("cluster_ratio")(lines), *each("local_ratio")(lines)],
+    ),
+    Row(["overhead --variables 100 1000 --rounds 3"], each("variable_us"), "us"),
     Row(["transport", "transport --tls"], transport_figures),
     Row(["transport --largest 64"], each("ms", way="post", bytes=4), "ms"),
     Row(["transport --fan-in"], each("speed_to_tcp", way="post")),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
+from benchmarks import measure
 from benchmarks.peer_process import ROOT
 
 Line: TypeAlias = Mapping[str, Any]
@@ -63,10 +64,8 @@ def print_rows(table: Sequence[Row], only: Sequence[int] = ()) -> None:
         failed = [command for command in row.commands if not run(command, lines)]
         found = list(row.figures(lines)) if not failed else []
         value = found[0] if len(found) == 1 else found or None
-        line = {"row": number, "value": value, "unit": row.unit}
-        if failed:
-            line["failed"] = failed
-        print(json.dumps(line), flush=True)
+        why = {"failed": failed} if failed else {}
+        measure.emit_row(number, value, row.unit, **why)
 
 
 def run(command: str, lines: list[Line]) -> bool:
