@@ -9,10 +9,15 @@ A model with Adam trains on real processes, and saves checkpoints. One JSON line
 - ``replica``, ``log``: the same, and the run goes on from the copy, or the log, of it.
 - ``goodput``: a random task is killed every 20 s. Updates per second that lasted, over
   those of the same run undisturbed.
+
+``--rows`` prints three rows instead, medians of ``--rounds``: seconds until the next
+report after the loss of the master, of a worker, and of a ps, the last from its
+checkpoint, a replica and a log.
 """
 
 import argparse
 import logging
+import statistics
 import tempfile
 import threading
 import time
@@ -38,7 +43,9 @@ LOSSES: dict[str, tuple[str, Durability]] = {
     "replica": (PS, "replica"),
     "log": (PS, "log"),
 }
+LOG = {MASTER: "jgraph.loops", WORKER: "jgraph.recover", PS: "jgraph.recover"}
 CASES = (*LOSSES, "goodput")
+ROWS = (("master",), ("worker",), ("ps", "replica", "log"))
 STRATEGIES = {"async": jg.AsyncPS, "sync": jg.SyncPS}
 
 
@@ -115,15 +122,15 @@ class Bench:
 
 
 @contextmanager
-def told_by_the_run() -> Iterator[list[float]]:
-    """Gives the times of what the log says of a recovery."""
+def told_by_the_run(name: str) -> Iterator[list[float]]:
+    """Gives the times of what a log says of a recovery."""
 
     class Times(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             found.append(time.perf_counter())
 
     found: list[float] = []
-    log, handler = logging.getLogger("jgraph.recover"), Times(logging.WARNING)
+    log, handler = logging.getLogger(name), Times(logging.WARNING)
     log.addHandler(handler)
     try:
         yield found
@@ -151,14 +158,15 @@ def lose(bench: Bench, directory: Path, task: str) -> dict[str, Any]:
             killed.append(time.perf_counter())
             waiting.start()
         elif killed and not went_on:
-            # Reports of a ps's loss come when the run has gone back.
-            if task != PS or run.recoveries():
+            # Some may be on their way: a run that lost its ps has gone back, and one
+            # that lost its master has another.
+            if task == WORKER or run.recoveries() or (task == MASTER and told):
                 went_on.append(now)
                 seen[0] = report.step
         elif went_on and back and report.step > seen[0] + 20:
             run.stop()
 
-    with told_by_the_run() as told:
+    with told_by_the_run(LOG[task]) as told:
         run = bench.fit(directory, watch)
     waiting.join()
     return {
@@ -196,21 +204,44 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=90, help="of goodput")
     parser.add_argument("--kill-every-s", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", action="store_true", help="three rows, as JSON")
+    parser.add_argument("--rounds", type=int, default=3, help="of --rows")
     a = parser.parse_args(args)
+    if a.rows:
+        print_rows(a)
+        return
     about = {"strategy": a.strategy, "mb": a.mb, "ps": 2, "workers": 2}
     about["checkpoint_every"] = a.every
     with tempfile.TemporaryDirectory() as root:
-        for case, (task, durability) in LOSSES.items():
+        for case in LOSSES:
             if case in a.cases:
-                env = {"JGRAPH_RECORDS_DIR": str(Path(root, "records"))}
-                with jg.LocalCluster(ps=2, workers=2, restarts=5, env=env) as cluster:
-                    bench = Bench(cluster, a, durability)
-                    found = lose(bench, Path(root, case), task)
+                found = measure_loss(a, case, Path(root))
                 measure.emit("recovery", case=case, **about, **found)
         if "goodput" in a.cases:
             with jg.LocalCluster(ps=2, workers=2, restarts=100) as cluster:
                 found = goodput(Bench(cluster, a), Path(root), a)
             measure.emit("recovery", case="goodput", **about, **found)
+
+
+def measure_loss(a: argparse.Namespace, case: str, root: Path) -> dict[str, Any]:
+    """Loses a task of a cluster that is made for it."""
+    task, durability = LOSSES[case]
+    env = {"JGRAPH_RECORDS_DIR": str(root / "records")}
+    with jg.LocalCluster(ps=2, workers=2, restarts=5, env=env) as cluster:
+        return lose(Bench(cluster, a, durability), root / case, task)
+
+
+def print_rows(a: argparse.Namespace) -> None:
+    """Prints a row for the loss of each kind of task."""
+    for number, cases in enumerate(ROWS, 1):
+        figures = []
+        for case in cases:
+            seconds = []
+            for _ in range(a.rounds):
+                with tempfile.TemporaryDirectory() as root:
+                    seconds.append(measure_loss(a, case, Path(root))["went_on_s"])
+            figures.append(statistics.median(seconds))
+        measure.emit_row(number, figures if len(figures) > 1 else figures[0], "s")
 
 
 def goodput(bench: Bench, root: Path, a: argparse.Namespace) -> dict[str, Any]:
