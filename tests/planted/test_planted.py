@@ -26,6 +26,10 @@ SUPERVISED: Final = (
     "tests/simulation/test_runs.py::"
     "test_a_run_goes_on_or_ends_as_it_should_whoever_dies"
 )
+TAKEN_BACK: Final = (
+    "tests/server/runs/test_standby.py::"
+    "test_heir_takes_a_run_back_that_its_master_was_lost_before_it_could"
+)
 PS_CORE: Final = "tests/server/test_ps_core.py::TestPsCore"
 TRANSCRIPT: Final = (
     "tests/coordination/test_transcripts.py::test_a_machine_does_as_its_transcript_says"
@@ -103,6 +107,25 @@ BUGS: Final = {
         "return waiting.done() and waiting.result()",
         "return False",
         SUPERVISED,
+    ),
+    "an order to halt that is lost leaves the other loops halted": Bug(
+        "server/runs/halts.py",
+        "if await self._ask(loop, halt) is None:",
+        "if await self._ask(loop, halt) is False:",
+        "tests/server/runs/test_masters_lost.py::"
+        "test_a_run_one_of_whose_loops_did_not_get_the_order_to_halt_goes_on_and_is_saved",
+    ),
+    "a run fails for programs that a lost master had dropped": Bug(
+        "server/runs/supervisor.py",
+        "return StateLost(replica, error) if goes_back else failed",
+        "return failed",
+        f"{TAKEN_BACK}[the_programs_were_dropped]",
+    ),
+    "a ps that was started again is taken for one that holds the state": Bug(
+        "server/runs/supervisor.py",
+        "self._known = {TaskName(task): process for task, process in holders}",
+        "self._known = {}",
+        f"{TAKEN_BACK}[a_ps_was_started_again]",
     ),
     "a master that was replaced refuses to follow the next one": Bug(
         "server/runs/calls.py",

@@ -1,6 +1,7 @@
 """A run whose client and master are both gone goes on with the master's standby."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, cast
@@ -9,17 +10,21 @@ import numpy as np
 import pytest
 
 from jgraph.client.cluster import Cluster, connect
+from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.errors import (
     CopyLostError,
     FencedError,
     InternalError,
+    InvalidProgramError,
     JGError,
     TaskLostError,
+    UninitializedError,
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
+from jgraph.server.loops.dealer import Dealers
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.standby import Standby, StandbyPeers
 from jgraph.server.runs.supervisor import RunSupervisor
@@ -167,6 +172,9 @@ class Behind:
         self.told_to_end, self.may_tell = asyncio.Event(), asyncio.Event()
         self.may_tell.set()
         self.began: asyncio.Queue[pb.RunLoop] = asyncio.Queue()
+        self.dealers = Dealers(SetClock())
+        self.refusals: list[JGError] = []
+        """Ends of loops that do not go on, in their order."""
 
     def tasks(self) -> list[str]:
         """Returns those of the cluster."""
@@ -184,6 +192,12 @@ class Behind:
             self.held_at.append(self.is_held)
             ended = pb.LoopReport(state="stopped")
             return frame(loop_report=ended, tensors=[np.arange(1), np.full(1, 5.0)])
+        if method == "Variables":
+            return frame(variable_table=pb.VariableTable())
+        return frame(empty=pb.Empty())
+
+    async def register(self, request: Frame) -> Frame:
+        """Passes every task its part of a program."""
         return frame(empty=pb.Empty())
 
     async def stream(
@@ -207,8 +221,10 @@ class Behind:
             raise self.lost
 
     async def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
-        """Begins a loop that goes on."""
+        """Begins a loop that goes on, or is refused."""
         self.began.put_nowait(order)
+        if self.refusals:
+            raise self.refusals.pop(0)
         await asyncio.Event().wait()
         yield frame(empty=pb.Empty())
 
@@ -222,7 +238,9 @@ def standby(
     **invited: Any,
 ) -> Standby:
     order = pb.OpenRun(
-        run="r", info='{"container": ""}', master=MASTER, incarnation=1, **invited
+        **{"run": "r", "info": '{"container": ""}', **invited},
+        master=MASTER,
+        incarnation=1,
     )
 
     async def begins(_: pb.OpenRun, supervisor: RunSupervisor) -> None:
@@ -261,6 +279,60 @@ def test_heir_of_a_master_that_began_nothing_has_the_number_after() -> None:
         await standby(door, began, term=5).work()
         assert (await door.began.get()).term == 6
         began[0].close()
+
+    run_async(main(), timeout_s=20)
+
+
+async def answer_all(supervisor: RunSupervisor) -> None:
+    """Is the client of a run, which has a checkpoint of its beginning."""
+    client = supervisor.client
+    assert client is not None
+    async for report in supervisor.record.reports(client.waits):
+        question = body_of(report).question
+        if question.kind in {"newest", "state"}:
+            await client.answer(pb.RunAnswer(number=question.number, step=0))
+
+
+@pytest.mark.parametrize(
+    ("why", "process"),
+    [
+        (InvalidProgramError("no program 'h'", task=TaskName(MASTER)), "2"),
+        (UninitializedError("a variable has no value"), "1"),
+    ],
+    ids=["the_programs_were_dropped", "a_ps_was_started_again"],
+)
+def test_heir_takes_a_run_back_that_its_master_was_lost_before_it_could(
+    why: JGError, process: str
+) -> None:
+    """A master drops the programs as it begins to; a ps may have lost all it held."""
+
+    async def main() -> None:
+        plan = json.dumps(SlotPlan([Part("a", 10)], 1, 0).to_dict())
+        data = pb.OpenDataRun(run="r", plan=plan, budget=10, workers=1, lease_s=60.0)
+        journal = [
+            frame(register_program=pb.RegisterProgram(handle="h", run="r")),
+            frame(open_data_run=data),
+            frame(run_loop=pb.RunLoop(loop="w", task=MASTER, handle="h", run="r")),
+            BEGUN,
+        ]
+        door, began = Behind(journal, TaskLostError("gone")), list[RunSupervisor]()
+        door.refusals.append(why)
+        client = pb.RunClient(directory="there", lease_s=60.0)
+        info = '{"container": "", "first_step": 0, "steps": 10}'
+        holders = {PS: process}
+        invited: dict[str, Any] = {"info": info, "client": client, "holders": holders}
+        await standby(door, began, **invited).work()
+        (supervisor,) = began
+        assert (await door.began.get()).handle == "h"
+        answering = asyncio.ensure_future(answer_all(supervisor))
+        again = asyncio.ensure_future(door.began.get())
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait({answering, again}, return_when=first)
+        assert again.done(), supervisor.record.error
+        assert again.result().handle.startswith("h~back.")
+        assert supervisor.restores == 1
+        answering.cancel()
+        supervisor.close()
 
     run_async(main(), timeout_s=20)
 
