@@ -127,6 +127,13 @@ BUGS: Final = {
         "self._known = {}",
         f"{TAKEN_BACK}[a_ps_was_started_again]",
     ),
+    "nobody looks at the end whether a ps has lost its state": Bug(
+        "server/runs/supervisor.py",
+        "if client.is_gone and lost:",
+        "if client.is_gone and not error:",
+        "tests/server/runs/test_standby.py::"
+        "test_run_whose_client_is_gone_is_not_done_if_a_ps_holds_nothing[1-failed]",
+    ),
     "a master that was replaced refuses to follow the next one": Bug(
         "server/runs/calls.py",
         "if order.term <= mine.term:",

@@ -171,8 +171,8 @@ def check(world: RunWorld, injected: Injected, state: str) -> None:
     else:
         assert state == "done", world.why()
         assert world.client.has_finished or not world.has_client, "it was not asked"
-    if state != "failed" and not (gone_at is not None and world.has_lost_state):
-        world.check(state)  # who is gone does not ask what a ps holds at the end
+    if state != "failed":
+        world.check(state)
 
 
 def simulated(seed: int) -> RunWorld:

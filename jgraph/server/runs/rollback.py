@@ -9,7 +9,7 @@ get other names, so that what a lost task still sends for a step of before is re
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
@@ -82,6 +82,7 @@ class Rollback:
       sources: says who has checkpoints; None: nobody, so there are none.
       client: that the run ends with; None: it has none.
       clock: limits how long a ps is waited for.
+      save_for_client: lets the master have the checkpoints of a client that is gone.
       is_stopped: says whether the run was told to stop: then little is waited for.
     """
 
@@ -94,6 +95,7 @@ class Rollback:
     sources: Callable[[], StateSource | None]
     client: RunClient | None
     clock: Clock
+    save_for_client: Callable[[], Awaitable[None]]
     is_stopped: Callable[[], bool]
     _recoveries: Recoveries = field(init=False)
     _restarters: Restarters = field(init=False)
@@ -126,6 +128,7 @@ class Rollback:
           JGError: nothing is kept, or a ps does not come back; says why.
         """
         await self._check_master()
+        await self.save_for_client()
         step, began, before = self._step, self.clock.now(), dict(known)
         self._copies_lost, self._saved = False, saved
         newest = step if self._loses_nothing else await self._newest()
@@ -188,8 +191,14 @@ class Rollback:
         return "" if source is None else source.directory
 
     async def _newest(self) -> int | None:
+        await self.save_for_client()
         source = self.sources()
-        return None if source is None else await source.newest()
+        try:
+            return None if source is None else await source.newest()
+        except TaskLostError:  # of the client, which was gone before it answered
+            await self.save_for_client()
+            source = self.sources()
+            return None if source is None else await source.newest()
 
     async def _lost(self, error: JGError, known: Known) -> tuple[TaskName, ...]:
         ready = await ready_tasks(self.peers)
@@ -217,6 +226,7 @@ class Rollback:
             try:
                 if not lost:
                     await self._check_master()
+                    await self.save_for_client()
                     once = f"{name}.{number}"
                     left_out = await self._programs(ready, loops, once)
                     new = [t for t in self.ps.tasks if ready[t] != known.get(t)]

@@ -18,6 +18,7 @@ from jgraph.cluster.methods import reading
 from jgraph.coordination.run.recovery import hopeless
 from jgraph.errors import CheckpointCorruptError, CheckpointError, JGError
 from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.files.manifest import read_manifest
 from jgraph.runtime.files.shard_files import check_read
 from jgraph.runtime.files.step_files import our_steps, put_aside
@@ -162,15 +163,25 @@ class ClientSaves:
 
     async def newest(self) -> int | None:
         """See ``StateSource.newest``."""
-        answer = await self.client.ask("newest")
+        answer = await self._ask("newest")
         return answer.step if answer.HasField("step") else None
 
     async def load(self, error: JGError, first: int) -> SavedState:
         """See ``StateSource.load``."""
-        answer = await self.client.ask("state")
+        answer = await self._ask("state")
         if answer.step < first:
             why = "the checkpoints of this run are damaged"
             raise hopeless(error, why, self.directory, answer.step)
         with reading("the position of a checkpoint"):
             position = json.loads(answer.position) if answer.position else None
         return SavedState(answer.step, position)
+
+    async def _ask(self, kind: str) -> pb.RunAnswer:
+        if self.client.is_gone:
+            raise CheckpointError(
+                f"the client of run '{self.client.order.run}' is gone, which has the "
+                f"checkpoints of the run in {self.directory}; go on from there with "
+                f"trainer.restore('{self.directory}')",
+                path=self.directory,
+            )
+        return await self.client.ask(kind)

@@ -139,13 +139,14 @@ class RunSupervisor:
         self._rollback = Rollback(
             *(order, peers, self.ready, self._ps, self.copies),
             *(self.record, self._state_source, self.client, clock),
+            save_for_client=self._save_for_client,
             is_stopped=lambda: self.stopping,
         )
         self.restores = 0
         self._halts: RunHalts | None = None
         self.saver: RunCheckpointer | None = None
         self._ordered: list[pb.RunLoop] = []
-        self.stopping = self._leaves = False
+        self.stopping = self._leaves = self._is_unsaved = False
         self._looking = False
         self._working: set[asyncio.Task[None]] = set()
 
@@ -235,7 +236,7 @@ class RunSupervisor:
         """Saves the run from now on, if its client did that before and is gone."""
         client, saves = self.client, self._order.saves
         is_gone = client is not None and client.is_gone and client.directory
-        if client is None or not is_gone or self.saver is not None:
+        if client is None or not is_gone or self.saver is not None or self._is_unsaved:
             return
         try:
             if client.order.client.unsaved:
@@ -244,6 +245,7 @@ class RunSupervisor:
             saves.snapshot = await self.ready.renew(saves.snapshot, name)
             self.be_saved()
         except JGError as error:
+            self._is_unsaved = isinstance(error, CheckpointError)
             told = "run '%s' is not saved any more, as its client is gone: %s"
             _LOG.warning(told, self._order.run, error.message)
 
@@ -621,19 +623,27 @@ class RunSupervisor:
             place = json.dumps(self.position())
             await self.client.ask("finish", position=place)
         except JGError as error:
-            if not self.client.is_gone:
-                lost = await self._is_lost(error)
-                self._handle(FinishFailed(error) if lost else Failed(error))
+            event = await self._unfinished(self.client, error)
+            if event is not None:
+                self._handle(event)
                 return
         await self._save_for_client()
         self._handle(Finished())
 
-    async def _is_lost(self, error: JGError) -> bool:
-        """Whether an error of the client is of a task that is lost."""
-        if isinstance(error, TaskLostError | ClusterUnreachableError):
-            return True
+    async def _unfinished(self, client: RunClient, error: JGError) -> Event | None:
+        """Returns what it means that the client did not do so; None: it is not needed.
+
+        A client that is gone does not find out that a ps is lost.
+        """
         ready = await ready_tasks(self._peers)
-        return any(ready.get(t) != one for t, one in self._known.items() if is_ps(t))
+        lost = [t for t, one in self._known.items() if is_ps(t) and ready.get(t) != one]
+        if client.is_gone and lost:
+            what = f"{lost[0]} was lost at the end of the run"
+            return FinishFailed(TaskLostError(what, task=lost[0]))
+        if client.is_gone:
+            return None
+        is_loss = isinstance(error, TaskLostError | ClusterUnreachableError)
+        return FinishFailed(error) if lost or is_loss else Failed(error)
 
     async def _let_go(self, *, dropped: bool) -> None:
         """Lets all ps go, as soon as a run that is over is saved.
@@ -671,7 +681,6 @@ class RunSupervisor:
 
     async def _go_back(self, error: JGError, saved: Saved | None = None) -> None:
         """Goes on from what is kept of the state, with all workers that answer."""
-        await self._save_for_client()
         world = self._known, self._newest, self._next_name("back")
         try:
             back = await self._rollback.go_back(error, *world, saved)

@@ -61,9 +61,8 @@ def about_run(
         programs[saves.snapshot] = program
     directory = "" if options is None else str(absolute(options.directory))
     client = None
-    if order.lease_s is None:
-        cluster.let_go(state.session)
-    else:
+    cluster.let_go(state.session)  # the Trainer closes it, unless a run goes on
+    if order.lease_s is not None:
         client = pb.RunClient(
             lease_s=order.lease_s,
             halt_every=order.halts,

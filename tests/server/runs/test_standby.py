@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -173,6 +174,7 @@ class Behind:
         self.may_tell.set()
         self.began: asyncio.Queue[pb.RunLoop] = asyncio.Queue()
         self.dealers = Dealers(SetClock())
+        self.loops_end = "stopped"
         self.refusals: list[JGError] = []
         """Ends of loops that do not go on, in their order."""
 
@@ -190,7 +192,7 @@ class Behind:
         if method == "StopLoop" and body_of(request).loop:
             await asyncio.sleep(0)  # what was let go would end here
             self.held_at.append(self.is_held)
-            ended = pb.LoopReport(state="stopped")
+            ended = pb.LoopReport(state=self.loops_end)
             return frame(loop_report=ended, tensors=[np.arange(1), np.full(1, 5.0)])
         if method == "Variables":
             return frame(variable_table=pb.VariableTable())
@@ -283,6 +285,16 @@ def test_heir_of_a_master_that_began_nothing_has_the_number_after() -> None:
     run_async(main(), timeout_s=20)
 
 
+def dealt() -> Frame:
+    """The data of a run."""
+    plan = json.dumps(SlotPlan([Part("a", 10)], 1, 0).to_dict())
+    return frame(
+        open_data_run=pb.OpenDataRun(
+            run="r", plan=plan, budget=10, workers=1, lease_s=60.0
+        )
+    )
+
+
 async def answer_all(supervisor: RunSupervisor) -> None:
     """Is the client of a run, which has a checkpoint of its beginning."""
     client = supervisor.client
@@ -307,11 +319,9 @@ def test_heir_takes_a_run_back_that_its_master_was_lost_before_it_could(
     """A master drops the programs as it begins to; a ps may have lost all it held."""
 
     async def main() -> None:
-        plan = json.dumps(SlotPlan([Part("a", 10)], 1, 0).to_dict())
-        data = pb.OpenDataRun(run="r", plan=plan, budget=10, workers=1, lease_s=60.0)
         journal = [
             frame(register_program=pb.RegisterProgram(handle="h", run="r")),
-            frame(open_data_run=data),
+            dealt(),
             frame(run_loop=pb.RunLoop(loop="w", task=MASTER, handle="h", run="r")),
             BEGUN,
         ]
@@ -333,6 +343,30 @@ def test_heir_takes_a_run_back_that_its_master_was_lost_before_it_could(
         assert supervisor.restores == 1
         answering.cancel()
         supervisor.close()
+
+    run_async(main(), timeout_s=20)
+
+
+@pytest.mark.row(30)
+@pytest.mark.parametrize(("process", "state"), [("2", "done"), ("1", "failed")])
+def test_run_whose_client_is_gone_is_not_done_if_a_ps_holds_nothing(
+    process: str, state: str
+) -> None:
+    """Nobody reads the ps at the end, who would find out."""
+
+    async def main() -> None:
+        door = Behind([dealt(), LOOP, BEGUN], TaskLostError("gone"))
+        began = list[RunSupervisor]()
+        door.loops_end = "done"
+        client, holders = pb.RunClient(lease_s=0.01), {PS: process}
+        await standby(door, began, client=client, holders=holders).work()
+        record = began[0].record
+        with suppress(TaskLostError):
+            async for _ in record.reports():
+                pass
+        assert record.row().state == state
+        if record.error is not None:
+            assert f"{PS} was lost at the end of the run" in record.error.message
 
     run_async(main(), timeout_s=20)
 

@@ -87,6 +87,11 @@ class Replaced:
         raise FencedError("master 2 has taken over")
 
 
+async def refuse_to_save() -> None:
+    """What is not done any more."""
+    raise AssertionError("another master saves the run")
+
+
 def test_master_that_was_replaced_gives_no_ps_its_state_again() -> None:
     async def main() -> None:
         door, clock = Replaced(), SetClock()
@@ -96,7 +101,9 @@ def test_master_that_was_replaced_gives_no_ps_its_state_again() -> None:
         ps, copies = PsSetup(order, peers, workers), RunCopies(order, peers, workers)
         record = Journal(TaskName(PS), order, clock)
         world = order, peers, workers, ps, copies, record, lambda: None, None, clock
-        rollback = Rollback(*world, is_stopped=lambda: False)
+        rollback = Rollback(
+            *world, save_for_client=refuse_to_save, is_stopped=lambda: False
+        )
         with pytest.raises(FencedError):
             await rollback.go_back(TaskLostError("gone"), {}, [], "back.1.1")
         assert set(door.asked) == {"StopLoop"}  # which asks who the master is

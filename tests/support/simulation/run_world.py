@@ -311,11 +311,6 @@ class RunWorld:
         assert found is not None
         return str(found.record.row().state)
 
-    @property
-    def has_lost_state(self) -> bool:
-        """Whether a ps holds nothing, as it was started again."""
-        return any(self.processes[t].updates is None for t in self.tasks if is_ps(t))
-
     def is_whole(self, task: TaskName) -> bool:
         """Whether a ps is there, and holds what it should."""
         return self.is_up(task) and self.processes[task].updates is not None
