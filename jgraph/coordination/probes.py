@@ -39,7 +39,7 @@ LARGE: Final = 1 << 20
 @final
 @dataclass(frozen=True, slots=True)
 class SpeedProbe:
-    """A function that computes the same on several tasks at once.
+    """Computes the same on several tasks at once.
 
     It makes the arrays, multiplies matrices, computes element by element, takes
     exponentials, moves memory, and does nothing a few times.
@@ -47,7 +47,7 @@ class SpeedProbe:
 
     tasks: tuple[TaskName, ...]
 
-    def __call__(self, x: Any) -> list[Any]:
+    def compute(self, x: Any) -> list[Any]:
         """Returns a number of each task."""
         pieces = _pieces()
         results = []
@@ -106,11 +106,11 @@ def _pieces() -> dict[str, Alone]:
 @final
 @dataclass(frozen=True, slots=True)
 class LinkProbe:
-    """A function that sends a small and a large message over each link in turn."""
+    """Sends a small and a large message over each link in turn."""
 
     pairs: tuple[Pair, ...]
 
-    def __call__(self, x: Any) -> Any:
+    def send(self, x: Any) -> Any:
         """Returns a number that has passed everything."""
         number = jax.ShapeDtypeStruct((), jnp.float32)
         sends = {}

@@ -1,7 +1,6 @@
 """A task stays held by a run whose link to it was broken for longer than calls last."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
@@ -80,15 +79,19 @@ class Far:
 
     async def is_held(self, wanted: bool = True) -> None:
         """Waits until it is, or is not."""
-        async with asyncio.timeout(20):
-            while self.holders._free.is_set() == wanted:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await self.until(lambda: self.holders._free.is_set() != wanted)
 
     async def break_link(self) -> None:
         """Breaks it until nobody holds the ps."""
         self.proxy.lead_to("127.0.0.1:1")
         self.proxy.cut()
         await self.is_held(False)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Waits until something is so."""
+        async with asyncio.timeout(20):
+            while not is_so():  # noqa: ASYNC110
+                await asyncio.sleep(0)
 
     async def end(self) -> None:
         """Tells the ps to end, and waits until it may."""
@@ -106,27 +109,27 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     event_loop.run(stack.aclose())
 
 
-Hold: TypeAlias = Callable[[Far, Callable[[], None]], Callable[[], None]]
+Hold: TypeAlias = Callable[[Far], tuple[Callable[[], bool], Callable[[], None]]]
+"""Holds the ps; returns what says whether that is to end, and what lets it go."""
 
 
-def by_client(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
-    """Holds the ps; returns what lets it go."""
+def by_client(far: Far) -> tuple[Callable[[], bool], Callable[[], None]]:
+    """See ``Hold``."""
     drain_holds = DrainHolds(cast("Any", far))
-    drain_holds.listen(lambda task: tell())
-    return drain_holds.close
+    return lambda: PS in drain_holds.told, drain_holds.close
 
 
-def by_master(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
-    """Holds the ps; returns what lets it go."""
+def by_master(far: Far) -> tuple[Callable[[], bool], Callable[[], None]]:
+    """See ``Hold``."""
     nobody: Any = SimpleNamespace(is_over=False)
     order, peers = pb.OpenRun(), cast("Any", far)
-    holds = PsHolds(peers, PsSetup(order, peers, nobody), nobody, tell)
+    holds = PsHolds(peers, PsSetup(order, peers, nobody), nobody, lambda: None)
 
     async def act(what: Callable[[], None]) -> None:
         what()
 
     event_loop.run(act(holds.hold))
-    return lambda: event_loop.run(act(holds.close))
+    return lambda: holds.is_asked, lambda: event_loop.run(act(holds.close))
 
 
 @pytest.mark.row(29)
@@ -134,14 +137,13 @@ def by_master(far: Far, tell: Callable[[], None]) -> Callable[[], None]:
 def test_ps_that_is_told_to_end_after_its_link_was_broken_waits_for_the_run(
     far: Far, hold: Hold
 ) -> None:
-    told = threading.Event()
-    let_go = hold(far, told.set)
+    is_told, let_go = hold(far)
     event_loop.run(far.is_held())
     event_loop.run(far.break_link())
     far.proxy.lead_to(far.server)
     event_loop.run(far.is_held())
     ending = event_loop.start(far.end())
-    assert told.wait(20)
+    event_loop.run(far.until(is_told))
     assert not ending.done()
     let_go()
     ending.result(20)

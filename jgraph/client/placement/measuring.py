@@ -89,10 +89,11 @@ class _Measuring:
         crowds = [c for h in dict.fromkeys(self._hosts.values()) if (c := self._at(h))]
         groups = [*((task,) for task in self._tasks), *crowds]
         speeds = [
-            self._register(SpeedProbe(g), _NUMBER, " and ".join(g)) for g in groups
+            self._register(SpeedProbe(g).compute, _NUMBER, " and ".join(g))
+            for g in groups
         ]
         pairs = [(a, b) for a in self._tasks for b in self._tasks if a != b]
-        links = [self._register(LinkProbe(tuple(pairs)), _NUMBER, "the links")]
+        links = [self._register(LinkProbe(tuple(pairs)).send, _NUMBER, "the links")]
         calls = [self._register(self._first, x, "the client's calls") for x in _CALLS]
         ran: dict[str, list[RunMetadata]] = {p.handle: [] for p in [*speeds, *links]}
         called: dict[str, list[float]] = {probe.handle: [] for probe in calls}

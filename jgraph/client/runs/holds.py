@@ -1,7 +1,7 @@
 """Holds of a client on the parameter servers and the master of its run."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from contextlib import aclosing
 from typing import final
@@ -27,7 +27,6 @@ class DrainHolds:
         self._cluster = cluster
         self._calls: dict[TaskName, Future[None]] = {}
         self._told: set[TaskName] = set()
-        self._tell: Callable[[TaskName], None] = lambda task: None
         self.hold_needed()
 
     def hold(self, tasks: Iterable[TaskName]) -> None:
@@ -45,19 +44,6 @@ class DrainHolds:
     def hold_needed(self) -> None:
         """Holds what the run has now, and is not held."""
         self.hold(self._needed())
-
-    def listen(self, tell: Callable[[TaskName], None]) -> None:
-        """Calls ``tell`` for each task that ends, from the event loop's thread.
-
-        At once for those that have told so already, and are held still.
-        """
-
-        async def begin() -> None:
-            self._tell = tell
-            for task in sorted(self._told):
-                tell(task)
-
-        event_loop.run(begin())
 
     def let_go(self, tasks: Iterable[TaskName]) -> None:
         """Lets tasks end."""
@@ -96,7 +82,6 @@ class DrainHolds:
                         return  # a master that was replaced may end
                     if said == "told":
                         self._told.add(task)
-                        self._tell(task)
         finally:
             if not held.done():
                 held.set_result(None)

@@ -138,11 +138,6 @@ class Cuts:
         self._halted: dict[str, int] = {}
         self._saving = False
 
-    @property
-    def is_halting(self) -> bool:
-        """Whether loops were asked to halt, and not yet to go on."""
-        return bool(self._asked)
-
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
         match event:

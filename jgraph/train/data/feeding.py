@@ -2,8 +2,7 @@
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Final, final
 
 from jgraph.client.cluster import Cluster
@@ -27,7 +26,6 @@ from jgraph.runtime.data.batches import Array, Field, Reader
 from jgraph.train.data.shares import Shares
 
 _AGAIN_S: Final = 0.5
-_POLL_S: Final = 0.2
 _PASSING: Final = (
     ClusterBusyError,
     ClusterUnreachableError,
@@ -68,7 +66,6 @@ class Feeding:
         self._fields: dict[str, Field] = dict(
             zip(feeds, reader.fields.values(), strict=True)
         )
-        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._turns: dict[TaskName, threading.Event] = {}  # set: the thread is to end
         self._asking: set[concurrent.futures.Future[Frame]] = set()
@@ -97,21 +94,8 @@ class Feeding:
             target=self._feed, args=(worker, turn), name="jgraph-feed", daemon=True
         ).start()
 
-    def stop_with(self, asked: threading.Event, stop: Callable[[], None]) -> None:
-        """Calls ``stop`` once ``asked`` is set: who waits for data tells nothing."""
-
-        def look() -> None:
-            while not self._closed.is_set():
-                if asked.wait(_POLL_S):
-                    with suppress(JGError):
-                        stop()
-                    return
-
-        threading.Thread(target=look, name="jgraph-feed", daemon=True).start()
-
     def close(self) -> None:
         """Feeds no more; does not wait for what the reader is at."""
-        self._closed.set()
         with self._lock:
             for turn in self._turns.values():
                 turn.set()

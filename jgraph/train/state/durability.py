@@ -10,7 +10,6 @@ from jgraph.client.runs.replication import (
     take_records,
 )
 from jgraph.client.session import Session
-from jgraph.client.wait_for_tasks import incarnations_of
 from jgraph.errors import ClusterError, ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
@@ -81,7 +80,6 @@ class Copies:
         self._step = step
         self._ps = cluster.tasks("ps")
         self._in_logs = in_logs
-        self._incarnations: Mapping[TaskName, str] = {}
         self._programs: list[Program] = []
         self._is_open = False
         self._updates: int | None = None
@@ -107,7 +105,6 @@ class Copies:
         self.end()
         self._times += 1
         self._programs = list(programs)
-        self._incarnations = incarnations_of(self._cluster)
         for src, dst in self._pairs():
             if src != dst:
                 self._take(src, dst)

@@ -44,5 +44,6 @@ def test_whoever_halts_is_told_to_go_on(events: list[object]) -> None:
                     saving = True
                 case GoOn():
                     asked -= each
-        assert machine.is_halting == bool(asked)
     assert not asked
+    machine.handle(LoopBegan("a"))
+    assert any(isinstance(told, Halt) for told in machine.handle(Told("a", 700)))
