@@ -116,15 +116,15 @@ BUGS: Final = {
         "test_a_run_one_of_whose_loops_did_not_get_the_order_to_halt_goes_on_and_is_saved",
     ),
     "a run fails for programs that a lost master had dropped": Bug(
-        "server/runs/supervisor.py",
+        "server/runs/losses.py",
         "return StateLost(replica, error) if goes_back else failed",
         "return failed",
         f"{TAKEN_BACK}[the_programs_were_dropped]",
     ),
     "a ps that was started again is taken for one that holds the state": Bug(
-        "server/runs/supervisor.py",
-        "self._known = {TaskName(task): process for task, process in holders}",
-        "self._known = {}",
+        "server/runs/losses.py",
+        "self.known = {TaskName(task): process for task, process in holders}",
+        "self.known = {}",
         f"{TAKEN_BACK}[a_ps_was_started_again]",
     ),
     "nobody looks at the end whether a ps has lost its state": Bug(

@@ -11,7 +11,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.deadlines import DRAIN_S
 from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.methods import reading
-from jgraph.coordination.run.loop_outcome import LoopOutcome, is_link_loss, judge
+from jgraph.coordination.run.loop_outcome import LoopOutcome, judge
 from jgraph.coordination.run.supervisor import (
     BatchFailed,
     Begin,
@@ -26,7 +26,6 @@ from jgraph.coordination.run.supervisor import (
     LeaveOut,
     LoopBegan,
     LoopEnded,
-    LoopFailed,
     LoopLost,
     MasterLeaves,
     NobodyComes,
@@ -39,7 +38,6 @@ from jgraph.coordination.run.supervisor import (
     Restarted,
     RoundBegan,
     RoundEnded,
-    StateLost,
     StopAsked,
     Supervisor,
     TimePassed,
@@ -51,15 +49,11 @@ from jgraph.errors import (
     CheckpointError,
     ClusterUnreachableError,
     ConfigError,
-    DataSlotError,
     FencedError,
-    InvalidProgramError,
     JGError,
     TaskLeavingError,
     TaskLostError,
-    UninitializedError,
 )
-from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -71,12 +65,11 @@ from jgraph.server.runs.halts import HaltOrder, RunHalts
 from jgraph.server.runs.holds import PsHolds
 from jgraph.server.runs.journal import Journal, note_report
 from jgraph.server.runs.links import final_report_of
+from jgraph.server.runs.losses import RunLosses
 from jgraph.server.runs.peers import (
     LoopPeers,
     Peers,
     check_master,
-    is_there,
-    reaches_every_ps,
     ready_tasks,
 )
 from jgraph.server.runs.ps_setup import PsSetup
@@ -124,10 +117,7 @@ class RunSupervisor:
         """What the loop of each replica does next, or does."""
         self._arbiter: pb.RunLoop | None = None
         self._under_way: dict[str, pb.RunLoop] = {}
-        self._known: dict[TaskName, str] = {}
-        self._unreached: dict[TaskName, JGError] = {}
-        """Errors of workers that did not reach a ps, though it was there."""
-        self._learning: asyncio.Future[dict[TaskName, str]] | None = None
+        self._losses = RunLosses(order, peers)
         self._number = 0
         told = lambda: self._handle(RestartAsked())
         self._holds = PsHolds(peers, self._ps, self.record, told)
@@ -167,14 +157,9 @@ class RunSupervisor:
         order = pb.OpenRun()
         order.CopyFrom(self._order)
         order.age_s, order.frames = self.record.seconds, self.record.frames
-        order.holders.update(self._holders)
+        order.holders.update(self._losses.holders)
         order.ahead.update(ahead)
         return order
-
-    @property
-    def _holders(self) -> dict[str, str]:
-        """Processes of the ps that hold the state of the run."""
-        return {task: one for task, one in self._known.items() if is_ps(task)}
 
     def order(self, order: pb.RunLoop) -> None:
         """Takes note of a loop that begins with the run."""
@@ -378,7 +363,7 @@ class RunSupervisor:
         last, asked = pb.LoopReport(state="stopped"), pb.RunLoop()
         asked.CopyFrom(order)  # the master adds to it
         try:
-            await self._learn()
+            await self._losses.learn()
             if self._is_held:
                 self._holds.hold()
             async for report in self._peers.loop(asked):
@@ -416,7 +401,7 @@ class RunSupervisor:
             return BatchFailed(None if sync else order.replica, error)
         if not sync or verdict is not LoopOutcome.ARBITER_LOST:
             return await self._loss_of(order, error)
-        world = self._peers, self._known, self._clock
+        world = self._peers, self._losses.known, self._clock
         try:
             account = await final_report_of(order, after, error, *world)
         except JGError as another:
@@ -446,50 +431,14 @@ class RunSupervisor:
 
     def learn_anew(self) -> None:
         """Takes note of which processes the run has now, in place of those before."""
-        holders = self._order.holders.items()
-        self._learning = None
-        self._known = {TaskName(task): process for task, process in holders}
-        self._unreached.clear()
-        self._do(self._learn())
-
-    async def _learn(self) -> None:
-        if self._learning is None:
-            self._learning = asyncio.ensure_future(ready_tasks(self._peers))
-        self._known = {**await self._learning, **self._known}
+        self._losses.forget()
+        self._do(self._losses.learn())
 
     async def _loss_of(self, order: pb.RunLoop, error: JGError) -> Event:
-        """Returns what is lost where a loop ends with an error: a worker, or the state.
-
-        Or nothing, and the run fails.
-        """
-        decides = order.HasField("sync")
-        replica = None if decides else order.replica
-        failed = LoopFailed(replica, error)
-        if isinstance(error, DataSlotError | FencedError):
-            return failed
-        task = TaskName(order.task)
-        named = TaskName(str(error.details.get("task", "")))
-        is_loss = isinstance(error, TaskLostError | ClusterUnreachableError)
-        if is_loss and named == task and not decides:
-            return await self._leave_out(order, error)  # whoever else answers
-        ready = await ready_tasks(self._peers)
-        if is_loss:
-            # A ps that is where it was, or only the worker does not reach it.
-            if not decides and is_link_loss(named, self._known, ready):
-                if is_ps(named):
-                    self._unreached[named] = error
-                return await self._leave_out(order, error)
-            return StateLost(replica, error) if is_ps(named) else failed
-        changed = {t for t, one in self._known.items() if ready.get(t) != one}
-        # It has lost what it had, though it may be the one that was known last.
-        is_new = isinstance(error, InvalidProgramError | UninitializedError)
-        if any(map(is_ps, changed)) or (is_new and is_ps(named)):
-            return StateLost(replica, error)
-        if task in changed:
-            return await self._leave_out(order, error)
-        # A master before dropped the programs of the run, which was to go back.
-        goes_back = isinstance(error, InvalidProgramError)
-        return StateLost(replica, error) if goes_back else failed
+        """Returns what is lost where a loop ends with an error, and leaves it out."""
+        event = await self._losses.of(order, error)
+        lost = isinstance(event, LoopLost)
+        return await self._leave_out(order, error) if lost else event
 
     def _tell(self, order: pb.RunLoop, told: pb.StopLoop) -> None:
         told.loop, told.task = order.loop, order.task
@@ -635,8 +584,7 @@ class RunSupervisor:
 
         A client that is gone does not find out that a ps is lost.
         """
-        ready = await ready_tasks(self._peers)
-        lost = [t for t, one in self._known.items() if is_ps(t) and ready.get(t) != one]
+        lost = await self._losses.ps()
         if client.is_gone and lost:
             what = f"{lost[0]} was lost at the end of the run"
             return FinishFailed(TaskLostError(what, task=lost[0]))
@@ -667,7 +615,7 @@ class RunSupervisor:
         """Keeps what is known of the run now, for the standby of this master."""
         order = pb.OpenRun()
         order.CopyFrom(self._order)
-        order.holders.update(self._holders)
+        order.holders.update(self._losses.holders)
         self.record.note(frame(open_run=order))
 
     @property
@@ -681,7 +629,7 @@ class RunSupervisor:
 
     async def _go_back(self, error: JGError, saved: Saved | None = None) -> None:
         """Goes on from what is kept of the state, with all workers that answer."""
-        world = self._known, self._newest, self._next_name("back")
+        world = self._losses.known, self._newest, self._next_name("back")
         try:
             back = await self._rollback.go_back(error, *world, saved)
         except JGError as hopeless:
@@ -757,25 +705,17 @@ class RunSupervisor:
             while self._supervisor.missing:
                 await asyncio.sleep(_POLL_S)
                 self._handle(TimePassed())
-                await self._look_for_ps()
+                if (error := await self._losses.unreached_ps()) is not None:
+                    self._handle(PsGone(error))
                 await self._ask_restarters()
                 ready = await ready_tasks(self._peers)
                 for replica in self._supervisor.missing:
                     task = TaskName(self._orders[replica].task)
-                    if task in ready and await reaches_every_ps(self._peers, task):
-                        self._known[task] = ready[task]
+                    if await self._losses.is_back(task, ready):
                         self._handle(WorkerAnswered(replica))
         finally:
             self._looking = False
-            self._unreached.clear()
-
-    async def _look_for_ps(self) -> None:
-        """Looks whether a ps that a worker did not reach was about to end."""
-        for ps, error in list(self._unreached.items()):
-            if not await is_there(self._peers, ps, self._known.get(ps, "")):
-                self._unreached.clear()
-                self._handle(PsGone(error))
-                return
+            self._losses.unreached.clear()
 
     async def _ask_restarters(self) -> None:
         """Asks whether somebody starts a worker, if the run has none."""
