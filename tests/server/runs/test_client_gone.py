@@ -19,7 +19,7 @@ from tests.support.fault import Stopwatch
 from tests.support.fit_forever import fit_and_kill, fitting
 from tests.support.servers import Servers
 
-pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.row(30)]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 PS = "/job:ps/task:1"
 
@@ -56,6 +56,7 @@ def check_saved(cluster: Cluster, strategy: str, directory: Path) -> None:
     there.close()
 
 
+@pytest.mark.row(30)
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_what_a_run_came_to_whose_client_is_gone_is_saved(
     servers: Servers, strategy: str, tmp_path: Path
@@ -66,6 +67,7 @@ def test_what_a_run_came_to_whose_client_is_gone_is_saved(
         check_saved(cluster, strategy, tmp_path)
 
 
+@pytest.mark.row(30)
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_what_a_run_came_to_whose_client_was_closed_is_saved(
     servers: Servers, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +114,7 @@ def until_said(caplog: pytest.LogCaptureFixture, words: str) -> None:
         assert clock.seconds < 30
 
 
+@pytest.mark.row(30)
 def test_why_a_run_whose_client_is_gone_is_not_saved_is_said(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

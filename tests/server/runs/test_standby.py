@@ -41,6 +41,8 @@ from tests.support.run_async import run_async
 from tests.support.servers import Servers
 from tests.support.stopping import once
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 MASTER, PS = "/job:worker/task:1", "/job:ps/task:0"
 
 
