@@ -57,17 +57,17 @@ class LoopPeers(Peers, Protocol):
 
 async def ready_tasks(peers: Peers) -> dict[TaskName, str]:
     """Returns which start answers of each task that takes new work."""
-    found: dict[TaskName, str] = {}
+    processes: dict[TaskName, str] = {}
 
     async def ask(task: TaskName) -> None:
         with suppress(JGError):
             reply = await peers.call(task, "TaskStatus", _NO_QUESTION)
             status: pb.TaskStatus = body_of(reply)
             if status.task == task and status.state == "ready":
-                found[task] = f"{status.incarnation:x}"
+                processes[task] = f"{status.incarnation:x}"
 
     await asyncio.gather(*map(ask, peers.tasks()))
-    return found
+    return processes
 
 
 async def is_there(peers: Peers, task: TaskName, incarnation: str) -> bool:

@@ -155,7 +155,7 @@ class Rollback:
             drops = (self.workers.drop(one.handle, settle=True) for one in loops)
             await asyncio.gather(*drops)
             try:
-                back_to, found, left_out = await self._restore(
+                back_to, checkpoint, left_out = await self._restore(
                     error, known, loops, name
                 )
             finally:
@@ -166,7 +166,7 @@ class Rollback:
         took_s = self.clock.now() - began
         recovery = Recovery(lost, step, back_to, took_s, told)
         _LOG.log(level, "%s", recovery)
-        return RolledBack(recovery, found, now, left_out)
+        return RolledBack(recovery, checkpoint, now, left_out)
 
     @property
     def _step(self) -> int:
@@ -230,12 +230,12 @@ class Rollback:
                     once = f"{name}.{number}"
                     left_out = await self._programs(ready, loops, once)
                     new = [t for t in self.ps.tasks if ready[t] != known.get(t)]
-                    step, found = await self._state(error, new, step)
-                    zeros = new if found is None else list(ready)
+                    step, checkpoint = await self._state(error, new, step)
+                    zeros = new if checkpoint is None else list(ready)
                     await self._prepare(new, zeros, loops, once)
                     await self._record(loops, left_out, once, step)
                     known.update({task: ready[task] for task in self.ps.tasks})
-                    return step, found, left_out
+                    return step, checkpoint, left_out
             except (ClusterUnreachableError, TaskLostError) as again:
                 _LOG.info("a task was lost meanwhile: %s", again.message)
             if not await polling.again():
@@ -291,8 +291,8 @@ class Rollback:
         source = self.sources()
         if source is None:
             raise self._hopeless(error, "", None)
-        found = await source.load(error, self._recoveries.first)
-        return found.step, found
+        checkpoint = await source.load(error, self._recoveries.first)
+        return checkpoint.step, checkpoint
 
     async def _read_again(self, task: TaskName, saved: Saved) -> None:
         """Gives a ps what its process before wrote."""

@@ -220,8 +220,8 @@ class Standby:
         """Takes what the master tells; returns how its loss shows, if it does."""
         query = frame(run_query=pb.RunQuery(run=self._order.run, after=self._frames))
         try:
-            async for made in self._peers.stream(self.master, "RunJournal", query):
-                self._take(made)
+            async for entry in self._peers.stream(self.master, "RunJournal", query):
+                self._take(entry)
                 self._frames += 1
                 self._read.set()
                 if self._frames >= self._needed:
@@ -234,9 +234,9 @@ class Standby:
 
     # ------------------------------------------------------------ the journal
 
-    def _take(self, made: Frame) -> None:
-        body, record = body_of(made), self._supervisor.record
-        match kind_of(made):
+    def _take(self, entry: Frame) -> None:
+        body, record = body_of(entry), self._supervisor.record
+        match kind_of(entry):
             case "run_loop":
                 order = pb.RunLoop()
                 order.CopyFrom(body)  # it changes with what is told
@@ -249,17 +249,17 @@ class Standby:
             case "loop_report" if body.HasField("restored"):
                 self._go_back(body)
             case "loop_report":
-                self._note(made)
-                record.again(made)
+                self._note(entry)
+                record.again(entry)
             case kind:
-                record.note(made)  # its own standby reads it here
-                self._note_made(kind, made)
+                record.note(entry)  # its own standby reads it here
+                self._note_made(kind, entry)
 
-    def _note_made(self, kind: str, made: Frame) -> None:
-        body = body_of(made)
+    def _note_made(self, kind: str, entry: Frame) -> None:
+        body = body_of(entry)
         match kind:
             case "register_program":
-                self._supervisor.ready.keep(made)
+                self._supervisor.ready.keep(entry)
             case "open_run":
                 self._rested(body)
             case "open_data_run":
