@@ -10,8 +10,8 @@ from typing import final
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from jgraph.rpc.dial import SERVER_OPTIONS, bind_error
-from jgraph.rpc.grpc.listening import listen, stop_listening
+from jgraph.rpc.dial import bind_error
+from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
 
 
 @final
@@ -43,7 +43,7 @@ class HealthServer:
           AddressError: ``bind`` is not an address of this machine.
           PortInUseError: another process listens there.
         """
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=server_options(share=8))
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         try:
             self.port = server.add_insecure_port(bind)

@@ -1,4 +1,8 @@
-"""Lifetime of a gRPC server: listens until it is stopped or its event loop ends."""
+"""Lifetime of a gRPC server, and the limits on connections that ask nothing.
+
+gRPC tells nobody of a connection before its first stream. So its own limits are set: an
+age for those without a stream, and a number for all.
+"""
 
 import asyncio
 import logging
@@ -8,8 +12,29 @@ from typing import Final
 
 import grpc
 
+from jgraph.rpc.dial import SERVER_OPTIONS
+from jgraph.rpc.open_files import file_limit, watch_files
+
+GREETING_S: Final = 10.0
+"""TLS and HTTP/2 have begun by then, or the connection is ended."""
+IDLE_S: Final = 10.0
+"""A connection that has had no stream for so long is ended; ours have one."""
 _listening: Final[set["asyncio.Task[None]"]] = set()
 """What nobody holds any more listens on."""
+
+
+def server_options(share: int = 2) -> tuple[tuple[str, int], ...]:
+    """Returns the options of a server.
+
+    Args:
+      share: its connections are at most one in so many of the files of this process.
+    """
+    return (
+        *SERVER_OPTIONS,
+        ("grpc.server_handshake_timeout_ms", int(GREETING_S * 1000)),
+        ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
+        ("grpc.max_allowed_incoming_connections", max(file_limit() // share, 8)),
+    )
 
 
 async def listen(
@@ -46,7 +71,7 @@ async def _until_cancelled(
     server: grpc.aio.Server, grace_s: float | None, then: Callable[[], None] | None
 ) -> None:
     try:
-        await asyncio.get_running_loop().create_future()
+        await watch_files()
     finally:
         # The end of the loop also cancels a task of gRPC's, and with it the first try.
         with suppress(asyncio.CancelledError):

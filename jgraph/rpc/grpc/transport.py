@@ -21,7 +21,6 @@ from jgraph.rpc.calls.connections import ConnectionPool
 from jgraph.rpc.calls.stream import Stream
 from jgraph.rpc.dial import (
     CONNECT_TIMEOUT_S,
-    SERVER_OPTIONS,
     bind_error,
     open_channel,
     split_address,
@@ -30,7 +29,7 @@ from jgraph.rpc.exchange.link import ExchangeLink
 from jgraph.rpc.exchange.links import Links
 from jgraph.rpc.exchange.receiver import is_gone
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello
-from jgraph.rpc.grpc.listening import listen, stop_listening
+from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
 from jgraph.rpc.grpc.service import Service
 from jgraph.rpc.resumable.backlog import default_queue_limit
 from jgraph.rpc.security.auth import Roles, TokenGate
@@ -210,7 +209,7 @@ class GrpcTransport:
         )
         server = grpc.aio.server(
             interceptors=() if self._token is None else (TokenGate(self._token),),
-            options=SERVER_OPTIONS,
+            options=server_options(),
             maximum_concurrent_rpcs=MAX_CONCURRENT_STREAMS,
         )
         server.add_generic_rpc_handlers((service.generic_handler(),))

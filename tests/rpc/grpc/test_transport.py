@@ -19,8 +19,9 @@ from jgraph.errors import (
     TaskLostError,
 )
 from jgraph.graph.ir import TaskName
-from jgraph.rpc.dial import CHANNEL_OPTIONS, SERVER_OPTIONS
+from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.grpc.health import HealthServer
+from jgraph.rpc.grpc.listening import server_options
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, call, step
@@ -96,7 +97,7 @@ def test_grpc_knows_every_option_that_is_set() -> None:
     # It passes over others silently.
     (library,) = Path(grpc.__file__).parent.glob("_cython/cygrpc*.so")
     known = library.read_bytes()
-    names = {name for name, _ in (*SERVER_OPTIONS, *CHANNEL_OPTIONS)}
+    names = {name for name, _ in (*server_options(), *CHANNEL_OPTIONS)}
     assert [name for name in names if name.encode() not in known] == []
 
 
