@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from jgraph.errors import ClusterUnreachableError, DeadlineError
+from jgraph.errors import ClusterBusyError, ClusterUnreachableError, DeadlineError
 from jgraph.rpc.calls import answering
 from jgraph.rpc.calls.admission_control import RequestBudget
 from jgraph.rpc.calls.caller import ASKS_METHOD
@@ -17,9 +17,8 @@ from jgraph.rpc.frames import body_of, kind_of
 from jgraph.rpc.grpc import transport
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.sockets.connecting import connect_local
-from jgraph.rpc.sockets.frame_socket import FrameSocket
 from jgraph.rpc.transport import Address, Frame
-from jgraph.rpc.wire.codec import pack
+from jgraph.rpc.wire.codec import LENGTH, MAX_HEADER_BYTES, pack
 from jgraph.rpc.wire.decoder import Decoder
 from jgraph.testing.transport_harness import PS, WAIT_S, Recorder, asked, numbers, step
 from tests.support.asks import HELLO, LARGE, LIMIT, Asks, ask, error_in, intake
@@ -39,6 +38,18 @@ async def opened(address: Address) -> AsyncIterator[tuple[Asks, Frame]]:
         (welcome,) = Decoder().feed(chunk)
         assert kind_of(welcome) == "hello"
         yield stream, welcome
+
+
+async def writer(
+    stream: Asks, welcome: Frame | None
+) -> Callable[[bytes], Awaitable[None]]:
+    """What sends over a stream, or over the socket that its server offered."""
+    if welcome is None:
+        return stream.write
+    socket = await connect_local(body_of(welcome).local_socket, lambda data: None)
+    assert socket is not None
+    at_hand = socket
+    return lambda chunk: at_hand.write((chunk,))
 
 
 async def drip(write: Callable[[bytes], Awaitable[None]]) -> None:
@@ -64,22 +75,11 @@ def test_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
 ) -> None:
     monkeypatch.setattr(answering, "LOOK_EVERY_S", 0.1)
 
-    async def socket_of(welcome: Frame) -> FrameSocket:
-        socket = await connect_local(body_of(welcome).local_socket, lambda data: None)
-        assert socket is not None
-        return socket
-
     async def main() -> None:
         server, client = GrpcTransport(PS, max_request_bytes=LIMIT), GrpcTransport(None)
         address = await server.start(Recorder())
         async with opened(address) as (stream, welcome):
-            socket = await socket_of(welcome) if near else None
-
-            async def write(chunk: bytes) -> None:
-                await (
-                    stream.write(chunk) if socket is None else socket.write((chunk,))
-                )
-
+            write = await writer(stream, welcome if near else None)
             sending = asyncio.create_task(drip(write))
             error = error_in(await rest_of(stream))
             assert isinstance(error, DeadlineError)
@@ -87,6 +87,41 @@ def test_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
             assert server._room.taken == 0
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+        assert numbers(await asked(client, address, "Echo", step(3, LARGE))) == [3]
+        await client.close()
+        await server.close()
+
+    run_async(main())
+
+
+@pytest.mark.bad_input_row(17)
+@pytest.mark.parametrize("near", [True, False])
+def test_callers_that_begin_large_headers_and_fall_silent_are_dropped(
+    near: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answering, "LOOK_EVERY_S", 0.5)
+    begun = LENGTH.pack(MAX_HEADER_BYTES) + b"x" * 1000
+
+    async def main() -> None:
+        server = GrpcTransport(PS, max_request_bytes=MAX_HEADER_BYTES * 3 // 2)
+        client = GrpcTransport(None)
+        address = await server.start(Recorder())
+        is_taken, take = asyncio.Event(), server._room.take
+
+        def noted(nbytes: int, *, always: bool = False) -> bool:
+            is_taken.set()
+            return take(nbytes, always=always)
+
+        server._room.take = noted  # type: ignore[method-assign]  # as is seen below
+        async with opened(address) as (first, here), opened(address) as (second, there):
+            await (await writer(first, here if near else None))(begun)
+            async with asyncio.timeout(WAIT_S):
+                await is_taken.wait()
+            await (await writer(second, there if near else None))(begun)
+            assert isinstance(error_in(await rest_of(second)), ClusterBusyError)
+            assert isinstance(error_in(await rest_of(first)), DeadlineError)
+            assert server._room.taken == 0
         assert numbers(await asked(client, address, "Echo", step(3, LARGE))) == [3]
         await client.close()
         await server.close()

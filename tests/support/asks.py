@@ -7,7 +7,12 @@ import grpc
 import numpy as np
 
 from jgraph.errors import JGError
-from jgraph.rpc.calls.admission_control import Admit, CallAdmission, RequestBudget
+from jgraph.rpc.calls.admission_control import (
+    Admit,
+    Announced,
+    CallAdmission,
+    RequestBudget,
+)
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
@@ -62,7 +67,8 @@ def ask(number: int, request: Frame, method: str = "Echo") -> bytes:
 
 
 def intake(room: RequestBudget, memory: Memory | None = None) -> CallAdmission:
-    def decoder(admit: Admit) -> Decoder:
-        return Decoder(take=(memory or Memory()).take, admit=admit)
+    def decoder(admit: Admit, announced: Announced) -> Decoder:
+        take = (memory or Memory()).take
+        return Decoder(take=take, admit=admit, announced=announced)
 
     return CallAdmission(room, decoder)

@@ -644,7 +644,7 @@ class Call(_message.Message):
     NBYTES_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     nbytes: _builtins.int
-    """of the tensors of the next call on this stream, of `method`"""
+    """of the next call on this stream, of `method`: its tensors, and a header over 64 KiB"""
     def __init__(
         self,
         *,

@@ -1,9 +1,10 @@
 """Admission control of calls: limits the request bytes that a task holds at once.
 
 Decided when the header of a call is read, before memory is taken for its tensors. What
-is refused is thrown away as it arrives. Who was refused, or sends much at once, asks
-for room first, and gets it in the order of asking. Who has room, and does not send
-what it is for, loses it.
+is refused is thrown away as it arrives. A large header needs room itself, as soon as
+its length is read; without it the stream ends, as nobody knows whose call it is. Who
+was refused, or sends much at once, asks for room first, and gets it in the order of
+asking. Who has room, and does not send what it is for, loses it.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ _LEAST_BYTES: Final = 256 << 20
 _LEAST_NEWS: Final = 64 << 10
 _MOST_LOOKS: Final = 2  # one finds what a process that was frozen has not read yet
 Admit: TypeAlias = Callable[[pb.Frame, int], bool]
+Announced: TypeAlias = Callable[[int], None]
 
 
 @final
@@ -128,7 +130,7 @@ class CallAdmission:
     Args:
       room: of the task.
       make_decoder: gives what turns the chunks of the stream into frames; it asks what
-        it is given whether to take the tensors of a frame.
+        it is given whether to take the tensors of a frame, and a large header.
 
     Attributes:
       decoder: of the stream.
@@ -136,14 +138,15 @@ class CallAdmission:
     """
 
     def __init__(
-        self, room: RequestBudget, make_decoder: Callable[[Admit], Decoder]
+        self, room: RequestBudget, make_decoder: Callable[[Admit, Announced], Decoder]
     ) -> None:
-        self.decoder = make_decoder(self._admit)
+        self.decoder = make_decoder(self._admit, self._announced)
         self.of_task = False
         self._room = room
         self._let_in: dict[int, int] = {}  # bytes of the calls that have not begun
         self._refused: dict[int, int] = {}
         self._reserved = 0
+        self._header = 0  # bytes of the one that arrives
         self._is_closed = False
         # What was found when it was last looked.
         self._fed = 0
@@ -160,7 +163,7 @@ class CallAdmission:
 
         Room that was kept for a call that has not come meanwhile is given back.
         """
-        coming = next(iter(self._let_in), None)
+        coming = -1 if self._header else next(iter(self._let_in), None)
         stands = coming is not None and coming == self._seen
         self._looks = self._looks + 1 if stands and self._fed < _LEAST_NEWS else 0
         self._seen, self._fed = coming, 0
@@ -174,7 +177,7 @@ class CallAdmission:
         """Waits until there is room for the next call, and keeps it for that.
 
         Args:
-          nbytes: of its tensors; no more than it needs.
+          nbytes: of its tensors and a large header; no more than it needs.
           method: of it, for the message.
           task: which refuses, for the message.
 
@@ -204,14 +207,15 @@ class CallAdmission:
         """
         nbytes = self._refused.pop(number, 0)
         if nbytes:
+            self._room.give(self._let_in.pop(number, 0))
             raise self._busy(nbytes, method, task)
         return self._let_in.pop(number, 0)
 
     def close(self) -> None:
         """Gives back what calls have that will not arrive any more."""
         self._is_closed = True
-        self._room.give(self._reserved + sum(self._let_in.values()))
-        self._reserved = 0
+        self._room.give(self._reserved + self._header + sum(self._let_in.values()))
+        self._reserved = self._header = 0
         self._let_in.clear()
 
     def _busy(self, nbytes: int, method: str, task: str) -> ClusterBusyError:
@@ -224,15 +228,36 @@ class CallAdmission:
             task=task,
         )
 
+    def _announced(self, nbytes: int) -> None:
+        """Takes room for a header.
+
+        Raises:
+          ClusterBusyError: there is none.
+        """
+        if nbytes <= self._reserved:
+            self._reserved -= nbytes
+        elif not self._room.take(nbytes, always=self.of_task):
+            raise ClusterBusyError(
+                f"there is no room for the header of a call, {nbytes:,} bytes, now: of "
+                f"{self._room.limit:,} bytes for calls, others have "
+                f"{self._room.taken:,}; try again later, or start the task with a "
+                "higher max_request_bytes"
+            )
+        self._header = nbytes
+
     def _admit(self, header: pb.Frame, nbytes: int) -> bool:
         number = header.sequence
+        head, self._header = self._header, 0
         if not header.method or number in self._let_in:
+            self._room.give(head)
             return False  # of no call, or of one that was made twice
         if nbytes <= self._reserved:
-            self._let_in[number], self._reserved = self._reserved, 0
+            self._let_in[number], self._reserved = head + self._reserved, 0
             return True
         if self._room.take(nbytes, always=self.of_task):
-            self._let_in[number] = nbytes
+            self._let_in[number] = head + nbytes
             return True
         self._refused[number] = nbytes
+        if head:  # as long as the header is kept
+            self._let_in[number] = head
         return False

@@ -113,23 +113,29 @@ class CallConnection:
           method: what is called.
           request: with its tensors.
           timeout_s: limit for all of it.
-          at_once: send it first, and ask for room only if it is refused.
+          at_once: send it first, and ask for room only if it is refused; not if its
+            header is large, as the stream would end.
 
         Raises:
           ClusterBusyError: the server had no room for a while.
           JGError: as ``ask``.
         """
         end = self._now() + timeout_s
-        if at_once:
+        if at_once and not request.has_large_header:
             try:
                 return await self.ask(method, request, timeout_s)
             except ClusterBusyError as error:
                 if error.details.get("refused") != method:
                     raise
+        await self._make_room(method, request, end)
+        return await self.ask(method, request, max(end - self._now(), 0.0))
+
+    async def _make_room(self, method: str, request: Prepared, end: float) -> None:
         nbytes = sum([array.nbytes for array in request.arrays])
+        if request.has_large_header:
+            nbytes += request.header_bytes
         asked = prepare(frame(call=pb.Call(method=method, nbytes=nbytes)))
         await self.ask(ROOM_METHOD, asked, max(end - self._now(), 0.0))
-        return await self.ask(method, request, max(end - self._now(), 0.0))
 
     async def call(
         self, method: str, request: Prepared, timeout_s: float
@@ -138,12 +144,14 @@ class CallConnection:
 
         Raises: as ``ask``.
         """
+        end = self._now() + timeout_s
+        if request.has_large_header:
+            await self._make_room(method, request, end)
         replies: asyncio.Queue[Frame | Ended] = asyncio.Queue()
         number = self._begin(replies.put_nowait)
         self._talk.outbox.put(
             request.encoded(sequence=number, method=method, every_reply=True)
         )
-        end = self._now() + timeout_s
         is_over = False
         try:
             while True:

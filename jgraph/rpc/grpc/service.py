@@ -11,7 +11,12 @@ import grpc
 from jgraph.errors import JGError, MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls.admission_control import Admit, CallAdmission, RequestBudget
+from jgraph.rpc.calls.admission_control import (
+    Admit,
+    Announced,
+    CallAdmission,
+    RequestBudget,
+)
 from jgraph.rpc.calls.answering import Answers
 from jgraph.rpc.calls.sessions import CallSessions
 from jgraph.rpc.dial import SHUTTING_DOWN
@@ -148,11 +153,14 @@ class Service:
         finally:
             self._running.discard(task)
 
-    def _decoder(self, admit: Admit | None = None) -> Decoder:
+    def _decoder(
+        self, admit: Admit | None = None, announced: Announced | None = None
+    ) -> Decoder:
         return Decoder(
             max_frame_bytes=self._max_frame_bytes,
             take=self._buffers.take,
             admit=admit,
+            announced=announced,
         )
 
     def _check_caller(self, context: Any, task: TaskName | None = None) -> None:

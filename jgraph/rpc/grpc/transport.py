@@ -355,7 +355,7 @@ class GrpcTransport:
         """
         prepared = prepare(request, max_frame_bytes=self._max_frame_bytes)
         self._counters.calls_made += 1
-        if prepared.nbytes > MAX_ASK_BYTES:
+        if prepared.nbytes > MAX_ASK_BYTES or prepared.has_large_header:
             async with self._lines.own(dst, timeout_s) as (line, left_s):
                 at_once = not self._lines.is_crowded(dst)
                 return await line.ask_in_turn(method, prepared, left_s, at_once=at_once)

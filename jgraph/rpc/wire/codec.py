@@ -23,6 +23,8 @@ CHUNK_BYTES: Final = 1 << 20
 """Measured in tasks, which keep freed memory: 512 KiB costs 5 to 10 % more CPU, 2 MiB
 as much as this. In a process that gives it back, this costs 14 % more than 512 KiB."""
 MAX_HEADER_BYTES: Final = 16 << 20
+LARGE_HEADER_BYTES: Final = 64 << 10
+"""A larger header of a call counts in the bound of what a task holds."""
 MAX_FRAME_BYTES: Final = 4 << 30
 MAX_NDIM: Final = 32
 HANDLE_BYTES: Final = 32
@@ -81,6 +83,16 @@ class Prepared(NamedTuple):
     arrays: tuple[Tensor, ...]
     nbytes: int
     values_of: tuple[str, int] | None
+
+    @property
+    def header_bytes(self) -> int:
+        """The length of the header, or a little more."""
+        return len(self.header) + len(self.types) + NUMBER_BYTES
+
+    @property
+    def has_large_header(self) -> bool:
+        """Whether its header counts where it arrives."""
+        return self.header_bytes > LARGE_HEADER_BYTES
 
     def encoded(
         self,

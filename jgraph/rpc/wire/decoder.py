@@ -17,6 +17,7 @@ from jgraph.rpc.shared_memory.memory_files import Bytes
 from jgraph.rpc.shared_memory.shared_memory import ReceiveMemory
 from jgraph.rpc.transport import Frame, Tensor
 from jgraph.rpc.wire.codec import (
+    LARGE_HEADER_BYTES,
     LENGTH,
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
@@ -36,8 +37,10 @@ class Decoder:
         memory is taken for them.
       take: gives the memory for a tensor of so many bytes.
       admit: whether to take the tensors of a frame, so many bytes; asked when its
-        header is read. If not, they are thrown away as they arrive, and the frame has
-        none. None: always.
+        header is read, if it has some or its header was announced. If not, they are
+        thrown away as they arrive, and the frame has none. None: always.
+      announced: told the length of each large header before memory is taken for it;
+        what it raises is final.
 
     Attributes:
       shared: the memory of the sender, where tensors may lie that are not in the
@@ -59,10 +62,12 @@ class Decoder:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         take: Callable[[int], Bytes] = aligned_empty,
         admit: Callable[[pb.Frame, int], bool] | None = None,
+        announced: Callable[[int], None] | None = None,
     ) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._take = take
         self._admit = admit
+        self._announced = announced
         self._head = bytearray()
         self._need = LENGTH.size
         self._body: _Body | _Refused | None = None
@@ -123,6 +128,9 @@ class Decoder:
             if len(view) >= end:
                 self._body = self._parse(bytes(view[LENGTH.size : end]))
                 return view[end:]
+            self._head += view
+            self._need = end
+            return view[len(view) :]
         part = view[: self._need - len(self._head)]
         self._head += part
         if len(self._head) == self._need == LENGTH.size:
@@ -139,6 +147,8 @@ class Decoder:
                 f"these bytes are not a jgraph message: a header of {length:,} "
                 f"bytes is announced, the limit is {MAX_HEADER_BYTES:,}"
             )
+        if length > LARGE_HEADER_BYTES and self._announced is not None:
+            self._announced(length)
         return length
 
     def _parse(self, text: bytes) -> "_Body | _Refused":
@@ -165,7 +175,8 @@ class Decoder:
         ]
         if slots:
             header.ClearField("tensors")
-        if tensor_bytes and self._admit and not self._admit(header, tensor_bytes):
+        counts = tensor_bytes or len(text) > LARGE_HEADER_BYTES
+        if counts and self._admit and not self._admit(header, tensor_bytes):
             return _Refused(header, sum([s[1] for s in slots if s[3] is None]))
         return _Body(header, slots, self._take)
 

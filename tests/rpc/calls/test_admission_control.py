@@ -28,8 +28,8 @@ from jgraph.rpc.security.certificates import make_certificates
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.serving import ROOM_METHOD
 from jgraph.rpc.status import from_status
-from jgraph.rpc.transport import Address, Frame
-from jgraph.rpc.wire.codec import prepare
+from jgraph.rpc.transport import Address, Frame, Tensor
+from jgraph.rpc.wire.codec import LENGTH, prepare
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
 from tests.support.asks import (
     HELLO,
@@ -69,6 +69,101 @@ def test_no_memory_is_taken_for_what_is_refused_and_what_follows_is_read(
         with pytest.raises(ClusterBusyError, match="has no room for the"):
             stream.begin(number, "Echo", PS)
     assert stream.begin(3, "Echo", PS) == 40
+
+
+def with_header(number: int, nbytes: int, *tensors: Tensor) -> bytes:
+    """A call whose header has so many bytes, and some more."""
+    text = pb.LogLines(lines=["x" * nbytes])
+    return ask(number, frame(log_lines=text, tensors=tensors))
+
+
+def test_large_header_has_room_before_it_comes_until_its_call_is_answered() -> None:
+    room = RequestBudget(1 << 20)
+    stream, data = intake(room), with_header(1, 600_000, np.ones(1000, np.uint8))
+    (header,) = LENGTH.unpack_from(data)
+    stream.feed(data[: LENGTH.size])
+    assert room.taken == header > 600_000
+    (call,) = stream.feed(data[LENGTH.size :])
+    assert (len(call.tensors), room.taken) == (1, header + 1000)
+    assert stream.begin(1, "Echo", PS) == header + 1000
+    half = intake(room)
+    with pytest.raises(ClusterBusyError, match="no room for the header of a call"):
+        half.feed(data[: LENGTH.size])
+    with pytest.raises(ClusterBusyError):  # nothing follows: whose call was it?
+        half.feed(ask(2, step(2)))
+    half.close()
+    room.give(header + 1000)
+    assert room.taken == 0
+
+
+def test_large_header_that_does_not_go_on_loses_its_room() -> None:
+    room = RequestBudget(1 << 20)
+    stream, data = intake(room), with_header(1, 600_000)
+    for at in range(0, 400_000, 100_000):
+        stream.feed(data[at : at + 100_000])
+        assert not stream.is_stuck()
+    stream.feed(data[400_000:400_100])
+    assert not stream.is_stuck()
+    assert stream.is_stuck()
+    stream.close()
+    assert room.taken == 0
+
+
+def test_large_header_of_a_call_that_is_refused_counts_until_that_is_told() -> None:
+    room = RequestBudget(1 << 20)
+    stream, data = intake(room), with_header(1, 600_000, LARGE)
+    (header,) = LENGTH.unpack_from(data)
+    assert stream.feed(data[: header + 100]) == []
+    assert room.taken == header
+    (call,) = stream.feed(data[header + 100 :])
+    assert len(call.tensors) == 0
+    with pytest.raises(ClusterBusyError, match="has no room"):
+        stream.begin(1, "Echo", PS)
+    assert room.taken == 0
+
+
+def test_large_header_of_no_call_gives_its_room_back() -> None:
+    room = RequestBudget(1 << 20)
+    intake(room).feed(told(frame(hello=pb.Hello(task="x" * 600_000))))
+    assert room.taken == 0
+
+
+@NEAR
+def test_call_with_a_large_header_waits_for_its_turn(
+    near: Literal["auto", "off"],
+) -> None:
+    async def main() -> None:
+        server = GrpcTransport(PS, max_request_bytes=1 << 20, same_machine=near)
+        client = GrpcTransport(None, same_machine=near)
+        address = await server.start(Recorder())
+        asked_for, turn = asyncio.Event(), server._room.turn
+
+        async def noted(nbytes: int) -> None:
+            asked_for.set()
+            await turn(nbytes)
+
+        server._room.turn = noted  # type: ignore[method-assign]  # as is seen below
+        request = frame(log_lines=pb.LogLines(lines=["x" * 600_000]))
+        server._room.take(900_000)  # as others' calls do
+        asking = asyncio.create_task(client.ask(address, "Echo", request, timeout_s=20))
+        calling = asyncio.create_task(kinds_of(client, address, request))
+        await asked_for.wait()
+        server._room.give(900_000)
+        assert kind_of(await asking) == "log_lines"
+        assert await calling == ["log_lines"]
+        assert server._room.taken == 0
+        await client.close()
+        await server.close()
+
+    run_async(main())
+
+
+async def kinds_of(
+    client: GrpcTransport, address: Address, request: Frame
+) -> list[str]:
+    """Returns the kinds of all replies."""
+    replies = client.call(address, "Echo", request, timeout_s=20)
+    return [kind_of(reply) async for reply in replies]
 
 
 def test_what_a_stream_leaves_behind_is_given_back_at_its_end() -> None:
