@@ -493,6 +493,7 @@ class RunClientThere:
         )
         self.answered = set[int]()
         self.is_gone = self.has_finished = False
+        self.looks = False  # for another master
         self.work: asyncio.Task[None] | None = None
         self.at: tuple[TaskName, int] = (TaskName("/job:worker/task:0"), 1)
         self.answers = set[asyncio.Task[None]]()
@@ -512,31 +513,36 @@ class RunClientThere:
 
     async def follow(self, master: TaskName, term: int) -> None:
         """Follows the run from one master to the next."""
-        world = self.world
         while True:
             self.at = master, term
-            query = frame(run_query=pb.RunQuery(run=RUN, owner=True))
-            try:
-                reports = world.stream(None, master, "Master.Attach", query)
-                async for report in reports:
-                    body = body_of(report)
-                    if body.HasField("question"):
-                        work = asyncio.ensure_future(self.answer(master, body.question))
-                        self.answers.add(work)
-                        work.add_done_callback(self.answers.discard)
-            except (ClusterUnreachableError, TaskLostError, FencedError) as error:
-                world.note(f"client is told: {error}")
-                is_of_master = error.details.get("task") == master
-                if not (isinstance(error, FencedError) or is_of_master):
-                    return
-            except JGError:
+            if not self.looks and not await self.attach(master):
                 return
-            else:
-                return
+            self.looks = True  # also when it is back from where it was away
             found = await self.next_master(master, term)
             if found is None:
                 return
+            self.looks = False
             master, term = found
+
+    async def attach(self, master: TaskName) -> bool:
+        """Follows the run at a master; returns whether that was lost."""
+        world = self.world
+        query = frame(run_query=pb.RunQuery(run=RUN, owner=True))
+        try:
+            reports = world.stream(None, master, "Master.Attach", query)
+            async for report in reports:
+                body = body_of(report)
+                if body.HasField("question"):
+                    work = asyncio.ensure_future(self.answer(master, body.question))
+                    self.answers.add(work)
+                    work.add_done_callback(self.answers.discard)
+        except (ClusterUnreachableError, TaskLostError, FencedError) as error:
+            world.note(f"client is told: {error}")
+            is_of_master = error.details.get("task") == master
+            return isinstance(error, FencedError) or is_of_master
+        except JGError:
+            pass
+        return False
 
     async def next_master(
         self, old: TaskName, term: int
