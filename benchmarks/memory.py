@@ -97,28 +97,28 @@ def _table_phases(
             callbacks=[callback],
         )
 
-    with Peaks(cluster, ps, durability) as peaks:
-        fit(1)
-        peaks.end("init")
-        fit(300)
-        peaks.end("train and save")
-        if durability == "checkpoint":
-            first.restore(directory)
-            peaks.end("restore into its memory")
-            first.close()
-            other = trainer().restore(directory)
-            peaks.end("restore into a new Trainer")
-            other.close()
-            return
-        killed: list[int] = []
+    peaks = Peaks(cluster, ps, durability)
+    fit(1)
+    peaks.end("init")
+    fit(300)
+    peaks.end("train and save")
+    if durability == "checkpoint":
+        first.restore(directory)
+        peaks.end("restore into its memory")
+        first.close()
+        other = trainer().restore(directory)
+        peaks.end("restore into a new Trainer")
+        other.close()
+        return
+    killed: list[int] = []
 
-        def kill(run: Any, report: Any) -> None:
-            if not killed:
-                killed.append(cluster.pid(ps))
-                cluster.kill(ps)
+    def kill(run: Any, report: Any) -> None:
+        if not killed:
+            killed.append(cluster.pid(ps))
+            cluster.kill(ps)
 
-        fit(600, kill)
-        peaks.end("take-over")
+    fit(600, kill)
+    peaks.end("take-over")
 
 
 class TableModel(nnx.Module):
@@ -146,13 +146,7 @@ class Peaks:
         self._cluster = cluster
         self._task = task
         self._durability = durability
-
-    def __enter__(self) -> Self:
-        measure.forget_peak(self._cluster.pid(self._task))
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        pass
+        measure.forget_peak(cluster.pid(task))
 
     def end(self, phase: str) -> None:
         """Ends a phase."""

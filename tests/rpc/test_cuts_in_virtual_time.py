@@ -51,6 +51,13 @@ def network_of(monkeypatch: pytest.MonkeyPatch) -> Made:
     return make
 
 
+def unsteady(network: Network) -> Network:
+    """Draws how late bytes arrive, and cuts are noticed."""
+    network.notice_s = network.chance.choice([0.004, 0.03, 0.5])
+    network.delay_s = network.chance.choice([0.001, 0.004, 0.02])
+    return network
+
+
 async def cuts(network: Network) -> None:
     """Cuts all or some connections at any time, some right after one another."""
     chance, now = network.chance, asyncio.get_running_loop().time
@@ -100,10 +107,8 @@ async def count(client: GrpcTransport, address: str, number: int) -> None:
 def test_every_call_is_made_and_answered_once_whenever_the_network_is_cut(
     seed: int, data_port: int | None, network_of: Made
 ) -> None:
-    network = network_of(seed)
+    network = unsteady(network_of(seed))
     chance = network.chance
-    network.notice_s = chance.choice([0.004, 0.03, 0.5])
-    network.delay_s = chance.choice([0.001, 0.004, 0.02])
 
     async def main() -> None:
         async with pair(data_port) as (client, address, at_ps):
@@ -147,10 +152,8 @@ class Posted(Recorder):
 def test_every_posted_frame_arrives_once_and_in_order_whenever_the_network_is_cut(
     seed: int, data_port: int | None, network_of: Made
 ) -> None:
-    network = network_of(seed)
+    network = unsteady(network_of(seed))
     chance = network.chance
-    network.notice_s = chance.choice([0.004, 0.03, 0.5])
-    network.delay_s = chance.choice([0.001, 0.004, 0.02])
     count = 60
 
     async def main() -> None:
