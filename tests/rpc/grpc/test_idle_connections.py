@@ -1,7 +1,9 @@
 """Connections that never show a token are limited in age and number; files run low."""
 
 import asyncio
+import errno
 import logging
+import os
 import resource
 from contextlib import closing
 from pathlib import Path
@@ -177,3 +179,31 @@ def test_files_are_told_again_after_a_minute_and_not_where_there_are_enough(
         watch.look(now)
     told = [line.partition(" files")[0] for line in caplog.messages]
     assert told == ["50 of the 100", "100 of the 100"]
+
+
+@pytest.mark.parametrize("code", [errno.ENFILE, errno.EACCES, errno.ENOENT])
+def test_a_server_goes_on_where_the_system_does_not_tell_of_files(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks after files also stops the server when it ends."""
+    monkeypatch.setattr(open_files, "LOOK_EVERY_S", 0.01)
+    looks = asyncio.Queue[str]()
+
+    def refused(path: str, flags: int) -> int:
+        looks.put_nowait(path)
+        raise OSError(code, os.strerror(code))
+
+    async def main() -> None:
+        server, client = GrpcTransport(PS), GrpcTransport(None)
+        address = await server.start(Recorder())
+        monkeypatch.setattr(os, "open", refused)
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(3):
+                await looks.get()
+            replies = await asked(client, address, "Echo", step(7), WAIT_S)
+        monkeypatch.undo()
+        assert numbers(replies) == [7]
+        await client.close()
+        await server.close()
+
+    run_async(main())
