@@ -53,8 +53,9 @@ METHODS: Final[Mapping[str, Method]] = {
     "Runs": Method(_TASK, "empty"),
     "InheritRun": Method(_TASK, "open_run"),
     "SucceedRun": Method(_TASK, "run_query"),
-    # What the standby of a run asks of its master.
+    # What the standby of a run asks of its master, and of the other standbys.
     "RunJournal": Method(_TASK, "run_query"),
+    "JournalEnd": Method(_TASK, "run_query"),
     "SendData": Method(_TASK, "send_data"),
     # What a client asks of a task: neither training data nor checkpoints pass through
     # the master, which asks for some of it again when a worker is back.

@@ -36,7 +36,7 @@ class RunInfo:
       data_run: under which its data is dealt out.
       synchronous: whether each step is one of all workers.
       checkpoints: where its master saves; empty: nowhere.
-      term: how many masters it has had.
+      term: number of its master; each is greater than those before.
     """
 
     name: str

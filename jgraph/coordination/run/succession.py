@@ -129,6 +129,9 @@ class MasterTerms:
       >>> terms = MasterTerms()
       >>> terms.check("run-1", 1), terms.check("run-1", 2)
       (None, None)
+      >>> terms.begin("run-1", 2, "loop-1")
+      >>> terms.newest_loop("run-1")
+      'loop-1'
       >>> terms.check("run-1", 1)
       Traceback (most recent call last):
       jgraph.errors.FencedError: JG-139 an order of master 1 of run ...
@@ -136,24 +139,46 @@ class MasterTerms:
 
     def __init__(self) -> None:
         self._newest: OrderedDict[str, int] = OrderedDict()
+        self._loops: dict[str, str] = {}
 
-    def check(self, run: str, term: int) -> None:
+    def begin(self, run: str, term: int, loop: str) -> None:
+        """Takes note of a loop that a master begins here.
+
+        Args:
+          run: empty: one that nobody takes over.
+          term: of the master.
+          loop: its name.
+
+        Raises:
+          FencedError: a later master of that run was here already.
+        """
+        self.check(run, term)
+        if run:
+            self._loops[run] = loop
+
+    def newest_loop(self, run: str) -> str:
+        """Returns the newest loop of a run here; empty: none is known."""
+        return self._loops.get(run, "")
+
+    def check(self, run: str, term: int, *, takes_over: bool = False) -> None:
         """Takes note of who gives an order.
 
         Args:
           run: empty: one that nobody takes over.
           term: of the master.
+          takes_over: it is its first order, so another master has no such term.
 
         Raises:
           FencedError: a later master of that run was here already.
         """
         if not run:
             return
-        newest = max(term, self._newest.pop(run, 0))
+        before = self._newest.pop(run, 0)
+        newest = max(term, before)
         self._newest[run] = newest
         if len(self._newest) > _KEPT:
-            self._newest.popitem(last=False)
-        if term < newest:
+            self._loops.pop(self._newest.popitem(last=False)[0], None)
+        if term < newest or (takes_over and term == before):
             raise FencedError(
                 f"an order of master {term} of run '{run}' came after master {newest} "
                 "had taken over; it is not carried out",

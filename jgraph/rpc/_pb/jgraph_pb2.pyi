@@ -2011,6 +2011,7 @@ class StopLoop(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     HALT_FIELD_NUMBER: _builtins.int
     GO_ON_FIELD_NUMBER: _builtins.int
+    TAKES_OVER_FIELD_NUMBER: _builtins.int
     loop: _builtins.str
     task: _builtins.str
     lost: _builtins.str
@@ -2032,6 +2033,10 @@ class StopLoop(_message.Message):
     """Not to end: go on. The answer is a LoopReport that has the number if until then the
     loop stood still.
     """
+    takes_over: _builtins.bool
+    """Without `loop`: `term` is that of a master that takes over, so it is refused as well if
+    another one had it. The answer is a LoopReport that names the newest loop of the run.
+    """
     def __init__(
         self,
         *,
@@ -2046,10 +2051,11 @@ class StopLoop(_message.Message):
         pause: _builtins.bool = ...,
         halt: _builtins.int = ...,
         go_on: _builtins.int = ...,
+        takes_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "go_on", b"go_on", "halt", b"halt", "loop", b"loop", "lost", b"lost", "pause", b"pause", "run", b"run", "task", b"task", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "go_on", b"go_on", "halt", b"halt", "loop", b"loop", "lost", b"lost", "pause", b"pause", "run", b"run", "takes_over", b"takes_over", "task", b"task", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2725,26 +2731,6 @@ class OpenRun(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class AheadEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
     class HoldersEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -2777,9 +2763,9 @@ class OpenRun(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
-    AHEAD_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
+    STANDBYS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -2818,16 +2804,14 @@ class OpenRun(_message.Message):
         """that it ends with; unset: it is detached"""
 
     @_builtins.property
-    def ahead(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """"InheritRun": who takes the place of the master rather than the task that is asked,
-        as long as that process is there: its incarnation, by task.
-        """
-
-    @_builtins.property
     def holders(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Processes of the ps that hold the state of the run, by task: one that was started
         again since, and not filled yet, is another.
         """
+
+    @_builtins.property
+    def standbys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"InheritRun": all standbys; who is there and comes first takes the place of the master."""
 
     def __init__(
         self,
@@ -2845,13 +2829,13 @@ class OpenRun(_message.Message):
         frames: _builtins.int = ...,
         wait_s: _builtins.float = ...,
         client: Global___RunClient | None = ...,
-        ahead: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         term: _builtins.int = ...,
         holders: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        standbys: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "ahead", b"ahead", "client", b"client", "copies", b"copies", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3070,11 +3054,14 @@ class RunQuery(_message.Message):
 
     RUN_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     MASTER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     after: _builtins.int
     """RunJournal: so many frames are known"""
+    until: _builtins.int
+    """RunJournal: no more than so many; 0: all to its end"""
     owner: _builtins.bool
     """Attach: the client that began the run, and is asked"""
     master: _builtins.str
@@ -3084,12 +3071,13 @@ class RunQuery(_message.Message):
         *,
         run: _builtins.str = ...,
         after: _builtins.int = ...,
+        until: _builtins.int = ...,
         owner: _builtins.bool = ...,
         master: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "master", b"master", "owner", b"owner", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "master", b"master", "owner", b"owner", "run", b"run", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3097,7 +3085,8 @@ Global___RunQuery: _TypeAlias = RunQuery  # noqa: Y015
 
 @_typing.final
 class RunTable(_message.Message):
-    """"Runs" (master -> task): of which runs the task is the master. "Master.Runs": those of
+    """"JournalEnd" (task -> task): how far a task knows a run, as its master or as a standby; no
+    row: it does not. "Runs" (master -> task): of which runs the task is the master. "Master.Runs": those of
     all tasks that answer.
     """
 
@@ -3132,6 +3121,10 @@ class RunRow(_message.Message):
     DATA_RUN_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    OF_STANDBY_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     task: _builtins.str
     """its master"""
@@ -3149,6 +3142,17 @@ class RunRow(_message.Message):
     """since it began, also when it is over"""
     term: _builtins.int
     """of its master"""
+    of_standby: _builtins.bool
+    """the task was a standby of its master, and has read its end"""
+    frames: _builtins.int
+    """JournalEnd: entries that the task has of the journal of the process `incarnation` of
+    the task `task`.
+    """
+    incarnation: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___Status:
+        """what it failed with"""
+
     def __init__(
         self,
         *,
@@ -3161,10 +3165,14 @@ class RunRow(_message.Message):
         data_run: _builtins.str = ...,
         age_s: _builtins.float = ...,
         term: _builtins.int = ...,
+        error: Global___Status | None = ...,
+        of_standby: _builtins.bool = ...,
+        frames: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "info", b"info", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "error", b"error", "frames", b"frames", "incarnation", b"incarnation", "info", b"info", "of_standby", b"of_standby", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

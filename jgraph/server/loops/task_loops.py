@@ -165,7 +165,7 @@ class TaskLoops:
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         failpoint("order.received")
-        self._terms.check(order.run, order.term)
+        self._terms.begin(order.run, order.term, order.loop)
         failpoint("order.accepted")
         if order.loop in self._loops:
             raise ClusterBusyError(f"loop '{order.loop}' already runs on {self._task}")
@@ -288,7 +288,7 @@ class TaskLoops:
 
     async def _stop_loop(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        self._terms.check(body.run, body.term)
+        self._terms.check(body.run, body.term, takes_over=body.takes_over)
         if body.account:
             yield await self._account(body)
             return
@@ -302,6 +302,10 @@ class TaskLoops:
             self._tell(body)
         elif body.loop and body.loop not in self._ended:
             self._early.append(body)
+        elif not body.loop:  # another master says so, and asks for what it may not know
+            newest = self._terms.newest_loop(body.run)
+            yield frame(loop_report=pb.LoopReport(loop=newest))
+            return
         yield frame(empty=pb.Empty())
 
     async def _open_gate(self, request: Frame) -> AsyncIterator[Frame]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
@@ -58,6 +58,7 @@ class Runs:
             "InheritRun": self._inherit,
             "SucceedRun": self._succeed_now,
             "RunJournal": self._journal,
+            "JournalEnd": self._journal_end,
             "Master.Runs": self._all,
             "Master.OpenRun": self._open,
             "Master.KeepProgram": self._keep,
@@ -108,6 +109,11 @@ class Runs:
             if supervisor.client is not None:
                 supervisor.client.begin(COMPILE_S)  # it has more to say
             await self._appoint(order, supervisor)
+        self._forget_oldest()
+        yield frame(empty=pb.Empty())
+
+    def _forget_oldest(self) -> None:
+        """Forgets runs that are over, if there are many."""
         over = [
             name
             for name, supervisor in self._supervisors.items()
@@ -115,7 +121,6 @@ class Runs:
         ]
         for name in over[: max(0, len(self._supervisors) - _KEPT)]:
             del self._supervisors[name]
-        yield frame(empty=pb.Empty())
 
     async def _begin(self, request: Frame) -> AsyncIterator[Frame]:
         supervisor = self._get(body_of(request).run)
@@ -173,17 +178,13 @@ class Runs:
 
     async def _invite(self, supervisor: RunSupervisor) -> None:
         standbys = self._appointed.get(supervisor.name, {})
-        ahead: dict[str, str] = {}
-        asks = list[Awaitable[None]]()
-        for task, process in standbys.items():
-            asks.append(self._invite_one(task, ahead, supervisor))
-            ahead = {**ahead, task: process}
+        order = supervisor.as_known(standbys)
+        asks = (self._invite_one(task, order, supervisor) for task in standbys)
         await asyncio.gather(*asks)
 
     async def _invite_one(
-        self, task: TaskName, ahead: Mapping[str, str], supervisor: RunSupervisor
+        self, task: TaskName, order: pb.OpenRun, supervisor: RunSupervisor
     ) -> None:
-        order = supervisor.as_known(ahead)
         try:
             await self._peers.call(task, "InheritRun", frame(open_run=order))
         except FencedError as error:
@@ -195,6 +196,9 @@ class Runs:
         order = body_of(request)
         mine = self._supervisors.get(order.run)
         if mine is not None:
+            if mine.is_of_standby and order.term == mine.term:  # it is over
+                yield frame(empty=pb.Empty())
+                return
             if order.term <= mine.term:
                 raise FencedError(
                     f"{self._peers.task} has taken over run '{order.run}' from "
@@ -203,17 +207,20 @@ class Runs:
                 )
             what = f"{order.master} is the master of run '{order.run}' now"
             mine.fail(FencedError(what, run=order.run))
-            del self._supervisors[order.run], self._appointed[order.run]
+            del self._supervisors[order.run]
+            self._appointed.pop(order.run, None)
         standby = self._standbys.get(order.run)
+        if standby is not None and order.term < standby.end.term:
+            what = f"{standby.master} is the master of run '{order.run}' now"
+            raise FencedError(what, run=order.run, term=standby.end.term)
         if standby is None or standby.is_of_another(order):
             if standby is not None:
                 standby.close()
-            standby = Standby(
-                *(order, self._peers, self._clock), self._succeed, self._save_on
-            )
+            world = order, self._peers, self._clock
+            standby = Standby(*world, self._succeed, self._save_on, standby)
             self._standbys[order.run] = standby
             self._do(self._follow(order.run, standby))
-        standby.ahead = dict(order.ahead)
+        standby.standbys = list(map(TaskName, order.standbys))
         await standby.wait_read(order.frames)
         yield frame(empty=pb.Empty())
 
@@ -237,8 +244,20 @@ class Runs:
         try:
             await standby.work()
         finally:
-            if self._standbys.get(run) is standby:
+            is_newest = self._standbys.get(run) is standby
+            if is_newest:
                 del self._standbys[run]
+        if is_newest:
+            before = standby.reader
+            if before is not None and before is not standby:
+                before.open()
+                self._standbys[run] = before
+                self._do(self._follow(run, before))
+        if standby.end_record is not None and run not in self._supervisors:
+            # Its master may be lost before its client has heard how it ended.
+            standby.end_record.close()
+            self._supervisors[run] = standby.end_record
+            self._forget_oldest()
 
     async def _succeed(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
         self._supervisors[order.run] = supervisor
@@ -253,8 +272,24 @@ class Runs:
 
     async def _journal(self, request: Frame) -> AsyncIterator[Frame]:
         query = body_of(request)
-        async for made in self._get(query.run).record.journal(query.after):
+        known = self._known(query.run) or self._get(query.run)
+        async for made in known.record.journal(query.after, query.until):
             yield made
+
+    def _known(self, run: str) -> RunSupervisor | None:
+        """Returns who knows a run here, as its master or as a standby that has read."""
+        standby, supervisor = self._standbys.get(run), self._supervisors.get(run)
+        if supervisor is not None and not supervisor.is_replaced:
+            return supervisor
+        reader = None if standby is None else standby.reader
+        return None if reader is None else reader.supervisor
+
+    async def _journal_end(self, request: Frame) -> AsyncIterator[Frame]:
+        """Says how far this task knows a run, as its master or as a standby."""
+        run, table = body_of(request).run, pb.RunTable()
+        if (known := self._known(run)) is not None:
+            table.runs.append(known.journal_end())
+        yield frame(run_table=table)
 
     def note(self, request: Frame) -> None:
         """Keeps what made a run, if there is one."""
@@ -281,7 +316,8 @@ class Runs:
             supervisor.be_saved()
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
-        rows = [supervisor.record.row() for supervisor in self._supervisors.values()]
+        known = self._supervisors.values()
+        rows = [one.row() for one in known if not one.is_replaced]
         yield frame(run_table=pb.RunTable(runs=rows))
 
     async def _all(self, request: Frame) -> AsyncIterator[Frame]:
@@ -294,8 +330,9 @@ class Runs:
             if isinstance(reply, BaseException):
                 raise reply
             table.runs.extend(body_of(reply).runs)
-        # A master that was replaced has it still: of a term before, or as failed.
-        order = lambda row: (row.term, row.state != "failed")
+        # One that does not know yet that it was replaced has it, too, and so has a
+        # standby that has read its end.
+        order = lambda row: (row.term, not row.of_standby)
         newest = {row.run: row for row in sorted(table.runs, key=order)}
         yield frame(run_table=pb.RunTable(runs=newest.values()))
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.cluster.drain import told_to_end
-from jgraph.errors import ConfigError, JGError
+from jgraph.errors import ConfigError, FencedError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
-from jgraph.rpc.status import to_status
+from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame
 
 _MOST_BYTES: Final = 256 << 20
@@ -193,8 +193,20 @@ class Journal:
         """Ends it: "done", "stopped" or "failed"."""
         self._seconds = self.seconds
         self._state, self.error = state, error
+        if isinstance(error, FencedError):  # it goes on elsewhere
+            self._tell()
+            return
+        row = self.row()
+        if error is not None:
+            row.error.CopyFrom(to_status(error))
         # A standby that has read this does not go on with it.
-        self._append(frame(run_table=pb.RunTable(runs=[self.row()])))
+        self._append(frame(run_table=pb.RunTable(runs=[row])))
+
+    def end_as(self, row: pb.RunRow) -> None:
+        """Ends it as another record says."""
+        self._seconds, self._state = row.seconds, row.state
+        self.error = from_status(row.error) if row.HasField("error") else None
+        self._append(frame(run_table=pb.RunTable(runs=[row])))
 
     def _append(self, kept: Frame) -> None:
         self._kept.append(kept)
@@ -233,8 +245,12 @@ class Journal:
         if not self.is_over:
             raise told_to_end(self._task)
 
-    async def journal(self, after: int) -> AsyncIterator[Frame]:
+    async def journal(self, after: int, until: int = 0) -> AsyncIterator[Frame]:
         """Yields all frames after the first ``after``, and those to come, to the end.
+
+        Args:
+          after: so many are known.
+          until: no more than so many in all; 0: all to the end.
 
         Raises:
           ConfigError: some of them are not kept any more, or there are not so many.
@@ -252,6 +268,8 @@ class Journal:
                 )
             after += 1
             yield kept
+            if after == until:
+                return
 
     def leave(self) -> None:
         """Tells those who watch that this task ends."""

@@ -10,7 +10,7 @@ from jgraph.errors import FencedError, JGError, TaskLostError
 from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Address, Frame
 from jgraph.server.loops.dealer import Dealers
 
@@ -90,17 +90,35 @@ async def reaches_every_ps(peers: Peers, worker: TaskName) -> bool:
     return False
 
 
-async def check_master(peers: Peers, run: str, term: int) -> None:
+async def check_master(
+    peers: Peers, run: str, term: int, *, takes_over: bool = False
+) -> dict[str, TaskName]:
     """Tells all tasks that answer who is the master of a run.
+
+    Args:
+      peers: to the tasks.
+      run: its name.
+      term: of its master.
+      takes_over: it is that from now on, and no other master has this term.
+
+    Returns:
+      The newest loop of the run on each task that has had one, and which task that is.
 
     Raises:
       FencedError: one of them has heard of a later one.
     """
-    told = frame(stop_loop=pb.StopLoop(run=run, term=term))
-    calls = [peers.call(task, "StopLoop", told) for task in peers.tasks()]
-    for answer in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(answer, FencedError):
-            raise answer
+    told = frame(stop_loop=pb.StopLoop(run=run, term=term, takes_over=takes_over))
+    tasks = list(peers.tasks())
+    calls = [peers.call(task, "StopLoop", told) for task in tasks]
+    loops: dict[str, TaskName] = {}
+    replies = await asyncio.gather(*calls, return_exceptions=True)
+    for task, reply in zip(tasks, replies, strict=True):
+        if isinstance(reply, FencedError):
+            raise reply
+        if isinstance(reply, Frame) and kind_of(reply) == "loop_report":
+            loops[body_of(reply).loop] = task
+    loops.pop("", None)
+    return loops
 
 
 def of_task(task: TaskName, error: JGError) -> TaskLostError:

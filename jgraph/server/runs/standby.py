@@ -13,6 +13,15 @@ from jgraph.cluster.drain import holding
 from jgraph.cluster.loop_messages import leases_of
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import SlotPlan
+from jgraph.coordination.run.election import (
+    Election,
+    Follow,
+    JournalEnd,
+    Leave,
+    Over,
+    TakeOver,
+    Wait,
+)
 from jgraph.coordination.run.succession import resume_events
 from jgraph.errors import (
     ClusterUnreachableError,
@@ -24,12 +33,13 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.dial import is_refused
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.runs.journal import note_report
 from jgraph.server.runs.links import wait_reconnected
-from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks
+from jgraph.server.runs.peers import LoopPeers, check_master
 from jgraph.server.runs.ps_setup import version_if_known
 from jgraph.server.runs.supervisor import RunSupervisor
 
@@ -37,6 +47,14 @@ _LOG = logging.getLogger("jgraph.recover")
 _LOST_REPLY_S: Final = 1.0
 _POLL_S: Final = 0.5
 """Between two looks: that who comes first is gone shows only by asking it."""
+_ANSWER_S: Final = 1.0
+"""One that is busy is asked again."""
+_LOSSES: Final = (
+    ClusterUnreachableError,
+    FencedError,
+    TaskLeavingError,
+    TaskLostError,
+)
 _READ_S: Final = 2.0
 """For what a journal has; who invites asks again."""
 
@@ -49,6 +67,13 @@ class StandbyPeers(LoopPeers, Protocol):
         """Which start of its task the master is."""
 
 
+def journal_end(row: pb.RunRow) -> JournalEnd:
+    """Returns how far a task says that it knows a run."""
+    is_over = row.state != "running"
+    master = TaskName(row.task)
+    return JournalEnd(master, row.incarnation, row.term, row.frames, is_over)
+
+
 @final
 class Standby:
     """Keeps what another task knows as the master of a run.
@@ -59,11 +84,13 @@ class Standby:
       clock: dates what happens, and limits the wait for a master.
       begins: called with who looks after the run when this task is its master.
       saves: called when the run goes on, to save it.
+      before: of the master before, whose journal this one has as well once it is read.
 
     Attributes:
       master: whose standby this is.
-      ahead: take its place rather than this one, as long as they are there: processes
-        by task.
+      standbys: of that master; the first one that is there takes its place.
+      supervisor: of the run, if this task is to be its master.
+      is_over: the run is, or goes on elsewhere.
     """
 
     def __init__(
@@ -73,17 +100,19 @@ class Standby:
         clock: Clock,
         begins: Callable[[pb.OpenRun, RunSupervisor], Awaitable[None]],
         saves: Callable[[pb.OpenRun, RunSupervisor], None],
+        before: "Standby | None" = None,
     ) -> None:
         self.master = TaskName(order.master)
         self._incarnation = order.incarnation
-        self.ahead: Mapping[str, str] = dict(order.ahead)
+        self.standbys = list(map(TaskName, order.standbys))
+        self._before = None if before is None else before.reader
         # It said so itself: one that is busy may not answer who asks.
         self._known = {self.master: f"{order.incarnation:x}"}
         self._order = order
         self._peers = peers
         self._clock = clock
         self._begins, self._saves = begins, saves
-        self._supervisor = RunSupervisor(order, peers, clock)
+        self.supervisor = RunSupervisor(order, peers, clock)
         self._frames, self._needed = 0, order.frames
         self._has_read = asyncio.Event()  # what there was when it was invited
         if not order.frames:
@@ -95,18 +124,32 @@ class Standby:
         """Number of the last report of a loop."""
         self._data: pb.OpenDataRun | None = None
         self._book: BatchBook | None = None
-        self._has_begun = self._is_over = False
+        self._has_begun = self.is_over = False
         self._named = asyncio.Event()  # the client does not reach the master
-        self._read = asyncio.Event()  # another frame
+        self._has_more = asyncio.Event()
         self._closed = asyncio.Event()
+
+    @property
+    def has_read(self) -> bool:
+        """Whether all is read that there was when this standby was invited."""
+        return self._has_read.is_set()
+
+    @property
+    def reader(self) -> "Standby | None":
+        """This one if it has read all; else that of the master before, if any."""
+        return self if self.has_read else self._before
+
+    def open(self) -> None:
+        """Is a standby again: the next master was lost before its journal was read."""
+        self._closed.clear()
 
     async def wait_read(self, frames: int) -> None:
         """Waits a while until so much of the journal is read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_READ_S):
                 while self._frames < frames:
-                    self._read.clear()
-                    await self._read.wait()
+                    self._has_more.clear()
+                    await self._has_more.wait()
 
     def succeed(self) -> None:
         """Takes the place of a master that a client does not reach, if it is there."""
@@ -135,43 +178,148 @@ class Standby:
 
     async def _work(self) -> None:
         held, leaves = self._hold()
-        self._supervisor.learn_anew()
+        self.supervisor.learn_anew()
         try:
-            while (lost := await self._lost_or(leaves)) is not None:
-                if self._is_over:
+            while not self.is_over:
+                lost = await self._lost_or(leaves)
+                missed_s = self._clock.now()
+                if self.end_record is not None or await self._is_refused(lost):
                     return
-                if await self._is_there(lost):
-                    continue
-                match await self._ahead():
-                    case "waits":
-                        await asyncio.sleep(_POLL_S)
-                    case "has it":
-                        return
-                    case _:
-                        await self._take_over(lost)
-                        return
+                if not await self._is_there(lost):
+                    await self._elect(lost, missed_s)
         finally:
             held.cancel()  # lets the master go
 
-    async def _ahead(self) -> str:
-        """Says of those that come first: one "has it", one "waits", or "nobody"."""
-        if not self.ahead:
-            return "nobody"
-        ready = await ready_tasks(self._peers)
-        there = [
-            task for task, one in self.ahead.items() if ready.get(TaskName(task)) == one
-        ]
-        for task in there:
+    async def _is_refused(self, error: JGError) -> bool:
+        """Whether the master is there and does not tell the journal."""
+        if isinstance(error, _LOSSES):
+            return False
+        end = await self._ask(self.master)
+        if end is None or not end.is_of(self.end):
+            return False  # another process, or one that has let the run go
+        _LOG.warning("run '%s' has no standby: %s", self._order.run, error.message)
+        return True
+
+    @property
+    def end_record(self) -> RunSupervisor | None:
+        """Knows how the run ended, if that is read."""
+        return self.supervisor if self.supervisor.record.is_over else None
+
+    # ------------------------------------------------------------ the election
+
+    @property
+    def end(self) -> JournalEnd:
+        """How far this standby has read."""
+        return journal_end(self.supervisor.journal_end())
+
+    async def _elect(self, lost: JGError, missed_s: float) -> None:
+        """Takes the place of the master, unless it is there or another task does."""
+        peers, run = self._peers, self._order.run
+        election, waits = Election(peers.task, list(peers.tasks()), missed_s), ""
+        # Where not all is read, that of the master before is a standby again.
+        self.is_over = self._before is not None
+        while not self.is_over:
+            answers, silent = await self._ask_all()
+            now, read, forced = self._clock.now(), self.has_read, self._is_forced(lost)
+            world = self.end, answers, silent, self.standbys, now
+            match election.decide(*world, has_read=read, is_forced=forced):
+                case Follow():
+                    return
+                case Leave():
+                    self.is_over = True  # here
+                case Over(task):
+                    await self._read(task, answers[task].frames)
+                    self.is_over = True
+                case TakeOver(term):
+                    await self._take_term(election, lost, term)
+                case Wait(task):
+                    if waits != task:
+                        what = "run '%s' has lost its master, %s; %s comes first"
+                        _LOG.info(what, run, self.master, task)
+                    waits = task
+                    await self._pass_on(task)
+                    await asyncio.sleep(_POLL_S)
+
+    async def _take_term(self, election: Election, lost: JGError, term: int) -> None:
+        """Is the master from now on, unless a task has heard of a later one."""
+        world = self._peers, self._order.run, term
+        try:
+            begun = await check_master(*world, takes_over=True)
+        except FencedError as fenced:  # one that may be lost already
+            election.refused(int(fenced.details.get("term", term)))
+            await asyncio.sleep(_POLL_S)
+            return
+        await self._read_longer(election)
+        if not self.is_over:
+            await self._take_over(lost, term, begun)
+            self.is_over = True  # for who only follows
+
+    def _is_forced(self, lost: JGError) -> bool:
+        """Whether a master that is there is to be replaced."""
+        return isinstance(lost, TaskLeavingError) or self._named.is_set()
+
+    async def _pass_on(self, task: TaskName) -> None:
+        """Tells another standby that the client does not reach the master."""
+        if self._named.is_set():
+            query = pb.RunQuery(run=self._order.run, master=self.master)
             with suppress(JGError):
-                nothing = frame(empty=pb.Empty())
-                reply = await self._peers.call(TaskName(task), "Runs", nothing)
-                if any(row.run == self._order.run for row in body_of(reply).runs):
-                    return "has it"
-        return "waits" if there else "nobody"
+                await self._peers.call(task, "SucceedRun", frame(run_query=query))
+
+    async def _ask(self, task: TaskName) -> JournalEnd | None:
+        """Asks a task how far it knows the run; None: not at all.
+
+        Raises:
+          JGError: it does not answer.
+        """
+        query = frame(run_query=pb.RunQuery(run=self._order.run))
+        reply = await self._peers.call(task, "JournalEnd", query, timeout_s=_ANSWER_S)
+        return next(map(journal_end, body_of(reply).runs), None)
+
+    async def _ask_all(self) -> tuple[dict[TaskName, JournalEnd], set[TaskName]]:
+        """Asks the other tasks; returns what they know, and which may be there."""
+        answers, silent = dict[TaskName, JournalEnd](), set[TaskName]()
+
+        async def ask(task: TaskName) -> None:
+            try:
+                end = await self._ask(task)
+            except JGError:
+                if not await is_refused(self._peers.address(task)):
+                    silent.add(task)
+                return
+            if end is not None:
+                answers[task] = end
+
+        others = (task for task in self._peers.tasks() if task != self._peers.task)
+        await asyncio.gather(*map(ask, others))
+        return answers, silent
+
+    async def _read_longer(self, election: Election) -> None:
+        """Reads what others have of the journal, and this standby has not."""
+        answers, _ = await self._ask_all()
+        for task in election.longer(self.end, answers):
+            self._needed = max(self._needed, answers[task].frames)
+            await self._read(task, answers[task].frames)
+        if self._frames < self._needed:
+            self._has_read.clear()
+
+    async def _read(self, task: TaskName, until: int) -> None:
+        """Reads the journal that a task has, as far as that is known to reach."""
+        query = pb.RunQuery(run=self._order.run, after=self._frames, until=until)
+        if self._frames >= until:
+            return
+        try:
+            entries = self._peers.stream(task, "RunJournal", frame(run_query=query))
+            async for entry in entries:
+                self._add(entry)
+        except JGError as error:
+            what = "the journal of run '%s' on %s was not read: %s"
+            _LOG.warning(what, self._order.run, task, error.message)
+
+    # ------------------------------------------------------------ the master
 
     async def _is_there(self, lost: JGError) -> bool:
         """Whether the master still is one; a link that is silent is waited for."""
-        if isinstance(lost, TaskLeavingError) or self._named.is_set():
+        if not isinstance(lost, _LOSSES) or self._is_forced(lost):
             return False
         world = self._peers, self._known, self._clock
         waiting = asyncio.ensure_future(wait_reconnected(self.master, lost, *world))
@@ -184,8 +332,8 @@ class Standby:
             waiting.cancel()
             named.cancel()
 
-    async def _lost_or(self, leaves: asyncio.Future[JGError]) -> JGError | None:
-        """Follows the master; returns why it is to be replaced, None at the end."""
+    async def _lost_or(self, leaves: asyncio.Future[JGError]) -> JGError:
+        """Follows the master; returns why it is to be replaced, or how it ended."""
         following = asyncio.ensure_future(self._follow())
         named = asyncio.ensure_future(self._named.wait())
         either: set[asyncio.Future[Any]] = {following, leaves, named}
@@ -216,26 +364,29 @@ class Standby:
 
         return asyncio.ensure_future(hold()), leaves
 
-    async def _follow(self) -> JGError | None:
-        """Takes what the master tells; returns how its loss shows, if it does."""
+    async def _follow(self) -> JGError:
+        """Takes what the master tells; returns how its loss shows."""
         query = frame(run_query=pb.RunQuery(run=self._order.run, after=self._frames))
         try:
             async for entry in self._peers.stream(self.master, "RunJournal", query):
-                self._take(entry)
-                self._frames += 1
-                self._read.set()
-                if self._frames >= self._needed:
-                    self._has_read.set()
-        except (ClusterUnreachableError, FencedError, TaskLostError) as error:
-            return error  # fenced: another process has the place of the master
-        except JGError as error:
-            _LOG.warning("run '%s' has no standby: %s", self._order.run, error.message)
-        return None
+                self._add(entry)
+        except JGError as error:  # fenced: another process has the place of the master
+            return error
+        what = f"{self.master} is not the master of run '{self._order.run}' any more"
+        return TaskLeavingError(what, task=self.master)
+
+    def _add(self, entry: Frame) -> None:
+        self._take(entry)
+        self._frames += 1
+        self._has_more.set()
+        if self._frames >= self._needed:
+            self._has_read.set()
+            self._before = None
 
     # ------------------------------------------------------------ the journal
 
     def _take(self, entry: Frame) -> None:
-        body, record = body_of(entry), self._supervisor.record
+        body, record = body_of(entry), self.supervisor.record
         match kind_of(entry):
             case "run_loop":
                 order = pb.RunLoop()
@@ -251,6 +402,12 @@ class Standby:
             case "loop_report":
                 self._note(entry)
                 record.again(entry)
+            case "run_table":
+                if self._book is not None:
+                    version = self._order.version
+                    record.position = json.dumps(self._book.position(version))
+                record.end_as(body.runs[0])
+                self.is_over = True
             case kind:
                 record.note(entry)  # its own standby reads it here
                 self._note_made(kind, entry)
@@ -259,30 +416,31 @@ class Standby:
         body = body_of(entry)
         match kind:
             case "register_program":
-                self._supervisor.ready.keep(entry)
+                self.supervisor.ready.keep(entry)
             case "open_run":
                 self._rested(body)
             case "open_data_run":
                 self._open_book(body, self._order.version)
             case "stop_loop":
-                self._supervisor.stopping = True
+                self.supervisor.stopping = True
             case "run_query":
                 self._has_begun = True
-            case "run_table":
-                self._is_over = True
 
     def _rested(self, order: pb.OpenRun) -> None:
         """Takes what is another since a ps was started again."""
-        self._order.CopyFrom(order)
-        self._supervisor.learn_anew()
+        term, standbys = self._order.term, list(self._order.standbys)
+        self._order.CopyFrom(order)  # perhaps of a master before
+        self._order.master, self._order.incarnation = self.master, self._incarnation
+        self._order.term, self._order.standbys[:] = term, standbys
+        self.supervisor.learn_anew()
 
     def _go_back(self, report: pb.LoopReport) -> None:
         """Takes what is another since the run went back to a checkpoint."""
         restored, info = report.restored, json.loads(self._order.info)
         steps = restored.back_to - info["first_step"]
-        self._supervisor.record.go_back(restored, steps, report.data_position)
-        self._supervisor.restores = restored.number
-        self._supervisor.copies.began = restored.back_to
+        self.supervisor.record.go_back(restored, steps, report.data_position)
+        self.supervisor.restores = restored.number
+        self.supervisor.copies.began = restored.back_to
         if self._arbiter is not None:
             self._arbiter.steps = info["steps"] - restored.back_to
             self._arbiter.sync.version = restored.back_to
@@ -312,10 +470,17 @@ class Standby:
 
     # ------------------------------------------------------------ the succession
 
-    async def _take_over(self, error: JGError) -> None:
-        run, record = self._order.run, self._supervisor.record
-        # Those before it may have been masters, each for a while.
-        term, loops = record.term + 1 + len(self.ahead), self._newest()
+    async def _take_over(
+        self, error: JGError, term: int, begun: Mapping[str, TaskName]
+    ) -> None:
+        """Goes on with the run.
+
+        Args:
+          error: how the master was lost.
+          term: of this one; all tasks that answer refuse earlier ones.
+          begun: the newest loops of the run, and where they are.
+        """
+        run, record, loops = self._order.run, self.supervisor.record, self._newest()
         has_read = self._has_read.is_set()
         if has_read and not (loops and self._has_begun):
             _LOG.warning("run '%s' ended with its master before it began", run)
@@ -329,41 +494,49 @@ class Standby:
         if self._book is not None and has_read:  # until it is dealt out here
             record.position = json.dumps(self._book.position(self._order.version))
         self._order.term = term
-        await self._begins(self._order, self._supervisor)
+        await self._begins(self._order, self.supervisor)
         try:
-            await check_master(self._peers, run, term)
+            self._check_read(begun)
+            await check_master(self._peers, run, term)  # perhaps another one was since
             await self._go_on(loops, term, error)
         except FencedError as fenced:  # it goes on elsewhere
-            self._supervisor.fail(fenced)
+            self.supervisor.fail(fenced)
         except Exception as failed:  # noqa: BLE001  # who watches it would wait for ever
             record.term = term
-            self._supervisor.fail(as_error(failed, here))
+            self.supervisor.fail(as_error(failed, here))
+
+    def _check_read(self, begun: Mapping[str, TaskName]) -> None:
+        """Raises ``CopyLostError`` where it is known that the journal goes on."""
+        unknown = sorted(begun[loop] for loop in begun.keys() - self._began_s.keys())
+        if self._has_read.is_set() and not unknown:
+            return
+        why = f"{self._frames} of {self._needed} entries"
+        if unknown:
+            why = f"nothing of a loop on {unknown[0]}"
+        raise CopyLostError(
+            f"{self.master} was lost before {self._peers.task} had read from it "
+            f"all that the run had done ({why}), so nobody knows how to go on with "
+            "it; go on with another run, from a checkpoint: trainer.restore(…)",
+            task=self.master,
+        )
 
     async def _go_on(self, loops: list[pb.RunLoop], term: int, why: JGError) -> None:
         """Ends the loops of the lost master, and begins the next ones."""
-        if not self._has_read.is_set():
-            raise CopyLostError(
-                f"{self.master} was lost before {self._peers.task} had read from it "
-                f"all that the run had done ({self._frames} of {self._needed} "
-                "entries), so nobody knows how to go on with it; go on with another "
-                "run, from a checkpoint: trainer.restore(…)",
-                task=self.master,
-            )
         ends = [self._end_loop(order, term, why) for order in loops]
         names = [order.loop for order in loops]
         states = dict(zip(names, await asyncio.gather(*ends), strict=True))
         await self._deal(term)
-        self._supervisor.record.term = term
+        self.supervisor.record.term = term
         for order in loops:
             order.term = term
-        self._saves(self._order, self._supervisor)
+        self._saves(self._order, self.supervisor)
         arbiter = self._arbiter
         events = resume_events(
             {replica: states[o.loop] for replica, o in self._orders.items()},
             None if arbiter is None else states[arbiter.loop],
-            stopping=self._supervisor.stopping,
+            stopping=self.supervisor.stopping,
         )
-        self._supervisor.resume(self._orders, arbiter, events)
+        self.supervisor.resume(self._orders, arbiter, events)
 
     async def _end_loop(
         self, order: pb.RunLoop, term: int, why: JGError
@@ -391,14 +564,14 @@ class Standby:
             if order is self._arbiter and error.details.get("loop") == order.loop:
                 return "paused"  # it was never begun, and never will be
             _LOG.warning("%s was lost: %s", task, error.message)
-            self._supervisor.record.lost(order, error)
-            await self._supervisor.ready.drop(order.handle)
+            self.supervisor.record.lost(order, error)
+            await self.supervisor.ready.drop(order.handle)
             return error
         body = body_of(report)
         state, body.state = str(body.state), "running"
         if state == "failed" and order is self._arbiter:
             return TaskLostError("the loop that decides had failed", task=task)
-        self._supervisor.record.keep(order, report, self._began_s[order.loop])
+        self.supervisor.record.keep(order, report, self._began_s[order.loop])
         self._note(report)
         return state
 
@@ -413,9 +586,9 @@ class Standby:
         left.budget = self._book.left
         left.position = json.dumps(self._book.position(updates))
         self._peers.dealers.open(left)
-        self._supervisor.record.note(frame(open_data_run=left))
-        self._supervisor.data = left
-        self._supervisor.record.data_run, self._supervisor.record.position = (
+        self.supervisor.record.note(frame(open_data_run=left))
+        self.supervisor.data = left
+        self.supervisor.record.data_run, self.supervisor.record.position = (
             left.run,
             None,
         )

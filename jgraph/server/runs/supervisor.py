@@ -152,13 +152,40 @@ class RunSupervisor:
         """Of this master."""
         return self._order.term
 
-    def as_known(self, ahead: Mapping[str, str]) -> pb.OpenRun:
-        """Returns what a standby is told of the run; ``ahead`` are those before it."""
+    @property
+    def is_of_standby(self) -> bool:
+        """Whether the run is over, and this task was a standby of its master."""
+        return self._order.master not in {"", self._peers.task}
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the run goes on with another master."""
+        return isinstance(self.record.error, FencedError)
+
+    def row(self) -> pb.RunRow:
+        """Returns how the run stands."""
+        row = self.record.row()
+        row.of_standby = self.is_of_standby
+        return row
+
+    def journal_end(self) -> pb.RunRow:
+        """Returns whose journal of the run this is, and how far it reaches."""
+        return pb.RunRow(
+            run=self._order.run,
+            task=self._order.master,
+            incarnation=self._order.incarnation,
+            term=self._order.term or 1,
+            frames=self.record.frames,
+            state=self.record.row().state,
+        )
+
+    def as_known(self, standbys: Iterable[TaskName]) -> pb.OpenRun:
+        """Returns what its standbys are told of the run; who comes first is first."""
         order = pb.OpenRun()
         order.CopyFrom(self._order)
         order.age_s, order.frames = self.record.seconds, self.record.frames
         order.holders.update(self._losses.holders)
-        order.ahead.update(ahead)
+        order.standbys[:] = standbys
         return order
 
     def order(self, order: pb.RunLoop) -> None:
@@ -297,6 +324,8 @@ class RunSupervisor:
 
     def stop(self) -> None:
         """Asks all loops to end after their steps in flight."""
+        if self.record.is_over:
+            return
         self.stopping = True
         self.record.note(frame(stop_loop=pb.StopLoop()))
         self._end_loops()
@@ -655,8 +684,9 @@ class RunSupervisor:
             self._arbiter.sync.version = step
             self._arbiter.sync.data_position = json.dumps(place)
         elif self.data is not None:
-            if back.saved is None:
-                left = _end_of(self.data) - place["done"]
+            if back.saved is None or back.saved.position is not None:
+                # Not by updates: a batch that is done again leaves out no other.
+                left = max(0, _end_of(self.data) - place["done"])
             self._deal_again(left, place)
             told.data.CopyFrom(self.data)
         self.record.go_back(told, step - info["first_step"], json.dumps(place))

@@ -36,7 +36,12 @@ from jgraph.server.runs.standby import StandbyPeers
 if TYPE_CHECKING:
     from tests.support.simulation.run_world import RunWorld
 
+RUN: Final = "run"
 EMPTY: Final = frame(empty=pb.Empty())
+LEASE_S: Final = 5.0
+"""The loop that decides begins no update when its master is silent for so long."""
+END_S: Final = 10.0
+"""It ends when its master is silent for so long."""
 SILENT_S: Final = 60.0
 """A loop that has not heard from its master for so long ends."""
 STOOD_S: Final = 60.0
@@ -164,6 +169,12 @@ class RunProcess:
     def reaches(self, task: TaskName) -> bool:
         return self.world.is_up(task) and not self.world.is_cut(self.task, task)
 
+    def known_updates(self) -> int:
+        """Returns how many updates the run has, as a journal here says."""
+        standby = self.runs._standbys.get(RUN)
+        known = self.runs.find(RUN) if standby is None else standby.supervisor
+        return 0 if known is None else known.record.row().steps
+
     # ------------------------------------------------------------ steps
 
     def apply(self, handle: str, batches: tuple[int, ...], version: int | None) -> None:
@@ -176,13 +187,14 @@ class RunProcess:
             "not the same everywhere"
         )
         self.updates.append(batches)
+        self.world.updated_at = self.world.clock.now()
         self.world.keep(self.task, self.updates)
 
     # ------------------------------------------------------------ loops
 
     async def run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        self.terms.check(order.run, order.term)
+        self.terms.begin(order.run, order.term, order.loop)
         if order.handle not in self.handles:
             raise InvalidProgramError(f"no program '{order.handle}'", task=self.task)
         loop = self.loops[order.loop] = SimulatedLoop(self, order)
@@ -192,7 +204,7 @@ class RunProcess:
 
     async def stop_loop(self, request: Frame) -> Frame:
         told = body_of(request)
-        self.terms.check(told.run, told.term)
+        self.terms.check(told.run, told.term, takes_over=told.takes_over)
         loop = self.loops.get(told.loop)
         if told.account:
             if loop is not None:
@@ -211,6 +223,9 @@ class RunProcess:
             loop.halt_asked = told.halt
         elif loop is not None:
             loop.stop(pause=told.pause)
+        elif not told.loop:
+            newest = self.terms.newest_loop(told.run)
+            return frame(loop_report=pb.LoopReport(loop=newest))
         return EMPTY
 
 
@@ -225,6 +240,8 @@ class SimulatedLoop:
         self.gone = set[TaskName]()
         self.news = asyncio.Event()
         self.done = 0
+        self.master = self.world.processes[TaskName(order.master)]
+        self.heard_s = self.world.clock.now()
 
     def stop(self, *, pause: bool) -> None:
         self.pauses |= pause and not self.stops
@@ -349,6 +366,12 @@ class SimulatedLoop:
         self.world.begins(self)
         halts = sync.halt_every[0] if sync.halt_every else 0
         while left and not (self.stops or self.pauses):
+            unheard_s = self.unheard_s()
+            if unheard_s >= END_S:
+                break
+            if unheard_s >= LEASE_S:
+                await asyncio.sleep(0.5)
+                continue
             there = [h for h, t in replicas.items() if self.is_there(t)]
             if not there:
                 self.report("alone", data_position=json.dumps(data.state()))
@@ -369,6 +392,13 @@ class SimulatedLoop:
                 await self.stand(version)
         state = "done" if not left else "stopped" if self.stops else "paused"
         self.report(state, data_position=json.dumps(data.state()))
+
+    def unheard_s(self) -> float:
+        """Returns for how long nothing is heard of the master that began this loop."""
+        now, task = self.world.clock.now(), self.master.task
+        if self.master.alive and not self.world.is_cut(self.process.task, task):
+            self.heard_s = now
+        return now - self.heard_s
 
     def is_there(self, task: TaskName) -> bool:
         return task not in self.gone and self.process.reaches(task)

@@ -32,16 +32,16 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.resuming import RESUME_S
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame
-from jgraph.server.runs import calls, links, supervisor
+from jgraph.server.runs import calls, links, standby, supervisor
 from jgraph.train.state.durability import Durability
 from tests.support.simulation.run_tasks import (
+    RUN,
     RunProcess,
     SimulatedLoop,
     copied,
 )
 from tests.support.simulation.virtual_loop import VirtualClock
 
-RUN: Final = "run"
 LEASE_S: Final = 10.0
 UPDATES: Final = 40
 EVERY: Final = 10
@@ -106,6 +106,7 @@ class RunWorld:
         self.streams: dict[frozenset[TaskName], list[Callable[[Any], None]]] = {}
         self.losing_halts_until = 0.0
         self.torn = 0
+        self.updated_at = 0.0
         self.led_since = 0.0
         self.deciding: SimulatedLoop | None = None
         self.kept: dict[TaskName, Updates] = {t: [] for t in self.tasks if is_ps(t)}
@@ -146,10 +147,23 @@ class RunWorld:
         """SIGKILL; its launcher starts it again."""
         if self.is_up(task):
             self.note(f"kill {task} for {away_s:.1f} s")
-            if is_ps(task) and self.durability != "checkpoint":
-                self.torn += self.workers  # their steps may be on the other ps alone
+            if is_ps(task):
+                self.tear()
             self.processes[task].kill()
+            if self.synchronous and task == self.tasks[0]:
+                self.torn += self.workers * self.untold()
             asyncio.get_running_loop().call_later(away_s, self.start_again, task)
+
+    def tear(self) -> None:
+        """A ps may be lost while the steps of the workers are on other ps alone."""
+        if self.durability != "checkpoint":
+            self.torn += self.workers
+
+    def untold(self) -> int:
+        """Returns how many updates nobody knows of whose arbiter is gone."""
+        made = max(map(len, self.kept.values()))
+        known = (one.known_updates() for one in self.processes.values() if one.alive)
+        return max(0, made - max(known, default=0))
 
     def start_again(self, task: TaskName) -> None:
         self.note(f"start {task}")
@@ -160,6 +174,7 @@ class RunWorld:
         self.note(f"cut {one} from {other} for {seconds:.1f} s")
         self.cuts[frozenset({one, other})] = self.clock.now() + seconds
         if seconds > RESUME_S:
+            self.tear()
             loop = asyncio.get_running_loop()
             loop.call_later(RESUME_S, self.end_streams, frozenset({one, other}))
 
@@ -295,11 +310,11 @@ class RunWorld:
 
     def master(self) -> RunProcess | None:
         """Returns who looks after the run: the newest master that is there."""
-        there = dict[RunProcess, int]()
+        there = dict[RunProcess, tuple[int, bool]]()
         for process in self.processes.values():
             run = process.runs.find(RUN) if process.alive else None
             if run is not None and not isinstance(run.record.error, FencedError):
-                there[process] = run.record.term
+                there[process] = run.record.term, not run.is_of_standby
         return max(there, key=lambda one: there[one], default=None)
 
     def state(self) -> str:
@@ -676,5 +691,6 @@ def in_world(world: RunWorld) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "is_refused", is_refused)
         patch.setattr(links, "is_refused", is_refused)
+        patch.setattr(standby, "is_refused", is_refused)
         patch.setattr(supervisor, "RunCopies", KeptInMemory)
         yield
