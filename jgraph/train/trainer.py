@@ -406,7 +406,15 @@ class Trainer:
         The end of a ``with`` block and the end of the client do the same, and so does
         Python when the Trainer and its runs are garbage. A detached run keeps what it
         needs until this is called.
+
+        Raises:
+          ClusterBusyError: its run goes on, and needs all that.
         """
+        if self._busy.locked():
+            raise ClusterBusyError(
+                "this Trainer has a run that goes on, and close() would drop the run's "
+                "variables; end it first: trainer.run.stop(), then trainer.run.wait()"
+            )
         self._parts.close()
 
     if not TYPE_CHECKING:

@@ -110,6 +110,8 @@ def test_trainer_that_is_attached_trains_nothing_beside_the_run_and_leaves_it(
         attached = other.attach()
         with pytest.raises(ClusterBusyError):
             other.fit(data(), steps=1, batch_size=8, progress=False)
+    with pytest.raises(ClusterBusyError, match="drop the run's variables"):
+        there.close()
     assert run.state == attached.state == "running"
     assert attached.repeated() == 0  # as its master says, which deals its data out
     run.stop()

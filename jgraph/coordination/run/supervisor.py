@@ -169,13 +169,13 @@ class Failed:
 @final
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The client has done what it needs the ps for."""
+    """All ps hold the state; the client, if there is one, has done what it needs."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FinishFailed:
-    """It could not: a ps is gone, and what it held."""
+    """A ps is gone, and what it held."""
 
     error: JGError
 
@@ -276,7 +276,7 @@ class GoBack:
 @final
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All steps are done: let the client do what it needs the ps for."""
+    """All steps are done: see that no ps is lost; let the client use them."""
 
 
 @final
@@ -300,7 +300,6 @@ class Supervisor:
     Args:
       together: training is synchronous.
       wait_s: how long a run without workers waits for one.
-      attended: a client has something to do before the run is over.
 
     Example:
       >>> supervisor = Supervisor(together=False)
@@ -315,14 +314,13 @@ class Supervisor:
       >>> supervisor.handle(LoopEnded(0, "done"), 9.0)
       []
       >>> supervisor.handle(LoopEnded(1, "done"), 9.0)
+      [Finish()]
+      >>> supervisor.handle(Finished(), 9.0)
       [Over(state='done', error=None)]
     """
 
-    def __init__(
-        self, *, together: bool, wait_s: float = WAIT_S, attended: bool = False
-    ) -> None:
+    def __init__(self, *, together: bool, wait_s: float = WAIT_S) -> None:
         self._together = together
-        self._attended = attended
         self._finishing = False
         self._wait_s = wait_s
         # running | idle (it ended in order) | lost | preparing | ready
@@ -529,12 +527,11 @@ class Supervisor:
             yield from self._wait(now)
 
     def _end_run(self) -> Iterator[Instruction]:
-        if self._attended and self._unwell is None:
-            self._finishing = True
-            yield Finish()
-        else:
-            state = self._end if self._unwell is None else "failed"
-            yield from self._finish(state, self._unwell)
+        if self._unwell is not None:
+            yield from self._finish("failed", self._unwell)
+            return
+        self._finishing = True
+        yield Finish()
 
     def _rest(self, running: list[int]) -> Iterator[Instruction]:
         if self._resting == "asked" and not (running or self._of("preparing")):

@@ -218,11 +218,7 @@ class RunSupervisor:
             )
 
     def _make_supervisor(self, *, together: bool) -> Supervisor:
-        return Supervisor(
-            together=together,
-            wait_s=self._order.wait_s,
-            attended=self.client is not None,
-        )
+        return Supervisor(together=together, wait_s=self._order.wait_s)
 
     def be_saved(self) -> None:
         """Saves the run from now on: now and then, before a ps ends, and at its end.
@@ -595,12 +591,15 @@ class RunSupervisor:
         await self._go_back(told, saved)
 
     async def _finish(self) -> None:
-        """Lets the client do what it needs the ps for."""
-        assert self.client is not None  # it is asked
-        try:
-            place = json.dumps(self.position())
-            await self.client.ask("finish", position=place)
-        except JGError as error:
+        """Lets the client, if there is one, do what it needs the ps for."""
+        error: JGError | None = None
+        if self.client is not None:
+            try:
+                place = json.dumps(self.position())
+                await self.client.ask("finish", position=place)
+            except JGError as caught:
+                error = caught
+        if self.client is None or error is not None:
             event = await self._unfinished(self.client, error)
             if event is not None:
                 self._handle(event)
@@ -608,16 +607,18 @@ class RunSupervisor:
         await self._save_for_client()
         self._handle(Finished())
 
-    async def _unfinished(self, client: RunClient, error: JGError) -> Event | None:
-        """Returns what it means that the client did not do so; None: it is not needed.
+    async def _unfinished(
+        self, client: RunClient | None, error: JGError | None
+    ) -> Event | None:
+        """Returns what it means that no client did so; None: it is not needed.
 
-        A client that is gone does not find out that a ps is lost.
+        Nobody reads the ps then, who would find out that one is lost.
         """
         lost = await self._losses.ps()
-        if client.is_gone and lost:
+        if lost and (client is None or client.is_gone):
             what = f"{lost[0]} was lost at the end of the run"
             return FinishFailed(TaskLostError(what, task=lost[0]))
-        if client.is_gone:
+        if error is None or client is None or client.is_gone:
             return None
         is_loss = isinstance(error, TaskLostError | ClusterUnreachableError)
         return FinishFailed(error) if lost or is_loss else Failed(error)

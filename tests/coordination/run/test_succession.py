@@ -10,9 +10,9 @@ from jgraph.coordination.run.succession import (
 )
 from jgraph.coordination.run.supervisor import (
     Begin,
+    Finish,
     GoBack,
     Instruction,
-    Over,
     Supervisor,
 )
 from jgraph.errors import FencedError, JGError, TaskLostError
@@ -56,14 +56,14 @@ def test_workers_that_train_together_begin_one_row(row: str) -> None:
 
 
 def test_run_that_was_over_when_its_master_was_lost_is_over() -> None:
-    assert begun({0: "done", 1: GONE}) == ([Over("done")], [])
-    assert begun({0: "done", 1: "stopped"}, "done") == ([Over("done")], [])
+    assert begun({0: "done", 1: GONE}) == ([Finish()], [])
+    assert begun({0: "done", 1: "stopped"}, "done") == ([Finish()], [])
 
 
 @pytest.mark.parametrize("row", [None, "stopped", "paused"])
 def test_run_that_was_asked_to_stop_does_not_begin_again(row: str | None) -> None:
     accounts: Accounts = {0: "stopped", 1: GONE}
-    assert begun(accounts, row, stopping=True) == ([Over("stopped")], [])
+    assert begun(accounts, row, stopping=True) == ([Finish()], [])
 
 
 def test_run_whose_arbiter_is_lost_goes_back() -> None:

@@ -6,6 +6,8 @@ from jgraph.coordination.run.supervisor import (
     Begin,
     EndLoops,
     Event,
+    Finish,
+    Finished,
     GoBack,
     Instruction,
     LoopBegan,
@@ -115,9 +117,12 @@ class AnyCrew:
                 assert not self.running | self.preparing
                 assert self.lost == isinstance(instruction, GoBack)
                 self.resting = True
-            case Over():
+            case Finish():
                 assert not self.running
                 assert not self.row
+                self.finishing = True
+            case Over():
+                assert self.finishing
                 self.over = True
 
 
@@ -138,4 +143,5 @@ def test_no_worker_is_begun_twice_and_a_run_that_is_told_to_stop_ends(
         for replica in sorted(any_crew.preparing):
             any_crew.hear(WorkerReady(replica))
         any_crew.hear(Restarted())
+    any_crew.hear(Finished())
     assert any_crew.over

@@ -378,9 +378,10 @@ def test_heir_takes_a_run_back_that_its_master_was_lost_before_it_could(
 
 
 @pytest.mark.row(30)
+@pytest.mark.parametrize("invited", [{"client": pb.RunClient(lease_s=0.01)}, {}])
 @pytest.mark.parametrize(("process", "state"), [("2", "done"), ("1", "failed")])
-def test_run_whose_client_is_gone_is_not_done_if_a_ps_holds_nothing(
-    process: str, state: str
+def test_run_without_its_client_is_not_done_if_a_ps_holds_nothing(
+    process: str, state: str, invited: dict[str, Any]
 ) -> None:
     """Nobody reads the ps at the end, who would find out."""
 
@@ -388,8 +389,7 @@ def test_run_whose_client_is_gone_is_not_done_if_a_ps_holds_nothing(
         door = Behind([dealt(), LOOP, BEGUN], TaskLostError("gone"))
         began = list[RunSupervisor]()
         door.loops_end = "done"
-        client, holders = pb.RunClient(lease_s=0.01), {PS: process}
-        await standby(door, began, client=client, holders=holders).work()
+        await standby(door, began, holders={PS: process}, **invited).work()
         record = began[0].record
         with suppress(TaskLostError):
             async for _ in record.reports():
