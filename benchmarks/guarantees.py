@@ -37,8 +37,8 @@ CUTS: Final = (
     ),
     (
         "rpc/exchange/receiver.py",
-        "elif self.inbound.accept(stream, number):",
-        "else:",
+        "if self.inbound.accept(stream, arrived.header.sequence):",
+        "if True:",
     ),
     ("server/loops/task_loops.py", "supervised=supervised", "supervised=False"),
 )

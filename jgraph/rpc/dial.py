@@ -313,15 +313,15 @@ def unanswered(
 
 
 def lost_call(
-    method: str, address: Address, closed_here: bool = False
+    method: str, address: Address, why: str = "", closed_here: bool = False
 ) -> TaskLostError:
     """Returns the error of a call whose connection ended."""
     if closed_here:
         message = f"'{method}' at {address} was given up, because this side closed"
     else:
         message = (
-            f"the server at {address} went away during '{method}' (connection lost); "
-            f"look at its log, then start it again"
+            f"the server at {address} went away during '{method}' "
+            f"({why or 'connection lost'}); look at its log, then start it again"
         )
     return TaskLostError(message, method=method, address=address)
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from google.protobuf.message import Message
 
+from jgraph.errors import VersionError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame, Tensor
@@ -56,6 +57,25 @@ def hello(
         incarnation=incarnation,
         jgraph=installed_version("jgraph"),
         jax=installed_version("jax"),
+    )
+
+
+def check_protocol(ours: pb.Hello, theirs: pb.Hello, who: str) -> None:
+    """Refuses another version of the wire contract.
+
+    Raises:
+      VersionError: naming both versions and both packages.
+    """
+    if ours.protocol == theirs.protocol:
+        return
+    older, newer = sorted((ours, theirs), key=lambda hello: hello.protocol)
+    raise VersionError(
+        f"{who} speaks protocol {theirs.protocol} (jgraph {theirs.jgraph}), this side "
+        f"{ours.protocol} (jgraph {ours.jgraph}); install one version of jgraph "
+        f"everywhere, e.g. pip install jgraph=={newer.jgraph} where "
+        f"{older.jgraph} is",
+        ours=ours.protocol,
+        theirs=theirs.protocol,
     )
 
 

@@ -15,8 +15,9 @@ class PeerStatistics:
     """Frames and bytes posted to and received from one task.
 
     ``bytes_…`` went through the stream or a socket beside it, ``shared_bytes_…``
-    through shared memory. ``way`` is how frames leave now: over the ``"stream"``, a
-    ``"data socket"``, or a ``"local socket"``; empty before the first connection.
+    through shared memory. ``way`` is how frames leave now: through ``"shared memory"``,
+    a ``"local socket"``, a ``"data socket (records)"``, ``"(tls)"`` or ``"(plain)"``,
+    or the ``"gRPC stream"``; empty before the first connection.
     """
 
     frames_sent: int = 0

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -32,7 +31,6 @@ from jgraph.plan.program.nodes import RecvNode
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import lost_its_end
-from jgraph.rpc.exchange import receiver
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD
 from jgraph.rpc.frames import frame, hello
 from jgraph.rpc.grpc import service
@@ -186,14 +184,12 @@ def test_a_server_that_is_being_stopped_takes_no_step() -> None:
 
 
 @pytest.mark.bad_input_row(17)
-@pytest.mark.parametrize(
-    ("method", "where"), [(ASKS_METHOD, service), (EXCHANGE_METHOD, receiver)]
-)
+@pytest.mark.parametrize("method", [ASKS_METHOD, EXCHANGE_METHOD])
 def test_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
-    served: Served, monkeypatch: pytest.MonkeyPatch, method: str, where: ModuleType
+    served: Served, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """The limit is for all of its Hello, and not for each byte."""
-    monkeypatch.setattr(where, "HELLO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(service, "HELLO_TIMEOUT_S", 0.2)
 
     async def drip() -> AsyncIterator[bytes]:
         for n in itertools.count():

@@ -14,9 +14,9 @@ from jgraph.cluster.deadlines import bounded_s
 from jgraph.cluster.drain import holding
 from jgraph.errors import TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls import caller, sessions
 from jgraph.rpc.frames import frame
 from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.resumable import accepting, dialing
 from jgraph.rpc.transport import Frame
 from jgraph.server.runs.holds import PsHolds
 from jgraph.server.runs.ps_setup import PsSetup
@@ -100,8 +100,8 @@ class Far:
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
-    monkeypatch.setattr(caller, "RESUME_S", 0.1)
-    monkeypatch.setattr(sessions, "RETURN_S", 0.2)
+    monkeypatch.setattr(dialing, "RESUME_S", 0.1)
+    monkeypatch.setattr(accepting, "RETURN_S", 0.2)
     monkeypatch.setattr(drain, "HOLD_RETRY_S", 0.05)
     far, stack = Far(), AsyncExitStack()
     event_loop.run(far.open(stack))

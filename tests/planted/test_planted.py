@@ -333,9 +333,9 @@ BUGS: Final = {
         f"{CALLS}test_first_reply_of_a_line_arrives_though_the_connection_was_cut_before_it[stream]",
     ),
     "a stream that ends lets the line end on which another goes on": Bug(
-        "rpc/calls/sessions.py",
-        "self._give_up, key, answers, turn)",
-        "self._give_up, key, answers, answers.turn)",
+        "rpc/resumable/accepting.py",
+        "                if turn == self._turn:\n",
+        "                if turn:\n",
         f"{CUTS}test_a_call_goes_on_for_longer_than_a_cut_line_is_waited_for[14]",
     ),
     "a step that was being replaced is not put back": Bug(
@@ -347,8 +347,8 @@ BUGS: Final = {
     ),
     "a caller that comes back is taken for a new one": Bug(
         "rpc/calls/sessions.py",
-        "            return self._lines[key]\n",
-        "            return self._make()\n",
+        "            answers = self._lines[key]\n",
+        "            answers = self._begin(key, check)\n",
         f"{CALLS}test_a_call_is_made_once_whatever_of_it_was_lost",
     ),
     "a step is told of before its record is kept": Bug(

@@ -45,7 +45,7 @@ def ask(number: int, method: str = "Echo", request: Frame | None = None) -> byte
 BAD = {
     "random bytes": ([b"\x00\x01random bytes instead"], "not a jgraph message"),
     "nothing": ([], "ended before its first frames"),
-    "no Hello": ([ask(1)], "begin with a Hello frame; 'start_step'"),
+    "no Hello": ([ask(1)], "begins with a Hello frame; 'start_step'"),
     "a second Hello": ([HELLO, HELLO], "'hello' came with number 0"),
     "bad type": (
         [HELLO, ask(1, request=step(1, np.ones(2))).replace(b"float64", b"object_")],

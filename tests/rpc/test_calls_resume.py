@@ -7,9 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from jgraph.errors import TaskLostError
-from jgraph.rpc import resuming
-from jgraph.rpc.calls import caller, sessions
-from jgraph.rpc.exchange import receiver
+from jgraph.rpc.resumable import accepting, dialing
 from jgraph.testing.transport_harness import PS, WAIT_S, call, numbers, step
 from tests.support.paired import Counting, Pair, Remote, paired
 from tests.support.run_async import run_async
@@ -124,7 +122,7 @@ def test_server_that_was_started_again_is_not_asked_what_the_old_one_was() -> No
             asking = await in_progress(pair)
             pair.proxy.lead_to(await again.start(at_again))
             pair.proxy.cut()
-            with pytest.raises(TaskLostError, match="gave it up or was started again"):
+            with pytest.raises(TaskLostError, match="started again since"):
                 await asking
             assert not at_again.asked
             assert await pair.ask(2) == 2
@@ -136,33 +134,32 @@ def test_server_that_was_started_again_is_not_asked_what_the_old_one_was() -> No
 def test_calls_stop_when_their_caller_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sessions, "RETURN_S", 0.1)
+    monkeypatch.setattr(accepting, "RETURN_S", 0.1)
 
     async def main() -> None:
         async with paired() as pair:
             asking = await in_progress(pair)
             pair.proxy.lead_to("127.0.0.1:1")
-            monkeypatch.setattr(asking_module, "RESUME_S", 0.3)
+            monkeypatch.setattr(dialing, "RESUME_S", 0.3)
             pair.proxy.cut()
             with pytest.raises(TaskLostError, match="connection lost"):
                 await asking
             await pair.at_ps.wait(lambda: pair.at_ps.stopped == 1)
 
-    asking_module = caller
     run_async(main())
 
 
 def test_caller_that_comes_back_too_late_learns_that_its_call_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sessions, "RETURN_S", 0.0)
-    monkeypatch.setattr(resuming, "RESUME_POLL_S", 0.3)
+    monkeypatch.setattr(accepting, "RETURN_S", 0.0)
+    monkeypatch.setattr(dialing, "RESUME_POLL_S", 0.3)
 
     async def main() -> None:
         async with paired() as pair:
             waiting = await in_progress(pair)
             pair.proxy.cut()
-            with pytest.raises(TaskLostError, match="gave it up or was started again"):
+            with pytest.raises(TaskLostError, match="cannot be resumed"):
                 await waiting
             pair.at_ps.may_answer.set()
             assert await pair.ask(2) == 2
@@ -180,7 +177,7 @@ def test_call_with_many_replies_ends_on_the_server_when_its_caller_stops() -> No
             )
             await pair.at_ps.wait(lambda: pair.at_ps.asked == [0, 3])
             calling.cancel()
-            async with asyncio.timeout(receiver.RETURN_S / 2):
+            async with asyncio.timeout(accepting.RETURN_S / 2):
                 await pair.at_ps.wait(lambda: pair.at_ps.stopped == 1)
 
     run_async(main())

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from jgraph.graph.ir import TaskName
-from jgraph.rpc.exchange import link
-from jgraph.rpc.exchange.receiver import RETURN_S
 from jgraph.rpc.grpc import transport
 from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.resumable.accepting import RETURN_S
 from jgraph.rpc.transport import Frame
 from jgraph.testing.transport_conformance import CHECKS
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, asked, numbers, step
@@ -44,8 +43,7 @@ def network_of(monkeypatch: pytest.MonkeyPatch) -> Made:
         network = Network(seed)
         monkeypatch.setattr(grpc.aio, "server", network.server)
         monkeypatch.setattr(transport, "new_data_socket", network.listen)
-        for module in (transport, link):
-            monkeypatch.setattr(module, "open_channel", network.open_channel)
+        monkeypatch.setattr(transport, "open_channel", network.open_channel)
         return network
 
     return make

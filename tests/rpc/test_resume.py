@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from jgraph.errors import TaskLostError
-from jgraph.rpc import resuming
-from jgraph.rpc.exchange import link, receiver
 from jgraph.rpc.grpc.transport import GrpcTransport
-from jgraph.rpc.resumable import numbers as resumable_numbers
+from jgraph.rpc.resumable import accepting, dialing, numbers as resumable_numbers
 from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, numbers, step
 from tests.support.run_async import run_async
@@ -134,8 +132,8 @@ def test_sender_whose_address_refuses_is_lost_at_once() -> None:
 def test_both_sides_give_up_a_connection_that_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link, "RESUME_S", 0.1)
-    monkeypatch.setattr(receiver, "RETURN_S", 0.3)
+    monkeypatch.setattr(dialing, "RESUME_S", 0.1)
+    monkeypatch.setattr(accepting, "RETURN_S", 0.3)
 
     async def main() -> None:
         async with paired() as pair:
@@ -152,8 +150,8 @@ def test_both_sides_give_up_a_connection_that_does_not_come_back(
 def test_sender_that_comes_back_too_late_learns_that_it_was_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiver, "RETURN_S", 0.0)
-    monkeypatch.setattr(resuming, "RESUME_POLL_S", 0.2)
+    monkeypatch.setattr(accepting, "RETURN_S", 0.0)
+    monkeypatch.setattr(dialing, "RESUME_POLL_S", 0.2)
 
     async def main() -> None:
         async with paired() as pair:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ClusterBusyError, ClusterUnreachableError, DeadlineError
-from jgraph.rpc.calls import answering
-from jgraph.rpc.calls.admission_control import RequestBudget
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, kind_of
 from jgraph.rpc.grpc import transport
 from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.resumable import accepting
+from jgraph.rpc.resumable.admission_control import RequestBudget
 from jgraph.rpc.sockets.connecting import connect_local
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import LENGTH, MAX_HEADER_BYTES, pack
@@ -73,7 +73,7 @@ async def rest_of(stream: Asks) -> list[Frame]:
 def test_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
     near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answering, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(accepting, "LOOK_EVERY_S", 0.1)
 
     async def main() -> None:
         server, client = GrpcTransport(PS, max_request_bytes=LIMIT), GrpcTransport(None)
@@ -83,7 +83,7 @@ def test_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
             sending = asyncio.create_task(drip(write))
             error = error_in(await rest_of(stream))
             assert isinstance(error, DeadlineError)
-            assert f"a call to {PS} did not go on arriving" in error.message
+            assert f"what {PS} has room for did not go on arriving" in error.message
             assert server._room.taken == 0
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -100,7 +100,7 @@ def test_callers_that_begin_large_headers_and_fall_silent_are_dropped(
     near: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(answering, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(accepting, "LOOK_EVERY_S", 0.5)
     begun = LENGTH.pack(MAX_HEADER_BYTES) + b"x" * 1000
 
     async def main() -> None:

@@ -111,7 +111,7 @@ class PsCore(RuleBasedStateMachine):
         if not arrives:
             client.is_broken = True
             assert client.stream is not None
-            assert self.inbound.broke(client.stream)
+            assert self.inbound.is_current(client.stream)
         else:
             assert self.deliver(worker, number, fails=fails)
 

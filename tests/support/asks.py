@@ -7,15 +7,15 @@ import grpc
 import numpy as np
 
 from jgraph.errors import JGError
-from jgraph.rpc.calls.admission_control import (
-    Admit,
-    Announced,
-    CallAdmission,
-    RequestBudget,
-)
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
+from jgraph.rpc.resumable.admission_control import (
+    Admission,
+    Admit,
+    Announced,
+    RequestBudget,
+)
 from jgraph.rpc.shared_memory.memory_files import Bytes
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
@@ -66,9 +66,9 @@ def ask(number: int, request: Frame, method: str = "Echo") -> bytes:
     return b"".join(prepare(request).encoded(sequence=number, method=method).pieces)
 
 
-def intake(room: RequestBudget, memory: Memory | None = None) -> CallAdmission:
+def intake(room: RequestBudget, memory: Memory | None = None) -> Admission:
     def decoder(admit: Admit, announced: Announced) -> Decoder:
         take = (memory or Memory()).take
         return Decoder(take=take, admit=admit, announced=announced)
 
-    return CallAdmission(room, decoder)
+    return Admission(room, decoder)

@@ -6,12 +6,11 @@ from contextlib import asynccontextmanager
 from typing import Final, TypeAlias, final
 
 from jgraph.rpc.calls.caller import CallConnection
-from jgraph.rpc.calls.stream import Stream
 from jgraph.rpc.transport import Address
 
 FEW_CALLS: Final = 4
 """Of large calls at once to a server, so many are sent before there is room there."""
-Dial: TypeAlias = Callable[[Address, float], Awaitable[Stream]]
+Dial: TypeAlias = Callable[[Address, float], Awaitable[object]]
 
 
 @final
@@ -23,13 +22,11 @@ class ConnectionPool:
     closed.
 
     Args:
-      dial: opens a stream to a server, within some seconds.
-      make: makes a line of it.
+      dial: connects to a server, within some seconds.
+      make: makes a line over that connection.
     """
 
-    def __init__(
-        self, dial: Dial, make: Callable[[Address, Stream], CallConnection]
-    ) -> None:
+    def __init__(self, dial: Dial, make: Callable[[Address], CallConnection]) -> None:
         self._dial = dial
         self._make = make
         self._shared: dict[Address, CallConnection] = {}
@@ -41,12 +38,10 @@ class ConnectionPool:
         """Returns the line of all small calls to a server."""
         line = self._shared.get(dst)
         if line is None or line.is_broken:
-            stream = await self._dial(dst, timeout_s)
+            await self._dial(dst, timeout_s)
             line = self._shared.get(dst)  # perhaps another caller opened one meanwhile
             if line is None or line.is_broken:
-                line = self._shared[dst] = self._make(dst, stream)
-            else:
-                stream.cancel()
+                line = self._shared[dst] = self._make(dst)
         return line
 
     @asynccontextmanager
@@ -58,7 +53,8 @@ class ConnectionPool:
         end = now() + timeout_s
         line = self._idle.pop(dst, None)
         if line is None or line.is_broken:
-            line = self._make(dst, await self._dial(dst, timeout_s))
+            await self._dial(dst, timeout_s)
+            line = self._make(dst)
         self._taken[line] = dst
         is_over = False
         try:

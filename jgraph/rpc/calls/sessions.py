@@ -1,20 +1,16 @@
 """Call sessions of a server, kept for a few seconds after a connection breaks."""
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeAlias, final
 
-from jgraph.errors import MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls.admission_control import CallAdmission
-from jgraph.rpc.calls.answering import Answers, given_up
-from jgraph.rpc.exchange.receiver import RETURN_S
-from jgraph.rpc.exchange.stream import check_protocol
-from jgraph.rpc.frames import body_of, kind_of
-from jgraph.rpc.security.tls import may_be_task
-from jgraph.rpc.sockets.offer import Doors
+from jgraph.rpc.calls.answering import Answers
+from jgraph.rpc.frames import body_of, check_protocol
+from jgraph.rpc.resumable.accepting import given_up
+from jgraph.rpc.resumable.admission_control import Admission
 from jgraph.rpc.transport import Frame
 
+Check: TypeAlias = Callable[[str], None]
 _Key: TypeAlias = tuple[frozenset[bytes], int, int]
 
 
@@ -24,10 +20,13 @@ class CallSessions:
 
     Args:
       hello: who we are.
-      make: gives what answers a new line.
+      make: gives what answers a new line, of what checks its methods and what is called
+        when the line is over.
     """
 
-    def __init__(self, hello: pb.Hello, make: Callable[[], Answers]) -> None:
+    def __init__(
+        self, hello: pb.Hello, make: Callable[[Check, Callable[[], None]], Answers]
+    ) -> None:
         self._hello = hello
         self._make = make
         # By the names in the caller's certificate, its incarnation, and its line.
@@ -39,16 +38,15 @@ class CallSessions:
             answers.stop()
         self._lines.clear()
 
-    async def serve(
+    def serve(
         self,
         context: Any,
-        intake: CallAdmission,
+        intake: Admission,
         first: list[Frame],
-        check: Callable[[str], None],
+        check: Check,
         names: Iterable[bytes] | None,
-        doors: Doors,
-    ) -> None:
-        """Answers one stream to its end; see ``Answers.serve``.
+    ) -> Coroutine[None, None, None]:
+        """Returns what answers a stream to its end; see ``AcceptingEnd.serve``.
 
         Args:
           context: gRPC's, of the stream.
@@ -56,51 +54,31 @@ class CallSessions:
           first: the first frames of it.
           check: refuses methods that the caller may not call.
           names: of the caller, in its certificate; None: nobody checks those.
-          doors: where callers may connect beside their streams.
 
         Raises:
-          MalformedMessageError: it is not a stream of calls.
           TaskLostError: what it resumes was given up.
           VersionError: the caller speaks another version of the protocol.
         """
-        hello = self._introduce(first[0])
-        intake.of_task = bool(hello.task) and may_be_task(names)
-        key = frozenset(names or ()), hello.incarnation, hello.line
-        answers = self._find(key, hello)
-        turn = answers.turn + 1
-        try:
-            await answers.serve(context, intake, first, check, doors)
-        finally:
-            is_known = self._lines.get(key) is answers
-            if is_known and answers.may_return:
-                loop = asyncio.get_running_loop()
-                loop.call_later(RETURN_S, self._give_up, key, answers, turn)
-            else:
-                if is_known:
-                    del self._lines[key]
-                await answers.end()
-
-    def _introduce(self, first: Frame) -> pb.Hello:
-        if kind_of(first) != "hello":
-            raise MalformedMessageError(
-                f"calls begin with a Hello frame; '{kind_of(first)}' was sent"
-            )
-        hello: pb.Hello = body_of(first)
+        hello: pb.Hello = body_of(first[0])
         check_protocol(self._hello, hello, "the caller")
-        return hello
+        key = frozenset(names or ()), hello.incarnation, hello.line
+        if not hello.resumes:
+            answers = self._begin(key, check)
+        elif key in self._lines:
+            answers = self._lines[key]
+        else:
+            raise given_up()
+        return answers.end.serve(context, intake, first)
 
-    def _find(self, key: _Key, hello: pb.Hello) -> Answers:
-        if hello.resumes:
-            if key not in self._lines:
-                raise given_up()
-            return self._lines[key]
-        answers = self._make()
-        if hello.line:
+    def _begin(self, key: _Key, check: Check) -> Answers:
+        def give_up() -> None:
+            answers.stop()
+            if self._lines.get(key) is answers:
+                del self._lines[key]
+
+        answers = self._make(check, give_up)
+        if key[-1]:
+            if key in self._lines:  # its caller did not learn that it was accepted
+                self._lines[key].stop()
             self._lines[key] = answers
         return answers
-
-    def _give_up(self, key: _Key, answers: Answers, turn: int) -> None:
-        """Ends a line unless its caller came back."""
-        if self._lines.get(key) is answers and answers.turn == turn:
-            del self._lines[key]
-            answers.stop()

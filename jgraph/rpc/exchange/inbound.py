@@ -26,7 +26,7 @@ class StreamReplaced(Exception):  # noqa: N818  # its sender may take over again
 @final
 @dataclass(eq=False, slots=True)
 class InboundStream:
-    """One stream of frames from a task; ``is_over`` when that says so.
+    """One stream of frames from a task.
 
     Attributes:
       received: what arrived from that incarnation of the task.
@@ -38,7 +38,6 @@ class InboundStream:
     received: ReceivedFrames
     line: int = 0
     may_jump: bool = True
-    is_over: bool = False
 
 
 @final
@@ -47,7 +46,6 @@ class _Sender:
     incarnation: int
     received: ReceivedFrames = field(default_factory=ReceivedFrames)
     stream: InboundStream | None = None
-    is_broken: bool = False
     retired: deque[int] = field(default_factory=lambda: deque(maxlen=_RETIRED_KEPT))
 
 
@@ -59,8 +57,6 @@ class Inbound:
       >>> stream, replaced = inbound.connect(TaskName("/job:ps/task:0"), 7)
       >>> [inbound.accept(stream, n) for n in (1, 2, 2, 3)]
       [True, True, False, True]
-      >>> inbound.broke(stream)
-      True
       >>> again = inbound.resume(TaskName("/job:ps/task:0"), 7)
       >>> again.received.last, inbound.accept(again, 3), inbound.accept(again, 4)
       (3, False, True)
@@ -89,7 +85,6 @@ class Inbound:
         is_same = before and line and begun == (before.incarnation, before.line)
         replaced = before is not None and not is_same
         sender.stream = InboundStream(task, incarnation, sender.received, line)
-        sender.is_broken = False
         return sender.stream, replaced
 
     def resume(self, task: TaskName, incarnation: int) -> InboundStream:
@@ -107,8 +102,7 @@ class Inbound:
                 "the loss reported",
                 task=task,
             )
-        sender.stream = replace(sender.stream, may_jump=False, is_over=False)
-        sender.is_broken = False
+        sender.stream = replace(sender.stream, may_jump=False)
         return sender.stream
 
     def _refuse_retired(
@@ -144,23 +138,13 @@ class Inbound:
         stream.may_jump = False
         return True
 
-    def broke(self, stream: InboundStream) -> bool:
-        """Waits for the sender to resume; returns whether this was its stream."""
-        sender = self._senders[stream.task]
-        if sender.stream is not stream:
-            return False
-        sender.is_broken = True
-        return True
-
-    def is_broken(self, stream: InboundStream) -> bool:
-        """Whether its sender has not come back since it broke."""
-        sender = self._senders[stream.task]
-        return sender.stream is stream and sender.is_broken
+    def is_current(self, stream: InboundStream) -> bool:
+        """Whether no other stream of its task has begun, and it was not given up."""
+        return self._senders[stream.task].stream is stream
 
     def disconnect(self, stream: InboundStream) -> bool:
         """Gives a stream up; returns whether it was the current one of its task."""
-        sender = self._senders[stream.task]
-        if sender.stream is not stream:
+        if not self.is_current(stream):
             return False
-        sender.stream, sender.is_broken = None, False
+        self._senders[stream.task].stream = None
         return True

@@ -1,24 +1,23 @@
-"""Sending side of a pair of tasks: one long-lived Exchange stream, resumed if cut."""
+"""Sending side of a pair of tasks: posted frames over one link."""
 
-import asyncio
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Final, final
 
-from jgraph.errors import AddressError, ClusterUnreachableError, JGError
+from jgraph.errors import MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.dial import CONNECT_TIMEOUT_S, open_channel
-from jgraph.rpc.exchange.stream import ExchangeStream, Interrupted, Outgoing
+from jgraph.rpc.dial import ended_link
+from jgraph.rpc.frames import kind_of
 from jgraph.rpc.resumable.backlog import Backlog
+from jgraph.rpc.resumable.dialing import DialingEnd, LinkLost, OpenStream
 from jgraph.rpc.resumable.outbox import Outbox
-from jgraph.rpc.resuming import RESUME_S, may_redial
-from jgraph.rpc.security.tls import Identity
-from jgraph.rpc.security.token import Token
+from jgraph.rpc.shared_memory.lending import SHARED_FRAME_BYTES, lend
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
 from jgraph.rpc.sockets.connecting import DataDialer
 from jgraph.rpc.statistics import Counters
-from jgraph.rpc.transport import Address
+from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import Encoded, Prepared
+from jgraph.rpc.wire.decoder import Decoder
 
 EXCHANGE_METHOD: Final = "/jgraph.v1.Task/Exchange"
 
@@ -26,9 +25,6 @@ EXCHANGE_METHOD: Final = "/jgraph.v1.Task/Exchange"
 @final
 class ExchangeLink:
     """Sends frames to one task, in the order of ``push``, each of them once.
-
-    A connection that breaks is made again, and what the task has not got is sent again;
-    not if nobody listens at its address any more, or another incarnation of it does.
 
     Args:
       peer: the task that should be at ``address``.
@@ -39,8 +35,8 @@ class ExchangeLink:
         nothing goes around the stream.
       numbers: of the frames.
       max_queued_bytes: more than this does not wait for the peer.
-      identity: certificates; None speaks plain text.
-      token: what the peer asks for; None: nothing.
+      open_stream: connects to the peer.
+      near: take a socket that the peer offers to tasks of its machine.
       data: connects to its data port; None: nothing does.
     """
 
@@ -53,29 +49,29 @@ class ExchangeLink:
         make_memory: Callable[[], SendMemory | None],
         numbers: Iterator[int],
         max_queued_bytes: int,
-        identity: Identity | None = None,
-        token: Token | None = None,
-        data: DataDialer | None = None,
+        open_stream: OpenStream,
+        *,
+        near: bool,
+        data: DataDialer | None,
     ) -> None:
         self.peer = peer
         self.address = address
-        self._make_memory = make_memory
-        self._identity = identity
-        self._token = token
-        self._data = data
+        self._counters = counters
         backlog = Backlog[Prepared](hello.task, peer, address, max_queued_bytes)
-
-        def encode(item: Prepared, number: int) -> Encoded:
-            counters.sent(peer, frames=1)
-            return item.encoded(sequence=number)
 
         def moved(nbytes: int) -> None:
             counters.sent(peer, nbytes=nbytes)
 
-        outbox = Outbox(backlog, encode, numbers=numbers, moved=moved)
-        self._outbox = outbox
-        self._out = Outgoing(peer, address, hello, outbox, counters)
-        self._now = asyncio.get_running_loop().time
+        self._outbox = Outbox(backlog, self._encoded, numbers=numbers, moved=moved)
+        self._end = DialingEnd(
+            *(address, hello, self._outbox, open_stream, Decoder, self._refuse),
+            task=peer,
+            near=near,
+            data=data,
+            make_memory=make_memory,
+            lend=self._lent,
+            leads=lambda way: counters.leads(peer, way),
+        )
 
     def push(self, item: Prepared) -> None:
         """Queues a frame, or sends it if it is small and can leave; never blocks.
@@ -97,48 +93,27 @@ class ExchangeLink:
         """Connects and sends until ``finish``.
 
         Raises:
-          AddressError: the host of the address does not resolve.
-          ClusterUnreachableError: the task is not at its address.
           TaskLostError: the connection broke, and could not be made again.
-          VersionError: the other side speaks another version of the protocol.
-          JGError: why the other side ended the stream.
+          JGError: as ``DialingEnd.run``.
         """
-        lost: JGError | None = None
-        until = self._now() + RESUME_S
         try:
-            while True:
-                try:
-                    return await self._stream(patient=lost is None)
-                except Interrupted as interrupted:
-                    if interrupted.was_accepted:
-                        until = self._now() + RESUME_S
-                    lost = interrupted.error
-                except (AddressError, ClusterUnreachableError) as error:
-                    # Later a name may be unknown for a moment as well.
-                    is_other = error.details.get("may_be_starting") is None
-                    known = self._out.incarnation or isinstance(error, AddressError)
-                    if lost is None or (is_other and not known):
-                        raise
-                if not await may_redial(self.address, until, self._now):
-                    raise lost
-        finally:
-            self._outbox.clear()
+            await self._end.run()
+        except LinkLost as lost:
+            raise ended_link(self.peer, self.address, lost.why) from lost
 
-    async def _stream(self, *, patient: bool) -> None:
-        channel = await open_channel(
-            self.address,
-            timeout_s=CONNECT_TIMEOUT_S,
-            patient=patient,
-            task=self.peer,
-            identity=self._identity,
-            token=self._token,
+    def _encoded(self, item: Prepared, number: int) -> Encoded:
+        self._counters.sent(self.peer, frames=1)
+        return item.encoded(sequence=number)
+
+    async def _lent(self, memory: SendMemory, item: Prepared, number: int) -> Encoded:
+        lent: Mapping[int, pb.SharedBlock] = {}
+        if item.nbytes >= SHARED_FRAME_BYTES:
+            lent = await lend(item, memory)
+        shared = sum(item.arrays[at].nbytes for at in lent)
+        self._counters.sent(self.peer, frames=1, shared=shared)
+        return item.encoded(lent, sequence=number)
+
+    def _refuse(self, arrived: Frame) -> None:
+        raise MalformedMessageError(
+            f"{self.address} answered a connection with '{kind_of(arrived)}'"
         )
-        try:
-            stream = channel.stream_stream(EXCHANGE_METHOD, None, None)(
-                None, metadata=self._token.metadata if self._token else None
-            )
-            await ExchangeStream(
-                self._out, stream, self._make_memory(), self._data
-            ).run()
-        finally:
-            await channel.close(None)

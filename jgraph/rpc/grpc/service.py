@@ -3,38 +3,44 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from jgraph.errors import JGError, MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls.admission_control import (
-    Admit,
-    Announced,
-    CallAdmission,
-    RequestBudget,
-)
 from jgraph.rpc.calls.answering import Answers
-from jgraph.rpc.calls.sessions import CallSessions
+from jgraph.rpc.calls.sessions import CallSessions, Check
 from jgraph.rpc.dial import SHUTTING_DOWN
 from jgraph.rpc.exchange.inbound import StreamReplaced
-from jgraph.rpc.exchange.receiver import IsGone, Receiver, first_frames, write_frame
-from jgraph.rpc.exchange.stream import HELLO_TIMEOUT_S
-from jgraph.rpc.frames import frame
+from jgraph.rpc.exchange.receiver import Presence, Receiver
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.resumable.accepting import first_frames
+from jgraph.rpc.resumable.admission_control import (
+    Admission,
+    Admit,
+    Announced,
+    RequestBudget,
+)
+from jgraph.rpc.resumable.dialing import HELLO_TIMEOUT_S
 from jgraph.rpc.security.auth import Roles, check_role
-from jgraph.rpc.security.tls import check_caller
+from jgraph.rpc.security.tls import check_caller, may_be_task
 from jgraph.rpc.serving import HELLO_METHOD
 from jgraph.rpc.sockets.offer import Doors, SocketEnded
+from jgraph.rpc.sockets.pipe import StreamPipe
 from jgraph.rpc.statistics import Counters
 from jgraph.rpc.status import to_status
-from jgraph.rpc.transport import Handler
+from jgraph.rpc.transport import Frame, Handler
 from jgraph.rpc.wire.buffer_pool import BufferPool
+from jgraph.rpc.wire.codec import encode
 from jgraph.rpc.wire.decoder import Decoder
 
 _logger = logging.getLogger(__name__)
+_Names: TypeAlias = tuple[bytes, ...] | None
+_Serve: TypeAlias = Callable[
+    [Any, Admission, list[Frame], _Names], Coroutine[None, None, None]
+]
 
 
 class Service:
@@ -51,7 +57,7 @@ class Service:
       roles: which role may call which method; None: every one all.
       shares_memory: take tensors in shared memory from senders that offer it.
       doors: where callers may connect beside their streams.
-      is_gone: whether nothing can come any more from an incarnation of a task.
+      presence: tells whether a sender is gone whose connection broke.
     """
 
     def __init__(
@@ -64,7 +70,7 @@ class Service:
         room: RequestBudget,
         *,
         shares_memory: bool,
-        is_gone: IsGone,
+        presence: Presence,
         doors: Doors,
         checks_certificates: bool = False,
         roles: Roles | None = None,
@@ -85,10 +91,9 @@ class Service:
             handler,
             hello,
             counters,
-            self._decoder,
             shares_memory=shares_memory,
             doors=doors,
-            is_gone=is_gone,
+            presence=presence,
         )
 
     def generic_handler(self) -> "grpc.GenericRpcHandler[bytes, bytes]":
@@ -117,12 +122,50 @@ class Service:
 
     async def _exchange(self, requests: AsyncIterator[bytes], context: Any) -> None:
         del requests  # a generator around ``context.read``, slower than that
-        reading = self._receiver.receive(context, partial(self._check_caller, context))
-        await self._guard(reading, context)
+        await self._guard(self._serve(context, self._receive), context)
 
     async def _asks(self, requests: AsyncIterator[bytes], context: Any) -> None:
         del requests  # as above
-        await self._guard(self._answer_all(context), context)
+        await self._guard(self._serve(context, self._answer), context)
+
+    async def _serve(self, context: Any, serve: _Serve) -> None:
+        """Serves a stream from its Hello to its end."""
+        names: tuple[bytes, ...] | None = None
+        if self._checks_certificates:
+            names = tuple(_names(context))
+            check_caller(names, None)
+        intake = Admission(self._room, self._decoder, of_calls=serve == self._answer)
+        try:
+            try:
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    first = await first_frames(context, intake.decoder)
+                hello: pb.Hello = body_of(first[0])
+                intake.of_task = bool(hello.task) and may_be_task(names)
+                serving = serve(context, intake, first, names)
+            except (JGError, TimeoutError):
+                await _write(context, frame(hello=self._hello))
+                raise
+            await serving
+        finally:
+            intake.close()
+
+    def _receive(
+        self, context: Any, intake: Admission, first: list[Frame], names: _Names
+    ) -> Coroutine[None, None, None]:
+        def check(task: TaskName) -> None:
+            if names is not None:
+                check_caller(names, task)
+
+        return self._receiver.receive(context, intake, first, check)
+
+    def _answer(
+        self, context: Any, intake: Admission, first: list[Frame], names: _Names
+    ) -> Coroutine[None, None, None]:
+        def check(method: str) -> None:
+            if method != HELLO_METHOD:
+                check_role(self._roles, method, names)
+
+        return self._callers.serve(context, intake, first, check, names)
 
     async def _guard(self, body: Coroutine[Any, Any, None], context: Any) -> None:
         """Runs the body of a stream; tells the other side why it failed."""
@@ -137,10 +180,10 @@ class Service:
             task.uncancel()
             await context.abort(grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
         except JGError as error:
-            await write_frame(context, frame(status=to_status(error)))
+            await _write(context, frame(status=to_status(error)))
         except TimeoutError:
             late = MalformedMessageError("the first frames did not arrive in time")
-            await write_frame(context, frame(status=to_status(late)))
+            await _write(context, frame(status=to_status(late)))
         except (SocketEnded, StreamReplaced):
             # The caller notices that late, if its packets are dropped; and of two
             # streams the one that began first may have taken over from the other.
@@ -149,7 +192,7 @@ class Service:
             raise  # it is over, and gRPC says so
         except Exception as error:
             _logger.exception("An incoming stream failed.")
-            await write_frame(context, frame(status=to_status(error)))
+            await _write(context, frame(status=to_status(error)))
         finally:
             self._running.discard(task)
 
@@ -163,42 +206,20 @@ class Service:
             announced=announced,
         )
 
-    def _check_caller(self, context: Any, task: TaskName | None = None) -> None:
-        if self._checks_certificates:
-            check_caller(self._names(context), task)
-
-    def _names(self, context: Any) -> Iterable[bytes]:
-        """Returns the alternative names of the caller's certificate."""
-        found: Iterable[bytes] = context.auth_context().get(
-            "x509_subject_alternative_name", ()
-        )
-        return found
-
-    def _may_call(self, names: Iterable[bytes] | None) -> Callable[[str], None]:
-        """Returns what refuses methods that the caller may not call."""
-
-        def check(method: str) -> None:
-            if method != HELLO_METHOD:
-                check_role(self._roles, method, names)
-
-        return check
-
-    async def _answer_all(self, context: Any) -> None:
-        self._check_caller(context)
-        names = tuple(self._names(context)) if self._checks_certificates else None
-        check, intake = self._may_call(names), CallAdmission(self._room, self._decoder)
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await first_frames(context, intake.decoder)
-            await self._callers.serve(context, intake, first, check, names, self._doors)
-        finally:
-            intake.close()
-
-    def _make_answers(self) -> Answers:
+    def _make_answers(self, check: Check, give_up: Callable[[], None]) -> Answers:
         return Answers(
-            self._handler,
-            self._hello,
-            self._counters,
-            self._max_frame_bytes,
-            self._room,
+            *(self._handler, self._hello, self._counters, self._max_frame_bytes),
+            *(self._room, self._doors, check, give_up),
         )
+
+
+def _names(context: Any) -> Iterable[bytes]:
+    """Returns the alternative names of the caller's certificate."""
+    found: Iterable[bytes] = context.auth_context().get(
+        "x509_subject_alternative_name", ()
+    )
+    return found
+
+
+async def _write(context: Any, message: Frame) -> None:
+    await StreamPipe(context.write).write(encode(message).pieces)

@@ -5,8 +5,8 @@ import itertools
 import logging
 import secrets
 import ssl
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Final, Literal, TypeAlias, final
 
@@ -15,23 +15,23 @@ import grpc
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls.admission_control import RequestBudget
 from jgraph.rpc.calls.caller import ASKS_METHOD, MAX_ASK_BYTES, CallConnection
 from jgraph.rpc.calls.connections import ConnectionPool
-from jgraph.rpc.calls.stream import Stream
 from jgraph.rpc.dial import (
     CONNECT_TIMEOUT_S,
     bind_error,
     open_channel,
     split_address,
 )
-from jgraph.rpc.exchange.link import ExchangeLink
+from jgraph.rpc.exchange.link import EXCHANGE_METHOD, ExchangeLink
 from jgraph.rpc.exchange.links import Links
-from jgraph.rpc.exchange.receiver import is_gone
+from jgraph.rpc.exchange.receiver import Presence
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello
 from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
 from jgraph.rpc.grpc.service import Service
+from jgraph.rpc.resumable.admission_control import RequestBudget
 from jgraph.rpc.resumable.backlog import default_queue_limit
+from jgraph.rpc.resumable.dialing import OpenStream, Stream
 from jgraph.rpc.security.auth import Roles, TokenGate
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import Token
@@ -202,7 +202,7 @@ class GrpcTransport:
             self._buffers,
             self._room,
             shares_memory=self._is_near,
-            is_gone=partial(is_gone, self.ask, self._links.address_of),
+            presence=Presence(self, self._links.address_of),
             doors=doors,
             checks_certificates=self._identity is not None,
             roles=self._roles,
@@ -296,10 +296,23 @@ class GrpcTransport:
             self._make_memory,
             self._numbers.setdefault(peer, itertools.count(1)),
             self._max_queued_bytes,
-            self._identity,
-            self._token,
-            self._data,
+            partial(self._exchange, peer, address),
+            near=self._is_near,
+            data=self._data,
         )
+
+    @asynccontextmanager
+    async def _exchange(
+        self, peer: TaskName, address: Address, patient: bool
+    ) -> AsyncIterator[Stream]:
+        """Opens a stream for frames to a task, over a channel of its own."""
+        channel = await self._open(
+            address, CONNECT_TIMEOUT_S, task=peer, patient=patient
+        )
+        try:
+            yield self._stream(channel, EXCHANGE_METHOD)
+        finally:
+            await channel.close(None)
 
     def _hello_of_line(self) -> pb.Hello:
         hello = pb.Hello(line=next(self._line_numbers))
@@ -368,7 +381,13 @@ class GrpcTransport:
         Over a connection of its own: one of before leads to who was there then.
         """
         channel = await self._open(dst, timeout_s)
-        line = self._line(dst, self._asks(channel), data=False)
+
+        @asynccontextmanager
+        async def over_it(patient: bool) -> AsyncIterator[Stream]:
+            del patient  # it is open
+            yield self._stream(channel, ASKS_METHOD)
+
+        line = self._line(dst, over_it, data=False)
         try:
             request = prepare(frame(call=pb.Call(method=HELLO_METHOD)))
             reply = await line.ask(HELLO_METHOD, request, timeout_s)
@@ -378,20 +397,25 @@ class GrpcTransport:
             await line.close()
             await channel.close(None)
 
-    async def _dial(self, dst: Address, timeout_s: float = CONNECT_TIMEOUT_S) -> Stream:
-        return self._asks(await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s)))
+    async def _dial(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
+        return await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s))
 
-    def _asks(self, channel: grpc.aio.Channel) -> Stream:
-        return channel.stream_stream(ASKS_METHOD, None, None)(
-            None, metadata=self._metadata
-        )
+    @asynccontextmanager
+    async def _asks(self, dst: Address, patient: bool) -> AsyncIterator[Stream]:
+        """Opens a stream for calls to a server, over the channel of all calls to it."""
+        del patient  # who asks waits for a server that starts
+        channel = await self._channel(dst, CONNECT_TIMEOUT_S)
+        yield self._stream(channel, ASKS_METHOD)
+
+    def _stream(self, channel: grpc.aio.Channel, method: str) -> Stream:
+        return channel.stream_stream(method, None, None)(None, metadata=self._metadata)
 
     def _line(
-        self, dst: Address, stream: Stream, *, data: bool = True
+        self, dst: Address, over: OpenStream | None = None, *, data: bool = True
     ) -> CallConnection:
-        dial = partial(self._dial, dst)
+        over = over or partial(self._asks, dst)
         return CallConnection(
-            *(dst, stream, dial, self._decoder, self._hello_of_line()),
+            *(dst, self._hello_of_line(), over, self._decoder),
             near=self._is_near,
             data=self._data if data else None,
         )
@@ -415,11 +439,14 @@ class GrpcTransport:
             opening.add_done_callback(partial(self._forget_failed, dst))
         return await asyncio.shield(opening)
 
-    async def _open(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
+    async def _open(
+        self, dst: Address, timeout_s: float, *, task: str = "", patient: bool = False
+    ) -> grpc.aio.Channel:
         return await open_channel(
             dst,
             timeout_s=timeout_s,
-            patient=False,
+            patient=patient,
+            task=task,
             identity=self._identity,
             token=self._token,
         )

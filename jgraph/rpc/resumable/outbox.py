@@ -14,6 +14,8 @@ from jgraph.rpc.sockets.pipe import Pipe, not_counted
 from jgraph.rpc.wire.codec import CHUNK_BYTES, Buffer, Encoded, encode
 
 FULL_BYTES: Final = 64 << 20
+UNACKNOWLEDGED_S: Final = 30.0
+"""Who acknowledges nothing for so long does not read."""
 
 
 class Sendable(Protocol):
@@ -249,3 +251,8 @@ class Outbox(Generic[_Item]):
         if self.lend is not None:
             return await self.lend(item, number)
         return self._encode(item, number)
+
+
+def unbounded_outbox() -> Outbox[Encoded]:
+    """Returns one whose writers wait by themselves while it is full."""
+    return Outbox(Backlog(), as_it_is, give_up_s=UNACKNOWLEDGED_S)

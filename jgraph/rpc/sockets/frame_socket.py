@@ -38,7 +38,6 @@ AT_ONCE_BYTES: Final = 64 << 10
 """Smaller frames are written where they are made, if nothing waits before them."""
 LAST_WORDS_S: Final = 1.0
 """How long a stream may outlive the socket beside it, to say why."""
-ACK: Final = struct.Struct("<Q")
 
 _logger = logging.getLogger(__name__)
 _UCRED: Final = struct.Struct("iII")
@@ -186,6 +185,16 @@ class FrameSocket(asyncio.BufferedProtocol):
         return str(self._transport.get_extra_info("peername")[0])
 
     @property
+    def way(self) -> str:
+        """What this is, for those who look after a cluster."""
+        if not self.keeps:
+            return "local socket"
+        if self._sealer is not None:
+            return "data socket (records)"
+        is_plain = self._transport is None or self._tls is None
+        return f"data socket ({'plain' if is_plain else 'tls'})"
+
+    @property
     def _tls(self) -> ssl.SSLObject | None:
         assert self._transport is not None
         found: ssl.SSLObject | None = self._transport.get_extra_info("ssl_object")
@@ -209,10 +218,6 @@ class FrameSocket(asyncio.BufferedProtocol):
         except RecordError as error:
             self._break(error)
             return b""
-
-    def acknowledge(self, received: int) -> None:
-        """Tells the sender of frames how many arrived."""
-        self.write_now(ACK.pack(received))
 
     async def write(
         self, pieces: Iterable[Buffer], moved: Callable[[int], None] = not_counted

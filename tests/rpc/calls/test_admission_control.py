@@ -19,11 +19,11 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls import admission_control as intakes
-from jgraph.rpc.calls.admission_control import RequestBudget
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.resumable import admission_control as intakes
+from jgraph.rpc.resumable.admission_control import RequestBudget
 from jgraph.rpc.security.certificates import make_certificates
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.serving import ROOM_METHOD

@@ -9,7 +9,6 @@ import pytest
 
 from jgraph.errors import DeadlineError
 from jgraph.rpc.calls.caller import MAX_ASK_BYTES
-from jgraph.rpc.calls.stream import Stream
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, Recorder, step
@@ -25,7 +24,7 @@ def dialled(monkeypatch: pytest.MonkeyPatch) -> list[Address]:
     found: list[Address] = []
     dial = GrpcTransport._dial
 
-    async def counted(self: GrpcTransport, dst: Address, timeout_s: float) -> Stream:
+    async def counted(self: GrpcTransport, dst: Address, timeout_s: float) -> object:
         found.append(dst)
         return await dial(self, dst, timeout_s)
 

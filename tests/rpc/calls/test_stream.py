@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -54,13 +55,13 @@ class Socket:
         return FrameSocket(take)
 
 
-async def never() -> Stream:
-    raise AssertionError("nothing breaks")
-
-
 def line_over(stream: Stream, data: Socket | None = None) -> CallConnection:
-    ours = hello(None, incarnation=5)
-    parts = "127.0.0.1:1", stream, never, Decoder, ours
+    @asynccontextmanager
+    async def over(patient: bool) -> AsyncIterator[Stream]:
+        assert patient, "nothing breaks"
+        yield stream
+
+    parts = "127.0.0.1:1", hello(None, incarnation=5), over, Decoder
     return CallConnection(*parts, near=False, data=data)  # type: ignore[arg-type]
 
 

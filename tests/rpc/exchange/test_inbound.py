@@ -81,14 +81,12 @@ def test_broken_stream_goes_on_where_it_was() -> None:
     inbound = Inbound()
     first, _ = inbound.connect(PS, 1)
     assert [inbound.accept(first, n) for n in (1, 2)] == [True, True]
-    assert inbound.broke(first)
-    assert inbound.is_broken(first)
+    assert inbound.is_current(first)
     again = inbound.resume(PS, 1)
-    assert not inbound.is_broken(first)
-    assert not inbound.is_broken(again)
+    assert not inbound.is_current(first)
+    assert inbound.is_current(again)
     assert again.received.last == 2
     assert [inbound.accept(again, n) for n in (2, 3)] == [False, True]
-    assert not inbound.broke(first)
     assert not inbound.disconnect(first)
 
 
@@ -96,7 +94,6 @@ def test_resumed_stream_may_not_jump() -> None:
     inbound = Inbound()
     stream, _ = inbound.connect(PS, 1)
     assert inbound.accept(stream, 1)
-    inbound.broke(stream)
     with pytest.raises(MalformedMessageError, match="frames are missing"):
         inbound.accept(inbound.resume(PS, 1), 3)
 
@@ -116,7 +113,6 @@ def test_only_who_was_not_given_up_may_resume(how: str) -> None:
     if how != "never here":
         stream, _ = inbound.connect(PS, 2 if how == "another incarnation" else 1)
         if how == "given up":
-            inbound.broke(stream)
             assert inbound.disconnect(stream)
     with pytest.raises(TaskLostError, match="cannot be resumed"):
         inbound.resume(PS, 1)
@@ -125,7 +121,6 @@ def test_only_who_was_not_given_up_may_resume(how: str) -> None:
 def test_new_stream_of_a_sender_that_broke_reports_it() -> None:
     inbound = Inbound()
     stream, _ = inbound.connect(PS, 1)
-    inbound.broke(stream)
     _, replaced = inbound.connect(PS, 1)
     assert replaced
-    assert not inbound.is_broken(stream)
+    assert not inbound.is_current(stream)

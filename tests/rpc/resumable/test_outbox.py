@@ -8,7 +8,6 @@ import pytest
 
 from jgraph.errors import NotTakingError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls import stream
 from jgraph.rpc.frames import frame
 from jgraph.rpc.resumable import numbers as resumable_numbers, outbox
 from jgraph.rpc.resumable.backlog import Backlog
@@ -105,7 +104,7 @@ def test_any_number_of_large_replies_at_once_all_arrive() -> None:
 def test_a_caller_that_acknowledges_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stream, "UNACKNOWLEDGED_S", 0.1)
+    monkeypatch.setattr(outbox, "UNACKNOWLEDGED_S", 0.1)
     monkeypatch.setattr(resumable_numbers, "ACK_FRAMES", 1 << 30)
     monkeypatch.setattr(resumable_numbers, "ACK_BYTES", 1 << 60)
 

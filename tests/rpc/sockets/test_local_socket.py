@@ -68,7 +68,7 @@ def test_socket_out_of_reach_leaves_frames_and_calls_to_the_stream(
         raise OSError(way)
 
     monkeypatch.setattr(connecting, "_shown", fails)
-    caplog.set_level(logging.INFO, "jgraph.rpc.exchange.stream")
+    caplog.set_level(logging.INFO, "jgraph.rpc.resumable.dialing")
 
     async def main() -> None:
         alone = partial(GrpcTransport, data_port=None)
@@ -123,7 +123,8 @@ def test_neither_side_waits_for_the_other_to_close_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in (
-        "calls.stream.LAST_WORDS_S",
+        "calls.caller.LAST_WORDS_S",
+        "resumable.dialing.LAST_WORDS_S",
         "sockets.offer.HANDSHAKE_TIMEOUT_S",
     ):
         monkeypatch.setattr(f"jgraph.rpc.{name}", 1e6)

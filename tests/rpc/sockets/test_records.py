@@ -210,7 +210,8 @@ def test_no_plain_byte_travels_and_each_flipped_bit_is_mended(
                     (*_, frame) = await there.at_ps.wait_frames(i + 1)
                     np.testing.assert_array_equal(frame.tensors[0], data)
                     proxy.flips = i % 2
-                assert there.worker.statistics().peers[PS].way == "data socket"
+                way = there.worker.statistics().peers[PS].way
+                assert way == "data socket (records)"
                 frames = [f for _, f in there.at_ps.frames]
                 assert numbers(frames) == list(range(30))
                 assert [*there.at_ps.lost, *there.at_worker.lost] == []

@@ -17,9 +17,9 @@ from typing import Any, Final, TypeAlias
 from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.exchange.inbound import Inbound, InboundStream
-from jgraph.rpc.exchange.receiver import RETURN_S
+from jgraph.rpc.resumable.accepting import RETURN_S
+from jgraph.rpc.resumable.dialing import RESUME_POLL_S, RESUME_S
 from jgraph.rpc.resumable.numbers import ACK_FRAMES, SentFrames
-from jgraph.rpc.resuming import RESUME_POLL_S, RESUME_S
 
 Message: TypeAlias = tuple[Any, ...]
 KEEPALIVE_S: Final = 15.0
@@ -252,12 +252,12 @@ class Network:
 
     def _noticed(self, connection: _Connection) -> None:
         to = connection.to
-        if to.alive and to.inbound.broke(connection.stream):
+        if to.alive and to.inbound.is_current(connection.stream):
             gone = self._at.get(connection.link.src.task) is not connection.link.src
             wait = self._delay() if gone else RETURN_S
             self._sim.later(wait, partial(self._missed, connection))
 
     def _missed(self, connection: _Connection) -> None:
         to, stream = connection.to, connection.stream
-        if to.alive and to.inbound.is_broken(stream) and to.inbound.disconnect(stream):
+        if to.alive and to.inbound.disconnect(stream):
             to.lost(connection.link.src.task)

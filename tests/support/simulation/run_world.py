@@ -29,7 +29,7 @@ from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.resuming import RESUME_S
+from jgraph.rpc.resumable.dialing import RESUME_S
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame
 from jgraph.server.runs import calls, links, standby, supervisor

@@ -121,16 +121,18 @@ class RequestBudget:
 
 
 @final
-class CallAdmission:
-    """What is let in of one stream of calls.
+class Admission:
+    """What is let in of one stream: calls, and large headers of any frames.
 
-    Calls of tasks always are: they are parts of something that was let in before, and
-    would else wait for one another.
+    What tasks send always is: it is part of something that was let in before, and would
+    else wait for one another. The tensors of posted frames are bounded where they are
+    kept.
 
     Args:
       room: of the task.
       make_decoder: gives what turns the chunks of the stream into frames; it asks what
         it is given whether to take the tensors of a frame, and a large header.
+      of_calls: these are calls, or else posted frames.
 
     Attributes:
       decoder: of the stream.
@@ -138,11 +140,16 @@ class CallAdmission:
     """
 
     def __init__(
-        self, room: RequestBudget, make_decoder: Callable[[Admit, Announced], Decoder]
+        self,
+        room: RequestBudget,
+        make_decoder: Callable[[Admit, Announced], Decoder],
+        *,
+        of_calls: bool = True,
     ) -> None:
         self.decoder = make_decoder(self._admit, self._announced)
         self.of_task = False
         self._room = room
+        self._of_calls = of_calls
         self._let_in: dict[int, int] = {}  # bytes of the calls that have not begun
         self._refused: dict[int, int] = {}
         self._reserved = 0
@@ -248,9 +255,9 @@ class CallAdmission:
     def _admit(self, header: pb.Frame, nbytes: int) -> bool:
         number = header.sequence
         head, self._header = self._header, 0
-        if not header.method or number in self._let_in:
+        if not (self._of_calls and header.method) or number in self._let_in:
             self._room.give(head)
-            return False  # of no call, or of one that was made twice
+            return not self._of_calls  # else of no call, or of one that was made twice
         if nbytes <= self._reserved:
             self._let_in[number], self._reserved = head + self._reserved, 0
             return True
