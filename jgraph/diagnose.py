@@ -18,11 +18,13 @@ from jgraph.runtime.cost import available_cores
 from jgraph.view import markup
 
 if TYPE_CHECKING:
+    from jgraph.client.status import TaskStatus
     from jgraph.rpc.security.tls import Identity
 
 State: TypeAlias = Literal["ok", "note", "problem"]
 _MARKS: dict[State, str] = {"ok": "✓", "note": "!", "problem": "✗"}
 _DIAL_S = 3.0
+_STATUS_S = 10.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 
 
@@ -82,7 +84,8 @@ def doctor(
     """Checks this machine, and the cluster of a file if one is named.
 
     Args:
-      cluster: path of a cluster file; each of its tasks is dialled once.
+      cluster: path of a cluster file; each of its tasks is dialled once, and its data
+        port too if the cluster runs.
       tls: directory that ``jgraph certs`` wrote; that of the file unless given. Each
         task is then asked whether both sides take the other's certificate.
 
@@ -241,10 +244,56 @@ def _check_cluster(path: Path, tls: Path | None) -> list[Finding]:
         for index in spec.task_indices(job)
     ]
     with ThreadPoolExecutor(max_workers=32) as pool:
-        found += pool.map(
-            lambda target: _dial(*target, path=path, identity=identity), targets
-        )
+        dialled = [
+            *pool.map(
+                lambda target: _dial(*target, path=path, identity=identity), targets
+            )
+        ]
+    found += dialled
+    answering = [
+        address
+        for (*_, address), finding in zip(targets, dialled, strict=True)
+        if finding.state == "ok"
+    ]
+    if answering:
+        found += _check_data_ports(answering[0], tls or tls_directory_in(path))
     return found
+
+
+def _check_data_ports(address: str, certificates: Path | None) -> list[Finding]:
+    """Asks a cluster where frames from other hosts arrive, and dials these ports."""
+    from jgraph.client.inspect import inspecting
+    from jgraph.rpc.security.token import has_token
+
+    if not has_token(certificates):
+        return [Finding("data ports", "note", "not tried: there is no token here")]
+    where = f"{'jgraphs' if certificates else 'jgraph'}://{address}"
+    try:
+        with inspecting(where, timeout_s=_STATUS_S, tls=certificates) as visit:
+            tasks = visit.status().tasks
+    except JGError as error:
+        return [Finding("data ports", "note", f"not tried: {error.message}")]
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        return [*pool.map(_dial_data_port, tasks)]
+
+
+def _dial_data_port(task: "TaskStatus") -> Finding:
+    name, port = f"{task.task} data port", task.data_port
+    host = task.address.rpartition(":")[0].strip("[]")
+    if not port:
+        return Finding(name, "ok", "off; frames from other hosts take gRPC's stream")
+    text = f"port {port} of {host}"
+    try:
+        socket.create_connection((host, port), timeout=_DIAL_S).close()
+    except TimeoutError:
+        why = f"does not answer within {_DIAL_S:.0f} s, as where a firewall drops it"
+    except OSError as error:
+        why = f"is out of reach ({error.strerror or error})"
+    else:
+        return Finding(name, "ok", f"{text} accepts connections")
+    text = f"{text} {why}; frames from here take gRPC's stream, which is slower"
+    fix = f"open port {port} on {host}; jgraph server --data-port keeps it the same"
+    return Finding(name, "note", text, fix)
 
 
 def _check_certificates(directory: Path) -> "tuple[Finding, Identity | None]":

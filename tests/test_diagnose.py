@@ -91,11 +91,13 @@ def test_each_task_of_a_cluster_is_dialled(tmp_path: Path) -> None:
         path.write_text(
             f'[cluster]\nps = ["127.0.0.1:{there}"]\nworker = ["127.0.0.1:{gone}"]\n'
         )
-        cluster, ps, worker = doctor(path).findings[-3:]
+        cluster, ps, worker, data = doctor(path).findings[-4:]
     assert cluster.text.endswith("lists 1 ps, 1 worker")
     assert (ps.name, ps.state) == ("/job:ps/task:0", "ok")
     assert (worker.name, worker.state) == ("/job:worker/task:0", "problem")
     assert "Connection refused" in worker.text
+    assert (data.name, data.state) == ("data ports", "note")
+    assert data.text.startswith("not tried: ")
     assert worker.fix == (
         f"on 127.0.0.1: jgraph server --job worker --task 0 --cluster {path}"
     )
@@ -113,13 +115,38 @@ def test_a_server_that_refuses_the_handshake_is_named(tmp_path: Path) -> None:
     )
     try:
         refused = doctor(path).findings[-1]
-        taken = doctor(path, tmp_path / "theirs").findings[-2:]
+        taken = doctor(path, tmp_path / "theirs").findings[-3:]
     finally:
         server.stop()
     assert (refused.name, refused.state) == (task, "problem")
     assert "was not signed by" in refused.text
-    assert [f.state for f in taken] == ["ok", "ok"]
+    assert [f.state for f in taken] == ["ok", "ok", "ok"], taken
     assert str(tmp_path / "theirs" / "client.crt") in taken[0].text
+
+
+def test_a_data_port_that_is_filtered_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server({"ps": ["127.0.0.1:0"]})
+    path = tmp_path / "cluster.toml"
+    path.write_text(f'[cluster]\nps = ["{server.address}"]\n')
+    dial, port = socket.create_connection, int(server.address.rpartition(":")[2])
+
+    def filtered(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[1] != port:
+            raise TimeoutError
+        return dial(address, timeout)
+
+    try:
+        found = [doctor(path).findings[-1]]
+        monkeypatch.setattr(socket, "create_connection", filtered)
+        found.append(doctor(path).findings[-1])
+    finally:
+        server.stop()
+    assert [finding.name for finding in found] == ["/job:ps/task:0 data port"] * 2
+    assert [finding.state for finding in found] == ["ok", "note"]
+    assert "as where a firewall drops it; frames from here take gRPC" in found[1].text
+    assert found[1].fix.startswith("open port ")
 
 
 def test_shared_memory_needs_no_room_in_the_file_system() -> None:

@@ -1,7 +1,7 @@
 """ClusterStatus and TaskStatus: state of a cluster, as plain data and as a table."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
 from rich.console import Console
@@ -19,6 +19,7 @@ _COLUMNS = (
 )
 
 
+_LINK_COLUMNS = ("task", "frames leave through", "for")
 _TABLE_COLUMNS = ("task", "hash table", "rows", "in use", "budget", "evicted")
 
 
@@ -84,6 +85,9 @@ class TaskStatus:
         ``"rows"`` (ids and rows put in order) and ``"copy"`` (to shared memory).
       hash_tables: the shards that it has.
       steps: under way, the oldest of each program; see ``ClusterStatus.explain``.
+      ways: by task, how frames leave for it now: through ``"shared memory"``, a
+        ``"local socket"``, a ``"data socket (records)"``, ``"(tls)"`` or ``"(plain)"``,
+        or the ``"gRPC stream"``; none where no link was needed yet.
     """
 
     task: TaskName
@@ -105,6 +109,7 @@ class TaskStatus:
     busy_s: Mapping[str, float]
     hash_tables: tuple[HashTableStatus, ...]
     steps: tuple[StepWait, ...] = ()
+    ways: Mapping[TaskName, str] = field(default_factory=dict)
 
     @classmethod
     def from_message(cls, message: pb.TaskStatus) -> Self:
@@ -129,6 +134,7 @@ class TaskStatus:
             busy_s=dict(message.busy_s),
             hash_tables=tuple(map(HashTableStatus.from_message, message.hash_tables)),
             steps=tuple(map(wait_of, message.steps)),
+            ways={TaskName(peer): message.ways[peer] for peer in sorted(message.ways)},
         )
 
 
@@ -195,8 +201,15 @@ class ClusterStatus:
         )
 
     def _tables(self) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
-        """Yields title, columns and rows; of hash tables only if there are any."""
+        """Yields title, columns and rows; of links and hash tables if there are any."""
         yield f"jgraph cluster (master {self.master})", _COLUMNS, list(self._rows())
+        links: list[tuple[str, ...]] = [
+            (task.task, way, ", ".join(to for to, at in task.ways.items() if at == way))
+            for task in self.tasks
+            for way in sorted(set(task.ways.values()))
+        ]
+        if links:
+            yield "links", _LINK_COLUMNS, links
         shards: list[tuple[str, ...]] = [
             (
                 task.task,

@@ -17,7 +17,7 @@ class PeerStatistics:
     ``bytes_…`` went through the stream or a socket beside it, ``shared_bytes_…``
     through shared memory. ``way`` is how frames leave now: through ``"shared memory"``,
     a ``"local socket"``, a ``"data socket (records)"``, ``"(tls)"`` or ``"(plain)"``,
-    or the ``"gRPC stream"``; empty before the first connection.
+    or the ``"gRPC stream"``; empty where there is no connection.
     """
 
     frames_sent: int = 0
@@ -57,7 +57,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._peers: defaultdict[TaskName, list[int]] = defaultdict(lambda: [0] * 6)
-        self._ways: dict[TaskName, str] = {}
+        self.ways: dict[TaskName, str] = {}
         self.calls_made = 0
         self.calls_served = 0
 
@@ -71,8 +71,11 @@ class Counters:
         row[4] += shared
 
     def leads(self, peer: TaskName, way: str) -> None:
-        """Notes how frames leave for ``peer`` from now on."""
-        self._ways[peer] = way
+        """Notes how frames leave for ``peer`` from now on; empty: not at all."""
+        if way:
+            self.ways[peer] = way
+        else:
+            self.ways.pop(peer, None)
 
     def received(
         self, peer: TaskName, *, frames: int = 0, nbytes: int = 0, shared: int = 0
@@ -88,7 +91,7 @@ class Counters:
     ) -> TransportStatistics:
         """Returns the counts of this moment."""
         peers = {
-            peer: PeerStatistics(*row, way=self._ways.get(peer, ""))
+            peer: PeerStatistics(*row, way=self.ways.get(peer, ""))
             for peer, row in self._peers.items()
         }
         return TransportStatistics(

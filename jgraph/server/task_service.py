@@ -207,6 +207,7 @@ class TaskService:
             programs=self.runtime.programs,
             health_port=self.context.health_port(),
             data_port=self.context.data_port(),
+            ways=self.context.ways(),
             device_count=jax.local_device_count(),
             compilations=self.runtime.cache.compilations,
             busy_s={

@@ -142,7 +142,12 @@ def test_init_function_runs_on_the_task_that_holds_the_variable(
     assert session.read([table])["table"].sum() == 0
     session.initialize([table], again=True)
     assert session.read([table])["table"].sum() == 800
-    assert cluster.status().tasks[0].variable_bytes == 3200
+    status = cluster.status()
+    assert status.tasks[0].variable_bytes == 3200
+    ways = {way for task in status.tasks for way in task.ways.values()}
+    assert ways
+    assert ways <= {"shared memory", "local socket", "data socket (plain)"}
+    assert all(way in str(status) for way in ways)
 
 
 def test_name_reused_with_another_shape_is_refused(session: Session) -> None:

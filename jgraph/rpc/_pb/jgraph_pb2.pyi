@@ -1075,6 +1075,26 @@ class TaskStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class WaysEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TASK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
@@ -1094,6 +1114,7 @@ class TaskStatus(_message.Message):
     BUSY_S_FIELD_NUMBER: _builtins.int
     HASH_TABLES_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    WAYS_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
@@ -1124,6 +1145,10 @@ class TaskStatus(_message.Message):
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepWait]:
         """under way, the oldest of each program"""
 
+    @_builtins.property
+    def ways(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By task: how frames leave for it now, as "data socket (records)"."""
+
     def __init__(
         self,
         *,
@@ -1146,10 +1171,11 @@ class TaskStatus(_message.Message):
         busy_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         hash_tables: _abc.Iterable[Global___HashTableStatus] | None = ...,
         steps: _abc.Iterable[Global___StepWait] | None = ...,
+        ways: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "rss_bytes", b"rss_bytes", "state", b"state", "steps", b"steps", "task", b"task", "variable_bytes", b"variable_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "rss_bytes", b"rss_bytes", "state", b"state", "steps", b"steps", "task", b"task", "variable_bytes", b"variable_bytes", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,6 +100,8 @@ class ExchangeLink:
             await self._end.run()
         except LinkLost as lost:
             raise ended_link(self.peer, self.address, lost.why) from lost
+        finally:
+            self._counters.leads(self.peer, "")
 
     def _encoded(self, item: Prepared, number: int) -> Encoded:
         self._counters.sent(self.peer, frames=1)

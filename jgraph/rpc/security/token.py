@@ -122,6 +122,12 @@ def home() -> Path:
     return Path(os.environ.get("JGRAPH_HOME", "~/.jgraph")).expanduser()
 
 
+def has_token(certificates: Path | None = None) -> bool:
+    """Whether there is a token to use without making one; see ``find_token``."""
+    places = [home() / NAME, *([certificates / NAME] if certificates else [])]
+    return bool(os.environ.get(TOKEN_FILE)) or any(map(Path.exists, places))
+
+
 def find_token(
     given: str | os.PathLike[str] | None = None, certificates: Path | None = None
 ) -> Token:
