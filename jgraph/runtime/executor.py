@@ -25,9 +25,10 @@ from jgraph.plan.program.nodes import (
     Node,
     RecvNode,
     SendNode,
+    UnpackNode,
     ValueType,
 )
-from jgraph.plan.program.row_values import padded
+from jgraph.plan.program.row_values import padded, unpacked
 from jgraph.runtime.cost import Cost
 from jgraph.runtime.gate import Gate, aggregator, key_of
 from jgraph.runtime.loaded import LoadedPartition
@@ -278,6 +279,9 @@ class StepRun:
             case ContributeNode():
                 self._contribute(node)
                 self._complete(index, [])
+            case UnpackNode():
+                flat = np.asarray(self._values[node.value])
+                self._complete(index, unpacked(flat, self._loaded.cuts[index]))
             case _:
                 note = self._recording and partial(
                     self._recording.note, self.step, index

@@ -19,13 +19,16 @@ from jgraph.plan.program.nodes import (
     RecvNode,
     SegmentNode,
     SendNode,
+    UnpackNode,
     ValueId,
     ValueType,
     WriteNode,
     inputs_of,
     outputs_of,
+    packed_types,
 )
 from jgraph.plan.program.program import Partition, SegmentCode, row_type
+from jgraph.plan.program.row_values import Cut, cuts_of
 from jgraph.runtime.compiled.compile_cache import (
     CompileCache,
     Executable,
@@ -56,6 +59,7 @@ class LoadedPartition:
       taken_by_more: per node, those that others take too.
       variables: per node, the whole variables that it writes and that it only reads.
       types: per node, shape and dtype of what it receives.
+      cuts: per node, where the values lie in the flat array that it takes.
       is_padded: per node, whether it takes values that may have fewer rows.
     """
 
@@ -74,6 +78,7 @@ class LoadedPartition:
     taken_by_more: tuple[tuple[ValueId, ...], ...]
     variables: tuple[tuple[VariableGroup, VariableGroup], ...]
     types: tuple[list[tuple[tuple[int, ...], np.dtype[Any]]], ...]
+    cuts: tuple[tuple[Cut, ...], ...]
     is_padded: tuple[bool, ...]
 
 
@@ -130,6 +135,7 @@ def load_partition(
         tuple(more),
         tuple(_variables(partition, node) for node in partition.nodes),
         tuple(_types(partition, node) for node in partition.nodes),
+        tuple(_cuts(partition, node) for node in partition.nodes),
         tuple(_is_padded(partition, taken) for taken in inputs),
     )
 
@@ -137,19 +143,22 @@ def load_partition(
 def _variables(partition: Partition, node: Node) -> tuple[VariableGroup, VariableGroup]:
     written: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
+    packs: tuple[int, ...] = ()
+    read_packs: tuple[int, ...] = ()
     match node:
         case SegmentNode():
-            written, read = node.updates, node.reads
+            written, packs = node.updates, node.packs
+            read, read_packs = node.reads, node.read_packs
         case ReadNode():
-            read = node.variables
+            read, read_packs = node.variables, node.packs
         case WriteNode():
             written = node.variables
         case AggregateNode():
             written = node.all_variables
     named = partition.variables
     return (
-        VariableGroup([named[v] for v in written]),
-        VariableGroup([named[v] for v in read]),
+        VariableGroup([named[v] for v in written], packs),
+        VariableGroup([named[v] for v in read], read_packs),
     )
 
 
@@ -158,6 +167,12 @@ def _types(
 ) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
     outs = node.outs if isinstance(node, RecvNode) else ()
     return [(partition.values[v].shape, partition.values[v].np_dtype) for v in outs]
+
+
+def _cuts(partition: Partition, node: Node) -> tuple[Cut, ...]:
+    if not isinstance(node, UnpackNode):
+        return ()
+    return cuts_of([partition.values[v] for v in node.outs])
 
 
 def _is_padded(partition: Partition, taken: Sequence[ValueId]) -> bool:
@@ -206,8 +221,10 @@ def _executable(
             digest=node.digest,
         )
     rows = len(node.row_updates) + len(node.row_reads)
-    state = len(node.updates) + len(node.reads) + rows
-    donated = (*range(len(node.updates)), *(state + i for i in node.donate))
+    updates = len(node.updates) - sum(node.packs) + len(node.packs)
+    reads = len(node.reads) - sum(node.read_packs) + len(node.read_packs)
+    state = updates + reads + rows
+    donated = (*range(updates), *(state + i for i in node.donate))
     run = cache.load(codes[node.digest], donated)
     arguments = _arguments(partition, node)
     if isinstance(run, SizedExecutable) and not any(t.symbols for t in arguments):
@@ -216,6 +233,11 @@ def _executable(
 
 
 def _arguments(partition: Partition, node: SegmentNode) -> list[ValueType]:
-    stored = [partition.variables[v].type for v in (*node.updates, *node.reads)]
+    stored = [
+        *packed_types([partition.variables[v].type for v in node.updates], node.packs),
+        *packed_types(
+            [partition.variables[v].type for v in node.reads], node.read_packs
+        ),
+    ]
     rows = [row_type(partition, r) for r in (*node.row_updates, *node.row_reads)]
     return [*stored, *rows, *(partition.values[v] for v in node.inputs)]

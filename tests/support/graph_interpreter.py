@@ -1,6 +1,6 @@
 """Graph interpreter: runs all partitions of a program in one thread."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -28,12 +28,22 @@ from jgraph.plan.program.nodes import (
     SegmentNode,
     SendNode,
     SplitNode,
+    UnpackNode,
     ValueId,
     WriteNode,
     outputs_of,
+    runs,
 )
 from jgraph.plan.program.program import Partition, Program, row_type
-from jgraph.plan.program.row_values import at_level, level_of, moved, padded
+from jgraph.plan.program.row_values import (
+    at_level,
+    cuts_of,
+    level_of,
+    moved,
+    packed,
+    padded,
+    unpacked,
+)
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Store: TypeAlias = MutableMapping[tuple[str, str], Array]
@@ -186,7 +196,8 @@ class _Step:
         | LookupNode
         | RouteNode
         | MergeNode
-        | SplitNode,
+        | SplitNode
+        | UnpackNode,
     ) -> None:
         values = running.values
         match node:
@@ -197,7 +208,7 @@ class _Step:
             case ConstNode():
                 values[node.out] = node.value
             case ReadNode():
-                read = [self._load(running, v) for v in node.variables]
+                read = self._packed(running, node.variables, node.packs)
                 values.update(zip(node.outs, read, strict=True))
             case RecvNode():
                 got = self.messages.pop(self._key(running, node))
@@ -252,8 +263,25 @@ class _Step:
             )
         return self.store[key]
 
+    def _packed(
+        self, running: _Running, variables: Sequence[int], lengths: Sequence[int]
+    ) -> list[Array]:
+        """Returns values of variables, runs of these lengths as flat arrays."""
+        stored = running.partition.variables
+        packs, alone = runs(variables, lengths)
+        flat = [
+            packed(
+                [self._load(running, v) for v in pack], [stored[v].type for v in pack]
+            )
+            for pack in packs
+        ]
+        return [*flat, *(self._load(running, v) for v in alone)]
+
     def _segment(self, running: _Running, node: SegmentNode) -> None:
-        variables = [self._load(running, v) for v in (*node.updates, *node.reads)]
+        variables = [
+            *self._packed(running, node.updates, node.packs),
+            *self._packed(running, node.reads, node.read_packs),
+        ]
         owned = [jnp.array(v, copy=True) for v in variables]
         run, has_open_sizes = self._executable(node)
         level = 0
@@ -267,7 +295,13 @@ class _Step:
         ]
         inputs = running.padded(node.inputs, level)
         results = iter(run(*owned, *rows, *inputs))
-        for v in node.updates:
+        packs, alone = runs(node.updates, node.packs)
+        for pack in packs:
+            types = [running.partition.variables[v].type for v in pack]
+            parts = unpacked(np.asarray(next(results)), cuts_of(types))
+            for v, part in zip(pack, parts, strict=True):
+                self.store[running.key(v)] = np.array(part)
+        for v in alone:
             self.store[running.key(v)] = np.array(next(results))
         for r in node.row_updates:
             ids = running.values[r.ids]
@@ -280,9 +314,11 @@ class _Step:
     def _executable(self, node: SegmentNode) -> tuple[Any, bool]:
         """Returns the code, and whether it takes any number of rows."""
         rows = len(node.row_updates) + len(node.row_reads)
-        offset = len(node.updates) + len(node.reads) + rows
+        updates = len(node.updates) - sum(node.packs) + len(node.packs)
+        reads = len(node.reads) - sum(node.read_packs) + len(node.read_packs)
+        offset = updates + reads + rows
         donate = (
-            *range(len(node.updates)),
+            *range(updates),
             *(offset + n for n in node.donate),
         )
         if (node.digest, donate) not in self.compiled:

@@ -1,6 +1,7 @@
 """Hypothesis strategies of programs that are right, for the tests of their codec."""
 
 import hashlib
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.rows import Layout
 from jgraph.plan.program.nodes import (
+    PACKABLE,
     ConstNode,
     FeedNode,
     FetchNode,
@@ -23,8 +25,11 @@ from jgraph.plan.program.nodes import (
     SegmentNode,
     SendNode,
     SplitNode,
+    UnpackNode,
     ValueType,
     WriteNode,
+    packed_types,
+    runs,
 )
 from jgraph.plan.program.program import Partition, Program, SegmentCode, StoredVariable
 
@@ -77,6 +82,14 @@ class _Builder:
     def stored(self, variables: tuple[int, ...]) -> list[ValueType]:
         return [self.variables[i].type for i in variables]
 
+    def some_packs(self, variables: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns lengths of runs of variables of one dtype that can be packed."""
+        alike = itertools.groupby(type_.dtype for type_ in self.stored(variables))
+        groups = [(dtype, len([*run])) for dtype, run in alike]
+        can = itertools.takewhile(lambda group: group[0] in PACKABLE, groups)
+        lengths = [length for _, length in can]
+        return tuple(lengths[: self.draw(st.integers(0, len(lengths)))])
+
     def add(self, kind: str, digests: list[str]) -> None:
         draw = self.draw
         if kind == "const":
@@ -85,9 +98,13 @@ class _Builder:
             value = bits.reshape(type_.shape).astype(type_.np_dtype)
             self.nodes.append(ConstNode(value, *self.new(type_)))
         elif kind == "read":
-            read = self.some_variables()
-            after = self.after()
-            self.nodes.append(ReadNode(read, self.new(*self.stored(read)), after))
+            read, after = self.some_variables(), self.after()
+            packs = self.some_packs(read)
+            outs = self.new(*packed_types(self.stored(read), packs))
+            self.nodes.append(ReadNode(read, outs, after, packs))
+            cuts, _ = runs(self.stored(read), packs)
+            for flat, cut in zip(outs, cuts, strict=False):
+                self.nodes.append(UnpackNode(flat, self.new(*cut)))
         elif kind == "rows":
             self.add_rows(digests)
         else:
@@ -98,7 +115,11 @@ class _Builder:
             outs = self.new(*draw(st.lists(types, max_size=3)))
             digest = draw(st.sampled_from(digests))
             self.nodes.append(
-                SegmentNode(digest, both[:cut], both[cut:], inputs, outs, donate, after)
+                SegmentNode(
+                    *(digest, both[:cut], both[cut:], inputs, outs, donate, after),
+                    packs=self.some_packs(both[:cut]),
+                    read_packs=self.some_packs(both[cut:]),
+                )
             )
 
     def add_rows(self, digests: list[str]) -> None:

@@ -5,8 +5,11 @@ are stored as their key data (uint32); segments wrap and unwrap them inside.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from itertools import accumulate
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import numpy as np
 
@@ -93,12 +96,15 @@ class ReadNode:
     """Reads whole variables, all at one version of the task's store.
 
     ``after`` names earlier nodes of this partition (by index) that must be done
-    first: program order of state operations inside the step.
+    first: program order of state operations inside the step. ``packs`` are lengths of
+    runs of ``variables``, from the first on, that are read as one flat array each;
+    ``outs`` has these arrays, then the values of the other variables.
     """
 
     variables: tuple[int, ...]
     outs: tuple[ValueId, ...]
     after: tuple[int, ...] = ()
+    packs: tuple[int, ...] = ()
 
 
 @final
@@ -131,6 +137,9 @@ class SegmentNode:
     ``row_updates``, then ``outs``. Taking variables and rows and putting back the new
     ones is atomic per task: no other step sees or changes them in between. ``donate``
     are positions in ``inputs`` whose buffers may be reused.
+
+    ``packs`` are lengths of runs of ``updates``, from the first on, and ``read_packs``
+    of ``reads``: each run is one flat argument, and one flat result if it is updated.
     """
 
     digest: str
@@ -142,6 +151,8 @@ class SegmentNode:
     after: tuple[int, ...] = ()
     row_updates: tuple[Rows, ...] = ()
     row_reads: tuple[Rows, ...] = ()
+    packs: tuple[int, ...] = ()
+    read_packs: tuple[int, ...] = ()
 
 
 @final
@@ -188,6 +199,15 @@ class SplitNode:
 
     value: ValueId
     local: tuple[ValueId, ...]
+    outs: tuple[ValueId, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UnpackNode:
+    """Cuts a flat array into the values that lie in it, one after the other."""
+
+    value: ValueId
     outs: tuple[ValueId, ...]
 
 
@@ -263,6 +283,7 @@ Node: TypeAlias = (
     | LookupNode
     | MergeNode
     | SplitNode
+    | UnpackNode
     | SendNode
     | RecvNode
     | ContributeNode
@@ -284,6 +305,8 @@ def inputs_of(node: Node) -> tuple[ValueId, ...]:
             return (*node.local, *node.values)
         case SplitNode():
             return (node.value, *node.local)
+        case UnpackNode():
+            return (node.value,)
         case SendNode() | WriteNode() | FetchNode():
             return node.values
         case ContributeNode():
@@ -295,7 +318,14 @@ def inputs_of(node: Node) -> tuple[ValueId, ...]:
 def outputs_of(node: Node) -> tuple[ValueId, ...]:
     """Returns the values a node makes."""
     match node:
-        case SegmentNode() | ReadNode() | RecvNode() | LookupNode() | SplitNode():
+        case (
+            SegmentNode()
+            | ReadNode()
+            | RecvNode()
+            | LookupNode()
+            | SplitNode()
+            | UnpackNode()
+        ):
             return node.outs
         case FeedNode() | ConstNode() | MergeNode():
             return (node.out,)
@@ -303,3 +333,60 @@ def outputs_of(node: Node) -> tuple[ValueId, ...]:
             return (node.positions, *node.local)
         case _:
             return ()
+
+
+PACKABLE: Final = frozenset({"float32", "bfloat16", "float16", "int32", "uint32"})
+"""Dtypes of which values may lie in one flat array."""
+
+
+PACK_BYTES: Final = 64
+"""Where a value in a flat array begins is a multiple: XLA takes it without a copy."""
+
+
+def packed_starts(types: Sequence[ValueType]) -> list[int]:
+    """Returns where values of one dtype begin in a flat array, and how long that is.
+
+    What lies between them is nobody's.
+
+    Example:
+      >>> packed_starts([ValueType((2, 3), "float32"), ValueType((17,), "float32")])
+      [0, 16, 48]
+    """
+    step = PACK_BYTES // types[0].np_dtype.itemsize
+    sizes = (-(-math.prod(type_.shape) // step) * step for type_ in types)
+    return [0, *accumulate(sizes)]
+
+
+def packed_type(types: Sequence[ValueType]) -> ValueType:
+    """Returns the type of the flat array in which values of one dtype lie.
+
+    Example:
+      >>> str(packed_type([ValueType((2, 3), "float32"), ValueType((), "float32")]))
+      'float32[32]'
+    """
+    return ValueType((packed_starts(types)[-1],), types[0].dtype)
+
+
+Item = TypeVar("Item")
+
+
+def runs(
+    items: Sequence[Item], packs: Sequence[int]
+) -> tuple[list[Sequence[Item]], Sequence[Item]]:
+    """Returns the runs of these lengths that items begin with, and the other items.
+
+    Example:
+      >>> runs("abcde", [2, 1])
+      (['ab', 'c'], 'de')
+    """
+    found, start = [], 0
+    for length in packs:
+        found.append(items[start : start + length])
+        start += length
+    return found, items[start:]
+
+
+def packed_types(types: Sequence[ValueType], packs: Sequence[int]) -> list[ValueType]:
+    """Returns the types of what stands for values of which runs are packed."""
+    packed, others = runs(types, packs)
+    return [*map(packed_type, packed), *others]

@@ -19,8 +19,11 @@ from jgraph.plan.program.nodes import (
     RouteNode,
     SegmentNode,
     SplitNode,
+    UnpackNode,
     ValueId,
     ValueType,
+    packed_starts,
+    packed_type,
 )
 from jgraph.plan.program.program import Partition, row_type
 
@@ -197,11 +200,11 @@ def split(values: Array, local: Sequence[Array]) -> list[Array]:
 
 
 def moved(
-    node: RouteNode | MergeNode | SplitNode,
+    node: RouteNode | MergeNode | SplitNode | UnpackNode,
     value_of: Callable[[ValueId], Array],
     types: Sequence[ValueType],
 ) -> list[Array]:
-    """Returns the results of a node that moves rows.
+    """Returns the results of a node that moves rows, or values.
 
     Args:
       node: the node.
@@ -212,11 +215,41 @@ def moved(
         ids = value_of(node.ids)
         positions, local = route(ids, node.layout, node.feature, drop=node.drop)
         return [positions, *local]
+    if isinstance(node, UnpackNode):
+        cuts = cuts_of([types[v] for v in node.outs])
+        return unpacked(np.asarray(value_of(node.value)), cuts)
     local = [value_of(v) for v in node.local]
     if isinstance(node, SplitNode):
         return split(np.asarray(value_of(node.value)), local)
     rows = [np.asarray(value_of(v)) for v in node.values]
     return [merge(local, rows, types[node.out])]
+
+
+Cut: TypeAlias = tuple[int, int, tuple[int, ...]]
+"""Where a value begins and ends in a flat array, and its shape."""
+
+
+def cuts_of(types: Sequence[ValueType]) -> tuple[Cut, ...]:
+    """Returns where values lie in a flat array, see ``packed_starts``."""
+    starts = packed_starts(types)
+    return tuple(
+        (start, start + math.prod(type_.shape), type_.shape)
+        for type_, start in zip(types, starts, strict=False)
+    )
+
+
+def packed(values: Sequence[Array], types: Sequence[ValueType]) -> Array:
+    """Returns values as they lie in one flat array, see ``packed_starts``."""
+    flat = aligned_empty(packed_type(types))
+    flat[:] = 0
+    for value, (start, stop, _) in zip(values, cuts_of(types), strict=True):
+        flat[start:stop] = np.reshape(value, -1)
+    return flat
+
+
+def unpacked(flat: Array, cuts: Sequence[Cut]) -> list[Array]:
+    """Returns the values that lie in a flat array, as views."""
+    return [flat[start:stop].reshape(shape) for start, stop, shape in cuts]
 
 
 def padded(value: Any, type_: ValueType) -> Any:

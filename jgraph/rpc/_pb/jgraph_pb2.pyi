@@ -3796,6 +3796,7 @@ class Node(_message.Message):
     LOOKUP_FIELD_NUMBER: _builtins.int
     MERGE_FIELD_NUMBER: _builtins.int
     SPLIT_FIELD_NUMBER: _builtins.int
+    UNPACK_FIELD_NUMBER: _builtins.int
     CONTRIBUTE_FIELD_NUMBER: _builtins.int
     AGGREGATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -3823,6 +3824,8 @@ class Node(_message.Message):
     @_builtins.property
     def split(self) -> Global___SplitNode: ...
     @_builtins.property
+    def unpack(self) -> Global___UnpackNode: ...
+    @_builtins.property
     def contribute(self) -> Global___ContributeNode: ...
     @_builtins.property
     def aggregate(self) -> Global___AggregateNode: ...
@@ -3841,14 +3844,15 @@ class Node(_message.Message):
         lookup: Global___LookupNode | None = ...,
         merge: Global___MergeNode | None = ...,
         split: Global___SplitNode | None = ...,
+        unpack: Global___UnpackNode | None = ...,
         contribute: Global___ContributeNode | None = ...,
         aggregate: Global___AggregateNode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "write", b"write"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "write", b"write"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv", "route", "lookup", "merge", "split", "contribute", "aggregate"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv", "route", "lookup", "merge", "split", "unpack", "contribute", "aggregate"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -3923,22 +3927,28 @@ class ReadNode(_message.Message):
     VARIABLES_FIELD_NUMBER: _builtins.int
     OUTS_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def outs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def packs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """lengths of runs that are read as one flat array"""
+
     def __init__(
         self,
         *,
         variables: _abc.Iterable[_builtins.int] | None = ...,
         outs: _abc.Iterable[_builtins.int] | None = ...,
         after: _abc.Iterable[_builtins.int] | None = ...,
+        packs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "outs", b"outs", "variables", b"variables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "outs", b"outs", "packs", b"packs", "variables", b"variables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3985,6 +3995,8 @@ class SegmentNode(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     ROW_UPDATES_FIELD_NUMBER: _builtins.int
     ROW_READS_FIELD_NUMBER: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
+    READ_PACKS_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     @_builtins.property
     def updates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -4002,6 +4014,12 @@ class SegmentNode(_message.Message):
     def row_updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rows]: ...
     @_builtins.property
     def row_reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rows]: ...
+    @_builtins.property
+    def packs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """lengths of runs of updates that are one flat array"""
+
+    @_builtins.property
+    def read_packs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -4014,14 +4032,41 @@ class SegmentNode(_message.Message):
         after: _abc.Iterable[_builtins.int] | None = ...,
         row_updates: _abc.Iterable[Global___Rows] | None = ...,
         row_reads: _abc.Iterable[Global___Rows] | None = ...,
+        packs: _abc.Iterable[_builtins.int] | None = ...,
+        read_packs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "digest", b"digest", "donate", b"donate", "inputs", b"inputs", "outs", b"outs", "reads", b"reads", "row_reads", b"row_reads", "row_updates", b"row_updates", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "digest", b"digest", "donate", b"donate", "inputs", b"inputs", "outs", b"outs", "packs", b"packs", "read_packs", b"read_packs", "reads", b"reads", "row_reads", b"row_reads", "row_updates", b"row_updates", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SegmentNode: _TypeAlias = SegmentNode  # noqa: Y015
+
+@_typing.final
+class UnpackNode(_message.Message):
+    """Cuts a flat array into the values that lie in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    OUTS_FIELD_NUMBER: _builtins.int
+    value: _builtins.int
+    @_builtins.property
+    def outs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        value: _builtins.int = ...,
+        outs: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outs", b"outs", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpackNode: _TypeAlias = UnpackNode  # noqa: Y015
 
 @_typing.final
 class Rows(_message.Message):

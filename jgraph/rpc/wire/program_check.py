@@ -13,6 +13,7 @@ from jgraph.errors import InvalidProgramError, JGError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.sizes import is_feed_symbol
 from jgraph.plan.program.nodes import (
+    PACKABLE,
     AggregateNode,
     ConstNode,
     ContributeNode,
@@ -27,11 +28,15 @@ from jgraph.plan.program.nodes import (
     SegmentNode,
     SendNode,
     SplitNode,
+    UnpackNode,
     ValueId,
     ValueType,
     WriteNode,
     inputs_of,
     outputs_of,
+    packed_type,
+    packed_types,
+    runs,
 )
 from jgraph.plan.program.program import Partition, Program
 from jgraph.rpc.wire.row_check import check_rows, require, require_types, rows_of
@@ -126,11 +131,10 @@ class _PartitionCheck:
             case ConstNode():
                 value = ValueType(node.value.shape, node.value.dtype.name)
                 self.same_types([value], [node.out])
-            case ReadNode():
-                self.same_types(self.stored(node.variables), node.outs)
-            case WriteNode():
-                self.same_types(self.stored(node.variables), node.values)
-                _check_unique(node.variables, "written variable")
+            case ReadNode() | WriteNode():
+                self.access(node)
+            case UnpackNode():
+                self.unpacked(node)
             case SegmentNode():
                 self.segment(node)
             case LookupNode() | RouteNode() | MergeNode() | SplitNode():
@@ -142,6 +146,15 @@ class _PartitionCheck:
             case _:
                 assert_never(node)
 
+    def access(self, node: ReadNode | WriteNode) -> None:
+        stored = self.stored(node.variables)
+        if isinstance(node, WriteNode):
+            self.same_types(stored, node.values)
+            _check_unique(node.variables, "written variable")
+            return
+        self.packed(node.variables, node.packs)
+        self.same_types(packed_types(stored, node.packs), node.outs)
+
     def segment(self, node: SegmentNode) -> None:
         require(node.digest in self.digests, "its code did not come with the program")
         _check_unique(node.updates, "updated variable")
@@ -151,6 +164,21 @@ class _PartitionCheck:
         _check_unique(node.donate, "donated input")
         inside = all(0 <= i < len(node.inputs) for i in node.donate)
         require(inside, "it donates an input that it does not have")
+        self.packed(node.updates, node.packs)
+        self.packed(node.reads, node.read_packs)
+
+    def packed(self, variables: Sequence[int], packs: Sequence[int]) -> None:
+        """Checks that runs of variables can each be one flat array."""
+        fits = all(n > 0 for n in packs) and sum(packs) <= len(variables)
+        require(fits, "it packs variables that it does not have")
+        for run in runs(self.stored(variables), packs)[0]:
+            _check_packed(run)
+
+    def unpacked(self, node: UnpackNode) -> None:
+        outs = [self.type(v) for v in node.outs]
+        require(bool(outs), "it makes no value")
+        _check_packed(outs)
+        self.same_types([packed_type(outs)], [node.value])
 
     def gated(self, node: ContributeNode | AggregateNode) -> None:
         require(bool(self.partition.gate), "its partition names no gate")
@@ -239,6 +267,13 @@ def _put(
     src, dst, key = end
     require(end not in table, f"message '{key[:80]}' from {src} to {dst} comes twice")
     table[end] = types
+
+
+def _check_packed(types: Sequence[ValueType]) -> None:
+    """Checks that values can lie in one flat array."""
+    alike = len({type_.dtype for type_ in types}) == 1 and types[0].dtype in PACKABLE
+    known = not any(type_.ragged or type_.symbols for type_ in types)
+    require(alike and known, "it packs values that cannot lie in one array")
 
 
 def _check_task(name: str) -> str:

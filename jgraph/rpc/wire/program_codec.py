@@ -31,6 +31,7 @@ from jgraph.plan.program.nodes import (
     SegmentNode,
     SendNode,
     SplitNode,
+    UnpackNode,
     ValueType,
     WriteNode,
 )
@@ -226,6 +227,7 @@ _NODES: dict[str, Any] = {
     "lookup": LookupNode,
     "merge": MergeNode,
     "split": SplitNode,
+    "unpack": UnpackNode,
     "send": SendNode,
     "recv": RecvNode,
     "contribute": ContributeNode,

@@ -18,6 +18,7 @@ from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.row_values import aligned_empty
 from jgraph.runtime.store.hash_shard import HashColumn, HashShard
 from jgraph.runtime.store.local_mesh import whole
+from jgraph.runtime.store.slab import Slab, view_of
 from jgraph.runtime.store.tables import (
     ArrayTable,
     PackedTable,
@@ -49,21 +50,28 @@ class RowsOf:
 
 @final
 class Entry:
-    """The value of one variable; whoever uses it holds its lock."""
+    """The value of one variable; whoever uses it holds its lock.
+
+    Attributes:
+      slab: where the value lies beside those of others; None: it lies alone.
+      place: in the slab.
+    """
 
     __slots__ = (
+        "_value",
         "device",
         "layout",
         "lock",
+        "place",
+        "slab",
         "table",
         "type",
-        "value",
         "version",
         "views",
     )
 
     def __init__(self, value: jax.Array) -> None:
-        self.value = value
+        self._value: jax.Array | None = value
         self.version = 0
         self.lock = threading.Lock()
         # As a program declared it that fits; values change, their type does not.
@@ -74,43 +82,92 @@ class Entry:
         # Over the devices of a mesh; None: one has it.
         self.layout: Sharding | None = None
         self.views: list[weakref.ref[Any]] = []
+        self.slab: Slab | None = None
+        self.place = 0
 
-    def put(self, value: jax.Array, layout: Sharding | None = None) -> None:
-        """Replaces the value."""
-        self.value, self.device, self.layout = value, None, layout
+    @property
+    def value(self) -> jax.Array:
+        """The value, alone from now on."""
+        if self._value is None:
+            assert self.slab is not None
+            self.put_alone(jnp.array(self.slab.part(self.place), copy=True))
+        assert self._value is not None
+        return self._value
+
+    @property
+    def stored_type(self) -> ValueType:
+        """Shape and dtype of the value."""
+        if self.slab is not None:
+            return self.slab.types[self.place]
+        return ValueType(tuple(self.value.shape), str(self.value.dtype))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a function took the value and failed."""
+        return (self.value if self.slab is None else self.slab.value).is_deleted()
+
+    def put(self, value: Any, layout: Sharding | None = None) -> None:
+        """Replaces the value; an array of JAX, if it does not lie in a slab."""
+        if self.slab is not None and layout is None:
+            self.slab.write(self.place, value)
+        else:
+            self.put_alone(value, layout)
+
+    def put_alone(self, value: jax.Array, layout: Sharding | None = None) -> None:
+        """Replaces the value by one that lies in no slab."""
+        if self.slab is not None:
+            self.slab.is_whole = False
+            self.slab = None
+        self._value, self.device, self.layout = value, None, layout
+
+    def lie_in(self, slab: Slab, place: int) -> None:
+        """Lets the value lie in a slab that has it."""
+        if self.slab is not None:
+            self.slab.is_whole = False
+        self.slab, self.place = slab, place
+        self._value = self.device = self.layout = self.table = None
 
     def view(self) -> np.ndarray[Any, Any]:
         """Returns a view that keeps its values, see ``rows``."""
-        view = (
-            _view(self.value) if self.layout is None else np.asarray(whole(self.value))
-        )
+        if self.slab is not None:
+            return self.slab.part(self.place)
+        if self.layout is None:
+            view = view_of(self.value)
+        else:
+            view = np.asarray(whole(self.value))
         if len(self.views) >= _FEW_VIEWS:
             self.views = [ref for ref in self.views if ref() is not None]
         self.views.append(weakref.ref(view))
         return view
 
-    def argument(self, layout: Sharding | None = None) -> jax.Array:
-        """Returns the value for a function that may take it over.
+    def argument(self, layout: Sharding | None = None, *, lent: bool = False) -> Any:
+        """Returns the value for a function.
 
         Args:
           layout: over the devices of a mesh; it then stays as it lies there.
+          lent: whether the function may take it over.
         """
+        if layout is self.layout is self.device is None:  # nearly always
+            if self.slab is None:
+                return self._value
+            part = self.slab.part(self.place)
+            return jnp.array(part, copy=True) if lent else part
         if layout != self.layout:
             if layout is None:
-                one: jax.Array = jax.device_put(self.value, jax.local_devices()[0])
-                return one
-            self.put(jax.device_put(self.value, layout), layout)
+                return jax.device_put(self.value, jax.local_devices()[0])
+            self.put_alone(jax.device_put(self.value, layout), layout)
         if self.device is None:
             return self.value
-        moved: jax.Array = jax.device_put(self.value, self.device)
-        return moved
+        return jax.device_put(self.value, self.device)
 
     def memory(self) -> np.ndarray[Any, Any] | None:
         """Returns the elements, to be replaced where they are; None: they must not be.
 
-        Somebody else looks at them, several devices or none that is a CPU have them, or
-        a byte has several of them.
+        Somebody else looks at them, several devices or none that is a CPU have them, a
+        byte has several of them, or they lie in a slab.
         """
+        if self.slab is not None:
+            return None
         if self.layout is not None or not on_cpu(self.value) or self._is_viewed():
             return None
         return elements(self.value)
@@ -128,13 +185,13 @@ class Entry:
     def rows(self, *, write: bool) -> Table:
         """Returns the table of the rows; to write, nobody else sees them change."""
         if self.layout is not None:
-            self.put(self.argument())
+            self.put_alone(self.argument())
         if write and self._is_viewed():
-            self.value, self.views = jnp.array(self.value, copy=True), []
+            self._value, self.views = jnp.array(self.value, copy=True), []
         if not on_cpu(self.value):
             (self.device,) = self.value.devices()
             cpu = jax.local_devices(backend="cpu")[0]
-            self.value = jax.device_put(self.value, cpu)
+            self._value = jax.device_put(self.value, cpu)
         if self.table is None or self.table.value is not self.value:
             self.table = table_of(self.value)
         table: Table = self.table
@@ -217,12 +274,3 @@ def padded_rows(entry: Entry | HashEntry, rows: RowsOf) -> np.ndarray[Any, Any]:
     entry.rows(write=False).lookup(rows.ids, padded[:count])
     padded[count:] = 0
     return padded
-
-
-def _view(array: jax.Array) -> np.ndarray[Any, Any]:
-    # Not np.asarray(array): that keeps the view in the array, and then every update
-    # would find the buffer in use.
-    try:
-        return np.asarray(memoryview(array))
-    except BufferError:  # not of numpy's own dtypes, or not on the CPU
-        return np.asarray(array.addressable_data(0))

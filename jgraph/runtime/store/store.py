@@ -44,7 +44,7 @@ from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.row_values import aligned_empty, nearly
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.store.entry import Entry, HashEntry, RowsOf, held, padded_rows
-from jgraph.runtime.store.groups import GroupEntries, VariableGroup
+from jgraph.runtime.store.groups import GroupEntries, PackedRun, VariableGroup
 from jgraph.runtime.store.hash_shard import HashShard
 from jgraph.runtime.store.undo import Undo, keep_rows, keep_values
 
@@ -99,14 +99,16 @@ class VariableStore:
         """Returns read-only views of whole variables, all of one moment.
 
         Waits for updates under way. Let go of the views soon: an update in the
-        meantime costs a copy.
+        meantime costs a copy. Of a group with packs, each packed run is one flat array.
 
         Raises:
           UninitializedError: one of them has no value yet.
         """
         entries = self._found(variables)
         with held(entries):
-            return [entry.view() for entry in entries]
+            runs, alone = _packed(entries)
+            views = [run.view() for run in runs]
+            return [*views, *(entry.view() for entry in alone)]
 
     def lookup(
         self, wanted: Sequence[RowsOf], record: RecordChange | None = None
@@ -158,25 +160,33 @@ class VariableStore:
         Raises:
           VariableMismatchError: a stored variable has another shape or dtype.
         """
-        arrays = [
-            _as_jax(variable, value, owned=n in owned)
-            for n, (variable, value) in enumerate(zip(variables, values, strict=True))
-        ]
-        pairs = [(_key(v), a) for v, a in zip(variables, arrays, strict=True)]
+        keys = [_key(variable) for variable in variables]
         with self._lock:
             for variable in variables:
                 self._check_type(variable)
-            known = {k: self._entries[k] for k, _ in pairs if k in self._entries}
+            known = {k: self._entries[k] for k in keys if k in self._entries}
+        # What lies in a slab is copied there as it is; others, before anybody waits.
+        arrays = [
+            value
+            if k in known and known[k].slab is not None
+            else _as_jax(variable, value, owned=n in owned)
+            for n, (k, variable, value) in enumerate(
+                zip(keys, variables, values, strict=True)
+            )
+        ]
         with held(list(known.values())):
-            for key, array in pairs:
+            for key, variable, array in zip(keys, variables, arrays, strict=True):
                 if key in known:
+                    entry = known[key]
                     if undo is not None:
-                        keep_values(undo, [known[key]])
-                    known[key].put(array)
-                    known[key].version += 1
+                        keep_values(undo, [entry])
+                    ready = entry.slab is not None or isinstance(array, jax.Array)
+                    entry.put(array if ready else _as_jax(variable, array, owned=False))
+                    entry.version += 1
             with self._lock:
-                for key, array in pairs:
-                    self._entries.setdefault(key, Entry(array))
+                for key, array in zip(keys, arrays, strict=True):
+                    if key not in known:
+                        self._entries.setdefault(key, Entry(array))
                 if record is not None:
                     record()
 
@@ -238,8 +248,9 @@ class VariableStore:
         Updates of other variables, and work on none, go on at the same time.
 
         Args:
-          updates: variables whose buffers are donated to ``run``.
-          reads: variables that ``run`` only reads.
+          updates: variables whose buffers are donated to ``run``; each packed run of a
+            group is one flat array.
+          reads: variables that ``run`` only reads; likewise.
           run: takes the values of ``updates`` and ``reads``, then the padded rows of
             ``row_updates`` and ``row_reads``; returns the new values of ``updates``,
             the new rows of ``row_updates``, then other results.
@@ -257,16 +268,12 @@ class VariableStore:
         entries, others = self._found(updates), self._found(reads)
         changed = self._with_rows([rows.variable for rows in row_updates])
         looked_at = self._with_rows([rows.variable for rows in row_reads])
-        first = len(entries)
         rest = *others, *changed, *looked_at
         with held([*entries, *rest] if rest else entries):
-            lie = layouts or itertools.repeat(None)
-            old = [
-                entry.value
-                if layout is entry.layout is entry.device is None  # nearly always
-                else entry.argument(layout)
-                for entry, layout in zip([*entries, *others], lie, strict=False)
-            ]
+            lie = iter(layouts) if layouts else itertools.repeat(None)
+            old = _arguments(entries, lie, lent=True)
+            first = len(old)
+            old += _arguments(others, lie)
             both = zip([*changed, *looked_at], [*row_updates, *row_reads], strict=True)
             taken = [padded_rows(entry, rows) for entry, rows in both]
             if undo is not None:
@@ -283,9 +290,7 @@ class VariableStore:
             changes = bool(entries or changed)
             if changes:
                 failpoint("update.computed")
-            for entry, value in zip(entries, results, strict=False):
-                entry.put(value, entry.layout if layouts else None)
-                entry.version += 1
+            _put(entries, results[:first], laid=bool(layouts))
             new = [np.asarray(r) for r in results[first : first + len(changed)]]
             _put_rows(changed, row_updates, new)
             if changes:
@@ -325,7 +330,7 @@ class VariableStore:
         """Returns what is stored, sorted by container and name; waits for no update."""
         with self._lock:
             rows = [
-                VariableInfo(container, name, _type_of(entry.value), entry.version)
+                VariableInfo(container, name, entry.stored_type, entry.version)
                 for (container, name), entry in self._entries.items()
             ]
             rows += [
@@ -389,7 +394,8 @@ class VariableStore:
                 return [self._entry(variable) for variable in variables]
             found = self._groups.get(variables)
             if found is None:
-                found = GroupEntries([self._entry(v) for v in variables])
+                entries = [self._entry(v) for v in variables]
+                found = GroupEntries(entries, variables.packs)
                 self._groups[variables] = found
             return found
 
@@ -426,9 +432,8 @@ class VariableStore:
         entry = self._entries.get(_key(variable))
         if entry is None:
             return
-        value, type_ = entry.value, variable.type
-        if value.shape != type_.shape or value.dtype != type_.np_dtype:
-            stored = _type_of(value)
+        stored, type_ = entry.stored_type, variable.type
+        if stored.shape != type_.shape or stored.dtype != type_.dtype:
             raise VariableMismatchError(
                 f"variable '{variable.name}' on {self.task} is {stored}, and this "
                 f"program says {variable.type}; choose another name, or drop the old "
@@ -446,8 +451,7 @@ class VariableStore:
             lost = [
                 v
                 for v in updates
-                if _key(v) in self._entries
-                and self._entries[_key(v)].value.is_deleted()
+                if _key(v) in self._entries and self._entries[_key(v)].is_lost
             ]
             for variable in lost:
                 del self._entries[_key(variable)]
@@ -455,6 +459,35 @@ class VariableStore:
         if lost:
             names = ", ".join(v.name for v in lost)
             raise as_error(cause, self.task, names) from cause
+
+
+def _arguments(
+    entries: Sequence[Entry], lie: Iterator[Sharding | None], *, lent: bool = False
+) -> list[Any]:
+    """Returns values as a function takes them: packed runs of a group as one."""
+    runs, alone = _packed(entries)
+    values = [run.slab().value for run in runs]
+    # Layouts are of those that lie alone: what lies over several devices is not packed.
+    pairs = zip(alone, lie, strict=False)
+    return [*values, *(entry.argument(layout, lent=lent) for entry, layout in pairs)]
+
+
+def _put(entries: Sequence[Entry], values: Sequence[jax.Array], *, laid: bool) -> None:
+    """Replaces values by those that a function gives for ``_arguments``."""
+    runs, alone = _packed(entries)
+    for run, value in zip(runs, values, strict=False):
+        run.slab().put(value)
+    for entry, value in zip(alone, values[len(runs) :], strict=False):
+        entry.put(value, entry.layout if laid else None)
+    for entry in entries:
+        entry.version += 1
+
+
+def _packed(entries: Sequence[Entry]) -> tuple[Sequence[PackedRun], Sequence[Entry]]:
+    """Returns the packed runs of a group, and its other entries."""
+    if isinstance(entries, GroupEntries):
+        return entries.runs, entries.alone
+    return (), entries
 
 
 def _put_rows(
@@ -486,10 +519,6 @@ def _on_device(value: Any) -> jax.Array:
     small = isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES
     taken: jax.Array = _same(value) if small else jax.device_put(value)
     return taken
-
-
-def _type_of(array: jax.Array) -> ValueType:
-    return ValueType(tuple(array.shape), str(array.dtype))
 
 
 @final

@@ -34,7 +34,9 @@ def keep_values(
       Copies of the arguments.
     """
     for entry in entries:
-        undo(partial(_put_back, entry, entry.value, entry.layout))
+        in_slab = entry.slab is not None
+        value = np.array(entry.view()) if in_slab else entry.value
+        undo(partial(_put_back, entry, value, entry.layout))
     with wide_types():
         return [jnp.array(value, copy=True) for value in arguments]
 
@@ -58,9 +60,12 @@ def keep_rows(
         undo(partial(_put_rows_back, table, rows.ids, before))
 
 
-def _put_back(entry: Entry, value: jax.Array, layout: Sharding | None) -> None:
+def _put_back(entry: Entry, value: Any, layout: Sharding | None) -> None:
     with held([entry]):
-        entry.put(value, layout)
+        if isinstance(value, jax.Array) or entry.slab is not None:
+            entry.put(value, layout)
+        else:  # it has left its slab since
+            entry.put_alone(jnp.asarray(value), layout)
 
 
 def _put_rows_back(

@@ -26,6 +26,7 @@ from jgraph.plan.program.nodes import (
     SegmentNode,
     SendNode,
     SplitNode,
+    UnpackNode,
     ValueType,
     WriteNode,
 )
@@ -237,6 +238,22 @@ WRONG |= {
     "rows of type float32[≤3,2]": rows_program(value6=FOUND),
     "variable 1 comes twice": rows_program(
         update=dataclasses.replace(UPDATE, row_reads=(Rows(1, 2),))
+    ),
+}
+
+WRONG |= {
+    "it packs variables that it does not have": with_ps_node(
+        2, ReadNode((1,), (2,), (), (2,))
+    ),
+    "(SegmentNode) of /job:ps/task:0: it packs variables": with_ps_node(
+        3, dataclasses.replace(SEGMENT, read_packs=(0,))
+    ),
+    "it makes no value": rows_program(split=UnpackNode(6, ())),
+    "it packs values that cannot lie in one array": rows_program(
+        split=UnpackNode(6, (7, 8))
+    ),
+    "types [float32[3,2]] where [float32[32]] are due": rows_program(
+        split=UnpackNode(6, (7, 8)), value7=MERGED, value8=MERGED
     ),
 }
 
