@@ -29,6 +29,7 @@ from jgraph.plan.program.nodes import (
     SegmentNode,
     SendNode,
     SplitNode,
+    UnpackNode,
     WriteNode,
     inputs_of,
     outputs_of,
@@ -259,9 +260,16 @@ def _value_links(program: Program, regions: Sequence[_Region]) -> Iterator[Link]
     received = _received(program, makers)
     for region in regions:
         partition = region.partition
+        packed = {
+            out: node.value
+            for node in partition.nodes
+            if isinstance(node, UnpackNode)
+            for out in node.outs
+        }
         for position, node in enumerate(partition.nodes):
             item = region.items.get(position)
-            for value in inputs_of(node) if item is not None else ():
+            taken = dict.fromkeys(packed.get(v, v) for v in inputs_of(node))
+            for value in taken if item is not None else ():
                 assert item is not None
                 name = (partition.task, value)
                 source = makers.get(name) or received.get(name)

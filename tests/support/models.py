@@ -40,6 +40,20 @@ class NnxMLP(nnx.Module):
         return self.layers[1](nnx.relu(self.layers[0](x)))
 
 
+class NnxDeep(nnx.Module):
+    """Many small parameters."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        first, last = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+        inside = [nnx.Linear(8, 8, rngs=rngs) for _ in range(18)]
+        self.layers = nnx.List([first, *inside, last])
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers[:-1]:
+            x = jax.nn.tanh(layer(x))
+        return self.layers[-1](x)
+
+
 class NnxNorm(nnx.Module):
     """BatchNorm and dropout."""
 

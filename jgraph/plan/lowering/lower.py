@@ -7,14 +7,13 @@ several traces, have equal bytes and one digest.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
@@ -123,18 +122,20 @@ def _inputs(
     return tuple(v for v in found if v not in inside)
 
 
-def lower(flow: Flow, segment: Segment, platforms: tuple[str, ...]) -> SegmentCode:
+def lower(
+    flow: Flow, segment: Segment, code: "SegmentFunction", platforms: tuple[str, ...]
+) -> SegmentCode:
     """Returns the exported program of a segment.
 
     Args:
       flow: the graph that holds the segment's constants and variables.
       segment: what to lower.
+      code: the segment as a function.
       platforms: kinds of device that it is to run on, e.g. ``("cpu", "cuda")``.
 
     Raises:
       NotExportableError: JAX cannot export one of its operations.
     """
-    code = _code(flow, segment)
     types = by_count.open_types([plain_type(a) for a in code.avals], code.ids)
     mesh = mesh_of(op.equation for op in segment.ops)
     laid = None
@@ -210,7 +211,7 @@ def _export(
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Code:
+class SegmentFunction:
     """A segment as a function over plain arrays.
 
     Attributes:
@@ -232,7 +233,8 @@ class _Code:
     alike: list[tuple[Atom, Atom]]
 
 
-def _code(flow: Flow, segment: Segment) -> _Code:
+def segment_function(flow: Flow, segment: Segment) -> SegmentFunction:
+    """Returns a segment as a function."""
     accesses = [v for v, _ in (*segment.row_updates, *segment.row_reads)]
     refs = _touched_by_ref(segment.ops) - set(accesses)
     variables = [*segment.updates, *segment.reads]
@@ -300,7 +302,7 @@ def _code(flow: Flow, segment: Segment) -> _Code:
     for v in direct.keys() & written.keys():
         values_of[v].append(written[v])
     alike = [(found[0], x) for found in values_of.values() for x in found[1:]]
-    return _Code(
+    return SegmentFunction(
         function,
         avals,
         [*(None for _ in variables), *ids],
@@ -407,88 +409,3 @@ def _row_results(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     for rows in new:
         ref[...] = old.at[ids].set(rows)
     return [old[ids]]
-
-
-# Cache of lowered segments: segments of equal operations share their code.
-#
-# Towers of one model on several workers, and the passes of a pipeline over its
-# microbatches, differ only in the names of their values.
-
-
-Key: TypeAlias = Hashable
-
-
-@final
-@dataclass(slots=True)
-class Lowered:
-    """The codes of one graph's segments."""
-
-    _codes: dict[Key, SegmentCode] = field(default_factory=dict)
-
-    def code(
-        self, flow: Flow, segment: Segment, platforms: tuple[str, ...]
-    ) -> SegmentCode:
-        """Returns the code of a segment; see ``lower``."""
-        if segment.row_updates or segment.row_reads:
-            return lower(flow, segment, platforms)  # ids make no two of them equal
-        key = platforms, _Names(flow).key(segment)
-        if key not in self._codes:
-            self._codes[key] = lower(flow, segment, platforms)
-        return self._codes[key]
-
-
-@final
-@dataclass(slots=True)
-class _Names:
-    """Values numbered as they first occur, so that keys do not depend on names."""
-
-    flow: Flow
-    numbers: dict[Var, int] = field(default_factory=dict)
-
-    def key(self, segment: Segment) -> Key:
-        """Returns what is equal for segments that lower to equal code."""
-        specs = self.flow.graph.variables
-        refs = self.flow.graph.jaxpr.invars[: len(specs)]
-        return (
-            tuple(self._op(op) for op in segment.ops),
-            self._atoms(refs[v] for v in segment.updates),
-            self._atoms(refs[v] for v in segment.reads),
-            self._atoms(segment.inputs),
-            self._atoms(segment.outs),
-            self._atoms(refs[v] for v, _ in segment.blind),
-            tuple(place for _, place in segment.blind),
-        )
-
-    def _op(self, op: Op) -> Key:
-        equation = op.equation
-        params = dict(equation.params)
-        if equation.primitive.name == "alone":
-            del params["label"]  # names the call, for people
-        return (
-            equation.primitive,
-            getattr(equation, "ctx", None),  # JAX makes equal ones one object
-            tuple((name, _hashable(params[name])) for name in sorted(params)),
-            op.whole,
-            self._atoms(equation.invars),
-            self._atoms(equation.outvars),
-        )
-
-    def _atoms(self, atoms: Iterable[Atom]) -> Key:
-        return tuple(self._atom(atom) for atom in atoms)
-
-    def _atom(self, atom: Atom) -> Key:
-        if isinstance(atom, Literal):
-            return str(atom.aval), np.asarray(atom.val).tobytes()
-        if self.flow.is_small_const(atom):
-            return "constant", id(self.flow.consts[atom])
-        number = self.numbers.setdefault(atom, len(self.numbers))
-        return number, str(atom.aval)
-
-
-def _hashable(value: Any) -> Key:
-    """Returns a value, or what tells it from all other objects of the graph."""
-    try:
-        hash(value)
-    except TypeError:
-        return "object", id(value)
-    return type(value), value

@@ -15,7 +15,10 @@ from jgraph._compat import Atom, Equation, Literal, Var
 from jgraph.graph.ir import TaskName
 from jgraph.plan.analysis.flow import Op
 from jgraph.plan.analysis.row_access import RowAccess
-from jgraph.plan.lowering.lower import Lowered, Segment, label_of, segment_of
+from jgraph.plan.lowering.lower import Segment, label_of
+from jgraph.plan.lowering.lowered import Lowered
+from jgraph.plan.lowering.packed import Pack
+from jgraph.plan.partition.packing import Packing
 from jgraph.plan.partition.segments import Segmentation, SegmentGroup
 from jgraph.plan.program.nodes import (
     ConstNode,
@@ -31,11 +34,13 @@ from jgraph.plan.program.nodes import (
     SegmentNode,
     SendNode,
     SplitNode,
+    UnpackNode,
     ValueId,
     ValueType,
     WriteNode,
     inputs_of,
     outputs_of,
+    packed_type,
 )
 from jgraph.plan.program.program import Partition, Program, SegmentCode, StoredVariable
 from jgraph.plan.program.types import is_float0, to_plain, value_type
@@ -155,6 +160,10 @@ class Assembler:
     _codes: dict[str, SegmentCode] = field(default_factory=dict)
     _lowered: Lowered = field(default_factory=Lowered)
     _builders: dict[TaskName, Builder] = field(default_factory=dict)
+    _packing: Packing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._packing = Packing(self.cut, self.driver)
 
     def program(self) -> Program:
         """Returns the program; fills ``edges`` and ``segments``."""
@@ -207,11 +216,8 @@ class Assembler:
     def _send(self, src: TaskName, values: list[Var]) -> None:
         """Sends values to the other tasks that need them, one message per task."""
         needs: dict[TaskName, list[Var]] = {}
-        fetched = set(_vars(self.cut.flow.fetches))
         for var in dict.fromkeys(values):
-            tasks = {self.cut.clusters[c].task for c in self.cut.users.get(var, ())}
-            tasks |= {self.driver} if var in fetched else set()
-            for task in sorted(tasks - {src}):
+            for task in sorted(self._packing.takers(var) - {src}):
                 needs.setdefault(task, []).append(var)
         for dst in sorted(needs):
             self._message(src, dst, needs[dst])
@@ -219,12 +225,25 @@ class Assembler:
     def _message(self, src: TaskName, dst: TaskName, values: list[Var]) -> None:
         flow, key = self.cut.flow, f"m{len(self.edges)}"
         sender, receiver = self._builder(src), self._builder(dst)
-        sent = tuple(sender.ids[v] for v in values)
-        sender.nodes.append(SendNode(dst, key, sent))
-        received = tuple(self._define(receiver, v) for v in values)
-        receiver.nodes.append(RecvNode(src, key, received))
+        packs = self._packing.packs_of(values)
+        alone = [v for v in values if v not in self._packing.packs]
+        sent = [sender.ids[v] for v in (*packs, *alone)]
+        sender.nodes.append(SendNode(dst, key, tuple(sent)))
+        received = [self._define_pack(receiver, pack) for pack in packs]
+        received += [self._define(receiver, v) for v in alone]
+        receiver.nodes.append(RecvNode(src, key, tuple(received)))
+        for pack in packs:
+            if self._packing.is_cut(pack, dst):
+                outs = tuple(self._define(receiver, v) for v in pack)
+                receiver.nodes.append(UnpackNode(receiver.ids[pack], outs))
         types = tuple(flow.type_of(v) for v in values)
         self.edges.append(Edge(src, dst, key, types))
+
+    def _define_pack(self, builder: Builder, pack: Pack) -> ValueId:
+        """Returns the id that the flat array of some values has from now on."""
+        types = [self.cut.flow.type_of(v) for v in pack]
+        builder.ids[pack] = builder.new(packed_type(types))
+        return builder.ids[pack]
 
     def _value(self, builder: Builder, atom: Atom) -> ValueId:
         """Returns the id of a value at a partition; makes a constant's node."""
@@ -237,13 +256,9 @@ class Assembler:
     def _cluster(self, position: int, cluster: SegmentGroup) -> None:
         builder = self._builder(cluster.task)
         ops = [self.cut.flow.ops[i] for i in cluster.ops]
-        leaving = self._leaving(position, cluster)
+        leaving = self._packing.leaving[position]
         if cluster.kind == "read":
-            indices = [op.reads[0][0] for op in ops]
-            after = builder.order(set(indices), set())
-            ids = tuple(self._define(builder, op.equation.outvars[0]) for op in ops)
-            variables = tuple(builder.variable(i) for i in indices)
-            builder.nodes.append(ReadNode(variables, ids, after))
+            self._read(builder, ops)
         elif cluster.kind == "lookup":
             self._lookup(builder, ops)
         elif cluster.kind not in {"segment", "alone"}:
@@ -256,24 +271,28 @@ class Assembler:
             ]
             self._write(builder, pairs, self._awaited(builder, cluster))
         else:
-            self._segment(builder, cluster, leaving)
+            self._segment(builder, position, cluster)
         self._send(cluster.task, leaving)
-
-    def _leaving(self, position: int, cluster: SegmentGroup) -> list[Var]:
-        fetched = set(_vars(self.cut.flow.fetches))
-        results = [
-            v
-            for i in sorted(cluster.roots)
-            for v in self.cut.flow.ops[i].equation.outvars
-        ]
-        return [
-            v
-            for v in results
-            if v in fetched or any(u != position for u in self.cut.users.get(v, ()))
-        ]
 
     def _define(self, builder: Builder, var: Var) -> ValueId:
         return builder.define(var, self.cut.flow.type_of(var))
+
+    def _read(self, builder: Builder, ops: list[Op]) -> None:
+        read = {op.equation.outvars[0]: op.reads[0][0] for op in ops}
+        after = builder.order(set(read.values()), set())
+        packs = self._packing.packs_of(read)
+        alone = [v for v in read if v not in self._packing.packs]
+        variables = [read[v] for v in (*(v for pack in packs for v in pack), *alone)]
+        ids = [self._define_pack(builder, pack) for pack in packs]
+        ids += [self._define(builder, v) for v in alone]
+        builder.nodes.append(
+            ReadNode(
+                tuple(builder.variable(v) for v in variables),
+                tuple(ids),
+                after,
+                tuple(map(len, packs)),
+            )
+        )
 
     def _lookup(self, builder: Builder, ops: list[Op]) -> None:
         after = builder.order({op.reads[0][0] for op in ops}, set())
@@ -337,17 +356,15 @@ class Assembler:
         values = tuple(value for _, value in pairs)
         builder.nodes.append(WriteNode(variables, values, after))
 
-    def _segment(
-        self, builder: Builder, cluster: SegmentGroup, leaving: list[Var]
-    ) -> None:
-        flow = self.cut.flow
-        ops = [flow.ops[i] for i in cluster.ops]
-        segment = segment_of(flow, ops, leaving)
+    def _segment(self, builder: Builder, position: int, cluster: SegmentGroup) -> None:
+        packed = self._packing.segment(position)
+        segment, rest = packed.segment, packed.rest
         code = self._lowered.code(
-            flow, segment, self.platforms.get(cluster.task, ("cpu",))
+            self.cut.flow, packed, self.platforms.get(cluster.task, ("cpu",))
         )
         self._codes.setdefault(code.digest, code)
-        inputs = tuple(self._value(builder, v) for v in segment.inputs)
+        inputs = [builder.ids[pack] for pack in packed.given]
+        inputs += [self._value(builder, v) for v in rest.inputs]
         row_updates = self._rows(builder, segment.row_updates)
         row_reads = self._rows(builder, segment.row_reads)
         after = builder.order(
@@ -357,27 +374,33 @@ class Assembler:
         if cluster.kind == "alone":
             after = (*after, *builder.order_alone())
         after = tuple(sorted({*after, *self._awaited(builder, cluster)}))
-        outs = tuple(
+        outs = [self._define_pack(builder, pack) for pack in packed.made]
+        leaving = len(self._packing.leaving[position])
+        first = sum(map(len, packed.made))
+        outs += [
             self._define(builder, a)
-            if n < len(leaving) and not isinstance(a, Literal)
+            if n < leaving and not isinstance(a, Literal)
             else builder.new(value_type(a.aval))
-            for n, a in enumerate(segment.outs)
-        )
+            for n, a in enumerate(segment.outs[first:], first)
+        ]
         builder.made_here.update(outs)
         builder.nodes.append(
             SegmentNode(
                 digest=code.digest,
-                updates=tuple(builder.variable(v) for v in segment.updates),
-                reads=tuple(builder.variable(v) for v in segment.reads),
-                inputs=inputs,
-                outs=outs,
+                updates=tuple(builder.variable(v) for v in packed.updates),
+                reads=tuple(builder.variable(v) for v in packed.reads),
+                inputs=tuple(inputs),
+                outs=tuple(outs),
                 after=after,
                 row_updates=row_updates,
                 row_reads=row_reads,
+                packs=tuple(map(len, packed.update_runs)),
+                read_packs=tuple(map(len, packed.read_runs)),
             )
         )
         self._note(cluster, segment, code)
-        pairs = [(v, outs[n]) for v, n in segment.blind]
+        single = outs[len(packed.made) :]
+        pairs = [(v, single[n - first]) for v, n in segment.blind]
         pairs += [(v, self._value(builder, value)) for v, value in segment.passed]
         if pairs:
             self._write(builder, pairs)

@@ -32,7 +32,7 @@ from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
-from tests.support.models import NnxMLP, data, nnx_loss
+from tests.support.models import NnxDeep, NnxMLP, data, nnx_loss
 from tests.support.servers import connected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -100,6 +100,8 @@ def embedding_loss(model: Embedding, ids: Any) -> Any:
 def trainer_of(cluster: Cluster, strategy: Strategy, kind: str) -> Trainer:
     if kind == "dense":
         model: tuple[Any, Any] = NnxMLP(rngs=nnx.Rngs(0)), nnx_loss
+    elif kind == "deep":
+        model = NnxDeep(rngs=nnx.Rngs(0)), nnx_loss
     else:
         model = Embedding(), embedding_loss
     return Trainer(
@@ -109,12 +111,14 @@ def trainer_of(cluster: Cluster, strategy: Strategy, kind: str) -> Trainer:
 
 def data_of(kind: str) -> Any:
     ids = np.random.default_rng(0).zipf(1.3, 400) % 1000
-    return data() if kind == "dense" else ids.astype(np.int32)
+    return ids.astype(np.int32) if kind == "rows" else data()
 
 
 OFTEN = {
     (AsyncPS, "rows", "replica"),
     (AsyncPS, "rows", "log"),
+    (AsyncPS, "deep", "replica"),
+    (SyncPS, "deep", "log"),
     (SyncPS, "dense", "replica"),
 }
 
@@ -129,7 +133,7 @@ OFTEN = {
             marks=() if (strategy, kind, durability) in OFTEN else pytest.mark.nightly,
         )
         for strategy in (AsyncPS, SyncPS)
-        for kind in ("dense", "rows")
+        for kind in ("dense", "deep", "rows")
         for durability in ("replica", "log")
     ],
 )
