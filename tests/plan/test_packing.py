@@ -274,3 +274,22 @@ def test_values_in_a_flat_array_begin_where_xla_takes_them_without_a_copy() -> N
     types = [variable.type for variable in planned.program.partition(HOME).variables]
     starts = packed_starts(types)
     assert all(start * 4 % 64 == 0 for start in starts)
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["values", "numbers"])
+def test_a_long_way_to_a_new_value_is_planned(numbers: bool) -> None:
+    variables = many()
+
+    def step(x: Any) -> Any:
+        if numbers:
+            for _ in range(1500):
+                x = x * 0.999 + 0.001
+        for variable in variables:
+            value = variable[...]
+            for _ in range(2 if numbers else 150):
+                value = value * 0.9 + x
+            variable[...] = value
+        return x
+
+    plan = check_plan(step, jnp.float32(2.0), variables=variables, exact=False)
+    assert bool(packs(plan)) == numbers

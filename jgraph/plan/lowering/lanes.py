@@ -29,6 +29,9 @@ SMALL_BYTES: Final = 16 << 10
 LEAST: Final = 8
 """Variables of a group; with fewer there is little to be had."""
 
+_DEEPEST: Final = 64
+"""Operations in a row, from a new value back; optimizers have some twenty."""
+
 _ELEMENTWISE: Final = frozenset(
     {
         *("abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "copy", "copy_p"),
@@ -82,18 +85,16 @@ def lane_groups(
     reads: Mapping[Var, int],
     written: Mapping[int, Atom],
     inputs: Sequence[Var],
-    consts: Mapping[Var, Any],
 ) -> list[LaneGroup]:
     """Returns the groups of a segment; a variable is written by one at most.
 
     Args:
-      equations: of the segment, but for reads and writes of variables.
+      equations: of the segment, in order, but for reads and writes of variables.
       reads: values that are old values of variables.
       written: the new values of variables.
       inputs: values from outside.
-      consts: captured arrays that are part of the code.
     """
-    forms = _Forms(equations, reads, frozenset(inputs), consts)
+    forms = _Forms(equations, reads, frozenset(inputs))
     alike: dict[Hashable, list[tuple[int, _Form]]] = {}
     for variable, atom in written.items():
         if _is_small(atom) and (form := forms.form(atom)) is not None:
@@ -179,13 +180,17 @@ class _Forms:
     equations: Sequence[Equation]
     reads: Mapping[Var, int]
     inputs: frozenset[Var]
-    consts: Mapping[Var, Any]
     maker: dict[Var, Equation] = field(default_factory=dict)
     _known: dict[Var, int] = field(default_factory=dict)
     _names: dict[Hashable, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.maker = {v: e for e in self.equations for v in e.outvars}
+        # In program order, so that what a number follows from is known before.
+        for equation in self.equations:
+            self.maker |= dict.fromkeys(equation.outvars, equation)
+            for var in equation.outvars:
+                if var.aval.shape == ():
+                    self.number(var)
 
     def form(self, atom: Atom) -> _Form | None:
         """Returns the form of a new value; None if it is not elementwise."""
@@ -213,6 +218,7 @@ class _Forms:
         return self._known[var]
 
     def _name(self, var: Var) -> Hashable:
+        """Returns what tells a single number; those before it have theirs."""
         if var in self.reads:
             return "read", self.reads[var]
         equation = self.maker.get(var)
@@ -242,6 +248,7 @@ class _Walk:
     keys: list[Hashable] = field(default_factory=list)
     numbers: dict[int, Var] = field(default_factory=dict)
     _made: dict[Var, Operand] = field(default_factory=dict)
+    _depth: int = 0
 
     def operand(self, atom: Atom) -> Operand:
         if isinstance(atom, Literal):
@@ -262,9 +269,11 @@ class _Walk:
         if var in forms.inputs:
             return self._leaf(var, var)
         equation = forms.maker.get(var)
-        if equation is None or not self._is_elementwise(equation):
+        self._depth += 1
+        if equation is None or self._depth > _DEEPEST or not self._fits(equation):
             raise _NoForm
         operands = tuple(self.operand(atom) for atom in equation.invars)
+        self._depth -= 1
         self.steps.append((equation, operands))
         self.keys.append((_params(equation), operands, aval.dtype.name))
         return "step", len(self.steps) - 1
@@ -278,7 +287,7 @@ class _Walk:
             self.dtypes.append(aval.dtype.name)
         return "leaf", self.leaves.index(leaf)
 
-    def _is_elementwise(self, equation: Equation) -> bool:
+    def _fits(self, equation: Equation) -> bool:
         name = equation.primitive.name
         avals: list[Any] = [atom.aval for atom in equation.invars]
         shapes = {aval.shape for aval in avals} - {()}

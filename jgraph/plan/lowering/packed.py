@@ -94,7 +94,6 @@ def groups_of(flow: Flow, segment: Segment) -> list[LaneGroup]:
             {var: v for var, v in reads.items() if v in allowed},
             {v: atom for v, atom in written.items() if v in allowed},
             inputs,
-            flow.consts,
         )
         # What others in the segment take by itself lies in no flat array.
         alone = _used(_rest_ops(flow, segment, groups, ()))
