@@ -24,7 +24,7 @@ PACKAGE = Path(jgraph.__file__).parent
 DATES = {
     "clock.py": "is the wall clock",
     "cluster/events.py": "dates events",
-    "server/runs/checkpointer.py": "dates a checkpoint",
+    "server/runs/saving/checkpointer.py": "dates a checkpoint",
     "rpc/security/certificates.py": "dates certificates",
     "rpc/security/tls.py": "dates certificates",
     "runtime/files/writer_lease.py": "compares with what another host wrote; a "

@@ -34,7 +34,7 @@ PS_CORE: Final = "tests/server/test_ps_core.py::TestPsCore"
 TRANSCRIPT: Final = (
     "tests/coordination/test_transcripts.py::test_a_machine_does_as_its_transcript_says"
 )
-SAVER: Final = "tests/server/runs/test_checkpointer.py::"
+SAVER: Final = "tests/server/runs/saving/test_checkpointer.py::"
 INBOUND: Final = "tests/rpc/exchange/test_inbound.py::"
 CUTS: Final = "tests/rpc/test_cuts_in_virtual_time.py::"
 CALLS: Final = "tests/rpc/test_calls_resume.py::"
@@ -135,7 +135,7 @@ BUGS: Final = {
         "test_standby_whose_next_master_is_lost_unread_has_the_journal_before",
     ),
     "an order to halt that is lost leaves the other loops halted": Bug(
-        "server/runs/halts.py",
+        "server/runs/saving/halts.py",
         "if await self._ask(loop, halt) is None:",
         "if await self._ask(loop, halt) is False:",
         "tests/server/runs/test_masters_lost.py::"
@@ -423,19 +423,19 @@ BUGS: Final = {
         "test_variables_made_anew_take_nothing_that_was_meant_for_those_before",
     ),
     "the master saves without a lease": Bug(
-        "server/runs/checkpointer.py",
+        "server/runs/saving/checkpointer.py",
         "while not self._lease.generation:",
         "while False:",
         f"{SAVER}test_nothing_is_saved_before_the_directory_is_the_masters",
     ),
     "the position of a save is taken after its snapshot": Bug(
-        "server/runs/checkpointer.py",
+        "server/runs/saving/checkpointer.py",
         "position=position,",
         "position=self.position(),",
         f"{SAVER}test_a_position_is_never_after_the_updates_that_it_is_saved_with",
     ),
     "what went on while it was copied is saved": Bug(
-        "server/runs/checkpointer.py",
+        "server/runs/saving/checkpointer.py",
         "if go_on is not None and not await go_on():",
         "if go_on is not None and await go_on() is None:",
         f"{SAVER}test_a_run_that_went_on_while_it_was_copied_is_saved_at_its_end",

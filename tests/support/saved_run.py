@@ -18,8 +18,8 @@ from jgraph.runtime.files.manifest import FILE, Leaf, Manifest
 from jgraph.runtime.files.shard_files import make_proof
 from jgraph.runtime.files.writer_lease import newest
 from jgraph.runtime.store.store import VariableStore
-from jgraph.server.runs.checkpointer import STEP, RunCheckpointer
 from jgraph.server.runs.journal import Journal
+from jgraph.server.runs.saving.checkpointer import STEP, RunCheckpointer
 from jgraph.server.state_service import save_shards
 
 MASTER, PS = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")

@@ -313,7 +313,7 @@ class Runs:
 
     def _save(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
         if order.HasField("saves") and not order.client.directory:
-            supervisor.be_saved()
+            supervisor.saving.begin()
 
     async def _own(self, request: Frame) -> AsyncIterator[Frame]:
         known = self._supervisors.values()
@@ -359,9 +359,7 @@ class Runs:
         yield frame(empty=pb.Empty())
 
     async def _saved(self, request: Frame) -> AsyncIterator[Frame]:
-        saver = self._get(body_of(request).run).saver
-        if saver is not None:
-            await saver.rest()
+        await self._get(body_of(request).run).saving.rest()
         yield frame(empty=pb.Empty())
 
     def _get(self, run: str) -> RunSupervisor:

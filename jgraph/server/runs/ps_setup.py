@@ -18,8 +18,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.runtime.files.blocks import Sums
 from jgraph.runtime.files.shard_files import read_proof
-from jgraph.server.runs.checkpointer import STEP
 from jgraph.server.runs.peers import Peers
+from jgraph.server.runs.saving.checkpointer import STEP
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")

@@ -29,13 +29,13 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.server.runs.checkpointer import Saved
 from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import Peers, check_master, ready_tasks
 from jgraph.server.runs.ps_setup import PsSetup, first_step_of, version_of
 from jgraph.server.runs.run_client import Restarters, RunClient
-from jgraph.server.runs.state_source import MasterSaves, SavedState, StateSource
+from jgraph.server.runs.saving.checkpointer import Saved
+from jgraph.server.runs.saving.state_source import MasterSaves, SavedState, StateSource
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")

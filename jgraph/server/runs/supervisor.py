@@ -3,14 +3,13 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.deadlines import DRAIN_S
 from jgraph.cluster.drain import told_to_end
-from jgraph.cluster.methods import reading
 from jgraph.coordination.run.loop_outcome import LoopOutcome, judge
 from jgraph.coordination.run.supervisor import (
     BatchFailed,
@@ -46,7 +45,6 @@ from jgraph.coordination.run.supervisor import (
     WorkerReady,
 )
 from jgraph.errors import (
-    CheckpointError,
     ClusterUnreachableError,
     ConfigError,
     FencedError,
@@ -59,9 +57,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
-from jgraph.server.runs.checkpointer import RunCheckpointer, Saved
 from jgraph.server.runs.copies import RunCopies
-from jgraph.server.runs.halts import HaltOrder, RunHalts
 from jgraph.server.runs.holds import PsHolds
 from jgraph.server.runs.journal import Journal, note_report
 from jgraph.server.runs.links import final_report_of
@@ -75,7 +71,8 @@ from jgraph.server.runs.peers import (
 from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
 from jgraph.server.runs.run_client import Restarters, RunClient
-from jgraph.server.runs.state_source import ClientSaves, MasterSaves, StateSource
+from jgraph.server.runs.saving.checkpointer import Saved
+from jgraph.server.runs.saving.run_saving import RunSaving
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -100,7 +97,7 @@ class RunSupervisor:
       data: what is dealt out in asynchronous training, once that is known.
       restores: how often the run went on from a checkpoint.
       client: that the run ends with; None: it has none.
-      saver: saves the run; None: the client does, or nobody.
+      saving: has it saved.
     """
 
     def __init__(self, order: pb.OpenRun, peers: LoopPeers, clock: Clock) -> None:
@@ -126,17 +123,19 @@ class RunSupervisor:
             self.client = RunClient(order, self.record, self._client_gone)
         self.ready.client = self.client
         self._restarters = Restarters(self.client)
+        self.saving = RunSaving(
+            *(order, peers, self.record, self.ready, self._ps, self.client),
+            *(self._next_name, self._ask, self._do),
+        )
         self._rollback = Rollback(
             *(order, peers, self.ready, self._ps, self.copies),
-            *(self.record, self._state_source, self.client, clock),
-            save_for_client=self._save_for_client,
+            *(self.record, self.saving.source, self.client, clock),
+            save_for_client=self.saving.begin_for_client,
             is_stopped=lambda: self.stopping,
         )
         self.restores = 0
-        self._halts: RunHalts | None = None
-        self.saver: RunCheckpointer | None = None
         self._ordered: list[pb.RunLoop] = []
-        self.stopping = self._leaves = self._is_unsaved = False
+        self.stopping = self._leaves = False
         self._looking = False
         self._working: set[asyncio.Task[None]] = set()
 
@@ -196,7 +195,7 @@ class RunSupervisor:
     def begin_all(self) -> None:
         """Begins the run: all loops that were ordered."""
         ordered, self._ordered = self._ordered, []
-        self.prepare_halts()
+        self.saving.prepare_halts()
         if self.client is not None:
             self.client.begin()
         for order in ordered:
@@ -220,79 +219,11 @@ class RunSupervisor:
     def _make_supervisor(self, *, together: bool) -> Supervisor:
         return Supervisor(together=together, wait_s=self._order.wait_s)
 
-    def be_saved(self) -> None:
-        """Saves the run from now on: now and then, before a ps ends, and at its end.
-
-        Raises:
-          CheckpointPathError: this task does not have the directory of the client.
-        """
-        order = self._order.saves
-        world = self._peers.task, order, self.record, self._peers.call
-        saver = RunCheckpointer(*world, self.position)
-        saver.start()
-        self.saver = saver
-        self.prepare_halts()
-
-    def _state_source(self) -> StateSource | None:
-        """Returns who has checkpoints of the run; None: nobody."""
-        if self.saver is not None:
-            return MasterSaves(self.saver, self._ps)
-        client = self.client
-        return ClientSaves(client) if client is not None and client.directory else None
-
-    async def _save_for_client(self) -> None:
-        """Saves the run from now on, if its client did that before and is gone."""
-        client, saves = self.client, self._order.saves
-        is_gone = client is not None and client.is_gone and client.directory
-        if client is None or not is_gone or self.saver is not None or self._is_unsaved:
-            return
-        try:
-            if client.order.client.unsaved:
-                raise CheckpointError(client.order.client.unsaved)
-            name = self._next_name("saves")
-            saves.snapshot = await self.ready.renew(saves.snapshot, name)
-            self.be_saved()
-        except JGError as error:
-            self._is_unsaved = isinstance(error, CheckpointError)
-            told = "run '%s' is not saved any more, as its client is gone: %s"
-            _LOG.warning(told, self._order.run, error.message)
-
-    def prepare_halts(self) -> None:
-        """Halts loops from now on, where the run is to be saved."""
-        order = self._order
-        if self.saver is not None:
-            wanted = HaltOrder((order.saves.every,), order.saves.halt_s)
-            save = self.saver.save_halted
-        elif self.client is not None and order.client.halt_every:
-            wanted = HaltOrder(tuple(order.client.halt_every), order.client.halt_s)
-            save = self._ask_halted
-        else:
-            return
-        info = json.loads(order.info)
-        first = info["first_step"] + self.record.row().steps
-        self._halts = RunHalts(wanted, first, info["steps"], save, self._ask, self._do)
-
-    async def _ask_halted(
-        self, in_flight: int, go_on: Callable[[], Awaitable[bool]]
-    ) -> None:
-        """Lets the client save, or evaluate, a run whose loops stand still."""
-        assert self.client is not None  # it is asked
-        went_on = False
-
-        async def let_go() -> bool:
-            nonlocal went_on
-            went_on = True
-            return await go_on()
-
-        position = self.position()
-        position["again"] += in_flight
-        try:
-            await self.client.ask("halted", position=json.dumps(position), act=let_go)
-        except JGError as error:
-            _LOG.info("the run is not saved now: %s", error.message)
-        finally:
-            if not went_on:
-                await go_on()
+    @property
+    def _is_held(self) -> bool:
+        """Whether a ps that is told to end waits for the run."""
+        kept = self.saving.source() is not None or self.copies.is_kept
+        return kept or self.client is not None
 
     def position(self) -> dict[str, Any]:
         """Returns where in its data the run is.
@@ -300,16 +231,7 @@ class RunSupervisor:
         Raises:
           ConfigError: nobody deals that out here.
         """
-        if self.record.position is not None:
-            with reading("the position of a run"):
-                return dict(json.loads(self.record.position))
-        return self._peers.dealers.position(self.record.data_run)
-
-    @property
-    def _is_held(self) -> bool:
-        """Whether a ps that is told to end waits for the run."""
-        kept = self._state_source() is not None or self.copies.is_kept
-        return kept or self.client is not None
+        return self.saving.position()
 
     def _client_gone(self) -> None:
         _LOG.warning(
@@ -343,7 +265,7 @@ class RunSupervisor:
           events: what became of them.
         """
         self._orders, self._arbiter = dict(orders), arbiter
-        self.prepare_halts()
+        self.saving.prepare_halts()
         if self.client is not None:
             self.client.begin()
         self._supervisor = self._make_supervisor(together=arbiter is not None)
@@ -367,8 +289,7 @@ class RunSupervisor:
             work.cancel()
         self._holds.close()
         self._restarters.close()
-        if self.saver is not None:
-            self.saver.close()
+        self.saving.close()
         if self.client is not None:
             self.client.close()
 
@@ -380,8 +301,7 @@ class RunSupervisor:
         else:
             self._orders[order.replica] = order
         self._under_way[order.loop] = order
-        if self._halts is not None:
-            self._halts.began(order)
+        self.saving.began(order)
         self._do(self._follow(order, self.record.seconds))
 
     async def _follow(self, order: pb.RunLoop, began_s: float) -> None:
@@ -395,25 +315,18 @@ class RunSupervisor:
                 body = body_of(report)
                 if body.number:  # else it tells how far it is, and no more
                     last = self._keep(order, report, began_s)
-                await self._note_halt(order, body)
+                await self.saving.note(order, body)
                 if self.stopping:  # it may have begun after the others were told
                     self._tell(order, pb.StopLoop())
             event = _ended(order, last.state)
         except JGError as error:
             event = await self._event_of(error, order, last.number, began_s)
         del self._under_way[order.loop]
-        if self._halts is not None:
-            self._halts.over(order)
+        self.saving.over(order)
         sync = order.HasField("sync")
         newest = self._arbiter if sync else self._orders.get(order.replica)
         if order is newest:  # else a client has begun others
             self._handle(event)
-
-    async def _note_halt(self, order: pb.RunLoop, body: pb.LoopReport) -> None:
-        if self._halts is not None:
-            self._halts.note(order, body)
-        elif body.halted:  # it cannot be saved
-            await self._ask(order.loop, pb.StopLoop(go_on=body.halted))
 
     async def _event_of(
         self, error: JGError, order: pb.RunLoop, after: int, began_s: float
@@ -572,9 +485,9 @@ class RunSupervisor:
 
     async def _restart_ps(self) -> None:
         """Lets the ps end that were told to, once what they hold is kept elsewhere."""
-        await self._save_for_client()
+        await self.saving.begin_for_client()
         saved, told = None, told_to_end(*self._holds.leaving)
-        source = self._state_source()
+        source = self.saving.source()
         if source is None and not self.copies.is_kept:
             why = "and the run has nothing to go on from; give fit(checkpoint=…)"
             self._handle(
@@ -604,7 +517,7 @@ class RunSupervisor:
             if event is not None:
                 self._handle(event)
                 return
-        await self._save_for_client()
+        await self.saving.begin_for_client()
         self._handle(Finished())
 
     async def _unfinished(
@@ -629,8 +542,7 @@ class RunSupervisor:
         Args:
           dropped: forget what was made for tasks that came back.
         """
-        if self.saver is not None:
-            await self.saver.rest()
+        await self.saving.rest()
         if self.data is not None:
             with suppress(ConfigError):  # it never began
                 self._peers.dealers.close(self.data.run)
@@ -693,7 +605,7 @@ class RunSupervisor:
         self.record.go_back(told, step - info["first_step"], json.dumps(place))
         self._order.version = back.version
         self._note_order()
-        self.prepare_halts()
+        self.saving.prepare_halts()
         for order in self._orders.values():
             if order.task in back.left_out:
                 self._handle(LoopLost(order.replica, error))

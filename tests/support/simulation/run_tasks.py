@@ -30,7 +30,7 @@ from jgraph.rpc.transport import Address, Frame
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.reports import LoopReports
 from jgraph.server.runs.calls import Runs
-from jgraph.server.runs.checkpointer import STEP
+from jgraph.server.runs.saving.checkpointer import STEP
 from jgraph.server.runs.standby import StandbyPeers
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.files.manifest import read_manifest
 from jgraph.runtime.files.shard_files import check_read
 from jgraph.runtime.files.step_files import our_steps, put_aside
-from jgraph.server.runs.checkpointer import RunCheckpointer, Saved
 from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.run_client import RunClient
+from jgraph.server.runs.saving.checkpointer import RunCheckpointer, Saved
 
 _LOG = logging.getLogger("jgraph.recover")
 

@@ -14,7 +14,7 @@ from jgraph.failpoints import CRASHED, POINTS, VARIABLE, armed, fail
 from jgraph.runtime.files.manifest import directory_of, read_manifest
 from jgraph.runtime.files.shard_files import Slice, read_slice
 from jgraph.runtime.files.step_files import TEMPORARY, steps_in
-from jgraph.server.runs.checkpointer import STEP
+from jgraph.server.runs.saving.checkpointer import STEP
 from jgraph.train.checkpoint.checkpoints import CheckpointWriter
 from tests.support.saved_run import Ps, saved
 
