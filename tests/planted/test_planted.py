@@ -103,10 +103,10 @@ BUGS: Final = {
         SUPERVISED,
     ),
     "a standby takes over while the master lives": Bug(
-        "server/runs/standby.py",
-        "return waiting.done() and waiting.result()",
-        "return False",
-        SUPERVISED,
+        "coordination/run/election.py",
+        "return Follow()",
+        "pass",
+        f"{TRANSCRIPT}[run/election/who_has_it]",
     ),
     "a standby takes over with the part of the journal that it has": Bug(
         "server/runs/standby.py",
@@ -167,9 +167,9 @@ BUGS: Final = {
         SUPERVISED,
     ),
     "a master that began nothing has the number of the next one": Bug(
-        "server/runs/journal.py",
-        "order.term or 1",
-        "1",
+        "coordination/run/election.py",
+        "self._newest = max(self._newest, *(end.term for end in known))",
+        "self._newest = max(self._newest, 1)",
         "tests/server/runs/test_standby.py::"
         "test_heir_of_a_master_that_began_nothing_has_the_number_after",
     ),
