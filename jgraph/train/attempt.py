@@ -21,7 +21,11 @@ from jgraph.train.arguments import check_detachable
 from jgraph.train.checkpoint import checkpoint
 from jgraph.train.checkpoint.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.checkpoint.flax_checkpoints import Imported, find, match, read
-from jgraph.train.checkpoint.remote_saver import RemoteSaver, check_remote_saving
+from jgraph.train.checkpoint.remote_saver import (
+    RemoteSaver,
+    check_remote_saving,
+    wait_saved_by_master,
+)
 from jgraph.train.checkpoint.saver import Saver, Snapshot, Take
 from jgraph.train.data.data import Data, Dataset
 from jgraph.train.data.source import Source, as_source_or_dataset
@@ -229,7 +233,11 @@ class Attempts:
         if self._wanted.lease_s is None:
             assert cluster is not None  # checked
             return RemoteSaver(options, take, first, cluster)
-        return Saver(options, take, first, in_process=cluster is None)
+        if cluster is None:
+            return Saver(options, take, first, in_process=True)
+        directory = checkpoint.absolute(options.directory)
+        wait = lambda: wait_saved_by_master(cluster, directory)
+        return Saver(options, take, first, wait_elsewhere=wait)
 
 
 def _chunks(runner: Runner, order: Order) -> Generator[Chunk, None, None]:

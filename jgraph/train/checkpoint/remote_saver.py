@@ -7,6 +7,7 @@ their files like that one's, and no task needs Orbax or the model for it.
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, Self, final
 
 import jax
@@ -94,6 +95,14 @@ class RemoteSaver:
             why = error.message
         if our_steps(self.directory)[-1:] < [self._due]:
             _LOG.warning("the master has not saved step %d: %s", self._due, why)
+
+
+def wait_saved_by_master(cluster: Cluster, directory: Path) -> None:
+    """Waits until the master of a run has saved it, if it does; says why it did not."""
+    try:
+        wait_saved(cluster, str(directory), _LAST_S)
+    except JGError as error:
+        _LOG.warning("the master has not saved the run: %s", error.message)
 
 
 def why_unsaved(options: Checkpoints, step: TrainStep) -> str:

@@ -61,6 +61,8 @@ class Saver:
       step: updates applied before the run.
       in_process: who calls does the steps: a save that is due is taken between two of
         them, and waits for the one before. Else loops are halted for it.
+      wait_elsewhere: waits until the master has saved the run, which it does in the
+        place of a client that was away.
 
     Raises:
       CheckpointError: the directory has steps that are not before this run's.
@@ -74,8 +76,10 @@ class Saver:
         step: int,
         *,
         in_process: bool = False,
+        wait_elsewhere: Callable[[], None] = lambda: None,
     ) -> None:
         self._options = options
+        self._wait_elsewhere = wait_elsewhere
         self._in_process = in_process
         self._take = take
         self._last = step
@@ -206,15 +210,23 @@ class Saver:
         self.wait()
 
     def finish(self) -> None:
-        """Saves what came out in the end.
+        """Saves what came out in the end, unless the master has done so.
 
         Raises:
           CheckpointError: that cannot be saved.
+          CheckpointWriterError: another process has taken over the directory, and does
+            not save what came out.
         """
-        self.wait()
-        self._begin(at_rest=True)
-        if self._under_way is not None:
-            self._under_way.result()
+        with suppress(CheckpointWriterError):  # the next save says so again
+            self.wait()
+        try:
+            self._begin(at_rest=True)
+            if self._under_way is not None:
+                self._under_way.result()
+        except CheckpointWriterError:
+            self._wait_elsewhere()
+            if self._last not in our_steps(self.directory):
+                raise
 
     def _begin(
         self, *, at_rest: bool = False, check: Callable[[], None] | None = None

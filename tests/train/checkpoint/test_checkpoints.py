@@ -242,6 +242,30 @@ class Source:
         return Snapshot(self.step, state, None)
 
 
+@pytest.mark.row(30)
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])
+def test_client_that_was_away_is_content_with_what_the_master_has_saved(
+    tmp_path: Path, *, saved: bool
+) -> None:
+    """Its lease had ended, so the master became the writer, and was about to save."""
+    source = Source()
+
+    def save_elsewhere() -> None:
+        if saved:
+            checkpoint.save(tmp_path / "7", tree(7))
+
+    saving = Saver(Checkpoints(tmp_path), source, 0, wait_elsewhere=save_elsewhere)
+    with saving:
+        (tmp_path / "jgraph_writer.9.json").write_text("{}")
+        source.step = 7
+        if saved:
+            saving.finish()
+        else:
+            with pytest.raises(CheckpointWriterError, match="must not"):
+                saving.finish()
+    assert steps_in(tmp_path) == ([7] if saved else [])
+
+
 @pytest.mark.row(26)
 def test_training_goes_on_when_a_save_fails_and_the_second_is_loud(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
