@@ -13,6 +13,7 @@ Source: Abadi et al., "TensorFlow: A System for Large-Scale Machine Learning", O
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -20,8 +21,10 @@ import numpy as np
 
 import jgraph as jg
 from benchmarks import measure, null_graphs as graphs
+from benchmarks.namespaces import cluster_of_two_hosts
 from benchmarks.null_graphs import LOOKUPS, WIDTH, Kind
 from benchmarks.on_cluster import OnCluster
+from jgraph.client.cluster import Cluster
 from jgraph.client.runs.gates import open_gate
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest, SyncRequest
 from jgraph.cluster.transport_choice import TransportChoice
@@ -51,6 +54,7 @@ class NullStep(OnCluster):
       transport: how tensors travel, see ``jg.LocalCluster``.
       compute_wait_s: what every step waits in place of computing.
       tls: whether all between tasks is encrypted.
+      on: a cluster that is there; else one is started here.
     """
 
     def __init__(
@@ -65,13 +69,14 @@ class NullStep(OnCluster):
         transport: TransportChoice = "auto",
         compute_wait_s: float = 0.0,
         tls: bool = False,
+        on: Cluster | None = None,
     ) -> None:
         self.kind = kind
         self.rows = rows
         self.done = 0
         self._wait_s = compute_wait_s
         super().__init__(
-            jg.LocalCluster(ps=ps, workers=workers, transport=transport, tls=tls)
+            on or jg.LocalCluster(ps=ps, workers=workers, transport=transport, tls=tls)
         )
         try:
             self.session = self.cluster.session()
@@ -221,21 +226,35 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--mode", choices=list(MODES), default="async")
     parser.add_argument("--tls", action="store_true", help="encrypted")
+    parser.add_argument(
+        "--namespaces",
+        action="store_true",
+        help="ps and workers in two network namespaces, as on two hosts, encrypted",
+    )
     parser.add_argument("--steps", type=int, default=200, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args(args)
     if a.mode == "sync" and not a.ps:
         parser.error("--mode sync takes --ps 1 or more")
+    if a.namespaces and (len(a.workers) > 1 or a.transport != "auto"):
+        parser.error("--namespaces takes one number of workers, and no --transport")
     for workers in a.workers:
-        with MODES[a.mode](
-            a.kind,
-            mb=a.mb,
-            rows=a.rows,
-            ps=a.ps,
-            workers=workers,
-            transport=a.transport,
-            tls=a.tls,
-        ) as work:
+        with ExitStack() as stack:
+            hosts = None
+            if a.namespaces:
+                two = cluster_of_two_hosts(a.ps, workers)
+                hosts = stack.enter_context(two)
+            work = MODES[a.mode](
+                a.kind,
+                mb=a.mb,
+                rows=a.rows,
+                ps=a.ps,
+                workers=workers,
+                transport=a.transport,
+                tls=a.tls,
+                on=hosts,
+            )
+            stack.enter_context(work)
             work.run(workers, min(a.steps, 20))
             rounds = [
                 measure.rates_of(work.run, workers, a.steps) for _ in range(a.rounds)
@@ -246,13 +265,21 @@ def main(args: Sequence[str] | None = None) -> None:
                 **configuration(a.kind, a.mb, a.rows, a.ps, workers),
                 mode=a.mode,
                 transport=a.transport,
-                tls=a.tls,
+                tls=a.tls or a.namespaces,
+                namespaces=a.namespaces,
+                ways=ways_of(work.cluster),
                 steps=a.steps,
                 rounds=a.rounds,
                 **measure.rate_figures(rounds),
                 bytes_per_step=work.bytes_per_step,
                 peak_rss_mb=work.peaks(),
             )
+
+
+def ways_of(cluster: Cluster) -> list[str]:
+    """Returns how frames leave for other tasks."""
+    tasks = cluster.status().tasks
+    return sorted({way for task in tasks for way in task.ways.values()})
 
 
 def configuration(

@@ -4,12 +4,13 @@ from typing import Any, Self, final
 
 import jgraph as jg
 from benchmarks import measure
+from jgraph.client.cluster import Cluster
 
 
 class OnCluster:
     """Work on a cluster of its own, which ends with the ``with`` block."""
 
-    def __init__(self, cluster: jg.LocalCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
     def peaks(self) -> dict[str, float]:
@@ -21,7 +22,10 @@ class OnCluster:
         return {task: measure.cpu_seconds(pid) for task, pid in self._pids().items()}
 
     def _pids(self) -> dict[str, int]:
-        return {str(task): self.cluster.pid(task) for task in self.cluster.tasks()}
+        cluster = self.cluster
+        if not isinstance(cluster, jg.LocalCluster):
+            return {}  # the processes of others cannot be looked at
+        return {str(task): cluster.pid(task) for task in cluster.tasks()}
 
     def close(self) -> None:
         self.cluster.close()

@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -134,6 +136,21 @@ def test_null_step_of_a_sparse_table_sends_rows_only(bench: Bench) -> None:
     assert line["bytes_per_step"] < 200 * 64 * 4
     assert line["steps_per_s_min"] <= line["steps_per_s"] <= line["steps_per_s_max"]
     assert set(line["peak_rss_mb"]) == {"/job:ps/task:0", "/job:worker/task:0"}
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_null_steps_of_two_namespaces_take_the_data_socket() -> None:
+    """In a process of its own, which moves to one of them."""
+    words = ["--namespaces", "--mb", "1", "--steps", "6", "--rounds", "1"]
+    command = [sys.executable, "-m", "benchmarks.null_step", *words]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode and "skipped: two network namespaces need" in run.stderr:
+        pytest.skip(run.stderr)
+    assert run.returncode == 0, run.stderr
+    line = json.loads(run.stdout)
+    assert line["ways"] == ["data socket (records)"]
+    assert line["namespaces"]
 
 
 @pytest.mark.procs

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ClusterBusyError, ClusterUnreachableError, DeadlineError
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
-from jgraph.rpc.frames import body_of, kind_of
+from jgraph.rpc.exchange.link import EXCHANGE_METHOD
+from jgraph.rpc.frames import body_of, frame, hello, kind_of
 from jgraph.rpc.grpc import transport
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.resumable import accepting
@@ -20,19 +22,29 @@ from jgraph.rpc.sockets.connecting import connect_local
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import LENGTH, MAX_HEADER_BYTES, pack
 from jgraph.rpc.wire.decoder import Decoder
-from jgraph.testing.transport_harness import PS, WAIT_S, Recorder, asked, numbers, step
-from tests.support.asks import HELLO, LARGE, LIMIT, Asks, ask, error_in, intake
+from jgraph.testing.transport_harness import (
+    PS,
+    WAIT_S,
+    WORKER,
+    Recorder,
+    asked,
+    numbers,
+    step,
+)
+from tests.support.asks import HELLO, LARGE, LIMIT, Asks, ask, error_in, intake, told
 from tests.support.run_async import run_async
 
 BEGUN = ask(1, step(1, LARGE))[:100_000]
 
 
 @asynccontextmanager
-async def opened(address: Address) -> AsyncIterator[tuple[Asks, Frame]]:
-    """A stream of calls that has said Hello, and what the server said."""
+async def opened(
+    address: Address, method: str = ASKS_METHOD, first: bytes = HELLO
+) -> AsyncIterator[tuple[Asks, Frame]]:
+    """A stream that has said Hello, and what the server said."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stream = channel.stream_stream(ASKS_METHOD, None, None)(None, timeout=WAIT_S)
-        await stream.write(HELLO)
+        stream = channel.stream_stream(method, None, None)(None, timeout=WAIT_S)
+        await stream.write(first)
         chunk = await stream.read()
         assert isinstance(chunk, bytes)
         (welcome,) = Decoder().feed(chunk)
@@ -192,6 +204,56 @@ def test_more_streams_than_a_server_takes_are_refused_until_one_ends(
                         replies = await asked(client, address, "Echo", step(2))
             assert numbers(replies) == [2]
         await client.close()
+        await server.close()
+
+    run_async(main())
+
+
+@pytest.mark.bad_input_row(17)
+def test_large_header_of_a_posted_frame_counts_before_it_has_arrived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of a call: who begins one and falls silent keeps others out meanwhile."""
+    monkeypatch.setattr(accepting, "LOOK_EVERY_S", 0.5)
+    begun = LENGTH.pack(MAX_HEADER_BYTES) + b"x" * 1000
+    task = told(frame(hello=hello(WORKER, incarnation=5)))
+
+    async def main() -> None:
+        server, client = GrpcTransport(PS, max_request_bytes=LIMIT), GrpcTransport(None)
+        address = await server.start(Recorder())
+        async with opened(address, EXCHANGE_METHOD, task) as (stream, _):
+            await stream.write(begun)
+            while not server._room.taken:
+                await asked(client, address, "Echo", step(1))
+            reply = await asked(client, address, "Echo", step(3, LARGE))
+            assert numbers(reply) == [3]
+            assert isinstance(error_in(await rest_of(stream)), DeadlineError)
+            assert server._room.taken == 0
+        await client.close()
+        await server.close()
+
+    run_async(main())
+    assert f"calls, others have {MAX_HEADER_BYTES:,}" in caplog.text
+
+
+def test_large_header_of_a_posted_frame_gives_its_room_back() -> None:
+    async def main() -> None:
+        server, worker, at_ps = GrpcTransport(PS), GrpcTransport(WORKER), Recorder()
+        taken, take = list[int](), server._room.take
+
+        def noted(nbytes: int, *, always: bool = False) -> bool:
+            taken.append(nbytes)
+            return take(nbytes, always=always)
+
+        server._room.take = noted  # type: ignore[method-assign]  # as is seen below
+        address = await server.start(at_ps)
+        await worker.start(Recorder())
+        worker.set_peers({PS: address})
+        worker.post(PS, frame(call=pb.Call(method="x" * (1 << 20))))
+        await at_ps.wait_frames(1)
+        assert [nbytes >> 20 for nbytes in taken] == [1]
+        assert server._room.taken == 0
+        await worker.close()
         await server.close()
 
     run_async(main())
