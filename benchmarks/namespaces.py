@@ -22,7 +22,7 @@ from jgraph.launch.ssh import HostsCluster
 
 _NET: Final = 0x40000000  # CLONE_NEWNET
 _START_S: Final = 90.0
-_ENDS: Final = ("10.213.77.1", "10.213.77.2")
+_ENDS: Final = ("192.0.2.1", "192.0.2.2")
 
 
 def _ip(*words: str) -> None:

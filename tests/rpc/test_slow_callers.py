@@ -149,7 +149,7 @@ def test_call_that_goes_on_slowly_is_waited_for() -> None:
     at = 0
     while at < len(call):
         assert room.taken == (LARGE.nbytes if at else 0)
-        stream.feed(call[at : at + (64 << 10)])
+        stream.decoder.feed(call[at : at + (64 << 10)])
         at += 64 << 10
         assert not stream.is_stuck()
     assert stream.begin(1, "Echo", PS) == LARGE.nbytes
@@ -158,9 +158,9 @@ def test_call_that_goes_on_slowly_is_waited_for() -> None:
 @pytest.mark.bad_input_row(17)
 def test_process_that_was_frozen_reads_on_before_it_gives_a_call_up() -> None:
     stream = intake(RequestBudget(LIMIT))
-    stream.feed(BEGUN)
+    stream.decoder.feed(BEGUN)
     assert [stream.is_stuck() for _ in range(2)] == [False] * 2
-    stream.feed(BEGUN)
+    stream.decoder.feed(BEGUN)
     assert [stream.is_stuck() for _ in range(3)] == [False, False, True]
 
 
@@ -175,7 +175,7 @@ def test_room_that_is_kept_for_a_call_that_does_not_come_is_given_back() -> None
             assert not stream.is_stuck()
             taken.append(room.taken)
         assert taken == [LIMIT, LIMIT, 0, 0]
-        stream.feed(ask(1, step(1, np.ones(LIMIT, np.uint8))))
+        stream.decoder.feed(ask(1, step(1, np.ones(LIMIT, np.uint8))))
         assert stream.begin(1, "Echo", PS) == room.taken == LIMIT
 
     run_async(main())

@@ -122,14 +122,17 @@ class AcceptingEnd:
         if self._returning is not None:
             self._returning.cancel()
 
+        decoder = intake.decoder
+
         def feed(chunk: Buffer) -> None:
-            received = intake.feed(chunk)
+            received = decoder.feed(chunk)
             moved(len(chunk))
-            self._deliver(received)
+            if received:
+                self._deliver(received)
             self._acknowledge(len(chunk))
 
-        room, caller = intake.decoder.room, Caller.of_stream(context)
-        offer = SocketOffer(caller, room, lambda _, data: feed(data), self._send_over)
+        caller = Caller.of_stream(context)
+        offer = SocketOffer(caller, decoder.room, feed, self._send_over)
         try:
             await self._take_over()
             self.intake, self._peer_has = intake, theirs.received
@@ -137,7 +140,7 @@ class AcceptingEnd:
             streamed = StreamPipe(context.write)
             reply = pb.Hello(
                 received=self.received.tell(),
-                shares_memory=intake.decoder.shared is not None,
+                shares_memory=decoder.shared is not None,
             )
             reply.MergeFrom(self._hello)
             offer.put_into(reply, self._doors, is_near=is_near)
@@ -150,7 +153,7 @@ class AcceptingEnd:
             await offer.beside(reading, lambda: self._is_over)
             self._may_return = self._resumable(theirs, offer)
             if not self._may_return:
-                intake.decoder.finish()
+                decoder.finish()
                 await self._flush()
         except (SocketEnded, grpc.aio.InternalError, asyncio.CancelledError):
             # gRPC tells of a connection that broke by any of the last two.

@@ -15,8 +15,6 @@ from typing import Final, TypeAlias, final
 from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.shared_memory.shared_memory import available_memory
-from jgraph.rpc.transport import Frame
-from jgraph.rpc.wire.codec import Buffer
 from jgraph.rpc.wire.decoder import Decoder
 
 TURN_S: Final = 5.0
@@ -160,11 +158,6 @@ class Admission:
         self._seen: int | None = None
         self._looks = self._looks_reserved = 0
 
-    def feed(self, chunk: Buffer) -> list[Frame]:
-        """Takes the next bytes; see ``Decoder.feed``."""
-        self._fed += len(chunk)
-        return self.decoder.feed(chunk)
-
     def is_stuck(self) -> bool:
         """Whether a call that has room has brought nearly nothing at the last looks.
 
@@ -172,8 +165,9 @@ class Admission:
         """
         coming = -1 if self._header else next(iter(self._let_in), None)
         stands = coming is not None and coming == self._seen
-        self._looks = self._looks + 1 if stands and self._fed < _LEAST_NEWS else 0
-        self._seen, self._fed = coming, 0
+        news = self.decoder.fed_bytes - self._fed
+        self._looks = self._looks + 1 if stands and news < _LEAST_NEWS else 0
+        self._seen, self._fed = coming, self.decoder.fed_bytes
         if self._looks_reserved == _MOST_LOOKS:
             self._room.give(self._reserved)
             self._reserved = 0

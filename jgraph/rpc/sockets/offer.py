@@ -8,7 +8,7 @@ from functools import partial
 from typing import final
 
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.sockets.frame_socket import FrameSocket, Room
+from jgraph.rpc.sockets.frame_socket import FrameSocket, Room, Take
 from jgraph.rpc.sockets.listener import (
     HANDSHAKE_TIMEOUT_S,
     Caller,
@@ -52,7 +52,7 @@ class SocketOffer:
     Args:
       caller: who has the stream.
       room: says where bytes belong that arrive; see ``FrameSocket.hand_to``.
-      take: gets the bytes, and the connection that they came over.
+      take: gets the bytes.
       used: gets the connection as soon as it is used, before these bytes.
 
     Attributes:
@@ -63,7 +63,7 @@ class SocketOffer:
         self,
         caller: Caller,
         room: Room,
-        take: Callable[[FrameSocket, memoryview], None],
+        take: Take,
         used: Callable[[FrameSocket], None] = lambda _: None,
     ) -> None:
         self.socket: FrameSocket | None = None
@@ -125,9 +125,9 @@ class SocketOffer:
         self._withdraw()
         self.socket = socket
         socket.ended.add_done_callback(self._ended)
-        socket.hand_to(partial(self._take, socket), self._room)
+        socket.hand_to(self._take, self._room)
         self._used(socket)
-        self._take(socket, data)
+        self._take(data)
 
     def _ended(self, ended: "asyncio.Future[None]") -> None:
         if self._over.done():

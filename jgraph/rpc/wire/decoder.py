@@ -46,6 +46,7 @@ class Decoder:
       shared: the memory of the sender, where tensors may lie that are not in the
         stream; None until it is agreed on.
       shared_bytes: bytes of the tensors that were there.
+      fed_bytes: that it was given.
 
     Example:
       >>> from jgraph.rpc.wire.codec import encode, pack
@@ -73,7 +74,7 @@ class Decoder:
         self._body: _Body | _Refused | None = None
         self._failure: JGError | None = None
         self.shared: ReceiveMemory | None = None
-        self.shared_bytes = 0
+        self.shared_bytes = self.fed_bytes = 0
 
     def feed(self, chunk: Buffer) -> list[Frame]:
         """Takes the next bytes; returns the frames that they complete.
@@ -85,6 +86,7 @@ class Decoder:
         """
         if self._failure is not None:
             raise self._failure
+        self.fed_bytes += len(chunk)
         try:
             return self._feed(memoryview(chunk))
         except JGError as error:

@@ -81,16 +81,16 @@ def test_large_header_has_room_before_it_comes_until_its_call_is_answered() -> N
     room = RequestBudget(1 << 20)
     stream, data = intake(room), with_header(1, 600_000, np.ones(1000, np.uint8))
     (header,) = LENGTH.unpack_from(data)
-    stream.feed(data[: LENGTH.size])
+    stream.decoder.feed(data[: LENGTH.size])
     assert room.taken == header > 600_000
-    (call,) = stream.feed(data[LENGTH.size :])
+    (call,) = stream.decoder.feed(data[LENGTH.size :])
     assert (len(call.tensors), room.taken) == (1, header + 1000)
     assert stream.begin(1, "Echo", PS) == header + 1000
     half = intake(room)
     with pytest.raises(ClusterBusyError, match="no room for the header of a call"):
-        half.feed(data[: LENGTH.size])
+        half.decoder.feed(data[: LENGTH.size])
     with pytest.raises(ClusterBusyError):  # nothing follows: whose call was it?
-        half.feed(ask(2, step(2)))
+        half.decoder.feed(ask(2, step(2)))
     half.close()
     room.give(header + 1000)
     assert room.taken == 0
@@ -100,9 +100,9 @@ def test_large_header_that_does_not_go_on_loses_its_room() -> None:
     room = RequestBudget(1 << 20)
     stream, data = intake(room), with_header(1, 600_000)
     for at in range(0, 400_000, 100_000):
-        stream.feed(data[at : at + 100_000])
+        stream.decoder.feed(data[at : at + 100_000])
         assert not stream.is_stuck()
-    stream.feed(data[400_000:400_100])
+    stream.decoder.feed(data[400_000:400_100])
     assert not stream.is_stuck()
     assert stream.is_stuck()
     stream.close()
@@ -113,9 +113,9 @@ def test_large_header_of_a_call_that_is_refused_counts_until_that_is_told() -> N
     room = RequestBudget(1 << 20)
     stream, data = intake(room), with_header(1, 600_000, LARGE)
     (header,) = LENGTH.unpack_from(data)
-    assert stream.feed(data[: header + 100]) == []
+    assert stream.decoder.feed(data[: header + 100]) == []
     assert room.taken == header
-    (call,) = stream.feed(data[header + 100 :])
+    (call,) = stream.decoder.feed(data[header + 100 :])
     assert len(call.tensors) == 0
     with pytest.raises(ClusterBusyError, match="has no room"):
         stream.begin(1, "Echo", PS)
@@ -124,7 +124,7 @@ def test_large_header_of_a_call_that_is_refused_counts_until_that_is_told() -> N
 
 def test_large_header_of_no_call_gives_its_room_back() -> None:
     room = RequestBudget(1 << 20)
-    intake(room).feed(told(frame(hello=pb.Hello(task="x" * 600_000))))
+    intake(room).decoder.feed(told(frame(hello=pb.Hello(task="x" * 600_000))))
     assert room.taken == 0
 
 

@@ -227,7 +227,7 @@ async def offered(
     """An offer of a ps, and the connection of a worker that takes it."""
     async with door() as there:
 
-        def taken(_: FrameSocket, data: memoryview) -> None:
+        def taken(data: memoryview) -> None:
             take(bytes(data))
 
         offer = SocketOffer(there.caller, no_room, taken)
