@@ -1,7 +1,7 @@
 """ClusterStatus and TaskStatus: state of a cluster, as plain data and as a table."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, final
 
 from rich.console import Console
@@ -60,6 +60,112 @@ class HashTableStatus:
 
 @final
 @dataclass(frozen=True, slots=True)
+class PeerTraffic:
+    """Frames and bytes between a task and another, since the start of the task.
+
+    Attributes:
+      peer: the other task.
+      frames_sent: to it.
+      bytes_sent: to it, but for those in shared memory.
+      frames_received: from it.
+      bytes_received: from it, but for those in shared memory.
+      shared_bytes_sent: to it, in shared memory.
+      shared_bytes_received: from it, in shared memory.
+    """
+
+    peer: str
+    frames_sent: int
+    bytes_sent: int
+    frames_received: int
+    bytes_received: int
+    shared_bytes_sent: int
+    shared_bytes_received: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MethodCalls:
+    """Calls of one method that a task answered since its start.
+
+    Attributes:
+      method: its name.
+      errors: how many ended with one.
+      seconds: of all together.
+      buckets: how many took how long; the bounds are 1, 2, 5, 10, 20, 50, 100, 200 and
+        500 ms, 1, 3 and 10 s, and one more has those that took longer.
+    """
+
+    method: str
+    errors: int
+    seconds: float
+    buckets: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GateStatus:
+    """How a gate of a ps stands, which says when a step may read.
+
+    Attributes:
+      gate: its name.
+      max_staleness: the bound of asynchronous training; None: there is none.
+      waiting: steps that may not read yet.
+      oldest_s: how long the first of them waits.
+      waits: how many steps waited, and do so no more.
+      wait_s: how long these did, together.
+      staleness: updates of each worker by how many others came between its read and
+        its update; 64 stands for all above. Of synchronous training nothing.
+    """
+
+    gate: str
+    max_staleness: int | None
+    waiting: int
+    oldest_s: float
+    waits: int
+    wait_s: float
+    staleness: Mapping[str, Mapping[int, int]]
+
+    @classmethod
+    def from_message(cls, message: pb.GateStatus) -> Self:
+        """Returns what a task told of a gate."""
+        bounded = message.HasField("max_staleness")
+        return cls(
+            gate=message.gate,
+            max_staleness=message.max_staleness if bounded else None,
+            waiting=message.waiting,
+            oldest_s=message.oldest_s,
+            waits=message.waits,
+            wait_s=message.wait_s,
+            staleness={row.task: dict(row.updates) for row in message.senders},
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ShardSaves:
+    """What a task wrote of checkpoints since its start.
+
+    Attributes:
+      saves: how many times it wrote its part of one.
+      failures: how many times it could not.
+      nbytes: of the last one.
+      seconds: that took.
+      age_s: since that.
+    """
+
+    saves: int
+    failures: int
+    nbytes: int
+    seconds: float
+    age_s: float
+
+
+_TRAFFIC = tuple(field.name for field in fields(PeerTraffic))
+_SAVES = tuple(field.name for field in fields(ShardSaves))
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class TaskStatus:
     """How one task is.
 
@@ -88,6 +194,13 @@ class TaskStatus:
       ways: by task, how frames leave for it now: through ``"shared memory"``, a
         ``"local socket"``, a ``"data socket (records)"``, ``"(tls)"`` or ``"(plain)"``,
         or the ``"gRPC stream"``; none where no link was needed yet.
+      up_s: since its start; None of a task of an older version, which tells nothing of
+        what follows.
+      traffic: with each other task.
+      repeats_dropped: frames that came twice.
+      calls: that it answered, by method.
+      gates: that it has.
+      saves: what it wrote of checkpoints.
     """
 
     task: TaskName
@@ -110,6 +223,12 @@ class TaskStatus:
     hash_tables: tuple[HashTableStatus, ...]
     steps: tuple[StepWait, ...] = ()
     ways: Mapping[TaskName, str] = field(default_factory=dict)
+    up_s: float | None = None
+    traffic: tuple[PeerTraffic, ...] = ()
+    repeats_dropped: int = 0
+    calls: tuple[MethodCalls, ...] = ()
+    gates: tuple[GateStatus, ...] = ()
+    saves: ShardSaves = ShardSaves(0, 0, 0, 0.0, 0.0)
 
     @classmethod
     def from_message(cls, message: pb.TaskStatus) -> Self:
@@ -135,6 +254,18 @@ class TaskStatus:
             hash_tables=tuple(map(HashTableStatus.from_message, message.hash_tables)),
             steps=tuple(map(wait_of, message.steps)),
             ways={TaskName(peer): message.ways[peer] for peer in sorted(message.ways)},
+            up_s=message.up_s or None,
+            traffic=tuple(
+                PeerTraffic(**{name: getattr(row, name) for name in _TRAFFIC})
+                for row in message.traffic
+            ),
+            repeats_dropped=message.repeats_dropped,
+            calls=tuple(
+                MethodCalls(row.method, row.errors, row.seconds, tuple(row.buckets))
+                for row in message.calls
+            ),
+            gates=tuple(map(GateStatus.from_message, message.gates)),
+            saves=ShardSaves(**{n: getattr(message.saves, n) for n in _SAVES}),
         )
 
 

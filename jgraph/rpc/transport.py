@@ -21,6 +21,7 @@ import numpy as np
 
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
+from jgraph.rpc.statistics import TransportStatistics
 
 Tensor: TypeAlias = np.ndarray[Any, Any]
 Address: TypeAlias = str
@@ -95,6 +96,9 @@ class Transport(Protocol):
 
         Raises: as ``call``, and InternalError: there was no reply.
         """
+
+    def statistics(self) -> TransportStatistics:
+        """Returns what was sent and received so far."""
 
     async def close(self) -> None:
         """Stops accepting, ends streams, and releases the port."""

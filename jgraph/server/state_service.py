@@ -4,10 +4,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
+from jgraph.clock import Clock
 from jgraph.cluster.methods import Answer
 from jgraph.cluster.shard_messages import Shard, shard_from, state_of
 from jgraph.errors import (
@@ -35,8 +36,46 @@ from jgraph.server.task_context import TaskContext
 _THREADS = 4
 
 
+@final
+class SaveCounts:
+    """Counts what a task writes of checkpoints.
+
+    Args:
+      clock: tells how long it takes.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._status = pb.ShardSaves()
+        self._last_s = 0.0
+
+    async def counted(
+        self, request: Frame, replies: AsyncIterator[Frame]
+    ) -> AsyncIterator[Frame]:
+        """Passes the reply to "SaveShards" on, and counts it."""
+        began = self._clock.now()
+        try:
+            async for reply in replies:
+                yield reply
+        except Exception:
+            self._status.failures += 1
+            raise
+        shards = _shards(TaskName(""), body_of(request))
+        nbytes = sum(shard.variable.type.nbytes for shard in shards)
+        self._last_s = self._clock.now()
+        self._status.saves += 1
+        self._status.nbytes, self._status.seconds = nbytes, self._last_s - began
+
+    def status(self) -> pb.ShardSaves:
+        """Returns the counts of this moment."""
+        found = pb.ShardSaves()
+        found.CopyFrom(self._status)
+        found.age_s = self._clock.now() - self._last_s if found.saves else 0.0
+        return found
+
+
 def state_methods(
-    context: TaskContext, store: VariableStore, host: TaskHost
+    context: TaskContext, store: VariableStore, host: TaskHost, saves: SaveCounts
 ) -> dict[str, Answer]:
     """Returns the methods that read and write all state of a task, in threads."""
 
@@ -47,10 +86,11 @@ def state_methods(
         return replies
 
     task, check = context.task, context.check_place
+    save = in_thread(lambda call: save_shards(task, store, call, check))
     return {
         "ReadTable": in_thread(partial(read_table, store)),
         "LoadTable": in_thread(partial(load_table, store)),
-        "SaveShards": in_thread(lambda call: save_shards(task, store, call, check)),
+        "SaveShards": lambda call: saves.counted(call, save(call)),
         "LoadShards": in_thread(partial(load_shards, task, store)),
     }
 

@@ -30,18 +30,20 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
 from jgraph.rpc.resumable.backlog import default_queue_limit
 from jgraph.rpc.shared_memory.lending import copy_seconds
+from jgraph.rpc.statistics import TransportStatistics
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import decode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
 from jgraph.runtime.task import TaskRuntime, by_name
+from jgraph.server.call_counts import CallCounts
 from jgraph.server.gates.gates import Gates
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
 from jgraph.server.process_setup import give_back_memory
 from jgraph.server.replication.streams import ChangeStreams
-from jgraph.server.state_service import state_methods, table_statuses
+from jgraph.server.state_service import SaveCounts, state_methods, table_statuses
 from jgraph.server.steps.driver import StepDriver, waits_of
 from jgraph.server.steps.parts import StepParts
 from jgraph.server.steps.task_host import TaskHost
@@ -84,7 +86,12 @@ class TaskService:
         )
         self.driver = StepDriver(self.runtime, context.transport, self.shell.orders)
         self.records = ChangeStreams(context, self.runtime, self.shell)
-        self.gates = Gates(task, context.transport, self.runtime.gates)
+        self.gates = Gates(
+            task, context.transport, self.runtime.gates, clock=context.clock
+        )
+        self._calls = CallCounts(context.clock)
+        self._saves = SaveCounts(context.clock)
+        self._began = context.clock.now()
         self.parts = StepParts(self.runtime, context.transport, self.gates)
         self.dealers = Dealers(context.clock)
         self._shutdown = shutdown
@@ -100,7 +107,7 @@ class TaskService:
             **self.records.methods,
             "GateReport": self._gate_report,
             "Variables": self._variables,
-            **state_methods(context, self.runtime.store, self.shell),
+            **state_methods(context, self.runtime.store, self.shell, self._saves),
             "Reset": self._reset,
             "MoveVariables": self._move_variables,
             "TaskLog": self._task_log,
@@ -188,10 +195,11 @@ class TaskService:
             raise TaskLostError(
                 f"{self.task} is being stopped and takes no new work", task=self.task
             )
-        return answer(request)
+        return self._calls.counted(method, answer(request))
 
     def status(self) -> pb.TaskStatus:
         """Returns the facts about this task."""
+        transported = self.context.transport.statistics()
         return pb.TaskStatus(
             task=self.task,
             incarnation=self.context.incarnation,
@@ -217,6 +225,12 @@ class TaskService:
             },
             hash_tables=table_statuses(self.runtime.store),
             steps=waits_of(self.runtime, self.driver),
+            up_s=self.context.clock.now() - self._began,
+            traffic=_traffic(transported),
+            repeats_dropped=transported.repeats_dropped,
+            calls=self._calls.rows(),
+            gates=self.gates.statuses(),
+            saves=self._saves.status(),
         )
 
     async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:
@@ -333,3 +347,18 @@ class TaskService:
     async def _shut_down(self, request: Frame) -> AsyncIterator[Frame]:
         yield frame(empty=pb.Empty())
         self._shutdown(body_of(request).grace_s)
+
+
+def _traffic(transported: TransportStatistics) -> list[pb.PeerTraffic]:
+    return [
+        pb.PeerTraffic(
+            peer=peer,
+            frames_sent=found.frames_sent,
+            bytes_sent=found.bytes_sent,
+            frames_received=found.frames_received,
+            bytes_received=found.bytes_received,
+            shared_bytes_sent=found.shared_bytes_sent,
+            shared_bytes_received=found.shared_bytes_received,
+        )
+        for peer, found in sorted(transported.peers.items())
+    ]

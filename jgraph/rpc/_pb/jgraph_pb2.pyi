@@ -1115,6 +1115,12 @@ class TaskStatus(_message.Message):
     HASH_TABLES_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
+    UP_S_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    REPEATS_DROPPED_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    GATES_FIELD_NUMBER: _builtins.int
+    SAVES_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
@@ -1133,6 +1139,12 @@ class TaskStatus(_message.Message):
     """for frames from other hosts; 0: they take the gRPC stream"""
     device_count: _builtins.int
     compilations: _builtins.int
+    up_s: _builtins.float
+    """Sums since the start: who asks twice knows the rate, and a lost answer costs nothing.
+    since the start
+    """
+    repeats_dropped: _builtins.int
+    """frames that came twice"""
     @_builtins.property
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1149,6 +1161,16 @@ class TaskStatus(_message.Message):
     def ways(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """By task: how frames leave for it now, as "data socket (records)"."""
 
+    @_builtins.property
+    def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerTraffic]: ...
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___MethodCalls]:
+        """answered here"""
+
+    @_builtins.property
+    def gates(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateStatus]: ...
+    @_builtins.property
+    def saves(self) -> Global___ShardSaves: ...
     def __init__(
         self,
         *,
@@ -1172,14 +1194,223 @@ class TaskStatus(_message.Message):
         hash_tables: _abc.Iterable[Global___HashTableStatus] | None = ...,
         steps: _abc.Iterable[Global___StepWait] | None = ...,
         ways: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        up_s: _builtins.float = ...,
+        traffic: _abc.Iterable[Global___PeerTraffic] | None = ...,
+        repeats_dropped: _builtins.int = ...,
+        calls: _abc.Iterable[Global___MethodCalls] | None = ...,
+        gates: _abc.Iterable[Global___GateStatus] | None = ...,
+        saves: Global___ShardSaves | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "rss_bytes", b"rss_bytes", "state", b"state", "steps", b"steps", "task", b"task", "variable_bytes", b"variable_bytes", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "calls", b"calls", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "gates", b"gates", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "repeats_dropped", b"repeats_dropped", "rss_bytes", b"rss_bytes", "saves", b"saves", "state", b"state", "steps", b"steps", "task", b"task", "traffic", b"traffic", "up_s", b"up_s", "variable_bytes", b"variable_bytes", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TaskStatus: _TypeAlias = TaskStatus  # noqa: Y015
+
+@_typing.final
+class PeerTraffic(_message.Message):
+    """Frames and bytes from and to one task."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    FRAMES_SENT_FIELD_NUMBER: _builtins.int
+    BYTES_SENT_FIELD_NUMBER: _builtins.int
+    FRAMES_RECEIVED_FIELD_NUMBER: _builtins.int
+    BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    SHARED_BYTES_SENT_FIELD_NUMBER: _builtins.int
+    SHARED_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    frames_sent: _builtins.int
+    bytes_sent: _builtins.int
+    """not through shared memory"""
+    frames_received: _builtins.int
+    bytes_received: _builtins.int
+    shared_bytes_sent: _builtins.int
+    shared_bytes_received: _builtins.int
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        frames_sent: _builtins.int = ...,
+        bytes_sent: _builtins.int = ...,
+        frames_received: _builtins.int = ...,
+        bytes_received: _builtins.int = ...,
+        shared_bytes_sent: _builtins.int = ...,
+        shared_bytes_received: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "frames_received", b"frames_received", "frames_sent", b"frames_sent", "peer", b"peer", "shared_bytes_received", b"shared_bytes_received", "shared_bytes_sent", b"shared_bytes_sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerTraffic: _TypeAlias = PeerTraffic  # noqa: Y015
+
+@_typing.final
+class MethodCalls(_message.Message):
+    """Calls of one method that are over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    errors: _builtins.int
+    """of them"""
+    seconds: _builtins.float
+    """of all together"""
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many took at most 1, 2, 5, 10, 20, 50, 100, 200, 500 ms, 1, 3, 10 s, or longer."""
+
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        errors: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        buckets: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "errors", b"errors", "method", b"method", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MethodCalls: _TypeAlias = MethodCalls  # noqa: Y015
+
+@_typing.final
+class GateStatus(_message.Message):
+    """A gate of a ps: steps that may not read yet, and how old updates were."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATE_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    OLDEST_S_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    SENDERS_FIELD_NUMBER: _builtins.int
+    gate: _builtins.str
+    max_staleness: _builtins.int
+    """the bound; unset: there is none"""
+    waiting: _builtins.int
+    """steps, now"""
+    oldest_s: _builtins.float
+    """of these"""
+    waits: _builtins.int
+    """that are over"""
+    wait_s: _builtins.float
+    """of these together"""
+    @_builtins.property
+    def senders(self) -> _containers.RepeatedCompositeFieldContainer[Global___SenderStaleness]: ...
+    def __init__(
+        self,
+        *,
+        gate: _builtins.str = ...,
+        max_staleness: _builtins.int | None = ...,
+        waiting: _builtins.int = ...,
+        oldest_s: _builtins.float = ...,
+        waits: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+        senders: _abc.Iterable[Global___SenderStaleness] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "max_staleness", b"max_staleness"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "max_staleness", b"max_staleness", "oldest_s", b"oldest_s", "senders", b"senders", "wait_s", b"wait_s", "waiting", b"waiting", "waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
+    _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_staleness) -> _WhichOneofReturnType__max_staleness | None: ...
+
+Global___GateStatus: _TypeAlias = GateStatus  # noqa: Y015
+
+@_typing.final
+class SenderStaleness(_message.Message):
+    """Updates of one worker, by how many others came between its read and its update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class UpdatesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TASK_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    @_builtins.property
+    def updates(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """64 stands for all above"""
+
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        updates: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["task", b"task", "updates", b"updates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SenderStaleness: _TypeAlias = SenderStaleness  # noqa: Y015
+
+@_typing.final
+class ShardSaves(_message.Message):
+    """What a task wrote of checkpoints."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAVES_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    saves: _builtins.int
+    failures: _builtins.int
+    nbytes: _builtins.int
+    """Of the last one that did not fail."""
+    seconds: _builtins.float
+    age_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        saves: _builtins.int = ...,
+        failures: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "failures", b"failures", "nbytes", b"nbytes", "saves", b"saves", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardSaves: _TypeAlias = ShardSaves  # noqa: Y015
 
 @_typing.final
 class StepWait(_message.Message):

@@ -4,8 +4,9 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias, final
+from typing import Final, NamedTuple, TypeAlias, final
 
+from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.sync.admission import Admission, LetIn, StepAsked, StepEnded
 from jgraph.coordination.sync.aggregation import Contributed
 from jgraph.coordination.sync.sync_gate import Tell
@@ -19,8 +20,11 @@ from jgraph.runtime.gate import Gate
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.server.gates.stale_gate import StaleGate
 from jgraph.server.gates.sync_gate import CallLater, SyncGateShell, Timer
+from jgraph.server.gates.waits import Waits
 
 OnContributed: TypeAlias = Callable[[Contributed], None]
+_OLDEST: Final = 64
+"""Updates that are older are told as if of this age: a status has an end."""
 
 
 class Decides(NamedTuple):
@@ -39,6 +43,7 @@ class Gates:
       transport: to the other tasks.
       opened: where the task's runtime looks gates up.
       call_later: waits; by default the event loop does.
+      clock: tells how long steps wait at the gates.
     """
 
     def __init__(
@@ -47,15 +52,19 @@ class Gates:
         transport: Transport,
         opened: dict[str, Gate],
         call_later: CallLater | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or SystemClock()
         self._task = task
         self._transport = transport
         self._opened = opened
         self._call_later = call_later or _by_the_event_loop
         self._admissions: dict[str, Admission] = {}
+        self._bounds: dict[str, int] = {}
         self._shards: dict[str, list[TaskName]] = {}
         self._openings: dict[str, str] = {}
         self._drivers: defaultdict[TaskName, set[str]] = defaultdict(set)
+        self._driver_of: dict[str, TaskName] = {}
         self._arbiters: dict[str, Decides] = {}
         self._unheard: defaultdict[str, list[Contributed]] = defaultdict(list)
 
@@ -78,7 +87,9 @@ class Gates:
         self._openings[name] = order.opening
         if order.synchronous:
             tell = partial(self._contributed, name)
-            self._opened[name] = SyncGateShell(order.version, tell, self._call_later)
+            self._opened[name] = SyncGateShell(
+                order.version, tell, self._call_later, Waits(self._clock)
+            )
             return
         if not order.HasField("max_staleness"):
             self._opened[name] = StaleGate()
@@ -86,9 +97,11 @@ class Gates:
         if self._task == shards[0]:
             bound = order.max_staleness
             self._admissions[name] = Admission(shards, bound=bound)
+        self._bounds[name] = order.max_staleness
         self._opened[name] = StaleGate(
             ask=lambda step: self._asked(name, step),
             end=lambda step: self._ended(name, step, self._task),
+            waits=Waits(self._clock),
         )
 
     def drop(self, names: Iterable[str]) -> None:
@@ -98,6 +111,7 @@ class Gates:
             if isinstance(gate, SyncGateShell):
                 gate.drop()
             self._admissions.pop(name, None)
+            self._bounds.pop(name, None)
             self._shards.pop(name, None)
             self._openings.pop(name, None)
             self._unheard.pop(name, None)
@@ -115,11 +129,37 @@ class Gates:
             for age, updates in sorted(ages.items())
         ]
 
+    def statuses(self) -> list[pb.GateStatus]:
+        """Returns how each gate of this task stands."""
+        return [
+            pb.GateStatus(
+                gate=name,
+                max_staleness=self._bounds.get(name),
+                waiting=gate.waits.waiting,
+                oldest_s=gate.waits.oldest_s,
+                waits=gate.waits.over,
+                wait_s=gate.waits.seconds,
+                senders=self._senders(gate) if isinstance(gate, StaleGate) else (),
+            )
+            for name, gate in sorted(self._opened.items())
+            if isinstance(gate, StaleGate | SyncGateShell)
+        ]
+
+    def _senders(self, gate: StaleGate) -> list[pb.SenderStaleness]:
+        rows: dict[str, pb.SenderStaleness] = {}
+        for handle, ages in gate.updates.items():
+            task = self._driver_of.get(handle, handle)
+            row = rows.setdefault(task, pb.SenderStaleness(task=task))
+            for age, updates in ages.items():
+                row.updates[min(age, _OLDEST)] += updates
+        return [rows[task] for task in sorted(rows)]
+
     # ------------------------------------------------------------ frames and peers
 
     def step_started(self, driver: TaskName, handle: str) -> None:
         """Learns which task drives the steps of a program."""
         self._drivers[driver].add(handle)
+        self._driver_of[handle] = driver
 
     def peer_lost(self, peer: TaskName) -> None:
         """Lets nobody wait for the steps of a task that went away."""

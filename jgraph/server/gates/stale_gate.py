@@ -8,8 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import final
 
+from jgraph.clock import SystemClock
 from jgraph.errors import JGError, StaleGradientError
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.server.gates.waits import Waits
 
 
 @final
@@ -19,13 +21,16 @@ class StaleGate:
     Args:
       ask: asks the arbiter for leave; None: everybody may read at once.
       end: tells the arbiter that this task is done with a step.
+      waits: where waiting steps are counted.
     """
 
     def __init__(
         self,
         ask: Callable[[StepKey], None] | None = None,
         end: Callable[[StepKey], None] = lambda step: None,
+        waits: Waits | None = None,
     ) -> None:
+        self.waits = waits or Waits(SystemClock())
         self._ask = ask
         self._end = end
         self._version = 0
@@ -53,12 +58,14 @@ class StaleGate:
             self._enter(step, let_in)
         else:
             self._waiting[step] = let_in
+            self.waits.begin(step)
             self._ask(step)
 
     def let_in(self, step: StepKey) -> None:
         """The arbiter lets a step read, maybe before it asks."""
         waiting = self._waiting.pop(step, None)
         if waiting is not None:
+            self.waits.end(step)
             self._enter(step, waiting)
         elif step[0] in self._lost:
             self._revoke(step)
@@ -67,7 +74,8 @@ class StaleGate:
 
     def ended(self, step: StepKey, *, done: bool) -> None:
         """See ``Gate``."""
-        self._waiting.pop(step, None)
+        if self._waiting.pop(step, None) is not None:
+            self.waits.end(step)
         read_at = self._read_at.pop(step, None)
         if done and read_at is not None:
             self.updates[step[0]][self._version - read_at] += 1

@@ -5,6 +5,7 @@ from functools import partial
 from itertools import groupby
 from typing import Final, Protocol, TypeAlias, final
 
+from jgraph.clock import SystemClock
 from jgraph.coordination.sync.sync_gate import (
     Choose,
     Closed,
@@ -28,6 +29,7 @@ from jgraph.coordination.sync.sync_gate import (
 from jgraph.errors import InternalError, JGError
 from jgraph.runtime.gate import Contribution
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.server.gates.waits import Waits
 
 TELL_S: Final = 0.02
 """How long a contribution waits to be told with others."""
@@ -52,6 +54,7 @@ class SyncGateShell:
       version: updates applied so far.
       tell: tells the arbiter of contributions.
       call_later: waits.
+      waits: where waiting steps are counted.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class SyncGateShell:
         version: int,
         tell: Callable[[Sequence[Tell]], None],
         call_later: CallLater,
+        waits: Waits | None = None,
     ) -> None:
+        self.waits = waits or Waits(SystemClock())
         self._machine = SyncGate(version)
         self._tell = tell
         self._call_later = call_later
@@ -82,6 +87,7 @@ class SyncGateShell:
     ) -> None:
         """See ``Gate``."""
         self._asking[step] = let_in, refuse
+        self.waits.begin(step)
         self._handle(StepAsked(step))
 
     def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
@@ -100,6 +106,7 @@ class SyncGateShell:
     def ended(self, step: StepKey, *, done: bool) -> None:
         """See ``Gate``."""
         self._asking.pop(step, None)
+        self.waits.end(step)
         self._handle(StepEnded(step))
 
     def keeps(self, step: StepKey) -> bool:
@@ -159,8 +166,10 @@ class SyncGateShell:
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
             case LetIn(step):
+                self.waits.end(step)
                 self._asking.pop(step)[0]()
             case Refuse(step, error):
+                self.waits.end(step)
                 self._asking.pop(step)[1](error)
             case Keep(step):
                 self._contributions[step] = self._new

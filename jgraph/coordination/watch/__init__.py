@@ -1,0 +1,1 @@
+"""Board of a watched cluster: series, rates and alarms in words, from its answers."""
