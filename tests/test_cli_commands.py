@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 
 from jgraph import cli
-from jgraph.cli.top import Sight
+from jgraph.cli.top import Sight, Watch
 from jgraph.client.inspect import status_of
 from jgraph.client.status import ClusterStatus
+from jgraph.graph.ir import TaskName
 from jgraph.server.server import Server
 from tests.support.cli import run
 
@@ -118,7 +120,8 @@ def test_status_and_top_tell_the_same_of_a_task(
     )
     assert code == cli.OK
     told, seen = json.loads(status), json.loads(top)
-    assert seen.keys() - told.keys() == {"seconds", "shares"}
+    assert seen.keys() - told.keys() == {"seconds", "shares", "alarms"}
+    assert seen["alarms"] == []
     assert seen["tasks"][0]["pid"] == told["tasks"][0]["pid"]
     assert seen["seconds"] >= 0.1
     assert seen["shares"]["/job:worker/task:0"]["process"] >= 0
@@ -140,9 +143,17 @@ def later(status: ClusterStatus, **busy_s: float) -> ClusterStatus:
     return replace(status, tasks=(replace(task, busy_s={**task.busy_s, **more}),))
 
 
+def seen(before: ClusterStatus, after: ClusterStatus, seconds: float) -> Sight:
+    watch = Watch()
+    assert watch.see((before, []), 100.0) is None
+    sight = watch.see((after, []), 100.0 + seconds)
+    assert sight is not None
+    return sight
+
+
 def test_shares_are_of_the_time_between_two_looks(server: Server) -> None:
     before = status_of(server.target)
-    sight = Sight.between(before, later(before, process=3.0, compute=1.0), 2.0)
+    sight = seen(before, later(before, process=3.0, compute=1.0), 2.0)
     share = sight.shares["/job:worker/task:0"]
     assert (share["process"], share["compute"]) == (1.5, 0.5)
 
@@ -153,15 +164,23 @@ def test_of_a_task_that_was_started_again_there_is_no_share_yet(
     after = status_of(server.target)
     (task,) = after.tasks
     before = replace(after, tasks=(replace(task, incarnation="0"),))
-    assert Sight.between(before, after, 1.0).shares == {}
+    sight = seen(before, after, 1.0)
+    assert sight.shares == {}
+    (alarm,) = sight.alarms
+    assert alarm.text.startswith("/job:worker/task:0 was started again, once")
 
 
 def test_a_task_that_does_not_answer_stands_first(server: Server) -> None:
     status = status_of(server.target)
     (task,) = status.tasks
-    lost = replace(status, missing=(task.task,))
-    table = Sight.between(lost, lost, 1.0).table()
-    assert list(table.columns[1].cells) == ["no answer", "ready"]
+    gone = TaskName("/job:ps/task:0")
+    lost = replace(status, missing=(gone,))
+    console = Console(width=140, no_color=True)
+    with console.capture() as capture:
+        console.print(seen(lost, lost, 1.0).shown())
+    said = capture.get()
+    assert said.startswith(f"warning: {gone} does not answer (since ")
+    assert said.index("no answer") < said.rindex(task.task)
 
 
 def test_status_explains_what_is_under_way(

@@ -1,7 +1,7 @@
 """Commands about clusters: start, show, check, stop."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,6 @@ from jgraph.cli.options import (
     say,
     target_of,
 )
-
-if TYPE_CHECKING:
-    from jgraph.client.status import ClusterStatus
 
 
 def doctor(
@@ -178,18 +175,16 @@ def top(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Show live what each task does: CPU, memory, and where its time goes.
+    """Show live what is wrong, and each task's CPU, memory, and where its time goes.
 
     With --json, print one line for each update.
     """
     from jgraph.cli.top import watch
-    from jgraph.client.inspect import status_of
+    from jgraph.client.inspect import inspecting
 
-    where = target_of(target, name)
-
-    def look() -> "ClusterStatus":
-        return status_of(where, timeout_s=timeout, tls=tls_dir, token_file=token_file)
-
-    missing = watch(look, every_s=every, once=once, as_json=as_json)
+    where, files = target_of(target, name), {"tls": tls_dir, "token_file": token_file}
+    with inspecting(where, timeout_s=timeout, **files) as visit:
+        look = lambda: (visit.status(), visit.runs())
+        missing = watch(look, every_s=every, once=once, as_json=as_json)
     if missing:
         raise typer.Exit(FAILURE)

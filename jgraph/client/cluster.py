@@ -51,8 +51,10 @@ if TYPE_CHECKING:
     from jgraph.client.placement.auto import AutoPlacement
     from jgraph.client.runs.runs import RunInfo
     from jgraph.client.session import Session
+    from jgraph.coordination.watch.alarms import Alarm
 
 CONNECT_S = 60.0
+MOST_S = 600.0
 
 
 class Cluster(Connection):
@@ -158,6 +160,29 @@ class Cluster(Connection):
     def explain(self) -> str:
         """Says which steps are under way, since when, and who waits for whom."""
         return self.status().explain()
+
+    @short_traceback
+    def alarms(self, seconds: float = 1.0) -> "list[Alarm]":
+        """Looks at the cluster twice and returns what is wrong, the worst first.
+
+        What shows only over a longer time (a run that has become slower, a worker that
+        is slower than others) is seen by ``jgraph top`` and the dashboard.
+
+        Args:
+          seconds: between the two looks.
+
+        Raises:
+          ConfigError: that is no such time.
+          ClusterUnreachableError: the master does not answer.
+        """
+        from jgraph.client.watching import alarms_of
+
+        if not 0 < seconds <= MOST_S:
+            raise ConfigError(
+                f"alarms(seconds={seconds!r}) looks twice, so long apart; write a "
+                f"number above 0, and {MOST_S:g} at most"
+            )
+        return alarms_of(self, seconds)
 
     @short_traceback
     def wait_for_tasks(

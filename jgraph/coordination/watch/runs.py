@@ -1,0 +1,195 @@
+"""Runs of a watched cluster: progress, curves of metrics, step times of each worker."""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, Final, final
+
+from jgraph.coordination.watch.facts import Fact, items, number, numbers, rows, text
+from jgraph.coordination.watch.series import Series
+
+_STEPS: Final = 256
+"""Of which a worker's quantiles are."""
+_NAMES: Final = 64
+"""Metrics of one run, at most."""
+_RUNS: Final = 16
+
+
+@final
+class WorkerSeen:
+    """What one worker did in a run.
+
+    Attributes:
+      steps: how many.
+      step_s: seconds of its newest ones.
+      parts: seconds of the last report, per step, by what they went to.
+      dropped: its contributions that came too late.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0.0
+        self.step_s: deque[float] = deque(maxlen=_STEPS)
+        self.parts: dict[str, float] = {}
+        self.dropped = 0.0
+
+    @property
+    def median_s(self) -> float | None:
+        """Of its newest steps; None before there are eight."""
+        return median(self.step_s) if len(self.step_s) >= 8 else None
+
+    def view(self) -> dict[str, Any]:
+        """Returns it as the page shows it."""
+        ordered = sorted(self.step_s)
+        return {
+            "steps": self.steps,
+            "step_ms": {
+                f"p{share}": round(1000 * ordered[len(ordered) * share // 100], 3)
+                for share in (50, 95, 99)
+                if ordered
+            },
+            "parts": {name: round(s, 6) for name, s in self.parts.items()},
+            "dropped": self.dropped,
+        }
+
+
+@final
+class RunSeen:
+    """One run.
+
+    Attributes:
+      told: what its master said last.
+      metrics: a curve over steps for each.
+      rate: steps per second, over time.
+      advanced: when it made a step last.
+      recoveries: how often it went back to a checkpoint.
+      odd: names of metrics that were not finite.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.told: Fact = {}
+        self.metrics: dict[str, Series] = {}
+        self.rate = Series()
+        self.advanced: float | None = None
+        self.recoveries = 0
+        self.odd: set[str] = set()
+        self.workers: dict[str, WorkerSeen] = {}
+        self._reported = 0.0
+        self._looked: float | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it goes on."""
+        return text(self.told, "state") == "running"
+
+    def take(self, told: Fact, now: float) -> None:
+        """Takes how it stands."""
+        step, before = number(told, "step"), number(self.told, "step")
+        since = None if self._looked is None else now - self._looked
+        if since and self.is_running and step >= before:
+            self.rate.add(now, (step - before) / since)
+        if self.advanced is None or step != before:
+            self.advanced = now
+        self.told, self._looked = told, now
+
+    def report(self, fact: Fact) -> None:
+        """Takes what a loop of it tells."""
+        back = fact.get("back_to")
+        if isinstance(back, int | float):
+            self._go_back(back)
+        steps, task = number(fact, "steps"), text(fact, "task")
+        is_sync = bool(self.told.get("synchronous"))
+        decides = task.startswith("/job:ps/")
+        if task and not decides:
+            self._take_worker(task, steps, fact)
+        for late, count in numbers(fact, "dropped").items():
+            self.workers.setdefault(late, WorkerSeen()).dropped = count
+        if steps and (decides or not is_sync):
+            self._reported += steps
+            self._take_metrics(fact)
+
+    def _take_worker(self, task: str, steps: float, fact: Fact) -> None:
+        worker = self.workers.setdefault(task, WorkerSeen())
+        worker.steps += steps
+        seconds = items(fact, "step_s")
+        worker.step_s += [s for s in seconds if isinstance(s, int | float) and s >= 0]
+        if steps:
+            parts = numbers(fact, "times").items()
+            worker.parts = {name: spent / steps for name, spent in parts}
+
+    def _take_metrics(self, fact: Fact) -> None:
+        at = number(self.told, "first_step") + self._reported
+        for name, value in rows(fact, "metrics").items():
+            if name not in self.metrics and len(self.metrics) >= _NAMES:
+                continue
+            series = self.metrics.setdefault(name, Series())
+            before = series.odd
+            low, mean, high = (value.get(key) for key in ("min", "mean", "max"))
+            series.add(at, mean, low, high)  # type: ignore[arg-type]  # or it is odd
+            if series.odd > before:
+                self.odd.add(name)
+
+    def _go_back(self, step: float) -> None:
+        self.recoveries += 1
+        self._reported = max(0.0, step - number(self.told, "first_step"))
+        for series in self.metrics.values():
+            series.cut(step)
+
+    def slow_workers(self) -> list[tuple[str, float]]:
+        """Returns who takes more than twice the median of all, and how many times."""
+        medians = {task: w.median_s for task, w in self.workers.items()}
+        known = {task: s for task, s in medians.items() if s is not None}
+        if len(known) < 3:
+            return []
+        usual = median(known.values())
+        slow = [
+            (task, s / usual) for task, s in known.items() if usual and s > 2 * usual
+        ]
+        return sorted(slow, key=lambda one: -one[1])
+
+    def view(self) -> dict[str, Any]:
+        """Returns it as the page shows it."""
+        told, rate = self.told, self.rate.last if self.is_running else None
+        batch, count = number(told, "batch_size"), max(1, len(self.workers))
+        each = 1 if not told.get("synchronous") else count
+        return {
+            **{n: told.get(n) for n in ("state", "step", "steps", "first_step")},
+            **{n: told.get(n) for n in ("seconds", "master", "term", "synchronous")},
+            "checkpoints": told.get("checkpoints"),
+            "steps_per_s": None if rate is None else round(rate, 3),
+            "examples_per_s": None if rate is None else round(rate * batch * each, 1),
+            "metrics": {name: series.last for name, series in self.metrics.items()},
+            "not_finite": sorted(self.odd),
+            "workers": {task: w.view() for task, w in sorted(self.workers.items())},
+            "recoveries": self.recoveries,
+        }
+
+
+@final
+class Runs:
+    """All runs of a cluster.
+
+    Attributes:
+      seen: by name; the newest 16.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[str, RunSeen] = {}
+
+    def take(self, fact: Fact, now: float) -> None:
+        """Takes how they stand."""
+        for name, told in rows(fact, "runs").items():
+            self.seen.setdefault(name, RunSeen(name)).take(told, now)
+        over = [name for name, run in self.seen.items() if not run.is_running]
+        for name in over[: max(0, len(self.seen) - _RUNS)]:
+            del self.seen[name]
+
+    def report(self, fact: Fact) -> None:
+        """Takes what a loop of one tells."""
+        run = self.seen.get(text(fact, "run"))
+        if run is not None:
+            run.report(fact)
+
+    def running(self) -> Sequence[RunSeen]:
+        """Returns those that go on."""
+        return [run for run in self.seen.values() if run.is_running]

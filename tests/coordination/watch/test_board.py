@@ -1,0 +1,177 @@
+"""The board: from what tasks and runs tell to what there is to see."""
+
+import json
+
+import pytest
+
+from jgraph.coordination.watch.board import Board
+from jgraph.coordination.watch.facts import checked, clean
+from tests.support.board_facts import (
+    PS,
+    START,
+    WORKERS,
+    board_of,
+    report,
+    run,
+    status,
+    task,
+)
+
+
+def test_a_run_is_told_of_in_one_sentence() -> None:
+    saved = task(saves={"saves": 1, "age_s": 0.0, "failures": 0})
+    board = board_of(
+        status(0, {PS: saved, WORKERS[0]: task()}),
+        run(1, 3169, checkpoints="runs/mlp"),
+        run(2, 3210, checkpoints="runs/mlp"),
+        status(41, {PS: saved | {"saves": {"saves": 1, "age_s": 41.0}}}, WORKERS[0]),
+    )
+    assert board.sentence() == (
+        "run 'mlp' is at step 3,210 of 10,000, 41 steps/s, newest checkpoint 41 s old, "
+        "1 of 2 tasks answer"
+    )
+
+
+def test_rates_are_of_the_time_between_two_looks() -> None:
+    def told(sent: int, busy: float) -> dict[str, object]:
+        traffic = {"bytes_sent": sent, "frames_sent": sent / 100}
+        row = {**traffic, "shared_bytes_sent": 2 * sent}
+        busy_s = {"process": busy, "update": busy / 2}
+        return task(traffic={WORKERS[0]: row}, busy_s=busy_s)
+
+    board = board_of(status(0, {PS: told(0, 1.0)}), status(2, {PS: told(6000, 2.0)}))
+    view = board.view()
+    assert view["tasks"][PS]["cores"] == {"process": 0.5, "update": 0.25}
+    assert view["traffic"][f"{PS} {WORKERS[0]}"] == {
+        "from": PS,
+        "to": WORKERS[0],
+        "bytes_per_s": 3000,
+        "shared_bytes_per_s": 6000,
+        "frames_per_s": 30.0,
+    }
+    began_anew = told(500, 0.5) | {"incarnation": "02"}
+    board.take(status(4, {PS: began_anew}))
+    view = board.view()
+    assert view["tasks"][PS]["cores"] == {}
+    assert view["tasks"][PS]["restarts"] == 1
+    assert view["traffic"] == {}
+
+
+def test_steps_of_workers_have_quantiles_and_parts() -> None:
+    board = board_of(
+        run(0, 0),
+        report(1, 0, steps=4, step_s=[0.02, 0.02, 0.02, 0.08]),
+        report(1, 1, dropped={WORKERS[1]: 3}),
+        run(1, 14),
+    )
+    seen = board.view()["runs"]["mlp"]
+    assert seen["workers"][WORKERS[0]]["step_ms"] == {
+        "p50": 20.0,
+        "p95": 80.0,
+        "p99": 80.0,
+    }
+    assert seen["workers"][WORKERS[0]]["parts"] == {"compute": 0.015, "pull": 0.005}
+    assert seen["workers"][WORKERS[1]]["dropped"] == 3
+    assert (seen["steps_per_s"], seen["examples_per_s"]) == (14.0, 448.0)
+    curve = board.curves()["runs"]["mlp"]["metrics"]["loss"]
+    assert curve["x"] == [4, 14]
+    assert (curve["min"], curve["max"]) == ([0.4, 0.4], [0.6, 0.6])
+
+
+def test_in_synchronous_training_the_one_that_decides_tells_of_steps() -> None:
+    board = board_of(
+        run(0, 0, synchronous=True),
+        *(report(1, worker) for worker in range(3)),
+        report(1, steps=5, task=PS, metrics={"loss": {"min": 1, "mean": 2, "max": 3}}),
+    )
+    assert board.curves()["runs"]["mlp"]["metrics"]["loss"]["x"] == [5]
+    assert set(board.view()["runs"]["mlp"]["workers"]) == set(WORKERS[:3])
+
+
+def test_a_run_that_went_back_is_drawn_from_there() -> None:
+    reports = [report(second) for second in range(5)]
+    board = board_of(run(0, 0), *reports, report(6, steps=0, back_to=20), report(7))
+    seen = board.view()["runs"]["mlp"]
+    assert seen["recoveries"] == 1
+    assert board.curves()["runs"]["mlp"]["metrics"]["loss"]["x"] == [10, 20, 30]
+
+
+def test_calls_have_a_rate_and_quantiles_of_the_last_minute() -> None:
+    def told(count: int) -> dict[str, object]:
+        row = {"buckets": [0, 0, count, *[0] * 10], "errors": 1, "seconds": 1.0}
+        return task(calls={"RunStep": row})
+
+    board = board_of(status(0, {PS: told(0)}), status(10, {PS: told(400)}))
+    (row,) = board.view()["calls"].values()
+    assert (row["per_s"], row["p50_ms"], row["errors"]) == (40.0, 3.5, 1)
+
+
+def test_a_server_without_the_new_fields_is_shown_all_the_same() -> None:
+    board = board_of(*(status(s, {PS: {"incarnation": "1"}}) for s in range(3)))
+    view = board.view()
+    assert view["tasks"][PS]["jax"] is None
+    assert board.alarms() == []
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"tasks": [1, 2]},
+        {"tasks": {PS: {"busy_s": {"process": float("nan")}, "calls": {"a": 5}}}},
+        {"tasks": {PS: {"gates": {"g": {"staleness": {"w": {"x": "y"}}}}}}},
+        {"tasks": {PS: {"traffic": {"b": {"bytes_sent": -1}}, "steps": [1, {}]}}},
+        {"tasks": {PS: {"calls": {"a": {"buckets": "no", "errors": 1e400}}}}},
+        {"tasks": {PS: {"saves": {"saves": "many", "age_s": -5}}}, "missing": 7},
+        {"tasks": {PS: {"gates": {"g": {"max_staleness": "8", "staleness": {
+            "w": {"9": 99, "²": 5, "٣": 1}}}}}}},
+        {"tasks": {PS: {"gates": {"g": {"max_staleness": 8, "staleness": {
+            "w": {"0": 100, "9": 900}}}}}}},
+        {"kind": "runs", "runs": {"a": {"step": "ten", "steps": None}, "b": 4}},
+        {"kind": "report", "run": "mlp", "steps": 4, "metrics": {"loss": 5}},
+        {"kind": "report", "run": "mlp", "steps": 4, "task": WORKERS[0],
+         "metrics": {"loss": {"mean": "x"}}, "step_s": ["a", -1, 2], "times": 9},
+        {"kind": "events", "events": ["a", {"text": "b"}]},
+        {"kind": "variables", "shards": {"t": {"n": 5}}},
+    ],
+)  # fmt: skip
+def test_what_nobody_would_tell_breaks_nothing(strange: dict[str, object]) -> None:
+    board = board_of(status(0), run(0, 5))
+    for second in (1, 2):
+        fact = checked({"kind": "status", "time": START + second, **strange})
+        assert fact is not None
+        board.take(fact)
+    json.dumps([board.view(), board.curves()], allow_nan=False)
+    assert all(str(alarm) for alarm in board.alarms())
+
+
+@pytest.mark.parametrize(
+    "no_fact",
+    [
+        *(None, 5, [], "status", {}, {"kind": "status"}, {"kind": "order", "time": 1}),
+        {"kind": "status", "time": "now"},
+        {"kind": "status", "time": float("nan")},
+        {"kind": "status", "time": -5},
+    ],
+)
+def test_what_is_no_fact_is_refused(no_fact: object) -> None:
+    assert checked(no_fact) is None
+
+
+def test_texts_are_cut_and_have_no_control_characters() -> None:
+    evil = "a\x1b[31m\u202eb\x00" + "x" * 10_000
+    told = clean({"text": evil, "deep": [[[[[[[[[[1]]]]]]]]]]})
+    assert len(told["text"]) < 2100
+    assert told["text"].startswith("a�[31m�b�xxx")
+    assert told["text"].endswith("… (cut)")
+
+
+def test_memory_of_a_board_does_not_grow_with_time() -> None:
+    board = Board()
+    sizes = []
+    for second in range(3000):
+        board.take(status(second, {PS: task(busy_s={"process": second * 0.5})}))
+        board.take(run(second, second * 10))
+        board.take(report(second))
+        if second in {1400, 2999}:
+            sizes.append(len(json.dumps([board.view(), board.curves()])))
+    assert sizes[1] < 1.2 * sizes[0]
