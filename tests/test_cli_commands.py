@@ -30,7 +30,10 @@ def walk(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS = dict(walk(typer.main.get_command(cli.app)))
-WAITS = ("doctor", "up", "down", "status", "top", "logs", "drain", "runs", "events")
+WAITS = (
+    *("doctor", "up", "down", "status", "top", "logs", "drain", "runs", "events"),
+    "dashboard",
+)
 """Those that wait for tasks; others read files, train, or serve until they are told."""
 TASK = "/job:worker/task:0"
 ASKS = (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from jgraph.cli import clusters, hosts, launching, looking, runs, tasks
+from jgraph.cli import clusters, dashboard, hosts, launching, looking, runs, tasks
 from jgraph.cli.options import FAILURE, FORBIDDEN, OK, UNREACHABLE, USAGE, Commands
 from jgraph.errors import (
     AddressError,
@@ -48,7 +48,7 @@ app = typer.Typer(
 )
 for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
-    *(clusters.up, clusters.down, clusters.status, clusters.top),
+    *(clusters.up, clusters.down, clusters.status, clusters.top, dashboard.dashboard),
     *(runs.runs, runs.events, tasks.logs, tasks.drain, looking.show, looking.demo),
 ):
     app.command()(command)

@@ -7,7 +7,7 @@ from typing import final
 
 from jgraph.client.logs import EventTail, LogTail
 from jgraph.client.no_handler import NoHandler
-from jgraph.client.runs.runs import RunInfo, run_infos
+from jgraph.client.runs.runs import RunInfo, run_infos, stream_of
 from jgraph.client.status import ClusterStatus
 from jgraph.cluster import event_loop
 from jgraph.cluster.options import shutdown_order
@@ -47,6 +47,31 @@ class ClusterInspector:
         """Returns the runs that outlive their clients."""
         reply = self._ask(self._address, "Master.Runs", frame(empty=pb.Empty()))
         return run_infos(reply)
+
+    def reports(self, run: RunInfo, address: Address) -> Iterator[Frame]:
+        """Yields all reports of a run so far, and those to come, to its end.
+
+        Args:
+          run: which.
+          address: of its master.
+
+        Raises:
+          JGError: the run failed, or its master is lost.
+        """
+        query = frame(run_query=pb.RunQuery(run=run.name))
+        return stream_of(self._transport, address, "Master.Attach", query)
+
+    def variables(self) -> list[pb.VariableInfo]:
+        """Returns what the tasks store that answer."""
+        query = frame(variable_query=pb.VariableQuery())
+        reply = self._ask(self._address, "Master.Variables", query)
+        return list(body_of(reply).variables)
+
+    def lines(self, address: Address, after: int, limit: int) -> tuple[int, list[str]]:
+        """Returns lines of a task's log after a number, and the number of the last."""
+        query = frame(log_query=pb.LogQuery(after=after, limit=limit))
+        body = body_of(self._ask(address, "TaskLog", query))
+        return body.last, list(body.lines)
 
     def logs(self, task: str, behind: int) -> LogTail:
         """Returns the end of a task's log, and what it writes from now on.

@@ -3,17 +3,32 @@
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from jgraph.client.connection import Connection
 from jgraph.client.runs.runs import RunInfo, runs_of
 from jgraph.client.status import ClusterStatus, TaskStatus
 from jgraph.clock import WallClock
+from jgraph.cluster.events import Event
+from jgraph.cluster.loop_messages import report_in
 from jgraph.coordination.watch.alarms import Alarm
 from jgraph.coordination.watch.board import Board
 from jgraph.coordination.watch.facts import Fact, clean
+from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
+from jgraph.plan.program.nodes import ValueType
+from jgraph.rpc.frames import body_of
+from jgraph.rpc.transport import Frame
 
 _STEPS: Final = 8
+_SAMPLES: Final = 16
+_SHARDS: Final = 2_000
+_REAL: Final = frozenset(
+    f"{kind}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
+) | {"bfloat16"}
+Array: TypeAlias = np.ndarray[Any, Any]
 
 
 def status_fact(status: ClusterStatus, now: float) -> Fact:
@@ -35,6 +50,89 @@ def runs_fact(runs: Iterable[RunInfo], now: float) -> Fact:
         del row["metrics"], row["name"]  # it is told under this name
         told[run.name] = row
     return _fact("runs", now, runs=told)
+
+
+def report_fact(
+    run: RunInfo, tasks: dict[int, TaskName], message: Frame, now: float
+) -> Fact | None:
+    """Returns what a loop of a run told; None: nothing that there is to see.
+
+    Args:
+      run: which.
+      tasks: of the replicas, as far as is known; learns more.
+      message: the report.
+      now: when it came.
+    """
+    body = body_of(message)
+    if body.HasField("question"):
+        return None
+    if body.task:
+        tasks[body.replica] = TaskName(body.task)
+    report = report_in(tasks, message)
+    back = report.restored
+    if not len(report.steps) and back is None and not report.dropped:
+        return None
+    metrics = {
+        name: value
+        for name, values in zip(run.metrics, report.fetches, strict=False)
+        if (value := _summed_up(values)) is not None
+    }
+    return _fact(
+        "report",
+        now,
+        run=run.name,
+        task=report.task,
+        state=report.state,
+        steps=len(report.steps),
+        step_s=_some_steps(report.seconds),
+        times=dict(report.times),
+        metrics=metrics,
+        dropped=dict(report.dropped),
+        back_to=None if back is None else back.back_to,
+    )
+
+
+def variables_fact(variables: Iterable[Any], now: float) -> Fact:
+    """Returns what tasks store, by task."""
+    shards: dict[str, dict[str, Any]] = {}
+    for row in variables:
+        name = " ".join(filter(None, (row.container, row.name)))
+        of_task = shards.setdefault(row.task, {})
+        if len(of_task) < _SHARDS:
+            nbytes = ValueType(tuple(row.type.shape), row.type.dtype).nbytes
+            of_task[name] = {"nbytes": nbytes, "version": row.version}
+    return _fact("variables", now, shards=shards)
+
+
+def events_fact(events: Iterable[Event], now: float) -> Fact:
+    """Returns what became of tasks and runs."""
+    return _fact("events", now, events=[asdict(event) for event in events])
+
+
+def silent_fact(error: JGError, now: float) -> Fact:
+    """Returns that nobody answered, and why."""
+    return _fact("silent", now, text=error.message)
+
+
+def trouble_fact(name: str, what: str, now: float) -> Fact:
+    """Returns what is wrong with who watches; an empty text: nothing more."""
+    return _fact("trouble", now, id=name, text=what)
+
+
+def _some_steps(seconds: Array) -> list[float]:
+    """Returns how long some of the steps took that a report tells of."""
+    between = np.diff(seconds)
+    return [float(s) for s in between[:: max(1, len(between) // _SAMPLES)]]
+
+
+def _summed_up(values: Array) -> dict[str, float] | None:
+    """Returns least, mean and most of a metric; None: it is no single real number."""
+    if values.ndim != 1 or not len(values) or values.dtype.name not in _REAL:
+        return None
+    real = values.astype(np.float64)
+    # One that is not finite must show, whatever the others are.
+    ends = {"min": real.min(), "mean": real.mean(), "max": real.max()}
+    return {name: float(value) for name, value in ends.items()}
 
 
 def alarms_of(cluster: Connection, seconds: float) -> list[Alarm]:

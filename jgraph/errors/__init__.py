@@ -32,7 +32,9 @@
     │   │   └── CheckpointForeignError    JG-306  of another program; left alone
     │   ├── ClusterSpecError          JG-123  a cluster description that cannot be
     │   ├── ConfigError               JG-124  an option outside what is allowed
-    │   └── ClusterBusyError          JG-501  another run is using these variables
+    │   ├── ClusterBusyError          JG-501  another run is using these variables
+    │   ├── DashboardRequestError     JG-621  a request that a dashboard refuses
+    │   └── JournalError              JG-622  no journal of a dashboard
     ├── ClusterError            the cluster cannot do it now
     │   ├── ClusterUnreachableError   JG-101  nothing listens there
     │   ├── AddressError              JG-102  host name that does not resolve

@@ -235,3 +235,27 @@ class ClusterBusyError(UserError):
     """
 
     code = "JG-501"
+
+
+class DashboardRequestError(UserError):
+    """A request that a dashboard refuses.
+
+    A path that it does not have, a method that changes something, a host name that is
+    not its own, a page of another site, or a dashboard that a browser may not reach.
+
+    What to do: open the address that `jgraph dashboard` printed; name a further host
+    name with ``--allowed-host``.
+    """
+
+    code = "JG-621"
+
+
+class JournalError(UserError):
+    """No journal of a dashboard, or one too large.
+
+    The file is of another program or version, is a link, or holds more than is read.
+
+    What to do: name a file that `jgraph dashboard --journal` wrote.
+    """
+
+    code = "JG-622"

@@ -10,7 +10,7 @@ from jgraph.cluster import event_loop
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.transport import Frame
+from jgraph.rpc.transport import Address, Frame, Transport
 from jgraph.view.markup import data
 
 _A_WEEK_S: Final = 7 * 86400.0
@@ -105,12 +105,16 @@ def reports_of(
       TaskLostError: its master was lost.
       JGError: the run failed.
     """
-    replies = cluster.transport.call(
-        cluster.spec.address(run.master),
-        "Master.Attach",
-        frame(run_query=pb.RunQuery(run=run.name, owner=owner)),
-        timeout_s=_A_WEEK_S,
-    )
+    query = frame(run_query=pb.RunQuery(run=run.name, owner=owner))
+    address = cluster.spec.address(run.master)
+    return stream_of(cluster.transport, address, "Master.Attach", query)
+
+
+def stream_of(
+    transport: Transport, address: Address, method: str, request: Frame
+) -> Iterator[Frame]:
+    """Yields the replies to a call that goes on as long as a run does."""
+    replies = transport.call(address, method, request, timeout_s=_A_WEEK_S)
 
     async def next_one() -> Frame | None:
         return await anext(replies, None)

@@ -5,14 +5,26 @@ from collections.abc import Mapping
 from typing import Any, Final, final
 
 from jgraph.coordination.watch.alarms import Alarm, Seen, findings, plain
-from jgraph.coordination.watch.facts import Fact, clean, items, number, rows, text
+from jgraph.coordination.watch.facts import (
+    Fact,
+    clean,
+    items,
+    number,
+    numbers,
+    rows,
+    text,
+)
 from jgraph.coordination.watch.runs import Runs, RunSeen
 from jgraph.coordination.watch.tasks import Tasks
 
 VERSION: Final = 1
 _EVENTS: Final = 500
 _SHOWN: Final = 200
-_ALIKE: Final = ("gate", "max_staleness", "waiting", "oldest_s", "staleness")
+_TRAFFIC: Final = (
+    *("frames_sent", "bytes_sent", "frames_received", "bytes_received"),
+    *("shared_bytes_sent", "shared_bytes_received"),
+)
+_ALIKE: Final = ("max_staleness", "waiting", "oldest_s", "staleness")
 
 
 @final
@@ -140,7 +152,7 @@ class Board:
             },
             "gates": self._gates(),
             "saves": {
-                name: {**task.told["saves"], "last": task.saved[-1]}
+                name: {**numbers(task.told, "saves"), "last": task.saved[-1]}
                 for name, task in tasks.items()
                 if task.saved and isinstance(task.told.get("saves"), Mapping)
             },
@@ -176,9 +188,11 @@ class Board:
                 "bytes_per_s": round(rates.get("bytes_sent", 0.0)),
                 "shared_bytes_per_s": round(rates.get("shared_bytes_sent", 0.0)),
                 "frames_per_s": round(rates.get("frames_sent", 0.0), 1),
+                **{key: number(sums, key) for key in _TRAFFIC},
             }
             for name, task in sorted(self.tasks.seen.items())
-            for peer, rates in sorted(task.traffic.items())
+            for peer, sums in sorted(rows(task.told, "traffic").items())
+            for rates in (task.traffic.get(peer, {}),)
         }
 
     def _gates(self) -> dict[str, Any]:
@@ -188,6 +202,7 @@ class Board:
                 waited = task.waits[gate].sums() if gate in task.waits else {}
                 found[f"{name} {gate}"] = {
                     "task": name,
+                    "gate": gate,
                     **{key: told.get(key) for key in _ALIKE},
                     "waits": waited.get("waits"),
                     "wait_s": waited.get("wait_s"),

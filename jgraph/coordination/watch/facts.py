@@ -6,7 +6,8 @@ A fact is an object with ``time``, in seconds since 1970, and ``kind``:
 * ``silent``: nobody answered, ``text`` says why;
 * ``runs``: those of the cluster, by name;
 * ``report``: what a loop of a ``run`` told: ``steps`` done, ``times`` by part, least,
-  mean and most of each of its ``metrics``, some seconds of single steps;
+  mean and most of each of its ``metrics``, some seconds of single steps; with ``anew``
+  all reports so far come again;
 * ``variables``: size and version of each shard, by task;
 * ``events``: what became of tasks and runs;
 * ``trouble``: of who watches: an ``id`` and a ``text``; an empty one: it is over.

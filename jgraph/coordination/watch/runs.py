@@ -13,6 +13,8 @@ _STEPS: Final = 256
 _NAMES: Final = 64
 """Metrics of one run, at most."""
 _RUNS: Final = 16
+_CONTRIBUTIONS: Final = "contributions"
+"""Metric of synchronous training: how many workers' batches are in a step."""
 
 
 @final
@@ -94,6 +96,8 @@ class RunSeen:
 
     def report(self, fact: Fact) -> None:
         """Takes what a loop of it tells."""
+        if fact.get("anew"):
+            self._begin_anew()
         back = fact.get("back_to")
         if isinstance(back, int | float):
             self._go_back(back)
@@ -129,6 +133,11 @@ class RunSeen:
             if series.odd > before:
                 self.odd.add(name)
 
+    def _begin_anew(self) -> None:
+        """All of it is told again."""
+        self.metrics, self.workers, self.recoveries = {}, {}, 0
+        self._reported = 0.0
+
     def _go_back(self, step: float) -> None:
         self.recoveries += 1
         self._reported = max(0.0, step - number(self.told, "first_step"))
@@ -150,8 +159,9 @@ class RunSeen:
     def view(self) -> dict[str, Any]:
         """Returns it as the page shows it."""
         told, rate = self.told, self.rate.last if self.is_running else None
-        batch, count = number(told, "batch_size"), max(1, len(self.workers))
-        each = 1 if not told.get("synchronous") else count
+        batch, each = number(told, "batch_size"), 1.0
+        if told.get("synchronous") and _CONTRIBUTIONS in self.metrics:
+            each = self.metrics[_CONTRIBUTIONS].last or 1.0
         return {
             **{n: told.get(n) for n in ("state", "step", "steps", "first_step")},
             **{n: told.get(n) for n in ("seconds", "master", "term", "synchronous")},

@@ -125,6 +125,7 @@ class TaskSeen:
             "restarts": len(self.restarts),
             "programs": len(items(self.told, "programs")),
             "cores": dict(self.cores),
+            "busy_s": numbers(self.told, "busy_s"),
         }
 
     def views_of_calls(self) -> dict[str, dict[str, Any]]:
@@ -134,14 +135,17 @@ class TaskSeen:
             sums, span = window.sums(), window.span
             errors = sums.pop("errors", 0)
             buckets = [sums[at] for at in sorted(sums, key=int)]
-            all_errors = number(rows(self.told, "calls").get(method, {}), "errors")
+            told = rows(self.told, "calls").get(method, {})
+            counts = [n for n in items(told, "buckets") if isinstance(n, int)]
             found[f"{self.name} {method}"] = {
                 "task": self.name,
                 "method": method,
                 "per_s": round(sum(buckets) / span, 3) if span else None,
                 "p50_ms": _ms(quantile(buckets, 0.5)),
                 "p99_ms": _ms(quantile(buckets, 0.99)),
-                "errors": all_errors,
+                "count": sum(counts),
+                "seconds": number(told, "seconds"),
+                "errors": number(told, "errors"),
                 "new_errors": errors,
             }
         return found

@@ -1,0 +1,161 @@
+"""``jgraph dashboard``: serves the page of a cluster, or of a journal of one."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jgraph.cli.options import (
+    Certificates,
+    Json,
+    Name,
+    Target,
+    Timeout,
+    TokenFile,
+    target_of,
+)
+from jgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jgraph.dashboard.serve import Closable
+
+
+def dashboard(
+    target: Target = None,
+    name: Name = "default",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")
+    ] = 8472,
+    bind: Annotated[
+        str, typer.Option(help="Address of loopback to listen on.")
+    ] = "127.0.0.1",
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="File to write all that is seen to, for --replay."),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Show a journal, and ask no cluster.", dir_okay=False),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(help="With --replay: time to begin at, 2026-11-24T15:04:05."),
+    ] = None,
+    view_token_file: Annotated[
+        Path | None,
+        typer.Option(help="File to write the token of the page to, mode 0600."),
+    ] = None,
+    metrics_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a token that is good for /metrics alone, for Prometheus.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Further host name by which browsers reach it: of a proxy."),
+    ] = None,
+    embed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of pages that may show it in a frame."),
+    ] = None,
+    attended: Annotated[
+        bool,
+        typer.Option("--attended", help="End when standard input ends."),
+    ] = False,
+    timeout: Timeout = 5,
+    tls_dir: Certificates = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Serve a page that shows a cluster live, or a journal of one; Ctrl-C ends it.
+
+    The address that is printed has a token of this page in it, which lets nobody run
+    anything. With --json, print one line of JSON with the address.
+    """
+    try:
+        from jgraph.dashboard import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the dashboard needs the package {error.name}; install what it needs: "
+            "pip install 'jgraph[dashboard]'"
+        ) from error
+    options = serve.Options(
+        bind=bind,
+        port=port,
+        allowed_hosts=allowed_host or (),
+        embed_origins=embed_origin or (),
+        token_file=view_token_file,
+        metrics_token=_metrics_token(metrics_token_file),
+    )
+    with _source(
+        target, name, journal, replay, at, timeout, tls_dir, token_file
+    ) as source:
+        server = serve.DashboardServer(source, options)
+        shown = {"url": server.url, "port": server.port, **source.config()}
+        said = f"the dashboard is at\n\n  {server.url}\n\nCtrl-C ends it"
+        typer.echo(json.dumps(shown) if as_json else said)
+        sys.stdout.flush()
+        with suppress(KeyboardInterrupt):
+            server.run(sys.stdin.read if attended else None)
+
+
+@contextmanager
+def _source(
+    target: str | None,
+    name: str,
+    journal: Path | None,
+    replay: Path | None,
+    at: str | None,
+    timeout_s: float,
+    tls_dir: Path | None,
+    token_file: Path | None,
+) -> "Iterator[Closable]":
+    from jgraph.dashboard.sources import LiveSource, ReplaySource
+
+    if replay is not None:
+        yield ReplaySource(replay, None if at is None else _seconds(at))
+        return
+    if at is not None:
+        raise typer.BadParameter("--at is a time of a journal: name one with --replay")
+    from jgraph.client.inspect import inspecting
+
+    where, files = target_of(target, name), {"tls": tls_dir, "token_file": token_file}
+    with inspecting(where, timeout_s=timeout_s, **files) as visit:
+        try:
+            source = LiveSource(visit, where, journal)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the journal {journal}: {error.strerror}; name a file in "
+                "a directory of yours with --journal"
+            ) from error
+        source.poller.start()
+        yield source
+
+
+def _seconds(at: str) -> float:
+    try:
+        return datetime.fromisoformat(at).timestamp()
+    except ValueError:
+        raise typer.BadParameter(
+            f"--at {at!r:.40} is no time; write for example 2026-11-24T15:04:05"
+        ) from None
+
+
+def _metrics_token(path: Path | None) -> str:
+    if path is None:
+        return ""
+    token = path.read_text("ascii", "replace").strip()
+    if len(token) < 16:
+        raise ConfigError(
+            f"the token in {path} is shorter than 16 characters; write a longer one, "
+            "for example by `jgraph token new`"
+        )
+    return token

@@ -1,0 +1,109 @@
+// Charts: curves by uPlot, and bars, heat map and treemap as SVG of our own.
+import { bytes, h, s, short } from "./dom.js";
+
+const color = (at) => getComputedStyle(document.documentElement).getPropertyValue(`--c${at % 6}`).trim();
+const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// series: [{name, x, mean, min, max}], all of one chart on one axis of x.
+export function curves(series, { time = false, log = false, label, unit }) {
+  const box = h("div", { role: "img", "aria-label": label });
+  const some = series.filter((one) => one.x.length);
+  if (!some.length) { box.append(h("p", { class: "soft" }, "nothing to show yet")); return box; }
+  const xs = [...new Set(some.flatMap((one) => one.x))].sort((a, b) => a - b);
+  const data = [xs];
+  const shown = [{ label: time ? "time" : "step" }];
+  const bands = [];
+  some.forEach((one, at) => {
+    const where = new Map(one.x.map((x, i) => [x, i]));
+    const column = (values) => xs.map((x) => {
+      const i = where.get(x);
+      return i === undefined || (log && values[i] <= 0) ? null : values[i];
+    });
+    const spread = one.max && one.max.some((v, i) => v !== one.min[i]);
+    data.push(column(one.mean));
+    shown.push({ label: one.name, stroke: color(at), width: 1.5, spanGaps: true, points: { show: one.x.length < 3 } });
+    if (spread) {
+      const first = data.length;
+      data.push(column(one.max), column(one.min));
+      for (const end of ["most", "least"]) {
+        shown.push({ label: `${one.name}, ${end}`, stroke: color(at), width: 0.4, spanGaps: true, points: { show: false } });
+      }
+      bands.push({ series: [first, first + 1], fill: `${color(at)}22` });
+    }
+  });
+  const axis = { stroke: ink("soft"), grid: { stroke: ink("line"), width: 1 }, ticks: { stroke: ink("line") } };
+  const draw = () => {
+    const width = Math.max(240, box.clientWidth || 480);
+    const options = {
+      width, height: 220, series: shown, bands,
+      scales: { x: { time }, y: log ? { distr: 3 } : {} },
+      axes: [axis, { ...axis, size: 70, ...(unit && { values: (chart, ticks) => ticks.map(unit) }) }],
+      cursor: { drag: { x: true, y: false } },
+      legend: { live: false, show: some.length > 1 },
+    };
+    new window.uPlot(options, data, box);
+  };
+  requestAnimationFrame(draw);
+  return box;
+}
+
+// rows: [{name, parts: {kind: share}}]: a lane for each, as wide as `most`.
+export function lanes(rows, kinds, label, most) {
+  const width = 720, left = 130, high = 20;
+  const bars = rows.map((row, at) => {
+    let from = left;
+    const y = at * (high + 4);
+    const pieces = kinds.map((kind, k) => {
+      const wide = Math.max(0, ((row.parts[kind] || 0) / most) * (width - left));
+      const piece = s("rect", { x: from, y, width: wide, height: high, fill: color(k) },
+        s("title", null, `${row.name}: ${kind} ${row.text(row.parts[kind] || 0)}`));
+      from += wide;
+      return piece;
+    });
+    return [s("text", { x: 0, y: y + 14 }, short(row.name)), pieces];
+  });
+  const legend = kinds.map((kind, k) => h("span", null,
+    s("svg", { width: 10, height: 10, viewBox: "0 0 10 10" }, s("rect", { width: 10, height: 10, fill: color(k) })), kind));
+  const height = Math.max(1, rows.length * (high + 4));
+  return h("div", null,
+    s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${width} ${height}`, width, height }, bars),
+    h("p", { class: "legend" }, legend));
+}
+
+export function heat(names, value, label) {
+  const cell = names.length > 16 ? 22 : 40, left = 100, top = 80;
+  const most = Math.max(1, ...names.flatMap((a) => names.map((b) => value(a, b))));
+  const cells = names.flatMap((a, row) => names.map((b, column) => {
+    const v = value(a, b);
+    return s("rect", { x: left + column * cell, y: top + row * cell, width: cell - 2, height: cell - 2,
+      fill: v ? color(0) : ink("line"), "fill-opacity": v ? 0.15 + 0.85 * Math.sqrt(v / most) : 0.4 },
+      s("title", null, `${short(a)} to ${short(b)}: ${bytes(v)}/s`));
+  }));
+  const rows = names.map((a, at) => s("text", { x: 0, y: top + at * cell + cell / 2 + 4 }, short(a)));
+  const columns = names.map((b, at) => s("text", {
+    transform: `translate(${left + at * cell + cell / 2},${top - 6}) rotate(-50)` }, short(b)));
+  const size = names.length * cell;
+  return s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${left + size + 60} ${top + size}`,
+    width: left + size + 60, height: top + size }, cells, rows, columns);
+}
+
+// items: [{name, nbytes, at}]: areas as large as the bytes, row by row.
+export function treemap(items, label) {
+  const width = 720, height = 260;
+  const all = items.reduce((sum, one) => sum + one.nbytes, 0);
+  const parts = [];
+  let x = 0, y = 0, wide = width, high = height, rest = all;
+  for (const [at, one] of [...items].sort((a, b) => b.nbytes - a.nbytes).slice(0, 200).entries()) {
+    if (!rest || wide < 1 || high < 1) break;
+    const share = one.nbytes / rest;
+    const [w, t] = wide > high ? [wide * share, high] : [wide, high * share];
+    const fits = w > 60 && t > 16;
+    parts.push(s("g", null,
+      s("rect", { x, y, width: Math.max(0, w - 1), height: Math.max(0, t - 1), fill: color(one.at), "fill-opacity": 0.75 - 0.3 * (at % 2) },
+        s("title", null, `${one.name}: ${bytes(one.nbytes)}`)),
+      fits && s("text", { x: x + 4, y: y + 13 }, one.name.slice(0, Math.floor(w / 7)))));
+    if (wide > high) { x += w; wide -= w; } else { y += t; high -= t; }
+    rest -= one.nbytes;
+  }
+  return s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${width} ${height}`, width, height }, parts);
+}
