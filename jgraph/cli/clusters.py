@@ -97,11 +97,21 @@ def up(
             help="With --hosts: ssh command on this machine, with its options."
         ),
     ] = "ssh",
+    dashboard: Annotated[
+        bool,
+        typer.Option(
+            "--dashboard", help="Serve a page beside that shows the cluster live."
+        ),
+    ] = False,
     timeout: Timeout = 90,
     as_json: Json = False,
 ) -> None:
     """Start a cluster: background processes on this machine, or tasks on --hosts."""
     if hosts is not None:
+        if dashboard:
+            raise typer.BadParameter(
+                "with --hosts, start `jgraph dashboard ADDRESS` in another terminal"
+            )
         from jgraph.cli.hosts_up import run_on_hosts
 
         counts = {"ps": ps, "worker": workers}
@@ -110,12 +120,14 @@ def up(
         return
     from jgraph.launch.local.daemon import describe, up as start
 
-    cluster = start(name, ps, workers, restarts, timeout)
+    cluster = start(name, ps, workers, restarts, timeout, dashboard=dashboard)
+    page = f"  its page:   {cluster.dashboard}\n" if dashboard else ""
     say(
         describe(cluster),
         f"cluster '{name}' serves at {cluster.target}\nlogs: {cluster.log_dir}\n\n"
         f"  in Python:  cluster = jg.connect('{cluster.target}')\n"
         f"  its state:  jgraph status --name {name}\n"
+        f"{page}"
         f"  its end:    jgraph down --name {name}",
         as_json=as_json,
     )

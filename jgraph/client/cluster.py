@@ -48,6 +48,7 @@ from jgraph.rpc.security.token import Token, find_token
 from jgraph.rpc.transport import Address
 
 if TYPE_CHECKING:
+    from jgraph.client.dashboard_process import Dashboard
     from jgraph.client.placement.auto import AutoPlacement
     from jgraph.client.runs.runs import RunInfo
     from jgraph.client.session import Session
@@ -77,6 +78,7 @@ class Cluster(Connection):
     ) -> None:
         super().__init__(address, transport, reply, tls, token_file)
         self._sessions: list[Session] = []
+        self._dashboards: list[Dashboard] = []
 
     def session(
         self,
@@ -185,6 +187,44 @@ class Cluster(Connection):
         return alarms_of(self, seconds)
 
     @short_traceback
+    def dashboard(
+        self,
+        *,
+        port: int = 0,
+        journal: str | os.PathLike[str] | None = None,
+        embed_origins: Sequence[str] = (),
+    ) -> "Dashboard":
+        """Starts a process that serves a page with all that happens in the cluster.
+
+        It ends with this client. Needs ``pip install 'jgraph[dashboard]'``.
+
+        Args:
+          port: of 127.0.0.1; 0 takes any free one.
+          journal: file to which all that is seen is written; ``jgraph dashboard
+            --replay FILE`` shows it again when the cluster is gone.
+          embed_origins: of notebooks that may show it in a frame:
+            ``["http://localhost:8888"]``.
+
+        Raises:
+          ConfigError: the port is taken, the journal cannot be written, or a package is
+            missing.
+          StartError: it could not be started; shows why.
+        """
+        from jgraph.client.dashboard_process import Dashboard
+
+        self._check_open()
+        options = [self.target, "--port", str(port)]
+        if self._tls is not None:
+            options += ["--tls-dir", str(self._tls.ca.parent)]
+        if journal is not None:
+            options += ["--journal", os.fspath(journal)]
+        for origin in embed_origins:
+            options += ["--embed-origin", origin]
+        started = Dashboard(options)
+        self._dashboards.append(started)
+        return started
+
+    @short_traceback
     def wait_for_tasks(
         self, timeout_s: float = CONNECT_S, *, stop: threading.Event | None = None
     ) -> bool:
@@ -222,6 +262,8 @@ class Cluster(Connection):
             self.drop_held()
             for session in self._sessions:
                 session.close()
+            for dashboard in self._dashboards:
+                dashboard.close()
         super().close()
 
     if not TYPE_CHECKING:

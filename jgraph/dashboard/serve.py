@@ -1,6 +1,7 @@
 """HTTP server of a dashboard: the port, its limits, and how it ends."""
 
 import asyncio
+import logging
 import os
 import secrets
 import socket
@@ -97,6 +98,8 @@ class DashboardServer:
         host = f"[{options.bind}]" if ":" in options.bind else options.bind
         self.url = f"http://{host}:{self.port}/#token={token}"
         self._app = App(source, guard, exposition(lambda: source.view(None)))
+        # Somebody may have typed the token where it does not belong: into a query.
+        logging.getLogger("uvicorn.access").disabled = True
         config = uvicorn.Config(
             self._app.asgi,
             http=_PatientProtocol,

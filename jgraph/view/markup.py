@@ -51,6 +51,26 @@ def data(value: Any) -> str:
     return facts(type(value).__name__, shown)
 
 
+def link(url: str, what: str) -> str:
+    """Returns a link to a page.
+
+    Example:
+      >>> link("http://localhost:8472/#token=x", "the <page>")
+      '<a href="http://localhost:8472/#token=x" target="_blank">the &lt;page&gt;</a>'
+    """
+    return f'<a href="{_text(url)}" target="_blank">{_text(what)}</a>'
+
+
+def frame(url: str, height: int) -> str:
+    """Returns a page in a frame.
+
+    Example:
+      >>> frame("http://localhost:8472/", 500)
+      '<iframe src="http://localhost:8472/" width="100%" height="500"></iframe>'
+    """
+    return f'<iframe src="{_text(url)}" width="100%" height="{height:d}"></iframe>'
+
+
 def lines(text: str) -> str:
     """Returns text as it is, in letters of one width."""
     return f"<pre>{_text(text)}</pre>"

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from jgraph.client.cluster import Cluster, open_cluster
 from jgraph.clock import Clock, SystemClock
@@ -28,6 +28,9 @@ from jgraph.launch.local.processes import (
 )
 from jgraph.launch.local.restarts import check_restarts
 from jgraph.rpc.security.token import NAME, TOKEN_FILE, Token
+
+if TYPE_CHECKING:
+    from jgraph.client.dashboard_process import Dashboard
 
 _END_S = 10.0
 """After the grace; a process has to end, too."""
@@ -62,6 +65,8 @@ class LocalCluster(Cluster):
       frozen_s: with ``restarts``, a task whose process is stopped (SIGSTOP, not a
         debugger) for so many seconds is killed and started again. One that is slow is
         not, and one that goes on before that is waited for.
+      dashboard: whether to start one; its address is logged, and in
+        ``repr(cluster.board)``. See ``Cluster.dashboard``.
 
     Raises:
       ConfigError: no task, no such transport, or no such number or time.
@@ -94,6 +99,7 @@ class LocalCluster(Cluster):
         tls: bool = False,
         restarts: int = 0,
         frozen_s: float = FROZEN_S,
+        dashboard: bool = False,
         clock: Clock | None = None,
     ) -> None:
         check_transport(transport)
@@ -140,6 +146,13 @@ class LocalCluster(Cluster):
             self._end_processes()
             raise
         super().__init__(address, client, reply, files, token.path)
+        self.board: Dashboard | None = None
+        if dashboard:
+            try:
+                self.board = self.dashboard()
+            except BaseException:
+                self.close()
+                raise
 
     def logs(self, task: str, tail: int = 20) -> str:
         """Returns the last lines of a task's log."""

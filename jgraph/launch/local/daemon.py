@@ -20,6 +20,7 @@ from typing import Any, Final, final
 
 import psutil
 
+from jgraph.client.dashboard_process import Dashboard
 from jgraph.clock import SystemClock
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.wait_message import show_wait
@@ -51,6 +52,7 @@ class NamedCluster:
       daemon: process id of its daemon.
       pids: process id of each task, by task name.
       log_dir: where the tasks' logs are.
+      dashboard: address of the page, with its token; empty: there is none.
     """
 
     name: str
@@ -58,6 +60,7 @@ class NamedCluster:
     daemon: int
     pids: dict[str, int]
     log_dir: str
+    dashboard: str = ""
 
     @property
     def running(self) -> bool:
@@ -105,11 +108,18 @@ def named_cluster(name: str) -> NamedCluster:
 
 
 def up(
-    name: str, ps: int, workers: int, restarts: int, timeout_s: float = _START_S
+    name: str,
+    ps: int,
+    workers: int,
+    restarts: int,
+    timeout_s: float = _START_S,
+    *,
+    dashboard: bool = False,
 ) -> NamedCluster:
     """Starts a named cluster in the background and waits until it serves.
 
-    A task that dies is started again, up to ``restarts`` times within a minute.
+    A task that dies is started again, up to ``restarts`` times within a minute. With
+    ``dashboard`` one is started beside, and ends with the cluster.
 
     Raises:
       ConfigError: no task at all, or no cluster can be called so.
@@ -126,7 +136,7 @@ def up(
         )
     log_dir = state_directory().parent / "logs" / name
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    order = [name, *map(str, (ps, workers, restarts, log_dir))]
+    order = [name, *map(str, (ps, workers, restarts, int(dashboard), log_dir))]
     with (log_dir / "daemon.log").open("w") as log:
         daemon = subprocess.Popen(
             [sys.executable, "-m", "jgraph.launch.local.daemon", *order],
@@ -246,7 +256,9 @@ def _is_daemon(pid: int) -> bool:
     return "jgraph.launch.local.daemon" in command
 
 
-def main(name: str, ps: int, workers: int, restarts: int, log_dir: str) -> None:
+def main(
+    name: str, ps: int, workers: int, restarts: int, dashboard: int, log_dir: str
+) -> None:
     """Holds a cluster until SIGTERM or SIGINT."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jgraph.events").setLevel(logging.INFO)
@@ -259,27 +271,35 @@ def main(name: str, ps: int, workers: int, restarts: int, log_dir: str) -> None:
     def note() -> None:
         with writing:
             target = f"jgraph://{tasks.spec.address(tasks.master)}"
-            cluster = NamedCluster(name, target, os.getpid(), tasks.pids, log_dir)
+            page = "" if board is None else board.url
+            cluster = NamedCluster(name, target, os.getpid(), tasks.pids, log_dir, page)
             path = _state_file(name)
             new = path.with_suffix(".new")
             new.write_text(json.dumps(asdict(cluster)))
             new.replace(path)
 
     counts = {"ps": ps, "worker": workers}
+    board: Dashboard | None = None
     tasks = TaskProcesses(counts, Path(log_dir), {}, restarts=restarts, on_start=note)
     try:
         note()
+        if dashboard:
+            target = f"jgraph://{tasks.spec.address(tasks.master)}"
+            board = Dashboard([target, "--port", "0"])
+            note()
         parent.write("ready\n")
         parent.close()
         wait_signalled(ended)
     finally:
+        if board is not None:
+            board.close()
         tasks.end()
 
 
 if __name__ == "__main__":
     try:
         name, *numbers, log_dir = sys.argv[1:]
-        ps, workers, restarts = map(int, numbers)
-        main(name, ps, workers, restarts, log_dir)
+        ps, workers, restarts, dashboard = map(int, numbers)
+        main(name, ps, workers, restarts, dashboard, log_dir)
     except JGError as failure:
         sys.exit(str(failure))  # the end of the log, which `jgraph up` shows

@@ -1,0 +1,120 @@
+"""Dashboard process: ``jgraph dashboard``, for as long as its client lives."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Self, final
+
+from jgraph.errors import ClusterUnreachableError, ConfigError, StartError
+from jgraph.errors.tracebacks import short_traceback
+from jgraph.view import markup
+
+_START_S: Final = 60.0
+_END_S: Final = 10.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A page in a notebook.
+
+    Attributes:
+      url: of the page.
+      height: of the frame, in pixels.
+    """
+
+    url: str
+    height: int
+
+    def _repr_html_(self) -> str:
+        return markup.frame(self.url, self.height)
+
+
+@final
+class Dashboard:
+    """A page that shows a cluster, served by a process of its own.
+
+    It ends with ``close()``, and whenever this process ends, however it ends.
+
+    Args:
+      options: of ``jgraph dashboard``, the address among them.
+
+    Attributes:
+      url: of the page, with its token; it lets nobody run anything.
+
+    Raises:
+      ConfigError, StartError: it could not be started; says why.
+    """
+
+    @short_traceback
+    def __init__(self, options: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "jgraph", "dashboard", "--attended", "--json"]
+        self._process = subprocess.Popen(
+            [*command, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A page computes nothing, and must take no accelerator from a worker.
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            start_new_session=True,  # Ctrl-C in our terminal is for us alone
+        )
+        assert self._process.stdout is not None  # a pipe
+        assert self._process.stderr is not None  # a pipe
+        timer = threading.Timer(_START_S, self._process.kill)
+        timer.start()
+        line = self._process.stdout.readline()
+        timer.cancel()
+        if not line:
+            told = self._process.stderr.read().strip()
+            self.close()
+            for kind in (ConfigError, ClusterUnreachableError):
+                if told.startswith(kind.code):
+                    raise kind(told.removeprefix(kind.code).strip())
+            raise StartError(
+                f"the dashboard did not start: {told or 'it was too slow'}"
+            )
+        self.url: str = json.loads(line)["url"]
+        # What it says later nobody waits for, and it must not fill a pipe.
+        stderr = self._process.stderr
+        threading.Thread(target=stderr.read, name="jgraph-said", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the process; the cluster goes on."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def show(self, height: int = 600) -> "Frame":
+        """Returns the page in a frame, for the end of a notebook's cell.
+
+        Browsers show it where ``embed_origins`` has the origin of the notebook.
+        """
+        return Frame(self.url, height)
+
+    def __repr__(self) -> str:
+        if self._process.poll() is not None:
+            return "<Dashboard closed>"
+        return f"<Dashboard {self.url}>"
+
+    def _repr_html_(self) -> str:
+        if self._process.poll() is not None:
+            return markup.lines(repr(self))
+        return markup.link(self.url, "the dashboard of this cluster")

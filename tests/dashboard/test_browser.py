@@ -1,0 +1,218 @@
+"""The page in the Chromium of this machine, driven by Playwright; none is fetched."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jgraph.clock import WallClock
+from jgraph.dashboard.journaled_board import JournaledBoard
+from jgraph.dashboard.sources import ReplaySource
+from tests.support.board_facts import START, WORKERS, status
+from tests.support.dashboards import EVIL, Imagined, scene, serving
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="needs jgraph[browser]", exc_type=ImportError
+)
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.procs,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine"),
+]
+TITLES = (
+    *("Overview", "Training", "Workers", "Tasks", "Traffic", "Parameters"),
+    *("Checkpoints and events", "About"),
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield launched
+        launched.close()
+
+
+class Seen:
+    """What a page asked for, and complained of."""
+
+    def __init__(self, page: Any) -> None:
+        self.complaints: list[str] = []
+        self.hosts: set[str] = set()
+        page.on("console", lambda said: self.complaints.append(said.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda asked: self.hosts.add(asked.url.split("/")[2]))
+
+
+@contextmanager
+def opened(browser: Any, url: str, **options: Any) -> Iterator[tuple[Any, Seen]]:
+    context = browser.new_context(**options)
+    page = context.new_page()
+    page.set_default_timeout(15_000)
+    seen = Seen(page)
+    page.goto(url)
+    try:
+        yield page, seen
+    finally:
+        context.close()
+
+
+def expect(thing: Any) -> Any:
+    return playwright.expect(thing)
+
+
+def fresh() -> Imagined:
+    """A cluster that was seen until this moment."""
+    return Imagined(scene(WallClock().now() - START - 118))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)]
+)
+def test_each_page_is_shown_by_its_key_and_nothing_complains(
+    browser: Any, scheme: str, width: int
+) -> None:
+    look = {"color_scheme": scheme, "viewport": {"width": width, "height": 900}}
+    with (
+        serving(fresh()) as server,
+        opened(browser, server.url, **look) as (page, seen),
+    ):
+        expect(page.locator("#sentence")).to_contain_text("run 'mlp' is at step 4,860")
+        for number, title in enumerate(TITLES, 1):
+            page.keyboard.press(str(number))
+            tab = page.locator("#tabs button[aria-current=page]")
+            expect(tab).to_have_text(title)
+            expect(page.locator("main section").first).to_be_visible()
+        page.keyboard.press("1")
+        expect(page.locator(".alarm")).to_contain_text(
+            "/job:worker/task:2 takes 2.5 times as long for a step as the median"
+        )
+        expect(page.locator("canvas").first).to_be_visible()
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width
+        assert seen.complaints == []
+        assert seen.hosts == {f"127.0.0.1:{server.port}"}
+
+
+def test_a_change_is_seen_at_once_and_an_alarm_comes_and_goes(browser: Any) -> None:
+    source = fresh()
+    with serving(source) as server, opened(browser, server.url) as (page, _):
+        expect(page.locator("#sentence")).to_contain_text("4 of 4 tasks answer")
+        now = WallClock().now() - START
+        told = {name: {"state": "ready", "incarnation": "01"} for name in WORKERS[:3]}
+        for second in range(2):
+            source.board.take(status(now + second, told, WORKERS[0]))
+        alarm = page.locator(".alarm.critical")
+        expect(alarm).to_contain_text(
+            f"{WORKERS[0]} does not answer, and a run goes on"
+        )
+        source.board.take(status(now + 3, told))
+        expect(alarm).to_have_count(0)
+
+
+def test_the_token_leaves_the_address_and_stays_in_its_tab(browser: Any) -> None:
+    with serving(fresh()) as server:
+        token = server.url.partition("token=")[2]
+        with opened(browser, server.url) as (page, _):
+            expect(page.locator("#sentence")).to_contain_text("mlp")
+            assert token not in page.url
+            page.reload()
+            expect(page.locator("#sentence")).to_contain_text("mlp")
+            assert page.context.cookies() == []
+            other = page.context.new_page()
+            other.goto(server.url.partition("#")[0])
+            expect(other.locator("#sentence")).to_contain_text("JG-114 the token of")
+
+
+def test_texts_of_others_are_texts(browser: Any) -> None:
+    source = Imagined(scene(WallClock().now() - START - 118, evil=True))
+    with serving(source) as server, opened(browser, server.url) as (page, seen):
+        expect(page.locator("#sentence")).to_contain_text("mlp")
+        for number in range(1, len(TITLES) + 1):
+            page.keyboard.press(str(number))
+            expect(page.locator("main section").first).to_be_visible()
+        page.keyboard.press("7")
+        expect(page.locator("main")).to_contain_text(EVIL[:20])
+        assert page.locator("main img").count() == 0
+        page.keyboard.press("4")
+        expect(page.locator("#log-lines")).to_contain_text("two <img src=x")
+        assert [said for said in seen.complaints if "502" not in said] == []
+
+
+def test_lines_of_a_log_are_filtered(browser: Any) -> None:
+    with serving(fresh()) as server, opened(browser, server.url) as (page, _):
+        page.keyboard.press("4")
+        lines = page.locator("#log-lines")
+        expect(lines).to_contain_text("three")
+        expect(lines).to_contain_text("two")
+        page.locator("#filter").fill("three")
+        expect(lines).not_to_contain_text("two")
+        expect(lines).to_contain_text("three")
+
+
+def test_another_origin_cannot_read_it_and_may_not_frame_it(browser: Any) -> None:
+    with serving(fresh()) as server, serving(fresh()) as other:
+        token = server.url.partition("token=")[2]
+        with opened(browser, other.url) as (page, seen):
+            expect(page.locator("#sentence")).to_contain_text("mlp")
+            reply = page.evaluate(
+                """([url, token]) => fetch(url, {headers: {Authorization: token}})
+                .then(() => "read", () => "blocked")""",
+                [f"http://127.0.0.1:{server.port}/api/v1/state", f"Bearer {token}"],
+            )
+            assert reply == "blocked"
+            assert any("Content Security Policy" in said for said in seen.complaints)
+
+
+def test_a_frame_is_shown_where_it_was_asked_for_and_nowhere_else(
+    browser: Any,
+) -> None:
+    notebook = "http://localhost:8888"
+    with (
+        serving(fresh(), embed_origins=[notebook]) as asked_for,
+        serving(fresh()) as not_asked_for,
+    ):
+        context = browser.new_context()
+        page = context.new_page()
+        frames = [
+            f'<iframe id="{name}" src="{server.url}" width="900"></iframe>'
+            for name, server in (("shown", asked_for), ("hidden", not_asked_for))
+        ]
+        page.route(
+            f"{notebook}/**",
+            lambda route: route.fulfill(content_type="text/html", body="".join(frames)),
+        )
+        page.goto(f"{notebook}/notebook")
+        sentence = page.frame_locator("#shown").locator("#sentence")
+        expect(sentence).to_contain_text("run 'mlp' is at step")
+        assert page.frame_locator("#hidden").locator("#sentence").count() == 0
+        context.close()
+
+
+def test_a_journal_is_shown_with_a_slider(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "board.jsonl"
+    board = JournaledBoard(WallClock(), path)
+    for fact in scene():
+        board.take(fact)
+    board.close()
+    with (
+        serving(ReplaySource(path)) as server,
+        opened(browser, server.url) as (page, seen),
+    ):
+        sentence = page.locator("#sentence")
+        expect(sentence).to_contain_text("is at step 4,860")
+        slider = page.locator("#at")
+        slider.focus()
+        page.keyboard.press("Home")
+        slider.evaluate(
+            "(at) => { at.value = Number(at.min) + 60.5; "
+            "at.dispatchEvent(new Event('input')); }"
+        )
+        expect(sentence).to_contain_text("is at step 2,511")
+        assert seen.complaints == []
