@@ -1,8 +1,10 @@
 """The page in the Chromium of this machine, driven by Playwright; none is fetched."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -170,29 +172,47 @@ def test_another_origin_cannot_read_it_and_may_not_frame_it(browser: Any) -> Non
             assert any("Content Security Policy" in said for said in seen.complaints)
 
 
+@contextmanager
+def notebook(frames: list[str]) -> Iterator[str]:
+    """The origin of a page with these frames, which may come later."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # the base class's name
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write("".join(frames).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_a_frame_is_shown_where_it_was_asked_for_and_nowhere_else(
     browser: Any,
 ) -> None:
-    notebook = "http://localhost:8888"
+    frames: list[str] = []
     with (
-        serving(fresh(), embed_origins=[notebook]) as asked_for,
+        notebook(frames) as origin,
+        serving(fresh(), embed_origins=[origin]) as asked_for,
         serving(fresh()) as not_asked_for,
     ):
-        context = browser.new_context()
-        page = context.new_page()
-        frames = [
+        frames += [
             f'<iframe id="{name}" src="{server.url}" width="900"></iframe>'
             for name, server in (("shown", asked_for), ("hidden", not_asked_for))
         ]
-        page.route(
-            f"{notebook}/**",
-            lambda route: route.fulfill(content_type="text/html", body="".join(frames)),
-        )
-        page.goto(f"{notebook}/notebook")
-        sentence = page.frame_locator("#shown").locator("#sentence")
-        expect(sentence).to_contain_text("run 'mlp' is at step")
-        assert page.frame_locator("#hidden").locator("#sentence").count() == 0
-        context.close()
+        with opened(browser, origin) as (page, _):
+            sentence = page.frame_locator("#shown").locator("#sentence")
+            expect(sentence).to_contain_text("run 'mlp' is at step")
+            assert page.frame_locator("#hidden").locator("#sentence").count() == 0
 
 
 def test_a_journal_is_shown_with_a_slider(browser: Any, tmp_path: Path) -> None:

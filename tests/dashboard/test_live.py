@@ -1,0 +1,113 @@
+"""A dashboard of a real cluster that trains, in a process of its own."""
+
+import json
+import shutil
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import psutil
+import pytest
+from flax import nnx
+
+import jgraph as jg
+from jgraph.clock import SystemClock
+from jgraph.cluster.polling import Polling
+from jgraph.dashboard.journaled_board import ReplayedBoard
+from jgraph.errors import ConfigError, JGError
+
+pytestmark = [pytest.mark.slow, pytest.mark.procs]
+
+
+def state_at(url: str, path: str = "api/v1/state") -> Any:
+    base, _, token = url.partition("#token=")
+    asked = urllib.request.Request(base + path)
+    asked.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(asked, timeout=10) as reply:
+        return json.loads(reply.read())
+
+
+def wait_for(what: str, is_so: Any) -> Any:
+    polling = Polling(0.1, 30.0, SystemClock())
+    while not (found := is_so()):
+        assert polling.wait(), f"{what} did not come"
+    return found
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return optax.l2_loss(model(batch["x"])[:, 0], batch["y"]).mean()
+
+
+def test_a_run_is_seen_live_and_again_when_all_is_over(tmp_path: Path) -> None:
+    journal = tmp_path / "board.jsonl"
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(256, 4)).astype(np.float32)}
+    data["y"] = data["x"].sum(1)
+    with jg.LocalCluster(ps=1, workers=2) as cluster:
+        board = cluster.dashboard(journal=journal)
+        (process,) = [
+            child
+            for child in psutil.Process().children()
+            if "dashboard" in child.cmdline()
+        ]
+        assert "token" not in " ".join(process.cmdline())
+        model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+        with jg.Trainer(model, loss, optax.sgd(0.01), cluster=cluster) as trainer:
+            run = trainer.fit(data, steps=300, batch_size=16)
+            run.wait()
+            steps = run.step
+
+        def told() -> Any:
+            runs = state_at(board.url)["runs"]
+            found = next(iter(runs.values()), {"metrics": {}})
+            return found if found.get("step") == steps and found["metrics"] else None
+
+        found = wait_for("the run", told)
+        assert found["state"] == "done"
+        assert set(found["workers"]) <= set(cluster.tasks("worker"))
+        curves = state_at(board.url, "api/v1/curves")
+        (of_run,) = curves["runs"].values()
+        assert of_run["metrics"]["loss"]["x"][-1] == steps
+        assert (
+            min(of_run["metrics"]["loss"]["min"]) < of_run["metrics"]["loss"]["max"][0]
+        )
+        state = state_at(board.url)
+        assert set(state["tasks"]) == set(cluster.tasks())
+        assert state["traffic"]
+        assert sum(map(len, state["shards"].values())) > 0
+        kinds = {event["kind"] for event in state["events"]}
+        assert "began" in kinds
+        log = state_at(board.url, "api/v1/tasks/ps/0/log")
+        assert isinstance(log["lines"], list)
+        cluster.kill("/job:worker/task:1")
+        wait_for(
+            "the alarm",
+            lambda: [
+                alarm
+                for alarm in state_at(board.url)["alarms"]
+                if alarm["id"] == "lost:/job:worker/task:1"
+            ],
+        )
+        last = state_at(board.url)
+    assert not process.is_running()
+    replay = ReplayedBoard(journal)
+    assert replay.skipped == 0
+    assert replay.at(last["time"]).view()["runs"] == last["runs"]
+    assert "lost:/job:worker/task:1" in {a.id for a in replay.at().alarms()}
+    assert repr(board) == "<Dashboard closed>"
+
+
+def test_why_a_dashboard_did_not_start_is_said(tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("mine\n")
+    server = jg.Server({"worker": ["localhost:0"]})
+    with jg.connect(server.target) as cluster:
+        with pytest.raises(JGError, match="is not a journal"):
+            cluster.dashboard(journal=other)
+        with pytest.raises(ConfigError, match="is no origin"):
+            cluster.dashboard(embed_origins=["*"])
+    server.stop()
+    assert other.read_text() == "mine\n"
+    shutil.rmtree(tmp_path)
