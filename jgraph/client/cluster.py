@@ -206,8 +206,9 @@ class Cluster(Connection):
             ``["http://localhost:8888"]``.
 
         Raises:
-          ConfigError: the port is taken, the journal cannot be written, or a package is
-            missing.
+          ConfigError: the journal cannot be written, or a package is missing.
+          JournalError: its name is that of another file.
+          PortInUseError: something listens at the port.
           StartError: it could not be started; shows why.
         """
         from jgraph.client.dashboard_process import Dashboard

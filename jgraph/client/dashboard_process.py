@@ -10,12 +10,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self, final
 
-from jgraph.errors import ClusterUnreachableError, ConfigError, StartError
+from jgraph.errors import (
+    ClusterUnreachableError,
+    ConfigError,
+    JGError,
+    JournalError,
+    PortInUseError,
+    StartError,
+)
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.view import markup
 
 _START_S: Final = 60.0
 _END_S: Final = 10.0
+_SAID: Final = 4000
 
 
 @final
@@ -48,7 +56,8 @@ class Dashboard:
       url: of the page, with its token; it lets nobody run anything.
 
     Raises:
-      ConfigError, StartError: it could not be started; says why.
+      ConfigError, JournalError, PortInUseError, StartError: it could not be started;
+        says why.
     """
 
     @short_traceback
@@ -65,24 +74,27 @@ class Dashboard:
             start_new_session=True,  # Ctrl-C in our terminal is for us alone
         )
         assert self._process.stdout is not None  # a pipe
-        assert self._process.stderr is not None  # a pipe
+        # Read all the time: what it says must not fill the pipe.
+        self._said = ""
+        self._listening = threading.Thread(
+            target=self._listen, name="jgraph-said", daemon=True
+        )
+        self._listening.start()
         timer = threading.Timer(_START_S, self._process.kill)
         timer.start()
         line = self._process.stdout.readline()
         timer.cancel()
         if not line:
-            told = self._process.stderr.read().strip()
             self.close()
-            for kind in (ConfigError, ClusterUnreachableError):
-                if told.startswith(kind.code):
-                    raise kind(told.removeprefix(kind.code).strip())
-            raise StartError(
-                f"the dashboard did not start: {told or 'it was too slow'}"
-            )
+            raise _why(self._said.strip())
         self.url: str = json.loads(line)["url"]
-        # What it says later nobody waits for, and it must not fill a pipe.
+
+    def _listen(self) -> None:
         stderr = self._process.stderr
-        threading.Thread(target=stderr.read, name="jgraph-said", daemon=True).start()
+        assert stderr is not None  # a pipe
+        with stderr:
+            for line in stderr:
+                self._said = (self._said + line)[-_SAID:]
 
     def close(self) -> None:
         """Ends the process; the cluster goes on."""
@@ -95,6 +107,7 @@ class Dashboard:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._listening.join()
 
     def __enter__(self) -> Self:
         return self
@@ -118,3 +131,13 @@ class Dashboard:
         if self._process.poll() is not None:
             return markup.lines(repr(self))
         return markup.link(self.url, "the dashboard of this cluster")
+
+
+def _why(said: str) -> JGError:
+    """Returns the error that a process ended with."""
+    code, _, text = said.partition(" ")
+    kinds = (ConfigError, ClusterUnreachableError, JournalError, PortInUseError)
+    for kind in kinds:
+        if code == kind.code:
+            return kind(text)
+    return StartError(f"the dashboard did not start: {said or 'it was too slow'}")

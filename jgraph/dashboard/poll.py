@@ -25,7 +25,7 @@ from jgraph.graph.ir import TaskName
 
 _LOG = logging.getLogger("jgraph.dashboard")
 _SLOWEST_S: Final = 10.0
-_VARIABLES_EVERY: Final = 10
+_VARIABLES_EVERY: Final = 5
 """Looks."""
 
 
