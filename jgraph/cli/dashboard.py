@@ -17,6 +17,7 @@ from jgraph.cli.options import (
     Target,
     Timeout,
     TokenFile,
+    say,
     target_of,
 )
 from jgraph.errors import ConfigError
@@ -66,6 +67,10 @@ def dashboard(
         list[str] | None,
         typer.Option(help="Origin of pages that may show it in a frame."),
     ] = None,
+    grafana: Annotated[
+        Path | None,
+        typer.Option(help="Write a dashboard for Grafana to a file, and do no more."),
+    ] = None,
     attended: Annotated[
         bool,
         typer.Option("--attended", help="End when standard input ends."),
@@ -87,6 +92,13 @@ def dashboard(
             f"the dashboard needs the package {error.name}; install what it needs: "
             "pip install 'jgraph[dashboard]'"
         ) from error
+    if grafana is not None:
+        from jgraph.dashboard.grafana import dashboard as of_grafana
+
+        grafana.write_text(json.dumps(of_grafana(), indent=1) + "\n")
+        text = f"wrote {grafana}; in Grafana: Dashboards, New, Import"
+        say({"path": str(grafana)}, text, as_json=as_json)
+        return
     options = serve.Options(
         bind=bind,
         port=port,
