@@ -29,6 +29,8 @@ ELSEWHERE = {
     "test_tasks_on_hosts_end_when_their_command_is_killed",
     "top": UP,
     "logs": UP,
+    "dashboard": "tests/dashboard/test_command.py::"
+    "test_the_command_serves_until_it_is_told_to_end",
     "examples wide-deep": f"tests/examples/test_wide_deep.py::{JSON}",
     "examples lm": f"tests/examples/test_lm.py::{JSON}",
     "examples dlrm": f"tests/examples/test_dlrm.py::{JSON}",

@@ -9,7 +9,7 @@ _PANELS: Final = (
     ("Newest values of metrics", "jgraph_run_metric", "{{run}} {{name}}", "none"),
     ("Tasks that answer", "jgraph_task_up", "{{task}}", "none"),
     ("Alarms", "jgraph_alarm", "{{level}} {{id}}", "none"),
-    ("Cores by kind of work", "jgraph_task_cpu_seconds_total", "{{task}} {{kind}}", "none"),
+    ("Cores", "jgraph_task_cpu_seconds_total", "{{task}} {{kind}}", "none"),
     ("Memory", "jgraph_task_resident_memory_bytes", "{{task}}", "bytes"),
     ("Sent bytes", "jgraph_transport_sent_bytes_total", "{{task}} {{peer}}", "Bps"),
     ("Calls", "jgraph_calls_total", "{{task}} {{method}}", "ops"),

@@ -1,0 +1,96 @@
+"""``jgraph dashboard`` as one types it."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import jgraph as jg
+from jgraph.dashboard.journal import JournalWriter
+from jgraph.launch.local.daemon import down, up
+from tests.support.cli import run
+from tests.support.dashboards import scene
+
+pytestmark = [pytest.mark.slow, pytest.mark.procs]
+
+
+def state_at(url: str) -> Any:
+    base, _, token = url.partition("#token=")
+    asked = urllib.request.Request(f"{base}api/v1/state")
+    asked.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(asked, timeout=20) as reply:
+        return json.loads(reply.read())
+
+
+def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "board.jsonl"
+    journal = JournalWriter(path)
+    for fact in scene():
+        journal.write(fact)
+    journal.close()
+    command = [sys.executable, "-m", "jgraph", "dashboard", "--port", "0", "--json"]
+    with subprocess.Popen(
+        [*command, "--replay", str(path), "--attended"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        assert (told["kind"], told["skipped"]) == ("replay", 0)
+        assert state_at(told["url"])["runs"]["mlp"]["step"] == 4860
+        process.stdin.close()
+        assert process.wait(20) == 0
+
+
+def test_a_cluster_of_this_machine_has_a_dashboard_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JGRAPH_HOME", str(tmp_path))
+    monkeypatch.delenv("JGRAPH_TOKEN_FILE", raising=False)
+    cluster = up("shown", 1, 0, 0, dashboard=True)
+    try:
+        (board,) = [
+            child
+            for child in psutil.Process(cluster.daemon).children()
+            if "dashboard" in child.cmdline()
+        ]
+        assert state_at(cluster.dashboard)["version"] == 1
+    finally:
+        down("shown")
+    assert not board.is_running()
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        (["--replay", "none.jsonl"], 1, "JG-622 cannot read the journal none.jsonl"),
+        (["--bind", "0.0.0.0"], 4, "JG-116 a dashboard speaks plain HTTP"),
+        (["--embed-origin", "*"], 1, "JG-124 --embed-origin '*' is no origin"),
+        (["--journal", "/no/such/place"], 1, "JG-124 cannot write the journal"),
+        (["--at", "yesterday"], 2, "--at is a time of a journal"),
+        (["--port", "70000"], 2, "70000"),
+    ],
+)
+def test_what_is_typed_wrong_is_said_in_a_sentence(
+    typed: list[str],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    server = jg.Server({"worker": ["localhost:0"]})
+    try:
+        found, out, err = run(capsys, "dashboard", server.target, *typed)
+    finally:
+        server.stop()
+    assert (found, out) == (code, "")
+    assert said in err
